@@ -1,0 +1,1 @@
+"""The engine: requests in, scheduled steps to an executor, outputs back."""

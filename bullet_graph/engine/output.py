@@ -1,0 +1,77 @@
+"""What the engine gives back."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from bullet_graph.errors import RequestError
+from bullet_graph.perf.metrics import RequestMetrics
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class OutputKind(Enum):
+    """Which outputs a request reports while it runs."""
+
+    CUMULATIVE = "cumulative"
+    """Each output holds everything so far."""
+    DELTA = "delta"
+    """Each output holds what came since the last one."""
+    FINAL_ONLY = "final_only"
+    """One output, at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position, of the model's own distribution (temperature 1, no cuts).
+
+    Attributes:
+        token_id: the token chosen.
+        logprob: its log-probability.
+        top: the most probable tokens, best first, as (token id, log-probability).
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sampled output of a request.
+
+    Attributes:
+        index: which of the ``n`` samples.
+        text: detokenized text, empty for a model without a tokenizer.
+        token_ids: generated ids.
+        logprobs: one entry a token when asked for, else None.
+        finish_reason: ``stop`` (a stop token or string, or end of sequence), ``length``, ``abort``, or None
+            while it runs.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """State of one request.
+
+    Attributes:
+        request_id: the caller's id.
+        prompt_token_ids: the prompt as the model saw it.
+        outputs: one entry a sample, by index; empty for a request that failed.
+        finished: no more outputs follow.
+        metrics: the request's times.
+        error: why the request was refused (``generate`` over a batch), else None.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    metrics: RequestMetrics
+    error: RequestError | None = None

@@ -1,0 +1,53 @@
+"""The project's exceptions: each message names what was required, what was found and what to do.
+
+Errors that are the caller's to mend also derive from :class:`ValueError`, so that code which embeds the
+engine may catch either. The command line turns every :class:`BulletGraphError` into exit code 2.
+"""
+
+
+class BulletGraphError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(BulletGraphError, ValueError):
+    """An engine or command setting is wrong, or two settings contradict each other."""
+
+
+class DeviceError(BulletGraphError, RuntimeError):
+    """The device asked for is not there, or a library it needs is missing."""
+
+
+class InsufficientMemoryError(BulletGraphError, RuntimeError):
+    """The memory ledger does not fit the device; the message says by how much and which setting to change."""
+
+
+class ModelError(BulletGraphError, ValueError):
+    """A model folder, its config.json, its weights or its tokenizer cannot be used."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture, or a feature of it, is not implemented."""
+
+
+class CheckpointError(ModelError):
+    """A safetensors file is missing or broken, or a tensor in it is not what config.json calls for."""
+
+
+class RequestError(BulletGraphError, ValueError):
+    """One request is wrong; other requests are not affected."""
+
+
+class SamplingParamsError(RequestError):
+    """A sampling parameter is out of range."""
+
+
+class PromptError(RequestError):
+    """A prompt is empty, too long, or holds a token id outside the vocabulary."""
+
+
+class WorkloadError(BulletGraphError, ValueError):
+    """A trace or data set cannot be read; the message gives the file and the line or record number."""
+
+
+class EngineDeadError(BulletGraphError, RuntimeError):
+    """The engine was shut down, or failed earlier; the original error is the cause."""

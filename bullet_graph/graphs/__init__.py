@@ -1,0 +1,1 @@
+"""CUDA graphs of decode steps, one for each batch size and SM partition."""

@@ -1,0 +1,1 @@
+"""Model definitions, weights, tokenizers, attention and sampling."""

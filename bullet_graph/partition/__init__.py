@@ -1,0 +1,1 @@
+"""SM partitions: which multiprocessors each lane may use."""

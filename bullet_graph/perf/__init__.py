@@ -1,0 +1,1 @@
+"""Performance: request metrics, energy and the model of the device."""

@@ -1,0 +1,1 @@
+"""Executors: what carries a step out on a device, behind one protocol."""

@@ -1,0 +1,95 @@
+"""How a request wants its tokens chosen, with the names vLLM users know."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bullet_graph.errors import SamplingParamsError
+
+MAX_LOGPROBS = 20
+"""Most alternatives a request may ask for at each position."""
+
+MAX_MASKED_TOKEN_IDS = 16
+"""Most token ids that ``min_tokens`` can keep from being sampled; each device slot has room for so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling settings of one request.
+
+    Attributes:
+        temperature: 0 picks the most probable token; above 0 divides the logits before sampling.
+        top_p: keep the smallest set of tokens whose probability mass reaches ``top_p``, in (0, 1].
+        top_k: keep the ``top_k`` most probable tokens; -1 or 0 keeps all.
+        min_p: drop tokens less probable than ``min_p`` times the most probable one, in [0, 1].
+        seed: random numbers follow from (seed, position) alone; None draws a seed from the engine's.
+        max_tokens: the most tokens to generate, at least 1.
+        min_tokens: no stop token is sampled, and no stop string looked for, before this many tokens.
+        stop: strings that end the text; the text returned ends before them.
+        stop_token_ids: token ids that end the output; the id itself is returned.
+        ignore_eos: go on after the model's end-of-sequence tokens (benchmarks force lengths with it).
+        logprobs: None, or how many alternatives to report beside the chosen token (0 to 20).
+        n: how many outputs to sample for the prompt; output i uses ``seed + i``.
+
+    Raises:
+        SamplingParamsError: at construction, naming the field, its value and what it may be.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = field(default=())
+    stop_token_ids: Sequence[int] = field(default=())
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _require(_is_real(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "≥ 0")
+        _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer ≥ 1, or -1 for all")
+        _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        _require(
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),
+            "seed",
+            self.seed,
+            "None or an integer in [0, 2**63)",
+        )
+        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
+        _require(
+            _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            self.min_tokens,
+            f"between 0 and max_tokens ({self.max_tokens})",
+        )
+        _require(
+            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            "logprobs",
+            self.logprobs,
+            f"None or between 0 and {MAX_LOGPROBS}",
+        )
+        _require(_is_int(self.n) and self.n >= 1, "n", self.n, "≥ 1")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        _require(all(isinstance(s, str) and s for s in stops), "stop", self.stop, "non-empty strings")
+        ids = tuple(self.stop_token_ids)
+        _require(all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", ids, "integers ≥ 0")
+        # Frozen values all the way down: a list handed in by the caller must not change under the engine.
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", ids)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise SamplingParamsError(f"{name} must be {allowed}, got {value!r}")
