@@ -56,7 +56,8 @@ class EngineConfig:
         model: a Hugging Face model folder, or the name of a preset (see ``bullet_graph.models.presets``).
         load_format: ``safetensors`` reads the folder's weights, ``dummy`` fills them with seeded random
             numbers, ``auto`` means dummy for a preset and safetensors for a folder.
-        dtype: of weights, activations and KV cache; ``auto`` is config.json's on a GPU, float32 on the CPU.
+        dtype: of weights, activations and KV cache; ``auto`` is float32 on the CPU; on a GPU config.json's,
+            or bfloat16 where that is float32.
         device: ``auto`` takes the GPU where there is one.
         max_model_len: most tokens of a prompt and its output together; None takes the model's own limit.
         max_num_seqs: most sequences running at once.

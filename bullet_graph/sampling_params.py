@@ -51,7 +51,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require(_is_real(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "≥ 0")
         _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer ≥ 1, or -1 for all")
+        _require(
+            _is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer ≥ 1, or -1 for all"
+        )
         _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         _require(
             self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),

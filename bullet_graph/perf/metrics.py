@@ -1,5 +1,6 @@
 """What a request experienced: times to and between its tokens."""
 
+import itertools
 from dataclasses import dataclass
 
 
@@ -42,4 +43,4 @@ class RequestMetrics:
     def itl_ms(self) -> tuple[float, ...]:
         """Inter-token latencies: the gaps between one token and the next."""
         times = self.token_times_s
-        return tuple((b - a) * 1e3 for a, b in zip(times, times[1:], strict=False))
+        return tuple((b - a) * 1e3 for a, b in itertools.pairwise(times))

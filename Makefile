@@ -1,0 +1,78 @@
+# Two commands for a fresh clone: `make demo` and `make test`. `make help` lists the rest.
+# Variables: make PY=python3.12 TORCH=torch==2.12.1 VENV=/elsewhere/venv …
+
+PY ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+PYTHON_SOURCES := bullet_graph bench tests
+C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
+
+# "yes" where a driver reports a GPU; empty where there is none, or no nvidia-smi at all.
+GPU := $(shell { nvidia-smi -L | grep -q '^GPU ' && echo yes; } 2>/dev/null)
+
+ifeq ($(GPU),yes)
+# The newest torch that pyproject.toml allows, unless TORCH names one.
+TORCH ?=
+RUNTIME := .[cuda]
+DEV := .[cuda,dev]
+DEMO := --model llama-3.1-8b --load-format dummy --trace azure:conv --num-prompts 600
+else
+# Installed first, and pinned: it is the release that the CPU path is tested with. Where the package index
+# has CPU builds under a version of their own, `make TORCH=torch==2.13.0+cpu` saves gigabytes of CUDA libraries.
+TORCH ?= torch==2.13.0
+RUNTIME := .
+DEV := .[dev]
+DEMO := --model tiny --device cpu --trace azure:conv --num-prompts 64
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test lint typecheck unit format gpu-test clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.installed ## the offline benchmark: an 8B model on a GPU, else a tiny one on the CPU
+	$(BIN)/bullet-graph bench throughput $(DEMO)
+
+test: lint typecheck unit ## everything that continuous integration runs
+
+lint: $(VENV)/.installed-dev ## style, import contract, C formatting
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	$(BIN)/lint-imports
+	$(if $(C_SOURCES),$(BIN)/clang-format --dry-run -Werror $(C_SOURCES))
+
+typecheck: $(VENV)/.installed-dev ## mypy --strict
+	$(BIN)/mypy
+
+unit: $(VENV)/.installed-dev ## all tests that need no GPU
+	$(BIN)/pytest -n 2 -m 'not gpu'
+
+gpu-test: $(VENV)/.installed-dev ## the tests that need an NVIDIA GPU
+	$(BIN)/pytest tests/gpu -m gpu
+
+format: $(VENV)/.installed-dev ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
+	$(BIN)/ruff format $(PYTHON_SOURCES)
+	$(if $(C_SOURCES),$(BIN)/clang-format -i $(C_SOURCES))
+
+venv: $(VENV)/.installed-dev ## a virtual environment with the package (editable) and the tools
+
+clean: ## remove the virtual environment, caches and build outputs
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find $(PYTHON_SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PY) -m venv $(VENV)
+
+# Stamps: installed anew only after pyproject.toml has changed.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(if $(TORCH),$(PIP) install '$(TORCH)')
+	$(PIP) install -e '$(RUNTIME)'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install -e '$(DEV)'
+	touch $@

@@ -1,0 +1,50 @@
+"""LLM inference that runs prefill and decode at the same time on one GPU."""
+
+from bullet_graph._version import __version__
+from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.engine.async_engine import AsyncEngine
+from bullet_graph.engine.engine import Engine, EngineStats
+from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput, TokenLogprobs
+from bullet_graph.errors import (
+    BulletGraphError,
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    EngineDeadError,
+    InsufficientMemoryError,
+    ModelError,
+    PromptError,
+    RequestError,
+    SamplingParamsError,
+    UnsupportedModelError,
+    WorkloadError,
+)
+from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.sampling_params import SamplingParams
+
+__all__ = [
+    "Arm",
+    "AsyncEngine",
+    "BulletGraphError",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "DeviceError",
+    "Engine",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineStats",
+    "InsufficientMemoryError",
+    "ModelError",
+    "OutputKind",
+    "PromptError",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "SamplingParamsError",
+    "TokenLogprobs",
+    "UnsupportedModelError",
+    "WorkloadError",
+    "__version__",
+]

@@ -1,0 +1,118 @@
+"""``bullet-graph bench``: offline throughput on a trace, latency of one batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bullet_graph.cli.options import engine_options, fit_max_num_seqs, result_options
+from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
+from bullet_graph.config import EngineConfig
+
+
+@click.group()
+def bench() -> None:
+    """Measure the engine.
+
+    \b
+    Examples:
+      bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
+      bullet-graph bench latency --model llama-3.1-8b --batch-size 64
+    """
+
+
+@bench.command()
+@engine_options(max_num_seqs=1024)
+@click.option(
+    "--trace",
+    required=True,
+    metavar="FILE|NAME",
+    help="A trace file (Azure CSV, ShareGPT JSON, Mooncake JSONL), or azure:conv, azure:code, "
+    "synthetic:conv, synthetic:code, synthetic:longdoc.",
+)
+@click.option("--num-prompts", type=click.IntRange(min=1), help="Only the first N requests of the trace.")
+@click.option(
+    "--warmup/--no-warmup",
+    default=True,
+    show_default=True,
+    help="Run a few small requests first, so that kernels compiled on first use are not in the figures.",
+)
+@result_options
+def throughput(
+    config: EngineConfig,
+    trace: str,
+    num_prompts: int | None,
+    warmup: bool,
+    output_json: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Serve a whole trace at once and measure tokens per second.
+
+    Every request is there from the start and samples greedily until its recorded output length. A request
+    that is longer than the model's limit fails alone and is counted.
+
+    \b
+    Examples:
+      bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
+      bullet-graph bench throughput --model llama-3.1-8b --trace azure:code --num-prompts 400 \\
+          --arm mixed:4096 --output-json code.json
+    """
+    check_result_file(output_json, overwrite=overwrite)
+    # Here and below: torch takes seconds to import, and --help must not wait for it.
+    from bullet_graph.cli.render import print_throughput  # noqa: PLC0415
+    from bullet_graph.cli.throughput import run_throughput  # noqa: PLC0415
+
+    result = run_throughput(config, trace, num_prompts, warmup=warmup, quiet=as_json)
+    _report(result, print_throughput, output_json, as_json=as_json)
+
+
+@bench.command()
+@engine_options(max_num_seqs=1024, max_num_seqs_shown="the batch size")
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--input-len", type=click.IntRange(min=1), default=32, show_default=True, help="In tokens.")
+@click.option("--output-len", type=click.IntRange(min=1), default=128, show_default=True, help="In tokens.")
+@click.option("--num-iters", type=click.IntRange(min=1), default=30, show_default=True)
+@click.option("--num-iters-warmup", type=click.IntRange(min=0), default=10, show_default=True)
+@result_options
+def latency(
+    config: EngineConfig,
+    batch_size: int,
+    input_len: int,
+    output_len: int,
+    num_iters: int,
+    num_iters_warmup: int,
+    output_json: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Time one batch of equal requests, over and over, and hold its decode step against the memory.
+
+    \b
+    Examples:
+      bullet-graph bench latency --model tiny --batch-size 2 --num-iters 5
+      bullet-graph bench latency --model llama-3.1-8b --batch-size 64 --input-len 1000
+    """
+    check_result_file(output_json, overwrite=overwrite)
+    from bullet_graph.cli.latency import BatchShape, run_latency  # noqa: PLC0415
+    from bullet_graph.cli.render import print_latency  # noqa: PLC0415
+
+    result = run_latency(
+        fit_max_num_seqs(config, batch_size),
+        BatchShape(batch_size, input_len, output_len),
+        num_iters=num_iters,
+        num_iters_warmup=num_iters_warmup,
+        quiet=as_json,
+    )
+    _report(result, print_latency, output_json, as_json=as_json)
+
+
+def _report(result: Any, render: Callable[[Any], None], path: Path | None, *, as_json: bool) -> None:
+    text = to_json(result)
+    if path is not None:
+        write_result_file(path, text)
+    if as_json:
+        click.echo(text)
+    else:
+        render(result)

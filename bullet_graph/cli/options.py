@@ -1,0 +1,152 @@
+"""Options that several commands share."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from click.core import ParameterSource
+
+from bullet_graph.config import Arm, DeviceName, DtypeName, EngineConfig, LoadFormat
+
+_UNITS = {"": 1, **{f"{p}b": 1000**i for i, p in enumerate(("", "k", "m", "g", "t"))}}
+_UNITS |= {f"{p}ib": 1024**i for i, p in enumerate(("k", "m", "g", "t"), start=1)}
+
+
+def parse_size(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+    """An option's callback: read a number of bytes such as ``8GiB``, ``512MB`` or ``1000000``."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value, flags=re.IGNORECASE)
+    unit = match and _UNITS.get(match[2].lower())
+    if not match or unit is None:
+        raise click.BadParameter(f"{value!r} is no size: write 8GiB, 512MiB, 1.5GB or a number of bytes")
+    return int(float(match[1]) * unit)
+
+
+def engine_options(
+    *, max_num_seqs: int, max_num_seqs_shown: str | bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the engine's settings; it receives them as one keyword, ``config: EngineConfig``.
+
+    Args:
+        max_num_seqs: the command's default.
+        max_num_seqs_shown: what the help calls that default, where the number would not do.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    names = tuple(defaults)
+    options = (
+        click.option("--model", required=True, help="A preset's name, or a Hugging Face model folder."),
+        click.option(
+            "--load-format",
+            type=click.Choice(get_args(LoadFormat)),
+            default=defaults["load_format"],
+            show_default=True,
+            help="dummy: seeded random weights; auto: dummy for a preset, safetensors for a folder.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(get_args(DtypeName)),
+            default=defaults["dtype"],
+            show_default=True,
+            help="auto: config.json's on a GPU, float32 on the CPU.",
+        ),
+        click.option(
+            "--device",
+            type=click.Choice(get_args(DeviceName)),
+            default=defaults["device"],
+            show_default=True,
+            help="auto: the GPU where there is one.",
+        ),
+        click.option(
+            "--arm",
+            default=str(defaults["arm"]),
+            show_default=True,
+            metavar="serial|mixed|mixed:CHUNK",
+            help="How prefill and decode share the device; CHUNK: most tokens of one forward.",
+        ),
+        click.option(
+            "--max-num-seqs",
+            type=int,
+            default=max_num_seqs,
+            show_default=max_num_seqs_shown,
+            help="Most sequences running at once.",
+        ),
+        click.option(
+            "--max-num-batched-tokens",
+            type=int,
+            default=defaults["max_num_batched_tokens"],
+            show_default=True,
+            help="Most tokens of one forward.",
+        ),
+        click.option(
+            "--max-model-len",
+            type=int,
+            help="Most tokens of a prompt and its output together.  [default: the model's]",
+        ),
+        click.option(
+            "--gpu-memory-utilization",
+            type=float,
+            default=defaults["gpu_memory_utilization"],
+            show_default=True,
+            help="Share of the device's memory to fill.",
+        ),
+        click.option(
+            "--kv-cache-bytes",
+            metavar="SIZE",
+            callback=parse_size,
+            help="Size of the KV cache, such as 8GiB.  [default: what memory is left]",
+        ),
+        click.option(
+            "--cuda-graphs/--no-cuda-graphs",
+            default=defaults["cuda_graphs"],
+            show_default=True,
+            help="Capture decode steps into CUDA graphs.",
+        ),
+        click.option(
+            "--seed",
+            type=click.IntRange(min=0),
+            default=defaults["seed"],
+            show_default=True,
+            help="Of dummy weights, synthetic prompts and sampling.",
+        ),
+    )
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_config(**arguments: Any) -> None:
+            settings = {name: arguments.pop(name) for name in names}
+            settings["arm"] = Arm.parse(settings["arm"])
+            command(config=EngineConfig(**settings), **arguments)
+
+        decorated: Callable[..., None] = with_config
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
+
+
+def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
+    """Make room for just so many sequences, unless the user said how many: fewer CUDA graphs to capture."""
+    source = click.get_current_context().get_parameter_source("max_num_seqs")
+    if source is not ParameterSource.DEFAULT:
+        return config
+    return dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, num_sequences))
+
+
+def result_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command ``output_json``, ``overwrite`` and ``as_json``: where its result goes."""
+    options = (
+        click.option(
+            "--output-json", type=click.Path(path_type=Path), help="Write the result to this file as well."
+        ),
+        click.option("--overwrite", is_flag=True, help="Replace the file of --output-json if it exists."),
+        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON and nothing else."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -1,0 +1,42 @@
+"""Results as JSON files: refused before the run rather than after it, and written whole or not at all."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from bullet_graph.errors import ConfigError
+
+
+def check_result_file(path: Path | None, *, overwrite: bool) -> None:
+    """Make sure, before a long run, that its result can be written; None is nothing to write.
+
+    Raises:
+        ConfigError: the folder is missing or not writable, or the file exists and ``overwrite`` is unset.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output-json {path}: the folder {path.parent} does not exist; make it first")
+    if path.is_dir():
+        raise ConfigError(f"--output-json {path}: this is a folder; give a file name")
+    if path.exists() and not overwrite:
+        raise ConfigError(f"--output-json {path}: the file exists; add --overwrite or give another name")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--output-json {path}: no permission to write into {path.parent}")
+
+
+def to_json(result: Any) -> str:
+    """A result dataclass as JSON text; a figure that is not finite is a bug and raises ValueError."""
+    return json.dumps(dataclasses.asdict(result), indent=2, allow_nan=False)
+
+
+def write_result_file(path: Path, text: str) -> None:
+    """Write through a temporary file beside the target, so that no reader ever sees half a result."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(f"{text}\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

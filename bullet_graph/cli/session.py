@@ -1,0 +1,101 @@
+"""What every measuring command does around its engine: opening it, watching its device, describing it."""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bullet_graph.config import EngineConfig
+from bullet_graph.engine.engine import Engine, EngineStats
+from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
+from bullet_graph.perf.provenance import Provenance, collect_provenance
+from bullet_graph.runtime.build import Runtime
+from bullet_graph.runtime.memory import GIB, MemoryLedger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """Under which conditions a benchmark ran; part of every result.
+
+    Attributes:
+        dtype: of weights, activations and KV cache, resolved.
+        engine: the engine's other settings, ``max_model_len`` resolved.
+        num_steps: forwards during the measurement.
+        num_preemptions: sequences that lost their KV blocks and were recomputed during the measurement.
+        kv_blocks_peak: most KV blocks in use at once.
+        device: what the device did during the measurement.
+    """
+
+    model: str
+    load_format: str
+    dtype: str
+    arm: str
+    seed: int
+    engine: dict[str, Any]
+    num_steps: int
+    num_preemptions: int
+    kv_blocks_peak: int
+    kv_blocks_total: int
+    device: DeviceReport
+    provenance: Provenance
+
+
+def open_engine(config: EngineConfig, *, quiet: bool) -> Engine:
+    """Build the engine; unless quiet, show its memory ledger first and progress bars where somebody watches."""
+    return Engine(
+        **_settings(config),
+        on_ledger=None if quiet else _print_ledger,
+        use_tqdm=not quiet and sys.stderr.isatty(),
+    )
+
+
+def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
+    """The model's tokenizer, without building an engine: what depends on it can fail before weights load."""
+    return None if runtime.folder is None else Tokenizer.from_folder(runtime.folder)
+
+
+def watch_device(engine: Engine) -> DeviceMonitor:
+    """A monitor of the engine's GPU, or of nothing on the CPU."""
+    if engine.device_name != "cuda":
+        return DeviceMonitor(None)
+    return DeviceMonitor.for_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+
+
+def describe_run(
+    config: EngineConfig, runtime: Runtime, before: EngineStats, after: EngineStats, device: DeviceReport
+) -> RunRecord:
+    """Describe a measurement from the engine's statistics before and after it."""
+    settings = _settings(config) | {"max_model_len": runtime.max_model_len}
+    return RunRecord(
+        model=settings.pop("model"),
+        load_format=settings.pop("load_format"),
+        dtype=str(runtime.dtype).removeprefix("torch."),
+        arm=settings.pop("arm"),
+        seed=settings.pop("seed"),
+        engine={name: value for name, value in settings.items() if name not in ("dtype", "device")},
+        num_steps=after.num_steps - before.num_steps,
+        num_preemptions=after.num_preemptions - before.num_preemptions,
+        kv_blocks_peak=after.kv_blocks_peak,
+        kv_blocks_total=after.kv_blocks_total,
+        device=device,
+        provenance=collect_provenance(runtime.device.type),
+    )
+
+
+def _settings(config: EngineConfig) -> dict[str, Any]:
+    """Keywords of ``Engine``."""
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return settings | {"arm": str(config.arm)}
+
+
+def _print_ledger(ledger: MemoryLedger) -> None:
+    table = Table("memory", title="Memory ledger", title_justify="left")
+    table.add_column("GiB", justify="right")
+    for label, num_bytes in ledger.rows():
+        table.add_row(label, f"{num_bytes / GIB:,.2f}")
+    Console(stderr=True).print(table)

@@ -1,0 +1,151 @@
+"""Generates for several prompts together and prints in order, or as JSON lines."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from bullet_graph.cli.session import load_tokenizer, open_engine
+from bullet_graph.config import EngineConfig
+from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
+from bullet_graph.errors import ModelError, RequestError
+from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.runtime.build import resolve
+from bullet_graph.sampling_params import SamplingParams
+
+_LABEL_CHARS = 60
+
+Prompt = str | Sequence[int]
+
+
+class OrderedPrinter:
+    """Prints streams that run together one after the other.
+
+    The first stream that is not over is printed as it comes; what the others bring waits for its turn.
+
+    Args:
+        labels: a heading for each stream; a single stream has none.
+    """
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = labels
+        self._waiting = ["" for _ in labels]
+        self._ended = [False for _ in labels]
+        self._current = 0
+        self._print_label()
+
+    def push(self, stream: int, text: str) -> None:
+        """Take more of a stream."""
+        if stream == self._current:
+            click.echo(text, nl=False)
+        else:
+            self._waiting[stream] += text
+
+    def end(self, stream: int) -> None:
+        """Note that a stream is over."""
+        self._ended[stream] = True
+        while self._current < len(self._labels) and self._ended[self._current]:
+            click.echo()
+            self._current += 1
+            if self._current < len(self._labels):
+                self._print_label()
+                click.echo(self._waiting[self._current], nl=False)
+
+    def _print_label(self) -> None:
+        if len(self._labels) > 1:
+            click.echo(f"=== {self._labels[self._current]}")
+
+
+def run_generate(
+    config: EngineConfig, prompts: Sequence[Prompt], params: SamplingParams, *, chat: bool, as_json: bool
+) -> bool:
+    """Generate and print.
+
+    Args:
+        config: the engine's settings.
+        prompts: texts or token ids, at least one.
+        params: for every prompt.
+        chat: put the prompts, all texts, into the model's chat template.
+        as_json: print JSON lines, each when its request is done, instead of streaming.
+
+    Returns:
+        Whether every prompt was accepted; what was wrong with the others is on stderr.
+
+    Raises:
+        BulletGraphError: from the model or the device.
+    """
+    tokenizer = load_tokenizer(resolve(config))
+    inputs = [_apply_chat_template(prompt, tokenizer) for prompt in prompts] if chat else prompts
+    all_accepted = True
+    kind = OutputKind.FINAL_ONLY if as_json else OutputKind.DELTA
+    with open_engine(config, quiet=as_json) as engine:
+        printer = None if as_json else OrderedPrinter(_labels(prompts, params.n))
+        for index, prompt in enumerate(inputs):
+            try:
+                engine.add_request(str(index), prompt, params, output_kind=kind)
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                all_accepted = False
+                click.echo(f"error: prompt {index + 1}: {error}", err=True)
+                if printer is None:
+                    click.echo(json.dumps({"request_id": str(index), "error": str(error)}))
+                else:
+                    for sample in range(params.n):
+                        printer.end(index * params.n + sample)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if printer is None:
+                    click.echo(json.dumps(_to_json(output, prompts[int(output.request_id)]), allow_nan=False))
+                else:
+                    for completion in output.outputs:
+                        stream = int(output.request_id) * params.n + completion.index
+                        printer.push(stream, _text(completion, tokenizer))
+                        if completion.finish_reason is not None:
+                            printer.end(stream)
+    return all_accepted
+
+
+def _apply_chat_template(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise ModelError("--chat needs a model folder with tokenizer.json and a chat template: found none")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": str(prompt)}])
+    # The template has put the special tokens in already.
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _labels(prompts: Sequence[Prompt], num_samples: int) -> list[str]:
+    labels = []
+    for index, prompt in enumerate(prompts, start=1):
+        shown = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
+        shown = " ".join(shown[: _LABEL_CHARS + 1].split())
+        shown = shown if len(shown) <= _LABEL_CHARS else f"{shown[:_LABEL_CHARS]}…"
+        for sample in range(1, num_samples + 1):
+            of_samples = f", output {sample} of {num_samples}" if num_samples > 1 else ""
+            labels.append(f"prompt {index}{of_samples}: {shown}")
+    return labels
+
+
+def _text(completion: CompletionOutput, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "".join(f"{token_id} " for token_id in completion.token_ids)
+    return completion.text
+
+
+def _to_json(output: RequestOutput, prompt: Prompt) -> dict[str, Any]:
+    metrics = output.metrics
+    return {
+        "request_id": output.request_id,
+        "prompt": prompt if isinstance(prompt, str) else None,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [dataclasses.asdict(completion) for completion in output.outputs],
+        "metrics": {
+            "queue_ms": metrics.queue_ms,
+            "ttft_ms": metrics.ttft_ms,
+            "tpot_ms": metrics.tpot_ms,
+            "e2e_ms": metrics.e2e_ms,
+        },
+        "error": None,
+    }

@@ -1,0 +1,116 @@
+"""Checks a request before the engine takes it: everything that can be wrong is told here."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import cast
+
+import numpy as np
+
+from bullet_graph.engine.sequence import Sequence as EngineSequence
+from bullet_graph.errors import PromptError, RequestError, SamplingParamsError
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.runtime.step import Int32Array
+from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS, SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class Admission:
+    """Turns prompts into sequences.
+
+    Args:
+        model: for the vocabulary and the end-of-sequence tokens.
+        tokenizer: for text prompts; None where the model has none.
+        max_model_len: most tokens of a prompt and its output.
+        seed: of the seeds given to requests that have none.
+    """
+
+    def __init__(
+        self, model: ModelConfig, tokenizer: Tokenizer | None, *, max_model_len: int, seed: int
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._seeds = Random(seed)
+
+    def token_ids(self, prompt: Prompt) -> Int32Array:
+        """Tokenize and check a prompt.
+
+        Raises:
+            PromptError: empty, too long, an id outside the vocabulary, or text without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise PromptError("a text prompt needs a tokenizer, but the model has none: pass token ids")
+            prompt = self._tokenizer.encode(prompt)
+        try:
+            ids = np.asarray(prompt, dtype=np.int64)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise PromptError(f"a prompt must be text or a sequence of token ids: {error}") from None
+        if ids.ndim != 1 or len(ids) == 0:
+            raise PromptError(
+                "the prompt is empty" if ids.size == 0 else "a prompt must be a flat list of ids"
+            )
+        outside = ids[(ids < 0) | (ids >= self._model.vocab_size)]
+        if len(outside):
+            raise PromptError(
+                f"token id {outside[0]} is outside the vocabulary of {self._model.vocab_size} tokens"
+            )
+        if len(ids) >= self._max_model_len:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens; with max_model_len={self._max_model_len} it may have at most "
+                f"{self._max_model_len - 1}, so that one can be generated"
+            )
+        return ids.astype(np.int32)
+
+    def sequences(
+        self, request_id: str, prompt_token_ids: Int32Array, params: SamplingParams
+    ) -> list[EngineSequence]:
+        """The ``n`` sequences of a request.
+
+        Raises:
+            SamplingParamsError: stop strings without a tokenizer, stop tokens outside the vocabulary, or
+                more of them than ``min_tokens`` can mask.
+        """
+        if params.stop and self._tokenizer is None:
+            raise SamplingParamsError("stop strings need a tokenizer, but the model has none")
+        stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(self._model.eos_token_ids)
+        )
+        outside = [i for i in params.stop_token_ids if i >= self._model.vocab_size]
+        if outside:
+            raise SamplingParamsError(
+                f"stop_token_ids holds {outside[0]}, outside the vocabulary of {self._model.vocab_size} tokens"
+            )
+        if params.min_tokens and len(stop_ids) > MAX_MASKED_TOKEN_IDS:
+            raise SamplingParamsError(
+                f"min_tokens can hold back at most {MAX_MASKED_TOKEN_IDS} stop tokens, got {len(stop_ids)}"
+            )
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        return [
+            EngineSequence(request_id, i, prompt_token_ids, params, (seed + i) % 2**63, stop_ids)
+            for i in range(params.n)
+        ]
+
+
+def normalise_batch(
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> tuple[list[Prompt], list[SamplingParams], bool]:
+    """Spread ``generate``'s arguments out, one entry a prompt.
+
+    Returns:
+        (prompts, params, whether a single prompt was given).
+
+    Raises:
+        RequestError: as many parameters as prompts are needed, or one for all.
+    """
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
+    batch = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
+    if params is None or isinstance(params, SamplingParams):
+        return batch, [params or SamplingParams()] * len(batch), single
+    if len(params) != len(batch):
+        raise RequestError(
+            f"{len(batch)} prompts need as many sampling params, or one for all; got {len(params)}"
+        )
+    return batch, list(params), single

@@ -1,0 +1,167 @@
+"""The engine for asyncio: many requests at once, each an async generator."""
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+
+from bullet_graph.engine.admission import Prompt
+from bullet_graph.engine.engine import Engine
+from bullet_graph.engine.output import OutputKind, RequestOutput
+from bullet_graph.errors import BulletGraphError, EngineDeadError
+from bullet_graph.sampling_params import SamplingParams
+
+
+class _Stream:
+    """Carries one request's outputs from the engine's thread to the task that waits for them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[RequestOutput | BulletGraphError] = asyncio.Queue()
+
+    def put(self, item: RequestOutput | BulletGraphError) -> None:
+        # The loop may be gone: its tasks are, too, so nobody waits for the item.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+
+    async def get(self) -> RequestOutput:
+        item = await self._items.get()
+        if isinstance(item, BulletGraphError):
+            raise item
+        return item
+
+
+class AsyncEngine:
+    """Runs an :class:`Engine` in a thread of its own; the event loop never waits for the device.
+
+    Args:
+        engine: the engine to drive; this object owns it from now on and shuts it down.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._names = itertools.count()
+        self._closed = False
+        # Between the check that the engine lives and the command: else a late request would wait for ever.
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="bullet-graph-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_kind: OutputKind = OutputKind.CUMULATIVE,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the request's outputs as they come.
+
+        Leaving the generator early (cancelling its task, ``aclose``, ``break``) aborts the request and frees
+        its KV blocks.
+
+        Raises:
+            RequestError: the request is wrong.
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        name = f"async-{next(self._names)}" if request_id is None else request_id
+        stream = _Stream()
+        with self._lock:
+            if self._closed:
+                raise EngineDeadError("the engine was shut down: make a new one")
+            self._commands.put(lambda: self._add(stream, name, prompt, sampling_params, output_kind))
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        except BulletGraphError:
+            finished = True
+            raise
+        finally:
+            if not finished:
+                self._commands.put(lambda: self._abort(stream, name))
+
+    def shutdown(self) -> None:
+        """Stop the thread and give the engine's memory back; requests under way get an EngineDeadError."""
+        self._commands.put(None)
+        self._thread.join()
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    # ---- the engine's thread ----
+
+    def _run(self) -> None:
+        failure = EngineDeadError("the engine was shut down")
+        try:
+            while self._take_commands():
+                outputs = self.engine.step()
+                for output in outputs:
+                    stream = self._streams.get(output.request_id)
+                    if stream is None:
+                        continue
+                    if output.finished:
+                        del self._streams[output.request_id]
+                    stream.put(output)
+        except EngineDeadError as error:
+            failure = error
+        finally:
+            with self._lock:
+                self._closed = True
+            self.engine.shutdown()
+            for stream in self._streams.values():
+                stream.put(failure)
+            self._streams.clear()
+            self._refuse_late_commands()
+
+    def _take_commands(self) -> bool:
+        """Carry out what callers asked for; waits while the engine is idle. False means stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.has_unfinished_requests())
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _refuse_late_commands(self) -> None:
+        """Requests that slipped in while the engine stopped are told so."""
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command()
+
+    def _add(
+        self,
+        stream: _Stream,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        output_kind: OutputKind,
+    ) -> None:
+        try:
+            self.engine.add_request(request_id, prompt, params, output_kind=output_kind)
+        except BulletGraphError as error:
+            stream.put(error)
+            return
+        self._streams[request_id] = stream
+
+    def _abort(self, stream: _Stream, request_id: str) -> None:
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self.engine.abort(request_id)

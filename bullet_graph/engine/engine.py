@@ -1,0 +1,340 @@
+"""The engine: the one loop that sees requests, scheduler, executor and outputs."""
+
+import gc
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from bullet_graph.config import KV_BLOCK_TOKENS, Arm, DeviceName, DtypeName, EngineConfig, LoadFormat
+from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
+from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.engine.output import OutputKind, RequestOutput, TokenLogprobs
+from bullet_graph.engine.request import Request, Sample
+from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
+from bullet_graph.engine.sequence import Sequence as EngineSequence
+from bullet_graph.engine.sequence import Status
+from bullet_graph.errors import EngineDeadError, RequestError
+from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.runtime.build import build_executor, resolve
+from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.memory import MemoryLedger
+from bullet_graph.runtime.step import StepResult
+from bullet_graph.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine started, and its state now.
+
+    Attributes:
+        num_steps: forwards retired.
+        num_preemptions: sequences that lost their blocks and were recomputed.
+        kv_blocks_total: blocks that sequences can own.
+        kv_blocks_used: blocks owned now.
+        kv_blocks_peak: most owned at once.
+        num_running: sequences that hold blocks.
+        num_waiting: sequences that wait for blocks.
+    """
+
+    num_steps: int
+    num_preemptions: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    kv_blocks_peak: int
+    num_running: int
+    num_waiting: int
+
+
+class Engine:
+    """An LLM inference engine in this process, on one device.
+
+    It installs no signal handlers, changes no global logging, environment or torch defaults, and starts no
+    process. Not thread-safe: use :class:`AsyncEngine` from several threads or tasks.
+
+    Args:
+        model: a Hugging Face model folder or a preset's name.
+        on_ledger: told the memory ledger before anything is allocated.
+        use_tqdm: show progress while loading weights and capturing graphs.
+
+    The other arguments are those of :class:`~bullet_graph.config.EngineConfig`; ``arm`` may be text such as
+    ``"mixed:2048"``.
+
+    Raises:
+        ConfigError, ModelError, DeviceError, InsufficientMemoryError: as their docstrings say.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: DtypeName = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_bytes: int | None = None,
+        device: DeviceName = "auto",
+        load_format: LoadFormat = "auto",
+        seed: int = 0,
+        arm: str | Arm = "mixed",
+        cuda_graphs: bool = True,
+        use_tqdm: bool = False,
+        on_ledger: Callable[[MemoryLedger], None] | None = None,
+    ) -> None:
+        self.config = EngineConfig(
+            model=model,
+            load_format=load_format,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_bytes=kv_cache_bytes,
+            arm=Arm.parse(arm) if isinstance(arm, str) else arm,
+            seed=seed,
+            cuda_graphs=cuda_graphs,
+        )
+        runtime = resolve(self.config)
+        self.model_config = runtime.model
+        self.max_model_len = runtime.max_model_len
+        self.device_name = runtime.device.type
+        self.tokenizer = None if runtime.folder is None else Tokenizer.from_folder(runtime.folder)
+        self._admission = Admission(
+            self.model_config, self.tokenizer, max_model_len=self.max_model_len, seed=seed
+        )
+        self._executor: Executor | None
+        self._executor, self.memory = build_executor(
+            self.config, runtime, progress=use_tqdm, on_ledger=on_ledger or (lambda _: None)
+        )
+        self._pool = BlockPool(
+            num_blocks=self.memory.num_kv_blocks,
+            num_slots=max_num_seqs,
+            max_blocks_per_seq=-(-self.max_model_len // KV_BLOCK_TOKENS),
+            block_tokens=KV_BLOCK_TOKENS,
+        )
+        self._scheduler = Scheduler(
+            arm=self.config.arm,
+            chunk_tokens=self.config.chunk_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            pool=self._pool,
+        )
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[tuple[ScheduledStep, int]] = deque()
+        self._aborted: list[RequestOutput] = []
+        self._names = itertools.count()
+        self._num_steps = 0
+        self._failure: BaseException | None = None
+
+    # ---- one request at a time ----
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        output_kind: OutputKind = OutputKind.CUMULATIVE,
+    ) -> None:
+        """Queue a request; :meth:`step` makes it progress.
+
+        Raises:
+            RequestError: the request is wrong (see the subclasses); the engine is unaffected.
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        executor = self._alive()
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use")
+        params = sampling_params or SamplingParams()
+        token_ids = self._admission.token_ids(prompt)
+        sequences = self._admission.sequences(request_id, token_ids, params)
+        samples = [Sample(s, None if self.tokenizer is None else self.tokenizer.stream()) for s in sequences]
+        self._requests[request_id] = Request(request_id, token_ids, samples, output_kind, executor.now())
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request where it is; the next :meth:`step` reports it. An unknown id is ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        for sample in request.samples:
+            if sample.finish_reason is None:
+                sample.finish("abort")
+                self._scheduler.finish(sample.sequence)
+        self._aborted.append(request.output())
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether :meth:`step` has something to do or to report."""
+        return bool(self._requests or self._in_flight or self._aborted)
+
+    def step(self) -> list[RequestOutput]:
+        """Launch what can be launched, retire the oldest step in flight, and report what it brought.
+
+        Raises:
+            EngineDeadError: the engine was shut down, or the device failed now or earlier (the cause is
+                attached); its requests are lost.
+        """
+        executor = self._alive()
+        outputs, self._aborted = self._aborted, []
+        try:
+            while len(self._in_flight) < executor.max_in_flight:
+                scheduled = self._scheduler.schedule()
+                if scheduled is None:
+                    break
+                self._note_scheduled(scheduled, executor.now())
+                self._in_flight.append((scheduled, executor.launch(scheduled.step)))
+            if self._in_flight:
+                scheduled, ticket = self._in_flight.popleft()
+                result = executor.wait(ticket)
+                outputs += self._retire(scheduled, result, executor.now())
+        except Exception as error:
+            self._failure = error
+            raise EngineDeadError(f"the engine failed while running a step: {error}") from error
+        return outputs
+
+    def _note_scheduled(self, scheduled: ScheduledStep, now: float) -> None:
+        for sequence in scheduled.admitted:
+            request = self._requests.get(sequence.request_id)
+            if request is not None and request.first_scheduled_s is None:
+                request.first_scheduled_s = now
+
+    def _retire(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
+        self._num_steps += 1
+        self._scheduler.retire(scheduled)
+        touched: dict[Request, None] = {}
+        for row, (sequence, token_id) in enumerate(
+            zip(scheduled.sampled, result.token_ids.tolist(), strict=True)
+        ):
+            if sequence.status is Status.FINISHED:
+                continue  # it ended while this step was in flight
+            request = self._requests[sequence.request_id]
+            sample = request.samples[sequence.index]
+            sample.append(token_id, _row_logprobs(result, row, token_id, sequence))
+            if sample.finish_reason is None and sequence.num_tokens >= self.max_model_len:
+                sample.finish("length")
+            if sequence.index == 0:
+                request.token_times_s.append(now)
+            if sample.finish_reason is not None:
+                self._scheduler.finish(sequence)
+            touched[request] = None
+        outputs = []
+        for request in touched:
+            finished = request.finished
+            if finished:
+                del self._requests[request.request_id]
+            if finished or request.output_kind is not OutputKind.FINAL_ONLY:
+                outputs.append(request.output())
+        return outputs
+
+    # ---- whole batches ----
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many, and return when all are done.
+
+        Args:
+            prompts: text, token ids, or a list of either.
+            sampling_params: one for all, or one a prompt.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One output a prompt, in order. In a list, a request that is wrong fails alone: its output has
+            ``error`` set and no ``outputs``.
+
+        Raises:
+            RequestError: a single prompt is wrong, or requests added one by one are still under way.
+        """
+        if self._requests:
+            raise RequestError(
+                f"generate needs the engine to itself, but {len(self._requests)} requests are under way: "
+                "finish them with step(), or abort them"
+            )
+        batch, params, single = normalise_batch(prompts, sampling_params)
+        results: dict[str, RequestOutput] = {}
+        ids = [f"generate-{next(self._names)}" for _ in batch]
+        wanted = set(ids)
+        for request_id, prompt, param in zip(ids, batch, params, strict=True):
+            try:
+                self.add_request(request_id, prompt, param, output_kind=OutputKind.FINAL_ONLY)
+            except RequestError as error:
+                if single:
+                    raise
+                now = self._alive().now()
+                results[request_id] = RequestOutput(
+                    request_id, (), (), True, RequestMetrics(now, None, ()), error
+                )
+        try:
+            with tqdm(total=len(batch), initial=len(results), disable=not use_tqdm, unit="req") as bar:
+                while len(results) < len(batch):
+                    for output in self.step():
+                        if output.request_id in wanted:
+                            results[output.request_id] = output
+                            bar.update()
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        return [results[request_id] for request_id in ids]
+
+    # ---- state ----
+
+    def stats(self) -> EngineStats:
+        """Counters and state now."""
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_preemptions=self._scheduler.num_preemptions,
+            kv_blocks_total=self._pool.num_usable,
+            kv_blocks_used=self._pool.num_used,
+            kv_blocks_peak=self._pool.peak_used,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+        )
+
+    def shutdown(self) -> None:
+        """Give the memory back. Requests under way are lost; calling it again does nothing."""
+        executor, self._executor = self._executor, None
+        if executor is None:
+            return
+        self._requests.clear()
+        self._in_flight.clear()
+        executor.shutdown()
+        del executor
+        gc.collect()
+        if self.device_name == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def _alive(self) -> Executor:
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine has failed: {self._failure}") from self._failure
+        if self._executor is None:
+            raise EngineDeadError("the engine was shut down: make a new one")
+        return self._executor
+
+
+def _row_logprobs(
+    result: StepResult, row: int, token_id: int, sequence: EngineSequence
+) -> TokenLogprobs | None:
+    count = sequence.params.logprobs
+    if count is None or result.logprobs is None:
+        return None
+    top_ids = result.logprobs.top_ids[row, :count].tolist()
+    top = result.logprobs.top[row, :count].tolist()
+    return TokenLogprobs(token_id, float(result.logprobs.chosen[row]), tuple(zip(top_ids, top, strict=True)))

@@ -1,0 +1,128 @@
+"""A request under way: its samples, their text, and what has been reported."""
+
+from bullet_graph.engine.output import (
+    CompletionOutput,
+    FinishReason,
+    OutputKind,
+    RequestOutput,
+    TokenLogprobs,
+)
+from bullet_graph.engine.sequence import Sequence
+from bullet_graph.models.tokenizer import DetokenizeStream
+from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.runtime.step import Int32Array
+
+
+class Sample:
+    """One of a request's outputs: detokenizes as tokens come and looks for stop strings.
+
+    Args:
+        sequence: its tokens.
+        stream: detokenizer, or None for a model without a tokenizer.
+    """
+
+    def __init__(self, sequence: Sequence, stream: DetokenizeStream | None) -> None:
+        self.sequence = sequence
+        self.finish_reason: FinishReason | None = None
+        self.logprobs: list[TokenLogprobs] = []
+        self._stream = stream
+        self._stops = tuple(sequence.params.stop)
+        # A stop string may still be completed by text that has not come: so much is held back.
+        self._holdback = max((len(stop) for stop in self._stops), default=1) - 1
+        self._text = ""
+        self._reported_text = 0
+        self._reported_tokens = 0
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Take the next token, and finish the sample if it ends here."""
+        sequence = self.sequence
+        sequence.output_token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        num_output = len(sequence.output_token_ids)
+        if self._stream is not None:
+            searched = len(self._text)
+            self._text += self._stream.push(token_id)
+            if self._stops and num_output > sequence.params.min_tokens and self._cut_at_stop(searched):
+                self.finish_reason = "stop"
+                return
+        if token_id in sequence.stop_token_ids and num_output > sequence.params.min_tokens:
+            self.finish("stop")
+        elif num_output >= sequence.params.max_tokens:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the sample where it is; text held back is released."""
+        searched = len(self._text)
+        if self._stream is not None:
+            self._text += self._stream.flush()
+        stopped = self._stops and reason == "length" and self._cut_at_stop(searched)
+        self.finish_reason = "stop" if stopped else reason
+
+    def _cut_at_stop(self, searched: int) -> bool:
+        """Cut the text at the first stop string that reaches beyond ``searched`` characters."""
+        start = max(searched - self._holdback, 0)
+        found = [at for stop in self._stops if (at := self._text.find(stop, start)) >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+        return bool(found)
+
+    def report(self, kind: OutputKind) -> CompletionOutput:
+        """What to tell the caller now: everything, or what is new since the last report."""
+        visible = len(self._text) if self.finish_reason else max(len(self._text) - self._holdback, 0)
+        tokens = self.sequence.output_token_ids
+        first_text, first_token = 0, 0
+        if kind is OutputKind.DELTA:
+            first_text, first_token = self._reported_text, self._reported_tokens
+            self._reported_text, self._reported_tokens = visible, len(tokens)
+        wanted = self.sequence.params.logprobs is not None
+        return CompletionOutput(
+            index=self.sequence.index,
+            text=self._text[first_text:visible],
+            token_ids=tuple(tokens[first_token:]),
+            logprobs=tuple(self.logprobs[first_token:]) if wanted else None,
+            finish_reason=self.finish_reason,
+        )
+
+
+class Request:
+    """A prompt and its samples.
+
+    Args:
+        request_id: the caller's id.
+        prompt_token_ids: the prompt.
+        samples: one for each of ``n``.
+        output_kind: what is reported while it runs.
+        arrival_s: when it was added.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Int32Array,
+        samples: list[Sample],
+        output_kind: OutputKind,
+        arrival_s: float,
+    ) -> None:
+        self.request_id = request_id
+        self.samples = samples
+        self.output_kind = output_kind
+        self.first_scheduled_s: float | None = None
+        self.token_times_s: list[float] = []
+        self._prompt_token_ids = tuple(prompt_token_ids.tolist())
+        self._arrival_s = arrival_s
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    def output(self) -> RequestOutput:
+        """The request as it stands."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=tuple(sample.report(self.output_kind) for sample in self.samples),
+            finished=self.finished,
+            metrics=RequestMetrics(self._arrival_s, self.first_scheduled_s, tuple(self.token_times_s)),
+        )

@@ -1,0 +1,156 @@
+"""The decoder's forward: one code for Llama, Qwen2 and Qwen3, for the CPU, eager prefill and captured decode."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bullet_graph.models.attention import Attention
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.models.ops import LayerOps, RowInputs
+from bullet_graph.models.weights import ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Activations between layers.
+
+    Attributes:
+        x: [rows, hidden_size], the last sub-layer's output, not yet added.
+        residual: the same shape; zero before the first layer, so that all layers are alike.
+    """
+
+    x: Tensor
+    residual: Tensor
+
+
+def attention_input(
+    ops: LayerOps,
+    x: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+    qkv: Tensor,
+    qkv_bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Norm and project: everything of a layer before attention.
+
+    Returns:
+        (qkv [rows, q_size + 2 * kv_size], residual).
+    """
+    x, residual = ops.add_rms_norm(x, residual, norm, eps)
+    return linear(x, qkv, qkv_bias), residual
+
+
+def attention_output(
+    ops: LayerOps,
+    attended: Tensor,
+    residual: Tensor,
+    o: Tensor,
+    norm: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Project, norm, MLP: everything of a layer after attention.
+
+    Returns:
+        (x [rows, hidden_size], residual).
+    """
+    x, residual = ops.add_rms_norm(linear(attended, o), residual, norm, eps)
+    return linear(ops.silu_and_mul(linear(x, gate_up)), down), residual
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFunctions:
+    """How a layer is computed: eager, or with its two halves compiled.
+
+    Attributes:
+        ops: element-wise operations, for what lies between the halves.
+        attention_input: :func:`attention_input` with the operations bound.
+        attention_output: :func:`attention_output` with the operations bound.
+    """
+
+    ops: LayerOps
+    attention_input: Callable[..., tuple[Tensor, Tensor]]
+    attention_output: Callable[..., tuple[Tensor, Tensor]]
+
+
+def eager_functions(ops: LayerOps) -> LayerFunctions:
+    """A layer computed operation by operation."""
+    return LayerFunctions(ops, partial(attention_input, ops), partial(attention_output, ops))
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A decoder and its cache; the forward can stop and resume between any two layers.
+
+    Attributes:
+        config: shape and constants.
+        weights: on one device, in one dtype.
+        cache: the KV cache that the forward writes.
+        cos_sin: rotary table, [max_model_len, head_dim] float32.
+    """
+
+    config: ModelConfig
+    weights: ModelWeights
+    cache: KVCache
+    cos_sin: Tensor
+
+    def embed(self, token_ids: Tensor) -> Hidden:
+        """Look up token embeddings; ``token_ids`` is [rows], integer."""
+        x = torch.nn.functional.embedding(token_ids, self.weights.embed)
+        return Hidden(x, torch.zeros_like(x))
+
+    def run_layers(
+        self,
+        hidden: Hidden,
+        positions: Tensor,
+        kv_slots: Tensor,
+        attention: Attention,
+        functions: LayerFunctions,
+        *,
+        first: int = 0,
+        last: int | None = None,
+    ) -> Hidden:
+        """Run layers [first, last); None means to the end.
+
+        Args:
+            positions: [rows], position of each row's token.
+            kv_slots: [rows], where its keys and values go: block * block_tokens + offset.
+            attention: planned for these rows.
+        """
+        inputs = RowInputs(positions, kv_slots, self.cos_sin)
+        eps = self.config.rms_norm_eps
+        x, residual = hidden.x, hidden.residual
+        for index in range(first, self.config.num_layers if last is None else last):
+            layer = self.weights.layers[index]
+            qkv, residual = functions.attention_input(
+                x, residual, layer.input_norm, layer.qkv, layer.qkv_bias, eps
+            )
+            keys, values = self.cache.layer(index)
+            q = functions.ops.rope_and_cache(qkv, inputs, keys, values, layer, self.config)
+            x, residual = functions.attention_output(
+                attention.run(index, q), residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps
+            )
+        return Hidden(x, residual)
+
+    def logits(self, hidden: Hidden, rows: Tensor | None, ops: LayerOps, out: Tensor | None = None) -> Tensor:
+        """Final norm and output projection.
+
+        Args:
+            rows: [n] indices of the rows wanted, or None for all.
+            out: [n, vocab_size], where to put the logits, or None for new memory.
+
+        Returns:
+            [n, vocab_size] in the weights' dtype.
+        """
+        x, residual = hidden.x, hidden.residual
+        if rows is not None:
+            x, residual = x[rows], residual[rows]
+        x, _ = ops.add_rms_norm(x, residual, self.weights.final_norm, self.config.rms_norm_eps)
+        return torch.mm(x, self.weights.lm_head.t(), out=out)

@@ -1,0 +1,119 @@
+"""Element-wise operations of a decoder layer in plain torch: the CPU's, and what torch.compile fuses."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.weights import LayerWeights
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, in float32 inside (Zhang and Sennrich 2019)."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add the residual, then norm.
+
+    Args:
+        x: [rows, hidden_size].
+        residual: the same shape.
+
+    Returns:
+        (normed, x + residual), both in x's dtype.
+    """
+    summed = x + residual
+    return rms_norm(summed, weight, eps), summed
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU: silu(gate) * up. [rows, 2 * intermediate_size] to [rows, intermediate_size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding over split halves (Su et al. 2021, in the layout of Hugging Face checkpoints).
+
+    Args:
+        x: [rows, heads, head_dim].
+        cos: [rows, head_dim / 2], float32; likewise ``sin``.
+    """
+    low, high = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """What the forward of ``rows`` tokens needs besides their hidden states.
+
+    Attributes:
+        positions: [rows] integer, position of each token in its sequence.
+        kv_slots: [rows] integer, where its keys and values go: block * block_tokens + offset.
+        cos_sin: [max_model_len, head_dim] float32: cosines, then sines, by position.
+    """
+
+    positions: Tensor
+    kv_slots: Tensor
+    cos_sin: Tensor
+
+
+class LayerOps(Protocol):
+    """The element-wise steps of a layer; torch here, Triton in ``triton_ops``."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See :func:`add_rms_norm`."""
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See :func:`silu_and_mul`."""
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        inputs: RowInputs,
+        keys: Tensor,
+        values: Tensor,
+        layer: LayerWeights,
+        config: ModelConfig,
+    ) -> Tensor:
+        """Norm and rotate queries and keys, and write keys and values into the cache.
+
+        Args:
+            qkv: [rows, q_size + 2 * kv_size].
+            keys: [num_blocks, block_tokens, num_kv_heads, head_dim]; likewise ``values``.
+
+        Returns:
+            Queries, [rows, num_heads, head_dim].
+        """
+
+
+class TorchOps:
+    """Reference implementation, on any device."""
+
+    add_rms_norm = staticmethod(add_rms_norm)
+    silu_and_mul = staticmethod(silu_and_mul)
+
+    @staticmethod
+    def rope_and_cache(
+        qkv: Tensor, inputs: RowInputs, keys: Tensor, values: Tensor, layer: LayerWeights, config: ModelConfig
+    ) -> Tensor:
+        """See :meth:`LayerOps.rope_and_cache`."""
+        rows, heads = len(qkv), config.num_heads
+        q, k, v = torch.tensor_split(
+            qkv.view(rows, heads + 2 * config.num_kv_heads, config.head_dim),
+            (heads, heads + config.num_kv_heads),
+            dim=1,
+        )
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
+            k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        cos, sin = inputs.cos_sin[inputs.positions].chunk(2, dim=-1)
+        keys.flatten(0, 1)[inputs.kv_slots] = rotate(k, cos, sin)
+        values.flatten(0, 1)[inputs.kv_slots] = v
+        return rotate(q, cos, sin)

@@ -1,0 +1,153 @@
+"""Choosing tokens from logits: the per-slot settings and the reference sampler in plain torch.
+
+A row's random numbers are Philox-4x32-10 (Salmon et al. 2011) with the request's seed as key and (token id,
+position) as counter, so a token depends on its own row alone, and the Triton kernel draws the same numbers.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS
+
+_MASK32 = np.uint64(0xFFFFFFFF)
+
+
+MASKED_IDS_COLUMN = 8
+SETTINGS_COLUMNS = MASKED_IDS_COLUMN + MAX_MASKED_TOKEN_IDS
+"""Width of a packed settings row: 0 temperature, 1 top_k, 2 top_p, 3 min_p, 4–5 seed (low, high word),
+6 masked_until, 7 unused, then masked ids padded with -1; floats by their bits."""
+
+
+def pack_settings(
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    masked_until: int,
+    masked_token_ids: tuple[int, ...],
+) -> NDArray[np.int32]:
+    """One sequence's sampling settings as a row of :class:`SamplingState`.
+
+    Args:
+        temperature: 0 is greedy.
+        top_k: 0 is all.
+        masked_until: first position of a sampled token where ``masked_token_ids`` may occur.
+
+    Returns:
+        [SETTINGS_COLUMNS] int32.
+    """
+    row = np.full(SETTINGS_COLUMNS, -1, dtype=np.int32)
+    row[[0, 2, 3]] = np.array([temperature, top_p, min_p], dtype=np.float32).view(np.int32)
+    row[[1, 6]] = top_k, masked_until
+    row[4:6] = np.array([seed], dtype=np.int64).view(np.int32)
+    row[MASKED_IDS_COLUMN : MASKED_IDS_COLUMN + len(masked_token_ids)] = masked_token_ids
+    return row
+
+
+class SamplingState:
+    """What sampling keeps for each slot, on the device.
+
+    Attributes:
+        settings: [num_slots, SETTINGS_COLUMNS] int32, rows of :func:`pack_settings`.
+        last_token: [num_slots] int32, the token sampled last: the input of the slot's next decode row.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.settings = torch.zeros(num_slots, SETTINGS_COLUMNS, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+
+def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
+    """Sample one token a row, and leave it in ``state.last_token``.
+
+    Cuts apply in the order top_k, top_p (over what top_k left), min_p; ties at a cut stay in.
+
+    Args:
+        logits: [rows, vocab_size].
+        slots: [rows].
+        positions: [rows], position that each sampled token will have.
+
+    Returns:
+        [rows] int32.
+    """
+    chosen = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    settings = state.settings[slots.long()].cpu().numpy()
+    for row, position in enumerate(positions.tolist()):
+        scores = logits[row].float()
+        temperature, top_p, min_p = settings[row, [0, 2, 3]].view(np.float32).tolist()
+        if position < settings[row, 6]:
+            masked = settings[row, MASKED_IDS_COLUMN:]
+            scores[masked[masked >= 0]] = -torch.inf
+        if temperature > 0:
+            scores = _cut(scores / temperature, int(settings[row, 1]), top_p, min_p)
+            uniform = torch.from_numpy(
+                philox_uniform(int(settings[row, 4:6].view(np.int64)[0]), position, len(scores))
+            )
+            # Adding Gumbel noise and taking the largest samples from the softmax (Gumbel-max).
+            scores = scores - torch.log(-torch.log(uniform)).to(scores.device)
+        chosen[row] = scores.argmax()
+    state.last_token[slots.long()] = chosen
+    return chosen
+
+
+def _cut(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Set what the cuts drop to -inf; ``scores`` is [vocab_size], already divided by the temperature."""
+    if top_k > 0:
+        threshold = scores.topk(min(top_k, len(scores))).values[-1]
+        scores = scores.masked_fill(scores < threshold, -torch.inf)
+    if top_p < 1:
+        ordered, _ = scores.sort(descending=True)
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        threshold = ordered[before < top_p][-1]
+        scores = scores.masked_fill(scores < threshold, -torch.inf)
+    if min_p > 0:
+        scores = scores.masked_fill(scores < scores.max() + np.log(min_p), -torch.inf)
+    return scores
+
+
+def philox_uniform(seed: int, position: int, count: int) -> NDArray[np.float32]:
+    """Uniform numbers in (0, 1) for token ids 0 … count-1 at one position of one sequence.
+
+    Philox-4x32-10 with key ``seed`` and counter (token id, position, 0, 0); the first output word's upper
+    23 bits, centred, so that neither 0 nor 1 occurs.
+
+    Returns:
+        [count] float32.
+    """
+    c0 = np.arange(count, dtype=np.uint64)
+    c1 = np.full(count, position, dtype=np.uint64)
+    c2 = np.zeros(count, dtype=np.uint64)
+    c3 = np.zeros(count, dtype=np.uint64)
+    k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32)
+    for _ in range(10):
+        low_product, high_product = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            (high_product >> np.uint64(32)) ^ c1 ^ k0,
+            high_product & _MASK32,
+            (low_product >> np.uint64(32)) ^ c3 ^ k1,
+            low_product & _MASK32,
+        )
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & _MASK32, (k1 + np.uint64(0xBB67AE85)) & _MASK32
+    return ((c0 >> np.uint64(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the model's own distribution.
+
+    Args:
+        logits: [rows, vocab_size].
+        token_ids: [rows], the tokens sampled.
+        count: alternatives to report, at least 0.
+
+    Returns:
+        (chosen [rows], top_ids [rows, count], top [rows, count]), float32 and int64.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logprobs.gather(-1, token_ids.long()[:, None])[:, 0]
+    top, top_ids = logprobs.topk(count, dim=-1)
+    return chosen, top_ids, top

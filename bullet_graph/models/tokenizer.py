@@ -1,0 +1,244 @@
+"""Text to token ids and back, and chat templates, from the files of a Hugging Face folder."""
+
+import json
+from collections.abc import Mapping, Sequence, Set
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers.decoders import DecodeStream
+
+from bullet_graph.errors import ModelError, PromptError
+from bullet_graph.models.config import JsonObject, read_json_object
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class DetokenizeStream:
+    """Text of one output as its tokens come, in pieces that are never revised.
+
+    The pieces together are ``Tokenizer.decode`` of all the ids, save where a tokenizer with byte fallback
+    would take back text already given (a newline token followed by bytes that never form a character).
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: Set[int] = frozenset()) -> None:
+        """Start at the beginning of an output; tokens in ``special_ids`` add no text."""
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._pending_ids: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; the text it adds, "" while a character is incomplete.
+
+        An id outside the tokenizer's vocabulary adds nothing: models often pad their embeddings beyond it.
+        """
+        # The library would keep such tokens until the next text, and decode them all again at each step:
+        # quadratic in an output that goes on after its end-of-sequence token.
+        if token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None:
+            return ""
+        self._pending_ids.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:
+            # The library raises a bare Exception once new bytes change text that it has already given, and
+            # the stream is of no use after that: what is given stays, and a new stream goes on from here.
+            return self._restart()
+        if text is None:
+            return ""
+        self._pending_ids.clear()
+        return text
+
+    def flush(self) -> str:
+        """The end of the text: bytes held back that never became a character, as U+FFFD each."""
+        text = self._tokenizer.decode(self._pending_ids, skip_special_tokens=False)
+        self._pending_ids.clear()
+        self._stream = DecodeStream(skip_special_tokens=False)
+        return text
+
+    def _restart(self) -> str:
+        pending_ids, self._pending_ids = self._pending_ids, []
+        self._stream = DecodeStream(skip_special_tokens=False)
+        return "".join(self.push(token_id) for token_id in pending_ids)
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """Wrap a tokenizer.
+
+        Args:
+            tokenizer: of the ``tokenizers`` library.
+            chat_template: Jinja source.
+            special_tokens: what the template may refer to, such as ``{"bos_token": "<s>"}``.
+        """
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._special_tokens = dict(special_tokens or {})
+        self._special_ids = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer | None":
+        """Read ``tokenizer.json`` and, where present, ``tokenizer_config.json`` and ``chat_template.jinja``.
+
+        Returns:
+            The tokenizer, or None for a folder without ``tokenizer.json``.
+
+        Raises:
+            ModelError: one of the files cannot be used.
+        """
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            return None
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # The library raises nothing more specific.
+            raise ModelError(f"{path} is not a usable tokenizer ({error}); download it again") from error
+        # Settings left from training would cut prompts short without a word.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config_path = folder / "tokenizer_config.json"
+        config = read_json_object(config_path) if config_path.exists() else JsonObject(config_path, {})
+        return cls(
+            tokenizer,
+            chat_template=_read_chat_template(folder, config),
+            special_tokens=_special_tokens(config),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary, added tokens included; a model's may be padded to more."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``apply_chat_template`` has a template to apply."""
+        return self._chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: the text.
+            add_special_tokens: add what the tokenizer puts around a text (often a begin-of-text token). Off
+                for the result of ``apply_chat_template``, which has its special tokens in the text.
+
+        Raises:
+            PromptError: the text is not a string, or holds half a surrogate pair.
+        """
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:
+            found = f"half a surrogate pair in {text!r:.80}" if isinstance(text, str) else type(text).__name__
+            raise PromptError(f"a text to encode must be a str of valid Unicode; found {found}") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids outside the vocabulary add nothing."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(self) -> DetokenizeStream:
+        """A detokenizer for one output; special tokens add no text."""
+        return DetokenizeStream(self._tokenizer, self._special_ids)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Render messages, each with ``role`` and ``content``, as the model was trained to read them.
+
+        Args:
+            messages: the conversation, oldest first.
+            add_generation_prompt: end with what opens an answer of the assistant.
+
+        Returns:
+            The prompt, special tokens included.
+
+        Raises:
+            ModelError: there is no template, or it is broken, or it refuses the messages.
+        """
+        if self._chat_template is None:
+            raise ModelError(
+                "a chat template is required: neither chat_template.jinja nor a chat_template in "
+                "tokenizer_config.json was found; pass a plain prompt instead"
+            )
+        try:
+            return (
+                _environment()
+                .from_string(self._chat_template)
+                .render(
+                    self._special_tokens,
+                    messages=[dict(message) for message in messages],
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+        except Exception as error:  # A template is a program of the model's author: it may fail in any way.
+            raise ModelError(f"the model's chat template failed on these messages: {error}") from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What Hugging Face's templates expect to run in."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
+    # Jinja's own filter escapes HTML, which a prompt is not.
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _read_chat_template(folder: Path, config: JsonObject) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+        if template is None:
+            config.fail("chat_template", "a string, or a list with a template named default")
+    if template is not None and not isinstance(template, str):
+        config.fail("chat_template", "a string, or a list with a template named default")
+    return template
+
+
+def _special_tokens(config: JsonObject) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_TOKENS:
+        value = config.get(name)
+        # Older files store a token with its matching options.
+        content = value.get("content") if isinstance(value, dict) else value
+        if content is None:
+            continue
+        if not isinstance(content, str):
+            config.fail(name, "a string, or an object with a string content")
+        tokens[name] = content
+    return tokens

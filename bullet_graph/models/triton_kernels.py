@@ -1,0 +1,245 @@
+"""Triton kernels for the element-wise steps of a layer and for sampling; launched by ``triton_ops``.
+
+Each computes what its namesake in ``ops`` or ``sampler`` does in plain torch.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, summed_ptr, hidden_size, eps, BLOCK: tl.constexpr
+):
+    """One row a program: summed = x + residual; normed = rms_norm(summed) * weight."""
+    row = tl.program_id(0).to(tl.int64) * hidden_size
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden_size
+    x = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
+    residual = tl.load(residual_ptr + row + columns, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    # The sum is rounded before the norm, so that what is normed is what the next layer adds to.
+    summed = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(summed_ptr + row + columns, summed, mask=inside)
+    wide = summed.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden_size + eps)
+    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(normed_ptr + row + columns, normed.to(x.dtype), mask=inside)
+
+
+@triton.jit
+def silu_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, BLOCK: tl.constexpr):
+    """One block of one row a program: silu(gate) * up."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < intermediate_size
+    gate = tl.load(gate_up_ptr + row * 2 * intermediate_size + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * intermediate_size + intermediate_size + columns, mask=inside, other=0.0)
+    out = gate * tl.sigmoid(gate) * up.to(tl.float32)
+    tl.store(out_ptr + row * intermediate_size + columns, out.to(up.dtype), mask=inside)
+
+
+@triton.jit
+def rope_and_cache_kernel(
+    qkv_ptr,
+    positions_ptr,
+    kv_slots_ptr,
+    cos_sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_out_ptr,
+    keys_ptr,
+    values_ptr,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    QK_NORM: tl.constexpr,
+):
+    """A block of heads of one row a program: norm and rotate q and k, write k and v into the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
+    lanes = tl.arange(0, HALF_BLOCK)
+    total = NUM_HEADS + 2 * NUM_KV_HEADS
+    inside = (heads[:, None] < total) & (lanes[None, :] < HALF)
+    at = row * total * 2 * HALF + heads[:, None] * 2 * HALF + lanes[None, :]
+    raw_low = tl.load(qkv_ptr + at, mask=inside, other=0.0)
+    raw_high = tl.load(qkv_ptr + at + HALF, mask=inside, other=0.0)
+    low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
+    is_q = heads < NUM_HEADS
+    if QK_NORM:
+        scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)
+        lane_inside = lanes < HALF
+        q_low = tl.load(q_norm_ptr + lanes, mask=lane_inside, other=0.0)
+        q_high = tl.load(q_norm_ptr + HALF + lanes, mask=lane_inside, other=0.0)
+        k_low = tl.load(k_norm_ptr + lanes, mask=lane_inside, other=0.0)
+        k_high = tl.load(k_norm_ptr + HALF + lanes, mask=lane_inside, other=0.0)
+        weight_low = tl.where(is_q[:, None], q_low[None, :], k_low[None, :]).to(tl.float32)
+        weight_high = tl.where(is_q[:, None], q_high[None, :], k_high[None, :]).to(tl.float32)
+        low = (low * scale[:, None]).to(raw_low.dtype).to(tl.float32) * weight_low
+        high = (high * scale[:, None]).to(raw_low.dtype).to(tl.float32) * weight_high
+        low, high = low.to(raw_low.dtype).to(tl.float32), high.to(raw_low.dtype).to(tl.float32)
+    position = tl.load(positions_ptr + row)
+    table = cos_sin_ptr + position.to(tl.int64) * 2 * HALF + lanes
+    cos = tl.load(table, mask=lanes < HALF, other=0.0)[None, :]
+    sin = tl.load(table + HALF, mask=lanes < HALF, other=0.0)[None, :]
+    rotated_low = (low * cos - high * sin).to(raw_low.dtype)
+    rotated_high = (high * cos + low * sin).to(raw_low.dtype)
+
+    q_at = row * NUM_HEADS * 2 * HALF + heads[:, None] * 2 * HALF + lanes[None, :]
+    q_mask = inside & is_q[:, None]
+    tl.store(q_out_ptr + q_at, rotated_low, mask=q_mask)
+    tl.store(q_out_ptr + q_at + HALF, rotated_high, mask=q_mask)
+
+    cache_row = tl.load(kv_slots_ptr + row).to(tl.int64) * NUM_KV_HEADS * 2 * HALF
+    k_head = heads - NUM_HEADS
+    k_mask = inside & (k_head >= 0)[:, None] & (k_head < NUM_KV_HEADS)[:, None]
+    k_at = cache_row + k_head[:, None] * 2 * HALF + lanes[None, :]
+    tl.store(keys_ptr + k_at, rotated_low, mask=k_mask)
+    tl.store(keys_ptr + k_at + HALF, rotated_high, mask=k_mask)
+
+    v_head = k_head - NUM_KV_HEADS
+    v_mask = inside & (v_head >= 0)[:, None]
+    v_at = cache_row + v_head[:, None] * 2 * HALF + lanes[None, :]
+    tl.store(values_ptr + v_at, raw_low, mask=v_mask)
+    tl.store(values_ptr + v_at + HALF, raw_high, mask=v_mask)
+
+
+@triton.jit
+def _load_scores(
+    row_ptr, ids, vocab_size, settings_ptr, is_masked, MASKED_COLUMN: tl.constexpr, MASKED_COUNT: tl.constexpr
+):
+    """Logits of the given token ids in float32, -inf outside the vocabulary and for masked ids."""
+    scores = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    if is_masked:
+        for i in tl.static_range(MASKED_COUNT):
+            masked_id = tl.load(settings_ptr + MASKED_COLUMN + i)
+            scores = tl.where(ids == masked_id, -float("inf"), scores)
+    return scores
+
+
+@triton.jit
+def _order_key(scores):
+    """Integers in the same order as the floats (two's complement of the sign-magnitude bits)."""
+    bits = scores.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def sample_kernel(
+    logits_ptr,
+    slots_ptr,
+    positions_ptr,
+    settings_ptr,
+    last_token_ptr,
+    out_ptr,
+    vocab_size,
+    row_stride,
+    SETTINGS_COLUMNS: tl.constexpr,
+    MASKED_COLUMN: tl.constexpr,
+    MASKED_COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program: greedy, or Gumbel-max over what top_k, top_p and min_p leave.
+
+    Cuts are found by bisecting the threshold over the floats' integer keys: no sort, nothing stored.
+    """
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    position = tl.load(positions_ptr + row)
+    settings = settings_ptr + slot * SETTINGS_COLUMNS
+    temperature = tl.load(settings).to(tl.float32, bitcast=True)
+    is_masked = position < tl.load(settings + 6)
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    lanes = tl.arange(0, BLOCK)
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)
+    best_id = tl.full((BLOCK,), 0, tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        ids = start + lanes
+        scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT)
+        better = scores > best
+        best = tl.where(better, scores, best)
+        best_id = tl.where(better, ids, best_id)
+    largest = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == largest, best_id, vocab_size), axis=0)
+
+    if temperature > 0:
+        top_k = tl.load(settings + 1)
+        top_p = tl.load(settings + 2).to(tl.float32, bitcast=True)
+        min_p = tl.load(settings + 3).to(tl.float32, bitcast=True)
+        seed_low = tl.load(settings + 4).to(tl.uint32, bitcast=True)
+        seed_high = tl.load(settings + 5).to(tl.uint32, bitcast=True)
+        peak = largest / divisor
+        lowest = tl.full((), -2147483648, tl.int64)
+        high_key = _order_key(peak).to(tl.int64)
+        threshold = lowest
+        if (top_k > 0) & (top_k < vocab_size):
+            low, high = lowest, high_key
+            while low < high:
+                middle = (low + high + 1) >> 1
+                count = tl.full((BLOCK,), 0, tl.int32)
+                for start in range(0, vocab_size, BLOCK):
+                    ids = start + lanes
+                    scores = _load_scores(
+                        row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT
+                    )
+                    kept = (_order_key(scores / divisor) >= middle) & (ids < vocab_size)
+                    count += kept.to(tl.int32)
+                enough = tl.sum(count, axis=0) >= top_k
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle - 1)
+            threshold = low
+        if top_p < 1.0:
+            mass = tl.full((BLOCK,), 0.0, tl.float32)
+            for start in range(0, vocab_size, BLOCK):
+                ids = start + lanes
+                scores = _load_scores(
+                    row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT
+                )
+                scores = scores / divisor
+                mass += tl.where(_order_key(scores) >= threshold, tl.exp(scores - peak), 0.0)
+            wanted = top_p * tl.sum(mass, axis=0)
+            low, high = threshold, high_key
+            while low < high:
+                middle = (low + high + 1) >> 1
+                mass = tl.full((BLOCK,), 0.0, tl.float32)
+                for start in range(0, vocab_size, BLOCK):
+                    ids = start + lanes
+                    scores = _load_scores(
+                        row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT
+                    )
+                    scores = scores / divisor
+                    mass += tl.where(_order_key(scores) >= middle, tl.exp(scores - peak), 0.0)
+                enough = tl.sum(mass, axis=0) >= wanted
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle - 1)
+            threshold = low
+        min_score = tl.where(min_p > 0, peak + tl.log(tl.maximum(min_p, 1e-30)), -float("inf"))
+
+        best = tl.full((BLOCK,), -float("inf"), tl.float32)
+        best_id = tl.full((BLOCK,), 0, tl.int32)
+        for start in range(0, vocab_size, BLOCK):
+            ids = start + lanes
+            scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT)
+            scores = scores / divisor
+            counter = ids.to(tl.uint32, bitcast=True)
+            zero = counter * 0
+            bits, _, _, _ = tl.philox_impl(
+                counter, zero + position.to(tl.uint32), zero, zero, zero + seed_low, zero + seed_high
+            )
+            uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+            noisy = scores - tl.log(-tl.log(uniform))
+            kept = (_order_key(scores) >= threshold) & (scores >= min_score)
+            noisy = tl.where(kept, noisy, -float("inf"))
+            better = noisy > best
+            best = tl.where(better, noisy, best)
+            best_id = tl.where(better, ids, best_id)
+        largest = tl.max(best, axis=0)
+        token = tl.min(tl.where(best == largest, best_id, vocab_size), axis=0)
+
+    tl.store(out_ptr + row, token)
+    tl.store(last_token_ptr + slot, token)

@@ -1,0 +1,227 @@
+"""The device's clocks, power, temperature and energy while something runs, read through NVML.
+
+NVML is optional: without its Python package, its library or a device of the given UUID, every figure of the
+report is None. Nothing is estimated.
+"""
+
+import importlib
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+SAMPLING_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    """One look at the device; None for a figure that it does not offer."""
+
+    sm_clock_mhz: float | None
+    power_w: float | None
+    temperature_c: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRange:
+    """Least, mean and greatest value over the samples."""
+
+    min: float
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport:
+    """What the device did while it was watched; None where NVML has no figure.
+
+    Attributes:
+        num_samples: how often the device was looked at.
+        sm_clock_mhz: clock of the SMs.
+        power_w: the board's power draw.
+        temperature_c: the GPU's temperature.
+        energy_joules: difference of the board's energy counter, which the driver refreshes about every
+            100 ms: figures for much shorter runs mean little.
+    """
+
+    num_samples: int
+    sm_clock_mhz: SampleRange | None
+    power_w: SampleRange | None
+    temperature_c: SampleRange | None
+    energy_joules: float | None
+
+
+class DeviceProbe(Protocol):
+    """What the monitor needs of a device; ``NvmlProbe`` is the real one."""
+
+    def sample(self) -> DeviceSample: ...
+
+    def total_energy_mj(self) -> int | None:
+        """Millijoules since the driver was loaded."""
+
+    def close(self) -> None: ...
+
+
+class NvmlProbe:
+    """One GPU, through the ``pynvml`` module."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+
+    @classmethod
+    def open(cls, device_uuid: str, nvml: Any = None) -> "NvmlProbe | None":
+        """Find a GPU by its UUID.
+
+        By UUID and not by index, because NVML does not know CUDA_VISIBLE_DEVICES.
+
+        Args:
+            device_uuid: with or without the ``GPU-`` in front.
+            nvml: the ``pynvml`` module; None imports it.
+
+        Returns:
+            None where the package, the library or the device is missing.
+        """
+        nvml = _open_nvml(nvml)
+        if nvml is None:
+            return None
+        uuid = device_uuid if device_uuid.startswith("GPU-") else f"GPU-{device_uuid}"
+        try:
+            return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+        except nvml.NVMLError:
+            nvml.nvmlShutdown()
+            return None
+
+    def sample(self) -> DeviceSample:
+        """Read clock, power and temperature."""
+        nvml = self._nvml
+        clock_mhz = self._read(lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))
+        power_mw = self._read(nvml.nvmlDeviceGetPowerUsage)
+        temperature_c = self._read(lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
+        return DeviceSample(clock_mhz, None if power_mw is None else power_mw / 1e3, temperature_c)
+
+    def total_energy_mj(self) -> int | None:
+        """Millijoules since the driver was loaded; None for a GPU without the counter."""
+        return self._read(self._nvml.nvmlDeviceGetTotalEnergyConsumption)
+
+    def close(self) -> None:
+        """Let go of NVML."""
+        self._nvml.nvmlShutdown()
+
+    def _read(self, function: Callable[[Any], int]) -> int | None:
+        try:
+            return function(self._handle)
+        except self._nvml.NVMLError:
+            return None
+
+
+def nvml_driver_version(nvml: Any = None) -> str | None:
+    """Version of the NVIDIA driver; None where NVML is missing.
+
+    Args:
+        nvml: the ``pynvml`` module; None imports it.
+    """
+    nvml = _open_nvml(nvml)
+    if nvml is None:
+        return None
+    try:
+        version: str = nvml.nvmlSystemGetDriverVersion()
+    except nvml.NVMLError:
+        return None
+    finally:
+        nvml.nvmlShutdown()
+    return version
+
+
+def _open_nvml(nvml: Any) -> Any:
+    """Import the module unless given, and initialize the library; None where either is missing."""
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    return nvml
+
+
+class DeviceMonitor:
+    """Watches a device from a background thread between ``__enter__`` and ``__exit__``.
+
+    Args:
+        probe: the device, closed at the end; None watches nothing and reports None throughout.
+        interval_s: time between samples.
+    """
+
+    def __init__(self, probe: DeviceProbe | None, *, interval_s: float = SAMPLING_INTERVAL_S) -> None:
+        self._probe = probe
+        self._interval_s = interval_s
+        self._samples: list[DeviceSample] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="device-monitor", daemon=True)
+        self._energy_before_mj: int | None = None
+        self._report: DeviceReport | None = None
+
+    @classmethod
+    def for_gpu(cls, device_uuid: str | None) -> Self:
+        """Watch the GPU of this UUID where NVML knows it; None watches nothing."""
+        return cls(None if device_uuid is None else NvmlProbe.open(device_uuid))
+
+    @property
+    def report(self) -> DeviceReport:
+        """What was seen.
+
+        Raises:
+            RuntimeError: before the ``with`` block has ended.
+        """
+        if self._report is None:
+            raise RuntimeError("the device report exists only once the monitor's with block has ended")
+        return self._report
+
+    def __enter__(self) -> Self:
+        if self._probe is not None:
+            self._energy_before_mj = self._probe.total_energy_mj()
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        energy_after_mj = None
+        if self._probe is not None:
+            energy_after_mj = self._probe.total_energy_mj()
+            self._stop.set()
+            self._thread.join()
+            # A run shorter than one interval still gets one look.
+            self._samples = self._samples or [self._probe.sample()]
+            self._probe.close()
+        self._report = summarize_device(self._samples, self._energy_before_mj, energy_after_mj)
+
+    def _watch(self) -> None:
+        # Waiting comes first: a sample taken at once would show the idle clock as the run's lowest.
+        while self._probe is not None and not self._stop.wait(self._interval_s):
+            self._samples.append(self._probe.sample())
+
+
+def summarize_device(
+    samples: list[DeviceSample], energy_before_mj: int | None, energy_after_mj: int | None
+) -> DeviceReport:
+    """Aggregate samples and two readings of the energy counter (millijoules); None in, None out."""
+    energy_joules = None
+    if energy_before_mj is not None and energy_after_mj is not None:
+        energy_joules = (energy_after_mj - energy_before_mj) / 1e3
+    return DeviceReport(
+        num_samples=len(samples),
+        sm_clock_mhz=_range(sample.sm_clock_mhz for sample in samples),
+        power_w=_range(sample.power_w for sample in samples),
+        temperature_c=_range(sample.temperature_c for sample in samples),
+        energy_joules=energy_joules,
+    )
+
+
+def _range(values: Iterable[float | None]) -> SampleRange | None:
+    known = [value for value in values if value is not None]
+    return SampleRange(min(known), sum(known) / len(known), max(known)) if known else None

@@ -1,0 +1,126 @@
+"""Where a measurement comes from: versions, commit, host and device; what is unknown is None."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from bullet_graph._version import __version__
+from bullet_graph.perf.energy import nvml_driver_version
+
+_DISTRIBUTIONS = {"torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python"}
+_GIT_TIMEOUT_S = 10
+_PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class GitState:
+    """The checkout that the package runs from.
+
+    Attributes:
+        commit: full hash of HEAD.
+        is_dirty: the package's folder differs from that commit.
+    """
+
+    commit: str
+    is_dirty: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """What it takes to judge, or repeat, a measurement.
+
+    Attributes:
+        date_utc: ISO 8601, seconds.
+        versions: by name, of this package, Python and the libraries that do the work; None: not installed.
+        git_commit: of the checkout the package runs from; None for an installed package.
+        git_dirty: whether the package's folder differs from that commit.
+        host_cpu: the processor's model name.
+        host_num_cpus: logical processors this process may run on.
+        device_name: the GPU's name, or ``cpu``.
+        device_memory_bytes: of the GPU.
+        driver_version: of the NVIDIA driver.
+        cuda_version: that torch was built with.
+    """
+
+    date_utc: str
+    versions: dict[str, str | None]
+    git_commit: str | None
+    git_dirty: bool | None
+    host_cpu: str | None
+    host_num_cpus: int
+    device_name: str
+    device_memory_bytes: int | None
+    driver_version: str | None
+    cuda_version: str | None
+
+
+def collect_provenance(device: str) -> Provenance:
+    """Look around.
+
+    Args:
+        device: ``cuda`` or ``cpu``, where the measurement runs.
+    """
+    git = git_state(_PACKAGE_FOLDER)
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if device == "cuda" else None
+    return Provenance(
+        date_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={
+            "bullet_graph": __version__,
+            "python": platform.python_version(),
+            **{name: _installed_version(distribution) for name, distribution in _DISTRIBUTIONS.items()},
+        },
+        git_commit=None if git is None else git.commit,
+        git_dirty=None if git is None else git.is_dirty,
+        host_cpu=_host_cpu(),
+        host_num_cpus=len(os.sched_getaffinity(0)),
+        device_name="cpu" if gpu is None else gpu.name,
+        device_memory_bytes=None if gpu is None else gpu.total_memory,
+        driver_version=None if gpu is None else nvml_driver_version(),
+        cuda_version=None if gpu is None else torch.version.cuda,
+    )
+
+
+def git_state(folder: Path) -> GitState | None:
+    """State of the checkout that tracks the package in ``folder``.
+
+    Returns:
+        None where git is missing, or where ``folder`` is not tracked: an environment installed inside some
+        other project's checkout must not be given that project's commit.
+    """
+    if not _git(folder, "ls-files", "--", "."):
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "--", ".")
+    return None if not commit or changes is None else GitState(commit, bool(changes))
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _host_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    # Arm kernels list no model name.
+    return next(names, None) or platform.processor() or None

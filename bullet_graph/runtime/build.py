@@ -1,0 +1,169 @@
+"""Resolves a configuration against the machine and builds the executor it asks for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.errors import ConfigError, DeviceError
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.models.loader import dummy_weights, load_weights
+from bullet_graph.models.presets import resolve_model
+from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.models.weights import ModelWeights
+from bullet_graph.runtime.cpu import CpuExecutor
+from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory
+
+CPU_KV_CACHE_BYTES = 1024**3
+"""The KV cache's size on the CPU unless ``kv_cache_bytes`` says otherwise: host memory is not ours to fill."""
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What an engine runs on.
+
+    Attributes:
+        model: the model's shape.
+        folder: where its files are; None for a preset.
+        device: where it runs.
+        dtype: of weights, activations and cache.
+        max_model_len: resolved limit, in tokens.
+    """
+
+    model: ModelConfig
+    folder: Path | None
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+
+
+def resolve(config: EngineConfig) -> Runtime:
+    """Find model and device, and settle what the configuration leaves open.
+
+    Raises:
+        ModelError: the model cannot be found or used.
+        DeviceError: a GPU was asked for where there is none.
+        ConfigError: settings that contradict the model.
+    """
+    model, folder = resolve_model(config.model)
+    if config.load_format == "safetensors" and folder is None:
+        raise ConfigError(
+            f"load_format=safetensors needs a model folder, but {config.model!r} is a preset of shapes only: "
+            "use load_format=dummy, or give a folder"
+        )
+    device = _resolve_device(config)
+    if config.dtype != "auto":
+        dtype = _DTYPES[config.dtype]
+    elif device.type == "cpu":
+        dtype = torch.float32
+    else:
+        dtype = torch.bfloat16 if model.dtype is torch.float32 else model.dtype
+    if device.type == "cuda" and dtype is torch.float32:
+        raise ConfigError("the GPU path computes in bfloat16 or float16, not float32: pass dtype=bfloat16")
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the model's own limit of {limit} positions"
+        )
+    return Runtime(model, folder, device, dtype, config.max_model_len or limit)
+
+
+def _resolve_device(config: EngineConfig) -> torch.device:
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise DeviceError(
+            f"device=cuda was asked for, but torch {torch.__version__} sees no CUDA device: "
+            "check `nvidia-smi` and that torch is a CUDA build, or pass device=cpu"
+        )
+    return torch.device("cuda" if config.device != "cpu" and available else "cpu")
+
+
+def build_executor(
+    config: EngineConfig,
+    runtime: Runtime,
+    *,
+    progress: bool,
+    on_ledger: Callable[[MemoryLedger], None],
+) -> tuple[Executor, MemoryLedger]:
+    """Plan the memory, then load the weights and build the executor.
+
+    Args:
+        progress: show progress bars.
+        on_ledger: told the ledger before anything is allocated.
+
+    Raises:
+        InsufficientMemoryError: the ledger does not fit.
+        CheckpointError: the weights cannot be read.
+        DeviceError: a library that the GPU path needs is missing.
+    """
+    if runtime.device.type == "cpu":
+        host = psutil.virtual_memory()
+        ledger = plan_memory(
+            config,
+            runtime.model,
+            dtype=runtime.dtype,
+            max_model_len=runtime.max_model_len,
+            device=DeviceMemory(host.total, host.available),
+            workspaces_bytes=0,
+            graphs_bytes=0,
+            kv_cache_limit_bytes=CPU_KV_CACHE_BYTES,
+        )
+        on_ledger(ledger)
+        return CpuExecutor(
+            _decoder(config, runtime, ledger, progress), max_num_seqs=config.max_num_seqs
+        ), ledger
+    # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
+    from bullet_graph.runtime.cuda import CudaExecutor, require_libraries  # noqa: PLC0415
+
+    require_libraries()
+    free, total = torch.cuda.mem_get_info(runtime.device)
+    ledger = plan_memory(
+        config,
+        runtime.model,
+        dtype=runtime.dtype,
+        max_model_len=runtime.max_model_len,
+        device=DeviceMemory(total, free),
+        workspaces_bytes=CudaExecutor.workspace_bytes(),
+        graphs_bytes=CudaExecutor.graph_bytes(config.max_num_seqs) if config.cuda_graphs else 0,
+    )
+    on_ledger(ledger)
+    decoder = _decoder(config, runtime, ledger, progress)
+    executor = CudaExecutor(
+        decoder,
+        max_num_seqs=config.max_num_seqs,
+        max_rows=config.chunk_tokens + config.max_num_seqs,
+        num_kv_blocks=ledger.num_kv_blocks,
+        capture=config.cuda_graphs,
+        progress=progress,
+    )
+    return executor, ledger
+
+
+def _decoder(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, progress: bool) -> Decoder:
+    cache = KVCache(
+        runtime.model,
+        num_blocks=ledger.num_kv_blocks,
+        block_tokens=KV_BLOCK_TOKENS,
+        dtype=runtime.dtype,
+        device=runtime.device,
+    )
+    weights = _weights(config, runtime, progress)
+    return Decoder(
+        runtime.model, weights, cache, cos_sin_table(runtime.model, runtime.max_model_len, runtime.device)
+    )
+
+
+def _weights(config: EngineConfig, runtime: Runtime, progress: bool) -> ModelWeights:
+    if runtime.folder is None or config.load_format == "dummy":
+        return dummy_weights(runtime.model, dtype=runtime.dtype, device=runtime.device, seed=config.seed)
+    return load_weights(
+        runtime.folder, runtime.model, dtype=runtime.dtype, device=runtime.device, progress=progress
+    )

@@ -1,0 +1,141 @@
+"""The memory ledger: what an engine will take of its device, known before anything is allocated."""
+
+from dataclasses import dataclass
+
+import torch
+
+from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.errors import InsufficientMemoryError
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.kv_cache import kv_block_bytes
+from bullet_graph.models.loader import weight_bytes
+
+GIB = 1024**3
+MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of the device before the engine takes any, in bytes."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLedger:
+    """Every part of the engine's device memory, in bytes.
+
+    Attributes:
+        device: total and free memory found.
+        budget_bytes: what ``gpu_memory_utilization`` leaves the engine.
+        weights_bytes: parameters.
+        activations_bytes: the widest forward's intermediate results.
+        workspaces_bytes: attention and matrix-product scratch, and loaded kernels.
+        graphs_bytes: captured CUDA graphs (an estimate until they are captured).
+        kv_cache_bytes: the KV cache.
+        num_kv_blocks: blocks in it, the padding block included.
+        kv_cache_tokens: tokens it holds.
+    """
+
+    device: DeviceMemory
+    budget_bytes: int
+    weights_bytes: int
+    activations_bytes: int
+    workspaces_bytes: int
+    graphs_bytes: int
+    kv_cache_bytes: int
+    num_kv_blocks: int
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that sequences can keep in the cache."""
+        return (self.num_kv_blocks - 1) * KV_BLOCK_TOKENS
+
+    def rows(self) -> list[tuple[str, int]]:
+        """(label, bytes), largest structure first, ending with what stays free."""
+        parts = [
+            ("weights", self.weights_bytes),
+            (f"KV cache ({self.kv_cache_tokens:,} tokens)", self.kv_cache_bytes),
+            ("activations", self.activations_bytes),
+            ("workspaces", self.workspaces_bytes),
+            ("CUDA graphs", self.graphs_bytes),
+        ]
+        spent = sum(size for _, size in parts)
+        return [*parts, ("left free", self.device.free_bytes - spent)]
+
+    def __str__(self) -> str:
+        lines = [f"{label:<34}{size / GIB:>9.2f} GiB" for label, size in self.rows()]
+        return "\n".join([*lines, f"{'device':<34}{self.device.total_bytes / GIB:>9.2f} GiB"])
+
+
+def plan_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    device: DeviceMemory,
+    workspaces_bytes: int,
+    graphs_bytes: int,
+    kv_cache_limit_bytes: int | None = None,
+) -> MemoryLedger:
+    """Divide the device's memory; the KV cache takes what is left, up to what all sequences could use.
+
+    Args:
+        dtype: of weights, activations and cache.
+        max_model_len: resolved limit.
+        device: what is there now.
+        workspaces_bytes: the executor's fixed scratch.
+        graphs_bytes: the executor's estimate for its graphs.
+        kv_cache_limit_bytes: most the cache takes unasked (beyond one sequence of ``max_model_len``).
+
+    Raises:
+        InsufficientMemoryError: if not one sequence of ``max_model_len`` tokens fits; says by how much, and
+            which settings to change.
+    """
+    budget = int(device.total_bytes * config.gpu_memory_utilization) - (
+        device.total_bytes - device.free_bytes
+    )
+    weights = weight_bytes(model, dtype)
+    activations = _activation_bytes(config, model, dtype) + 4 * model.head_dim * max_model_len
+    fixed = weights + activations + workspaces_bytes + graphs_bytes
+    block = kv_block_bytes(model, KV_BLOCK_TOKENS, dtype)
+    blocks_per_seq = -(-max_model_len // KV_BLOCK_TOKENS)
+    # One block is the padding block; more than every sequence at full length can never be used.
+    least, most = (1 + blocks_per_seq) * block, (1 + config.max_num_seqs * blocks_per_seq) * block
+    if kv_cache_limit_bytes is not None:
+        most = max(least, min(most, kv_cache_limit_bytes))
+    asked = most if config.kv_cache_bytes is None else config.kv_cache_bytes
+    available = budget - fixed
+    granted = min(asked, available) if config.kv_cache_bytes is None else asked
+    if granted > available or granted < least:
+        parts = (
+            f"weights {weights / GIB:.2f} + activations {activations / GIB:.2f} + workspaces "
+            f"{workspaces_bytes / GIB:.2f} + graphs {graphs_bytes / GIB:.2f} GiB"
+        )
+        if granted < least:
+            what, short = f"one sequence of max_model_len={max_model_len} tokens", least - granted
+            need = least
+        else:
+            what, short = f"kv_cache_bytes={asked}", asked - available
+            need = asked
+        raise InsufficientMemoryError(
+            f"the KV cache for {what} needs {need / GIB:.3f} GiB, but {min(granted, available) / GIB:.3f} GiB "
+            f"can be had of a budget of {budget / GIB:.2f} GiB ({parts}): short by {short / GIB:.3f} GiB. "
+            "Lower max_model_len, max_num_batched_tokens or max_num_seqs, raise gpu_memory_utilization "
+            f"(now {config.gpu_memory_utilization}) or kv_cache_bytes, or free memory on the device."
+        )
+    num_blocks = granted // block
+    return MemoryLedger(
+        device, budget, weights, activations, workspaces_bytes, graphs_bytes, num_blocks * block, num_blocks
+    )
+
+
+def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Peak of a layer's intermediate results for the widest forward, and of its logits."""
+    rows = config.chunk_tokens + config.max_num_seqs
+    per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size
+    # Logits in the weights' dtype, and twice in float32 where log-probabilities are asked for.
+    logits = config.max_num_seqs * model.vocab_size * (dtype.itemsize + 2 * 4)
+    return rows * per_row * dtype.itemsize + logits

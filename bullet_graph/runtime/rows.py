@@ -1,0 +1,101 @@
+"""Lays a step out as rows of one forward: pure numpy, shared by the executors."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a forward: prefill chunks first, then decode rows.
+
+    Attributes:
+        token_ids: [num_prefill_rows]; decode rows take their slot's last token.
+        decode_slots: [decode rows].
+        positions: [rows].
+        kv_slots: [rows], where each row's keys and values go: block * block_tokens + offset.
+        q_indptr: [n + 1] over all sequences.
+        kv_lens: [n], tokens each sequence attends to.
+        kv_indptr: [n + 1].
+        kv_indices: block ids.
+        sample_rows: [s], rows whose next token is sampled.
+        sample_slots: [s].
+        sample_positions: [s], position that each sampled token will have.
+        num_prefill: how many of the n sequences are prefill chunks.
+    """
+
+    token_ids: Int32Array
+    decode_slots: Int32Array
+    positions: Int32Array
+    kv_slots: Int32Array
+    q_indptr: Int32Array
+    kv_lens: Int32Array
+    kv_indptr: Int32Array
+    kv_indices: Int32Array
+    sample_rows: Int32Array
+    sample_slots: Int32Array
+    sample_positions: Int32Array
+    num_prefill: int
+
+    @property
+    def num_prefill_rows(self) -> int:
+        """Rows that belong to prefill chunks."""
+        return len(self.token_ids)
+
+
+_NONE: Int32Array = np.empty(0, dtype=np.int32)
+
+
+def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_tokens: int) -> Rows:
+    """Join the two halves of a step; at least one must be there."""
+    parts_slots: list[Int32Array] = []
+    starts: list[Int32Array] = []
+    lengths: list[Int32Array] = []
+    samples = []
+    indices: list[Int32Array] = []
+    block_counts: list[Int32Array] = []
+    for batch in (prefill, decode):
+        if batch is None:
+            continue
+        parts_slots.append(batch.slots)
+        indices.append(batch.kv_indices)
+        block_counts.append(np.diff(batch.kv_indptr))
+        if isinstance(batch, PrefillBatch):
+            starts.append(batch.starts)
+            lengths.append(np.diff(batch.q_indptr))
+            samples.append(batch.samples)
+        else:
+            starts.append(batch.positions)
+            lengths.append(np.ones_like(batch.positions))
+            samples.append(np.ones(len(batch.positions), dtype=np.bool_))
+    start, length = np.concatenate(starts), np.concatenate(lengths)
+    sampled = np.concatenate(samples)
+    slots = np.concatenate(parts_slots)
+    q_indptr, kv_indptr = _indptr(length), _indptr(np.concatenate(block_counts))
+    kv_indices = np.concatenate(indices)
+    kv_lens = start + length
+    sequence = np.repeat(np.arange(len(length), dtype=np.int32), length)
+    positions = np.arange(q_indptr[-1], dtype=np.int32) - q_indptr[:-1][sequence] + start[sequence]
+    blocks = kv_indices[kv_indptr[:-1][sequence] + positions // block_tokens]
+    return Rows(
+        token_ids=_NONE if prefill is None else prefill.token_ids,
+        decode_slots=_NONE if decode is None else decode.slots,
+        positions=positions,
+        kv_slots=blocks * np.int32(block_tokens) + positions % np.int32(block_tokens),
+        q_indptr=q_indptr,
+        kv_lens=kv_lens,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        sample_rows=(q_indptr[1:] - 1)[sampled],
+        sample_slots=slots[sampled],
+        sample_positions=kv_lens[sampled],
+        num_prefill=0 if prefill is None else len(prefill.slots),
+    )
+
+
+def _indptr(counts: Int32Array) -> Int32Array:
+    indptr: Int32Array = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr

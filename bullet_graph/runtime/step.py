@@ -1,0 +1,119 @@
+"""The values that pass between the scheduler and an executor: plain numpy, no torch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInit:
+    """Sampling settings of a sequence that enters a slot; they hold until the slot is initialised again.
+
+    Attributes:
+        slot: which row of the device's per-sequence state.
+        temperature: 0 for greedy.
+        top_k: 0 for all.
+        top_p: in (0, 1].
+        min_p: in [0, 1].
+        seed: random numbers follow from (seed, position) alone.
+        masked_token_ids: ids that may not be sampled yet (``min_tokens``).
+        masked_until: first position of a sampled token at which they may.
+    """
+
+    slot: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    masked_token_ids: tuple[int, ...]
+    masked_until: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBatch:
+    """Chunks of ``n`` prompts, laid end to end.
+
+    Attributes:
+        slots: [n].
+        token_ids: [sum of chunk lengths].
+        q_indptr: [n + 1], where each chunk starts in ``token_ids``.
+        starts: [n], position of each chunk's first token: tokens already in the KV cache.
+        kv_indptr: [n + 1], where each sequence's blocks start in ``kv_indices``.
+        kv_indices: KV blocks that hold positions 0 … end of the chunk.
+        samples: [n], whether the chunk ends its prompt, so that a token is sampled.
+    """
+
+    slots: Int32Array
+    token_ids: Int32Array
+    q_indptr: Int32Array
+    starts: Int32Array
+    kv_indptr: Int32Array
+    kv_indices: Int32Array
+    samples: BoolArray
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """One new token for each of ``n`` sequences; its input token is the one last sampled for the slot.
+
+    Attributes:
+        slots: [n].
+        positions: [n], position of the input token; the KV length after the step is one more.
+        kv_indptr: [n + 1].
+        kv_indices: KV blocks that hold positions 0 … ``positions``.
+    """
+
+    slots: Int32Array
+    positions: Int32Array
+    kv_indptr: Int32Array
+    kv_indices: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward: prefill chunks, decode rows, or both.
+
+    Attributes:
+        admitted: slots to initialise before the forward.
+        prefill: prompt chunks, or None.
+        decode: decode rows, or None.
+        num_logprobs: alternatives to report for every sampled row; None reports no log-probabilities.
+    """
+
+    admitted: tuple[SlotInit, ...]
+    prefill: PrefillBatch | None
+    decode: DecodeBatch | None
+    num_logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Log-probabilities of ``n`` sampled rows.
+
+    Attributes:
+        chosen: [n] of the sampled token.
+        top_ids: [n, k], most probable first.
+        top: [n, k].
+    """
+
+    chosen: NDArray[np.float32]
+    top_ids: Int32Array
+    top: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled.
+
+    Attributes:
+        token_ids: [n], first the prefill rows that sampled, in order, then the decode rows.
+        logprobs: for the same rows, when asked for.
+    """
+
+    token_ids: Int32Array
+    logprobs: StepLogprobs | None

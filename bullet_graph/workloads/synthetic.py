@@ -1,0 +1,140 @@
+"""Synthetic workloads: ``conv`` and ``code`` follow the Azure traces' lengths, ``longdoc`` is long documents.
+
+Request i depends on the seed and i alone, so a longer workload begins with the shorter one.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bullet_graph.errors import WorkloadError
+from bullet_graph.workloads.request import Workload, WorkloadRequest
+
+SYNTHETIC_NAMES = ("conv", "code", "longdoc")
+"""Names after ``synthetic:``."""
+
+# A lognormal of median m and mean μ has σ = sqrt(2 ln(μ / m)).
+_LONGDOC_MEDIAN_TOKENS = np.array([5800.0, 150.0])
+_LONGDOC_MEAN_TOKENS = np.array([7000.0, 200.0])
+_LONGDOC_MAX_TOKENS = np.array([32_000, 2_000])
+
+
+@dataclass(frozen=True, slots=True)
+class LengthTables:
+    """Joint distribution of prompt and output lengths, as quantiles to interpolate between on a log scale.
+
+    Outputs have a table for each equal share of the requests in order of prompt length. The dependence is
+    thereby kept whatever its shape: in the conv trace prompts of about 1,100 tokens have the longest outputs
+    and those above 2,700 the shortest, which a correlation coefficient cannot say.
+
+    Attributes:
+        probabilities: ascending, from 0 to 1.
+        prompt_tokens: the prompt length at each probability.
+        output_tokens: a row for each share, shortest prompts first: the output length at each probability.
+    """
+
+    probabilities: tuple[float, ...]
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def fit(
+        cls, requests: Sequence[WorkloadRequest], probabilities: Sequence[float], num_shares: int
+    ) -> "LengthTables":
+        """Measure the tables of recorded requests.
+
+        Args:
+            requests: at least ``num_shares`` of them.
+            probabilities: ascending, from 0 to 1; close together where the tail is to be right.
+            num_shares: number of output tables.
+        """
+        lengths = np.array([(request.prompt_tokens, request.output_tokens) for request in requests])
+        by_prompt = lengths[np.argsort(lengths[:, 0], kind="stable")]
+        shares = np.array_split(by_prompt[:, 1], num_shares)
+        return cls(
+            probabilities=tuple(probabilities),
+            prompt_tokens=_quantiles(lengths[:, 0], probabilities),
+            output_tokens=tuple(_quantiles(share, probabilities) for share in shares),
+        )
+
+    @classmethod
+    def from_json(cls, tables: Mapping[str, Any]) -> "LengthTables":
+        """The tables held by an object with this class's fields as keys."""
+        return cls(
+            probabilities=tuple(tables["probabilities"]),
+            prompt_tokens=tuple(tables["prompt_tokens"]),
+            output_tokens=tuple(tuple(row) for row in tables["output_tokens"]),
+        )
+
+    def lengths(self, uniforms: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """Map points of the unit square to lengths in tokens.
+
+        Args:
+            uniforms: float64 [num_requests, 2] in [0, 1).
+
+        Returns:
+            int64 [num_requests, 2]: prompt and output length of each request.
+        """
+        prompt_at, output_at = uniforms[:, 0], uniforms[:, 1]
+        log_lengths = np.empty_like(uniforms)
+        log_lengths[:, 0] = np.interp(prompt_at, self.probabilities, np.log(self.prompt_tokens))
+        share = (prompt_at * len(self.output_tokens)).astype(np.int64)
+        for index, output_tokens in enumerate(self.output_tokens):
+            rows = share == index
+            log_lengths[rows, 1] = np.interp(output_at[rows], self.probabilities, np.log(output_tokens))
+        return _round(np.exp(log_lengths))
+
+
+def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
+    """Generate a synthetic workload; its requests have lengths and neither prompts nor arrival times.
+
+    Args:
+        name: one of ``SYNTHETIC_NAMES``. ``longdoc`` has lognormal lengths: prompts of mean 7,000 (at most
+            32,000) and outputs of mean 200 (at most 2,000).
+        num_requests: at least 1.
+        seed: at least 0.
+
+    Raises:
+        WorkloadError: for an unknown name, or a number out of range.
+    """
+    if name not in SYNTHETIC_NAMES:
+        raise WorkloadError(
+            f"unknown synthetic workload {name!r}: use synthetic:{', synthetic:'.join(SYNTHETIC_NAMES)}"
+        )
+    if num_requests < 1 or seed < 0:
+        raise WorkloadError(
+            f"a synthetic workload needs at least 1 request and a seed of at least 0, got {num_requests} "
+            f"requests and seed {seed}"
+        )
+    # PCG64 by name: numpy may change what its default generator is.
+    generator = np.random.Generator(np.random.PCG64(seed))
+    if name == "longdoc":
+        lengths = _longdoc_lengths(generator.standard_normal((num_requests, 2)))
+    else:
+        lengths = _load_azure_tables(name).lengths(generator.random((num_requests, 2)))
+    requests = tuple(WorkloadRequest(prompt, output, arrival_s=None) for prompt, output in lengths.tolist())
+    return Workload(name=f"synthetic:{name}", requests=requests)
+
+
+def _longdoc_lengths(normals: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    sigma = np.sqrt(2 * np.log(_LONGDOC_MEAN_TOKENS / _LONGDOC_MEDIAN_TOKENS))
+    lengths = _round(_LONGDOC_MEDIAN_TOKENS * np.exp(sigma * normals))
+    return np.clip(lengths, 1, _LONGDOC_MAX_TOKENS)
+
+
+def _load_azure_tables(name: str) -> LengthTables:
+    data = resources.files("bullet_graph.workloads") / "data" / "azure_lengths.json"
+    return LengthTables.from_json(json.loads(data.read_text(encoding="utf-8"))[name])
+
+
+def _quantiles(lengths: npt.NDArray[np.int64], probabilities: Sequence[float]) -> tuple[int, ...]:
+    return tuple(_round(np.quantile(lengths, probabilities)).tolist())
+
+
+def _round(lengths: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    return np.rint(lengths).astype(np.int64)

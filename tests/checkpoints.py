@@ -1,0 +1,153 @@
+"""Small random Hugging Face checkpoints, for tests to compare with ``transformers``."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import tokenizers
+import torch
+from tokenizers import decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+Family = Literal["llama", "qwen2", "qwen3"]
+
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+
+BOS_TOKEN, EOS_TOKEN = "<|bos|>", "<|eos|>"
+BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1
+
+# Greedy outputs of 40 tokens then hold about 30 different ones, while float32 log-probabilities stay within
+# 2e-5 of float64's: twice as much makes attention so sharp that rounding shows at 1e-4.
+_WEIGHT_STD = 0.2
+
+CHAT_TEMPLATE = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role not in ["system", "user", "assistant"] %}
+        {{- raise_exception("unknown role " + message.role) }}
+    {%- endif %}
+    {{- "[" + message.role + "] " + message.content | trim + eos_token + "\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "[assistant] " }}
+{%- endif %}
+"""
+
+_TRAINING_TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
+    "A request waits in the queue; then its prompt is prefilled and its tokens are decoded.",
+    "你好,世界。今天天气很好。",
+)
+
+
+def write_checkpoint(
+    folder: Path,
+    family: Family,
+    *,
+    seed: int = 0,
+    vocab_size: int = 320,
+    num_layers: int = 2,
+    tie: bool = False,
+    shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: bool = True,
+) -> PreTrainedModel:
+    """Write a random checkpoint of a model family and return the model it holds, in ``dtype``.
+
+    Every norm and bias is random too, so that none can be dropped or mixed up unseen, and weights are large
+    enough that greedy outputs vary.
+
+    Args:
+        folder: where to write; made where missing.
+        family: which architecture; ``qwen3`` has a head_dim that is not hidden_size / num_heads.
+        seed: of the weights.
+        vocab_size: of the model; a little above the tokenizer's 300, as published models have it.
+        num_layers: decoder layers.
+        tie: tie the embeddings.
+        shards: 1 for one file, else at least so many files and an index.
+        dtype: of the files.
+        tokenizer: also write tokenizer.json and tokenizer_config.json.
+    """
+    model = _random_model(_config(family, vocab_size, num_layers, tie), seed).to(dtype)
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    model.save_pretrained(folder, max_shard_size=num_bytes if shards == 1 else num_bytes // shards)
+    if tokenizer:
+        write_tokenizer(folder)
+    return model
+
+
+def write_tokenizer(folder: Path, *, vocab_size: int = 300) -> None:
+    """Write a byte-level BPE tokenizer with a chat template; id 0 begins a text and id 1 ends it."""
+    tokenizer = tokenizers.Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[BOS_TOKEN, EOS_TOKEN],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TRAINING_TEXTS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS_TOKEN} $A", special_tokens=[(BOS_TOKEN, BOS_TOKEN_ID)]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS_TOKEN,
+        "eos_token": EOS_TOKEN,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _config(family: Family, vocab_size: int, num_layers: int, tie: bool) -> PretrainedConfig:
+    shape = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": tie,
+        "bos_token_id": BOS_TOKEN_ID,
+        "eos_token_id": EOS_TOKEN_ID,
+    }
+    if family == "llama":
+        # An original length far below the prompts' lengths, so that the scaling changes what tests see.
+        rope_scaling = {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+        return LlamaConfig(**shape, rope_theta=10000.0, rope_scaling=rope_scaling)
+    if family == "qwen2":
+        return Qwen2Config(**shape)
+    return Qwen3Config(**shape, head_dim=32)
+
+
+def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    classes = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
+    model = classes[config.model_type](config).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(0.0, 0.5, generator=generator)
+        elif parameter.dim() == 1:
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        else:
+            parameter.normal_(0.0, _WEIGHT_STD, generator=generator)
+    return model

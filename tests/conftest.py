@@ -1,0 +1,9 @@
+"""Settings of the whole suite."""
+
+import os
+
+import torch
+
+# Triton reads this when a kernel is defined: without a GPU the kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

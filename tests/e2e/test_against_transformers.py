@@ -1,0 +1,86 @@
+"""The engine against ``transformers`` on the same weights: greedy tokens equal, log-probabilities close."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import write_checkpoint
+
+from bullet_graph import Engine, EngineStats, SamplingParams
+
+PROMPT_LENGTHS = (1, 2, 5, 16, 17, 31, 40, 70, 3, 64, 9, 23, 33, 12, 48, 80)
+OUTPUT_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Oracle:
+    folder: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = write_checkpoint(folder, request.param, seed=1, tokenizer=False).eval()
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, model.config.vocab_size, size=n).tolist() for n in PROMPT_LENGTHS]
+    tokens, logprobs = [], []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids, scores = list(prompt), []
+            for _ in range(OUTPUT_TOKENS):
+                distribution = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+                ids.append(int(distribution.argmax()))
+                scores.append(float(distribution.max()))
+            tokens.append(ids[len(prompt) :])
+            logprobs.append(scores)
+    return Oracle(folder, prompts, tokens, logprobs)
+
+
+def generate(oracle: Oracle, count: int, **settings: object) -> tuple[list, EngineStats]:
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=2)
+    with Engine(str(oracle.folder), device="cpu", **settings) as engine:
+        return engine.generate(oracle.prompts[:count], params, use_tqdm=False), engine.stats()
+
+
+def check(oracle: Oracle, outputs: list) -> None:
+    for i, output in enumerate(outputs):
+        completion = output.outputs[0]
+        assert list(completion.token_ids) == oracle.tokens[i]
+        assert completion.finish_reason == "length"
+        chosen = [entry.logprob for entry in completion.logprobs]
+        np.testing.assert_allclose(chosen, oracle.logprobs[i], atol=1e-4)
+        assert [entry.top[0][0] for entry in completion.logprobs] == oracle.tokens[i]
+
+
+@pytest.mark.parametrize("arm", ["serial", "mixed"])
+@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+def test_greedy_tokens_and_logprobs_equal(oracle: Oracle, arm: str, chunk: int | None) -> None:
+    name = arm if chunk is None else f"{arm}:{chunk}"
+    outputs, _ = generate(oracle, 16, arm=name, max_num_seqs=16)
+    check(oracle, outputs)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_batches_of_other_sizes(oracle: Oracle, count: int) -> None:
+    outputs, _ = generate(oracle, count, arm="mixed:16", max_num_seqs=3)
+    check(oracle, outputs)
+
+
+@pytest.mark.parametrize("arm", ["serial", "mixed:7"])
+def test_forced_preemption_changes_nothing(oracle: Oracle, arm: str) -> None:
+    block_bytes = 0
+    with Engine(str(oracle.folder), device="cpu", max_model_len=112) as probe:
+        block_bytes = probe.memory.kv_cache_bytes // probe.memory.num_kv_blocks
+    # Ten blocks besides the padding block: one sequence of 112 tokens fits, sixteen do not.
+    outputs, stats = generate(
+        oracle, 16, arm=arm, max_num_seqs=16, max_model_len=112, kv_cache_bytes=11 * block_bytes
+    )
+    check(oracle, outputs)
+    assert stats.num_preemptions > 0
+    assert stats.kv_blocks_used == 0

@@ -1,0 +1,189 @@
+"""The device monitor over a fake NVML: arithmetic, missing figures, missing devices."""
+
+# ruff: noqa: N802 - the fake has the names of the real module
+
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from bullet_graph.perf.energy import (
+    DeviceMonitor,
+    DeviceReport,
+    DeviceSample,
+    NvmlProbe,
+    SampleRange,
+    nvml_driver_version,
+    summarize_device,
+)
+
+NOTHING = DeviceReport(num_samples=0, sm_clock_mhz=None, power_w=None, temperature_c=None, energy_joules=None)
+
+
+class FakeNvml:
+    """Stands in for the ``pynvml`` module: one GPU, whose calls named in ``refused`` raise NVMLError."""
+
+    NVML_CLOCK_SM = 1
+    NVML_TEMPERATURE_GPU = 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *refused: str) -> None:
+        self.refused = refused
+        self.num_open = 0
+
+    def _call(self, name: str, value: Any) -> Any:
+        if name in self.refused:
+            raise self.NVMLError(name)
+        return value
+
+    def nvmlInit(self) -> None:
+        self._call("init", None)
+        self.num_open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.num_open -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return self._call("driver", "580.1")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return self._call("handle" if uuid == "GPU-ab" else f"handle of {uuid}", uuid)
+
+    def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:
+        assert (handle, clock) == ("GPU-ab", self.NVML_CLOCK_SM)
+        return self._call("clock", 1980)
+
+    def nvmlDeviceGetPowerUsage(self, _: str) -> int:
+        return self._call("power", 345_678)
+
+    def nvmlDeviceGetTemperature(self, _: str, sensor: int) -> int:
+        assert sensor == self.NVML_TEMPERATURE_GPU
+        return self._call("temperature", 61)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, _: str) -> int:
+        return self._call("energy", 5_000)
+
+
+class FakeProbe:
+    """A device whose clock falls by 100 MHz a sample and whose energy counter gains 2.5 J a reading."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.energy_mj = 1_000_000
+        self.closed = False
+        self.sampled_twice = threading.Event()
+
+    def sample(self) -> DeviceSample:
+        assert not self.closed
+        self.num_samples += 1
+        if self.num_samples >= 2:
+            self.sampled_twice.set()
+        return DeviceSample(2000 - 100 * self.num_samples, 300.0, 50)
+
+    def total_energy_mj(self) -> int:
+        assert not self.closed
+        self.energy_mj += 2_500
+        return self.energy_mj
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_report_holds_range_mean_and_energy() -> None:
+    samples = [DeviceSample(1500, 200.0, 40), DeviceSample(1980, 700.0, None), DeviceSample(1620, 600.0, 60)]
+    assert summarize_device(samples, 10_000, 25_500) == DeviceReport(
+        num_samples=3,
+        sm_clock_mhz=SampleRange(1500, 1700, 1980),
+        power_w=SampleRange(200.0, 500.0, 700.0),
+        temperature_c=SampleRange(40, 50, 60),
+        energy_joules=15.5,
+    )
+
+
+def test_figures_the_device_does_not_offer_are_none() -> None:
+    report = summarize_device([DeviceSample(None, None, 40)], None, 5)
+    assert report.sm_clock_mhz is None
+    assert report.power_w is None
+    assert report.energy_joules is None
+    assert report.temperature_c == SampleRange(40, 40, 40)
+    assert summarize_device([], 5, None).energy_joules is None
+
+
+def test_monitor_samples_in_the_background_until_the_end() -> None:
+    probe = FakeProbe()
+    with DeviceMonitor(probe, interval_s=0.001) as monitor:
+        assert probe.sampled_twice.wait(timeout=10)
+    seen = probe.num_samples
+    assert monitor.report.num_samples == seen >= 2
+    assert monitor.report.sm_clock_mhz is not None
+    assert monitor.report.sm_clock_mhz.max == 1900
+    assert monitor.report.energy_joules == 2.5
+    assert probe.closed
+    time.sleep(0.01)
+    assert probe.num_samples == seen
+
+
+def test_a_run_shorter_than_the_interval_is_sampled_once() -> None:
+    with DeviceMonitor(FakeProbe(), interval_s=60) as monitor:
+        pass
+    assert monitor.report.num_samples == 1
+
+
+def test_monitor_lets_go_of_the_device_when_the_run_fails() -> None:
+    probe = FakeProbe()
+    with pytest.raises(KeyError), DeviceMonitor(probe, interval_s=60):
+        raise KeyError
+    assert probe.closed
+
+
+def test_monitor_without_a_device_reports_none() -> None:
+    with DeviceMonitor.for_gpu(None) as monitor:
+        pass
+    assert monitor.report == NOTHING
+
+
+def test_report_before_the_end_is_an_error() -> None:
+    with DeviceMonitor(FakeProbe(), interval_s=60) as monitor, pytest.raises(RuntimeError, match="has ended"):
+        _ = monitor.report
+
+
+@pytest.mark.parametrize("uuid", ["ab", "GPU-ab"])
+def test_probe_reads_units_of_the_report(uuid: str) -> None:
+    nvml = FakeNvml()
+    probe = NvmlProbe.open(uuid, nvml)
+    assert probe is not None
+    assert probe.sample() == DeviceSample(1980, 345.678, 61)
+    assert probe.total_energy_mj() == 5_000
+    probe.close()
+    assert nvml.num_open == 0
+
+
+def test_probe_leaves_out_what_the_gpu_refuses() -> None:
+    probe = NvmlProbe.open("ab", FakeNvml("power", "energy"))
+    assert probe is not None
+    assert probe.sample() == DeviceSample(1980, None, 61)
+    assert probe.total_energy_mj() is None
+
+
+@pytest.mark.parametrize("refused", ["init", "handle"])
+def test_no_library_or_no_such_gpu_gives_no_probe(refused: str) -> None:
+    nvml = FakeNvml(refused)
+    assert NvmlProbe.open("ab", nvml) is None
+    assert nvml.num_open == 0
+
+
+def test_no_python_package_gives_no_probe_and_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert NvmlProbe.open("ab") is None
+    assert nvml_driver_version() is None
+
+
+def test_driver_version() -> None:
+    nvml = FakeNvml()
+    assert nvml_driver_version(nvml) == "580.1"
+    assert nvml_driver_version(FakeNvml("driver")) is None
+    assert nvml.num_open == 0

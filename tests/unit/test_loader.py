@@ -1,0 +1,377 @@
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import FAMILIES, Family, write_checkpoint
+from safetensors.torch import load_file, save_file
+
+from bullet_graph.errors import CheckpointError
+from bullet_graph.models import loader
+from bullet_graph.models.config import load_model_config
+from bullet_graph.models.loader import (
+    dummy_weights,
+    load_weights,
+    num_parameters,
+    weight_bytes,
+    weight_shapes,
+)
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.weights import LayerWeights, ModelWeights
+
+CPU = torch.device("cpu")
+SHARD = "model-00001-of"
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, progress: bool = False) -> ModelWeights:
+    return load_weights(folder, load_model_config(folder), dtype=dtype, device=CPU, progress=progress)
+
+
+def tensors_of(weights: ModelWeights) -> dict[str, torch.Tensor]:
+    named = {"embed": weights.embed, "final_norm": weights.final_norm, "lm_head": weights.lm_head}
+    for index, layer in enumerate(weights.layers):
+        for field in LayerWeights.__slots__:
+            if getattr(layer, field) is not None:
+                named[f"{index}.{field}"] = getattr(layer, field)
+    return named
+
+
+def assert_equal(one: ModelWeights, other: ModelWeights) -> None:
+    one_tensors, other_tensors = tensors_of(one), tensors_of(other)
+    assert one_tensors.keys() == other_tensors.keys()
+    assert all(torch.equal(one_tensors[name], other_tensors[name]) for name in one_tensors)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folders written once and copied, for a test to break as it likes."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def folder(copy_to: Path, *, tie: bool = False, shards: int = 1) -> Path:
+        source = root / f"tie={tie},shards={shards}"
+        if not source.exists():
+            write_checkpoint(source, "llama", tie=tie, shards=shards, tokenizer=False)
+        return Path(shutil.copytree(source, copy_to / "model"))
+
+    return folder
+
+
+def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_fused_tensors_equal_those_of_transformers(tmp_path: Path, family: Family, shards: int) -> None:
+    state = write_checkpoint(tmp_path, family, shards=shards, tokenizer=False).state_dict()
+    assert (tmp_path / "model.safetensors").exists() == (shards == 1)
+    weights = load(tmp_path)
+
+    def fused(index: int, names: list[str], kind: str = "weight") -> torch.Tensor:
+        return torch.cat([state[f"model.layers.{index}.{name}.{kind}"] for name in names])
+
+    qkv = [f"self_attn.{name}_proj" for name in "qkv"]
+    assert len(weights.layers) == 2
+    assert torch.equal(weights.embed, state["model.embed_tokens.weight"])
+    assert torch.equal(weights.final_norm, state["model.norm.weight"])
+    assert torch.equal(weights.lm_head, state["lm_head.weight"])
+    assert not torch.equal(weights.lm_head, weights.embed)
+    for index, layer in enumerate(weights.layers):
+        assert torch.equal(layer.input_norm, fused(index, ["input_layernorm"]))
+        assert torch.equal(layer.qkv, fused(index, qkv))
+        assert torch.equal(layer.o, fused(index, ["self_attn.o_proj"]))
+        assert torch.equal(layer.post_norm, fused(index, ["post_attention_layernorm"]))
+        assert torch.equal(layer.gate_up, fused(index, ["mlp.gate_proj", "mlp.up_proj"]))
+        assert torch.equal(layer.down, fused(index, ["mlp.down_proj"]))
+        assert (layer.qkv_bias is not None) == (family == "qwen2")
+        assert (layer.q_norm is not None) == (layer.k_norm is not None) == (family == "qwen3")
+        if layer.qkv_bias is not None:
+            assert torch.equal(layer.qkv_bias, fused(index, qkv, "bias"))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            assert torch.equal(layer.q_norm, fused(index, ["self_attn.q_norm"]))
+            assert torch.equal(layer.k_norm, fused(index, ["self_attn.k_norm"]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tie", [False, True])
+def test_shapes_are_those_of_transformers(tmp_path: Path, family: Family, tie: bool) -> None:
+    model = write_checkpoint(tmp_path, family, tie=tie, tokenizer=False)
+    config = load_model_config(tmp_path)
+    assert weight_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert num_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+    assert weight_bytes(config, torch.bfloat16) == 2 * num_parameters(config)
+    assert weight_bytes(config, torch.float32) == 4 * num_parameters(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name: str, expected: int) -> None:
+    assert num_parameters(PRESETS[name]) == expected
+
+
+def test_sharded_equals_unsharded(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    sharded = checkpoints(tmp_path / "sharded", shards=4)
+    assert len(list(sharded.glob("*.safetensors"))) >= 4
+    assert_equal(load(sharded), load(checkpoints(tmp_path / "single")))
+
+
+def test_tied_embeddings_are_one_tensor(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(tmp_path, tie=True)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    weights = load(folder)
+    assert weights.lm_head is weights.embed
+
+
+def test_stored_lm_head_of_tied_embeddings_and_inv_freq_are_left_aside(
+    tmp_path: Path, checkpoints: Callable[..., Path]
+) -> None:
+    folder = checkpoints(tmp_path, tie=True)
+    before = load(folder)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = torch.zeros(320, 64)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+
+    edit(folder / "model.safetensors", add)
+    after = load(folder)
+    assert after.lm_head is after.embed
+    assert_equal(before, after)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_conversion(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
+    model = write_checkpoint(tmp_path, "qwen2", num_layers=1, dtype=stored, tokenizer=False)
+    weights = load(tmp_path, wanted)
+    assert {tensor.dtype for tensor in tensors_of(weights).values()} == {wanted}
+    down = model.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    assert down.dtype == stored
+    assert torch.equal(weights.layers[0].down, down.to(wanted))
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_progress_bar_only_when_asked(
+    tmp_path: Path,
+    checkpoints: Callable[..., Path],
+    progress: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = checkpoints(tmp_path)
+    load(folder, progress=progress)
+    shown = capsys.readouterr().err
+    assert ("Loading weights: 100%" in shown) == progress
+    assert progress or not shown
+
+
+def test_weights_outlive_the_files(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(tmp_path)
+    weights = load(folder)
+    before = {name: tensor.clone() for name, tensor in tensors_of(weights).items()}
+    path = folder / "model.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(weights).items())
+
+
+def test_missing_weights(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors or .*index\.json; found neither"):
+        load(folder)
+
+
+def test_index_names_a_missing_shard(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(tmp_path, shards=3)
+    shard = next(folder.glob(f"{SHARD}*"))
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=rf"index\.json names {shard.name}, not in that folder"):
+        load(folder)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("kept", [0.9, 0.001, 0.0])
+def test_truncated_file(tmp_path: Path, checkpoints: Callable[..., Path], shards: int, kept: float) -> None:
+    folder = checkpoints(tmp_path, shards=shards)
+    path = min(folder.glob("*.safetensors"))
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(CheckpointError, match=f"{path.name} is not a complete safetensors file"):
+        load(folder)
+
+
+def test_git_lfs_pointer(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(tmp_path)
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)
+    with pytest.raises(CheckpointError, match="is not a complete safetensors file"):
+        load(folder)
+
+
+def test_missing_tensors_are_named(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(tmp_path)
+    path = folder / "model.safetensors"
+    edit(path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert str(path) in str(caught.value)
+    assert "model.layers.1.mlp.up_proj.weight" in str(caught.value)
+    assert "missing" in str(caught.value)
+
+
+def test_long_lists_of_tensors_are_cut(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(tmp_path)
+    edit(folder / "model.safetensors", lambda tensors: tensors.clear())
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight, .* and 18 more"):
+        load(folder)
+
+
+def test_untied_config_without_lm_head(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(tmp_path)
+    edit(folder / "model.safetensors", lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight .*does not tie the embeddings"):
+        load(folder)
+
+
+def test_index_places_a_tensor_where_it_is_not(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(tmp_path, shards=3)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name = "model.norm.weight"
+    content["weight_map"][name] = next(
+        file for file in content["weight_map"].values() if file != content["weight_map"][name]
+    )
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"tensor {name} is missing, though .*index\.json places it"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ("{}", "weight_map must be an object; found no such key"),
+        ('{"weight_map": []}', "weight_map must be an object"),
+        ('{"weight_map": {"a": 1}}', r"weight_map\.a must be the name of a file"),
+        ('{"weight_map": {"a": ""}}', r"weight_map\.a must be the name of a file"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', r"weight_map\.a must be the name of a file"),
+        ('{"weight_map": {}}', "required by config.json but missing"),
+    ],
+)
+def test_broken_index(tmp_path: Path, checkpoints: Callable[..., Path], content: str, problem: str) -> None:
+    folder = checkpoints(tmp_path, shards=3)
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=problem):
+        load(folder)
+
+
+def test_unexpected_tensor(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
+    folder = checkpoints(tmp_path)
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    edit(folder / "model.safetensors", lambda tensors: tensors.update({bias: torch.zeros(64)}))
+    with pytest.raises(CheckpointError, match=rf"{bias} are present but not called for by config\.json"):
+        load(folder)
+
+
+def test_checkpoint_with_more_layers_than_its_config(
+    tmp_path: Path, checkpoints: Callable[..., Path]
+) -> None:
+    folder = checkpoints(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\..* and 6 more are present but not called"):
+        load(folder)
+
+
+@pytest.mark.parametrize("shape", [(64, 127), (128, 64), (64 * 128,)])
+def test_tensor_of_the_wrong_shape(
+    tmp_path: Path, checkpoints: Callable[..., Path], shape: tuple[int, ...]
+) -> None:
+    folder = checkpoints(tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    edit(folder / "model.safetensors", lambda tensors: tensors.update({name: torch.zeros(shape)}))
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert str(caught.value) == (
+        f"{folder / 'model.safetensors'}: tensor {name} must have shape [64, 128] by config.json; "
+        f"found {list(shape)}"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e4m3fn, torch.float64])
+def test_tensor_of_the_wrong_type(
+    tmp_path: Path, checkpoints: Callable[..., Path], dtype: torch.dtype
+) -> None:
+    folder = checkpoints(tmp_path, shards=3)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    path = folder / index["weight_map"]["model.norm.weight"]
+    edit(path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64).to(dtype)}))
+    with pytest.raises(CheckpointError, match=rf"{path.name}: tensor model\.norm\.weight must be one of"):
+        load(folder)
+
+
+def test_nothing_is_allocated_before_the_headers_are_checked(
+    tmp_path: Path, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoints(tmp_path)
+    edit(folder / "model.safetensors", lambda tensors: tensors.update({"x": torch.zeros(1)}))
+    devices = []
+    allocate = torch.empty
+
+    def recorded(*args: object, device: torch.device, **options: object) -> torch.Tensor:
+        devices.append(device)
+        return allocate(*args, device=device, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(loader.torch, "empty", recorded)
+    with pytest.raises(CheckpointError):
+        load(folder)
+    assert {device.type for device in devices} == {"meta"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dummy_weights_follow_from_the_seed(tmp_path: Path, dtype: torch.dtype) -> None:
+    write_checkpoint(tmp_path, "qwen2", tokenizer=False)
+    config = load_model_config(tmp_path)
+    one = dummy_weights(config, dtype=dtype, device=CPU, seed=7)
+    assert_equal(one, dummy_weights(config, dtype=dtype, device=CPU, seed=7))
+    other = tensors_of(dummy_weights(config, dtype=dtype, device=CPU, seed=8))
+    for name, tensor in tensors_of(one).items():
+        assert tensor.dtype == dtype
+        assert tensor.isfinite().all()
+        if name.endswith("norm"):
+            assert (tensor == 1).all()
+        else:
+            assert not torch.equal(tensor, other[name])
+            assert tensor.count_nonzero() > 0.99 * tensor.numel()
+
+
+def test_dummy_weights_of_tied_embeddings() -> None:
+    for tie in (False, True):
+        config = replace(PRESETS["tiny"], tie_word_embeddings=tie)
+        weights = dummy_weights(config, dtype=torch.float32, device=CPU, seed=0)
+        assert (weights.lm_head is weights.embed) == tie
+
+
+def test_dummy_weights_keep_activations_in_proportion() -> None:
+    config = PRESETS["tiny"]
+    weights = dummy_weights(config, dtype=torch.float32, device=CPU, seed=0)
+    assert len(weights.layers) == config.num_layers
+    down = weights.layers[3].down
+    inputs = torch.randn(64, config.intermediate_size, generator=torch.Generator().manual_seed(0))
+    assert 0.9 < (inputs @ down.T).std().item() < 1.1
+
+
+def test_dummy_weights_take_no_global_random_numbers() -> None:
+    state = torch.get_rng_state()
+    dummy_weights(PRESETS["tiny"], dtype=torch.float32, device=CPU, seed=0)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,382 @@
+import json
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, Family, write_checkpoint
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from bullet_graph.errors import ModelError, UnsupportedModelError
+from bullet_graph.models.config import Llama3RopeScaling, ModelConfig, load_model_config
+from bullet_graph.models.presets import PRESETS, resolve_model
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128009,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+ABSENT = object()
+
+
+def write(folder: Path, config: Any, generation: Any = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    return folder
+
+
+def changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {key: value for key, value in {**base, **changes}.items() if value is not ABSENT}
+
+
+def scaling(**changes: Any) -> dict[str, Any]:
+    return changed(LLAMA["rope_scaling"], **changes)
+
+
+def test_published_configs_equal_presets(tmp_path: Path) -> None:
+    llama_eos = {"eos_token_id": [128001, 128008, 128009]}
+    assert load_model_config(write(tmp_path, LLAMA, llama_eos)) == PRESETS["llama-3.1-8b"]
+    qwen_eos = {"eos_token_id": [151645, 151643]}
+    assert load_model_config(write(tmp_path, QWEN3, qwen_eos)) == PRESETS["qwen3-0.6b"]
+
+
+def test_transformers_5_layout_reads_the_same(tmp_path: Path) -> None:
+    expected = load_model_config(write(tmp_path, LLAMA))
+    parameters = {**LLAMA["rope_scaling"], "rope_theta": 500000.0}
+    newer = changed(LLAMA, rope_scaling=ABSENT, rope_theta=ABSENT, torch_dtype=ABSENT, dtype="bfloat16")
+    assert load_model_config(write(tmp_path, {**newer, "rope_parameters": parameters})) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope_theta"),
+    [
+        ({"rope_scaling": None}, 500000.0),
+        ({"rope_scaling": {"rope_type": "default"}}, 500000.0),
+        ({"rope_scaling": ABSENT, "rope_theta": ABSENT}, 10000.0),
+        ({"rope_scaling": ABSENT, "rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, 7e4),
+        ({"rope_scaling": ABSENT, "rope_parameters": {"rope_theta": 7e4}}, 7e4),
+        ({"rope_scaling": None, "partial_rotary_factor": 1.0}, 500000.0),
+    ],
+)
+def test_unscaled_rope(tmp_path: Path, changes: dict[str, Any], rope_theta: float) -> None:
+    config = load_model_config(write(tmp_path, changed(LLAMA, **changes)))
+    assert config.rope_scaling is None
+    assert config.rope_theta == rope_theta
+
+
+def test_older_rope_type_key(tmp_path: Path) -> None:
+    older = changed(LLAMA, rope_scaling=scaling(rope_type=ABSENT, type="llama3"))
+    config = load_model_config(write(tmp_path, older))
+    assert config.rope_scaling == Llama3RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+def test_defaults_of_older_llama_configs(tmp_path: Path) -> None:
+    older = changed(
+        LLAMA, num_key_value_heads=ABSENT, attention_bias=ABSENT, mlp_bias=ABSENT, tie_word_embeddings=ABSENT
+    )
+    config = load_model_config(write(tmp_path, older))
+    assert (config.num_kv_heads, config.head_dim, config.tie_word_embeddings) == (32, 128, False)
+
+
+def test_explicit_head_dim_needs_no_divisible_hidden_size(tmp_path: Path) -> None:
+    config = load_model_config(write(tmp_path, changed(QWEN3, hidden_size=1000)))
+    assert (config.head_dim, config.q_size, config.kv_size) == (128, 2048, 1024)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"torch_dtype": "float16", "dtype": "float32"}, torch.float32),
+        ({"torch_dtype": "torch.bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": ABSENT}, torch.float32),
+    ],
+)
+def test_dtype(tmp_path: Path, changes: dict[str, Any], dtype: torch.dtype) -> None:
+    assert load_model_config(write(tmp_path, changed(LLAMA, **changes))).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("in_config", "generation", "expected"),
+    [
+        (2, None, (2,)),
+        ([2, 3], None, (2, 3)),
+        (None, None, ()),
+        (ABSENT, None, ()),
+        (2, {"eos_token_id": [5, 6]}, (5, 6)),
+        (2, {"eos_token_id": 0}, (0,)),
+        (2, {"eos_token_id": None}, (2,)),
+        (2, {"temperature": 0.6}, (2,)),
+    ],
+)
+def test_eos_token_ids(tmp_path: Path, in_config: Any, generation: Any, expected: tuple[int, ...]) -> None:
+    folder = write(tmp_path, changed(LLAMA, eos_token_id=in_config), generation)
+    assert load_model_config(folder).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tie", [False, True])
+def test_config_that_transformers_writes(tmp_path: Path, family: Family, tie: bool) -> None:
+    model = write_checkpoint(tmp_path, family, tie=tie, num_layers=1, dtype=torch.bfloat16, tokenizer=False)
+    assert load_model_config(tmp_path) == ModelConfig(
+        architecture=type(model).__name__,
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32 if family == "qwen3" else 16,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64) if family == "llama" else None,
+        tie_word_embeddings=tie,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        dtype=torch.bfloat16,
+        eos_token_ids=(1,),
+    )
+
+
+INCOHERENT: list[tuple[str, Any]] = [
+    *((key, ABSENT) for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")),
+    *((key, ABSENT) for key in ("num_attention_heads", "max_position_embeddings", "rms_norm_eps")),
+    ("hidden_size", None),
+    ("hidden_size", 4096.0),
+    ("hidden_size", "4096"),
+    ("hidden_size", 4100),
+    ("vocab_size", True),
+    ("num_hidden_layers", 0),
+    ("intermediate_size", -1),
+    ("num_key_value_heads", 7),
+    ("num_key_value_heads", 64),
+    ("head_dim", 127),
+    ("head_dim", -2),
+    ("rms_norm_eps", 0),
+    ("rms_norm_eps", "1e-5"),
+    ("rms_norm_eps", float("nan")),
+    ("rope_theta", -1.0),
+    ("rope_theta", float("inf")),
+    ("tie_word_embeddings", "no"),
+    ("mlp_bias", 1),
+    ("eos_token_id", -1),
+    ("eos_token_id", 128256),
+    ("eos_token_id", "</s>"),
+    ("eos_token_id", [1, 2.5]),
+    ("architectures", ABSENT),
+    ("architectures", []),
+    ("architectures", "LlamaForCausalLM"),
+    ("architectures", ["LlamaForCausalLM", "Qwen3ForCausalLM"]),
+    ("rope_scaling", "llama3"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), INCOHERENT)
+def test_incoherent_key(tmp_path: Path, key: str, value: Any) -> None:
+    folder = write(tmp_path, changed(LLAMA, **{key: value}))
+    with pytest.raises(ModelError) as caught:
+        load_model_config(folder)
+    found = "no such key" if value is ABSENT else repr(value)
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {key} must be ")
+    assert str(caught.value).endswith(f"found {found}")
+    assert not isinstance(caught.value, UnsupportedModelError)
+
+
+UNSUPPORTED: list[tuple[dict[str, Any], str, Any]] = [
+    (LLAMA, "architectures", ["MistralForCausalLM"]),
+    (LLAMA, "architectures", ["Qwen3MoeForCausalLM"]),
+    (LLAMA, "hidden_act", "gelu"),
+    (LLAMA, "mlp_bias", True),
+    (LLAMA, "attention_bias", True),
+    (QWEN3, "attention_bias", True),
+    (QWEN3, "use_sliding_window", True),
+    (QWEN3, "layer_types", ["full_attention", "sliding_attention"]),
+    (QWEN3, "layer_types", "full_attention"),
+    (LLAMA, "quantization_config", {"quant_method": "fp8"}),
+    (LLAMA, "compression_config", {}),
+    (LLAMA, "partial_rotary_factor", 0.5),
+    (LLAMA, "torch_dtype", "float8_e4m3fn"),
+    (LLAMA, "torch_dtype", 16),
+]
+
+
+@pytest.mark.parametrize(("base", "key", "value"), UNSUPPORTED)
+def test_unsupported_feature(tmp_path: Path, base: dict[str, Any], key: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model_config(write(tmp_path, changed(base, **{key: value})))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {key} must be ")
+    assert str(caught.value).endswith(f"found {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("rope", "key", "error"),
+    [
+        *(
+            (scaling(rope_type=kind), "rope_type", UnsupportedModelError)
+            for kind in ("yarn", "linear", "dynamic")
+        ),
+        (scaling(rope_type="longrope"), "rope_type", UnsupportedModelError),
+        ({"type": "linear", "factor": 2.0}, "type", UnsupportedModelError),
+        ({"factor": 2.0}, "rope_type", UnsupportedModelError),
+        ({"full_attention": {"rope_type": "default"}}, "rope_type", UnsupportedModelError),
+        (scaling(partial_rotary_factor=0.25), "partial_rotary_factor", UnsupportedModelError),
+        (scaling(factor=ABSENT), "factor", ModelError),
+        (scaling(low_freq_factor=0), "low_freq_factor", ModelError),
+        (scaling(low_freq_factor=4.0), "low_freq_factor", ModelError),
+        (scaling(high_freq_factor="4"), "high_freq_factor", ModelError),
+        (scaling(original_max_position_embeddings=ABSENT), "original_max_position_embeddings", ModelError),
+    ],
+)
+@pytest.mark.parametrize("outer_key", ["rope_scaling", "rope_parameters"])
+def test_bad_rope(tmp_path: Path, rope: Any, key: str, error: type[ModelError], outer_key: str) -> None:
+    folder = write(tmp_path, changed(LLAMA, **{"rope_scaling": ABSENT, outer_key: rope}))
+    with pytest.raises(error) as caught:
+        load_model_config(folder)
+    assert f"config.json: {outer_key}.{key} must be " in str(caught.value)
+
+
+def test_even_head_dim_is_required_of_a_derived_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"head_dim must be even.* it is 15"):
+        load_model_config(write(tmp_path, changed(LLAMA, hidden_size=480)))
+
+
+def test_qwen3_must_give_head_dim(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="head_dim must be given"):
+        load_model_config(write(tmp_path, changed(QWEN3, head_dim=ABSENT)))
+
+
+def test_bad_generation_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id must be"):
+        load_model_config(write(tmp_path, LLAMA, {"eos_token_id": "</s>"}))
+    (tmp_path / "generation_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"generation_config\.json is not valid JSON"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"", "is not valid JSON"),
+        (b"\xff\xfe\xfd", "is not valid JSON"),
+        (b"[1]", "must hold a JSON object; found list"),
+    ],
+)
+def test_broken_config_json(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=problem):
+        load_model_config(tmp_path)
+
+
+def test_missing_folder_or_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere is not a folder"):
+        load_model_config(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        load_model_config(tmp_path)
+    with pytest.raises(ModelError, match="is not a folder"):
+        load_model_config(tmp_path / "config.json" / "file")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_configs_transformers_accepts(tmp_path: Path, name: str) -> None:
+    preset = PRESETS[name]
+    rope = {"rope_type": "default", "rope_theta": preset.rope_theta}
+    if preset.rope_scaling is not None:
+        rope |= {field: getattr(preset.rope_scaling, field) for field in Llama3RopeScaling.__slots__}
+        rope |= {"rope_type": "llama3"}
+    classes = {"Llama": LlamaConfig, "Qwen2": Qwen2Config, "Qwen3": Qwen3Config}
+    classes[preset.architecture.removesuffix("ForCausalLM")](
+        architectures=[preset.architecture],
+        vocab_size=preset.vocab_size,
+        hidden_size=preset.hidden_size,
+        intermediate_size=preset.intermediate_size,
+        num_hidden_layers=preset.num_layers,
+        num_attention_heads=preset.num_heads,
+        num_key_value_heads=preset.num_kv_heads,
+        head_dim=preset.head_dim,
+        max_position_embeddings=preset.max_position_embeddings,
+        rms_norm_eps=preset.rms_norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=preset.tie_word_embeddings,
+        eos_token_id=list(preset.eos_token_ids),
+        dtype=preset.dtype,
+    ).save_pretrained(tmp_path)
+    assert load_model_config(tmp_path) == preset
+
+
+def test_presets_cannot_be_changed() -> None:
+    assert set(PRESETS) == {"tiny", "llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b"}
+    with pytest.raises(TypeError):
+        PRESETS["tiny"] = PRESETS["qwen3-8b"]  # type: ignore[index]
+    with pytest.raises(FrozenInstanceError):
+        PRESETS["tiny"].vocab_size = 1  # type: ignore[misc]
+
+
+def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("tiny") == (PRESETS["tiny"], None)
+    (tmp_path / "tiny").mkdir()
+    write(tmp_path / "tiny", LLAMA)
+    config, folder = resolve_model("tiny")
+    assert (config.num_layers, folder) == (32, Path("tiny"))
+
+
+def test_resolve_unknown_model(tmp_path: Path) -> None:
+    name = str(tmp_path / "nowhere")
+    with pytest.raises(ModelError) as caught:
+        resolve_model(name)
+    message = str(caught.value)
+    assert name in message
+    assert "folder with config.json" in message
+    assert all(preset in message for preset in PRESETS)

@@ -1,0 +1,97 @@
+"""Where a measurement comes from: the checkout's state and the fields of the record."""
+
+import subprocess
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from bullet_graph import _version
+from bullet_graph.perf import provenance
+from bullet_graph.perf.provenance import collect_provenance, git_state
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A committed package folder inside a new checkout, with a file beside it."""
+    folder = tmp_path / "checkout" / "package"
+    folder.mkdir(parents=True)
+    (folder / "code.py").write_text("x = 1\n")
+    (folder.parent / "notes.txt").write_text("a\n")
+    git(folder.parent, "init", "-q")
+    git(folder.parent, "add", ".")
+    git(folder.parent, "commit", "-q", "-m", "first")
+    return folder
+
+
+def test_clean_checkout(package: Path) -> None:
+    state = git_state(package)
+    assert state is not None
+    assert state.commit == git(package, "rev-parse", "HEAD")
+    assert not state.is_dirty
+
+
+def test_only_changes_inside_the_package_make_it_dirty(package: Path) -> None:
+    (package.parent / "notes.txt").write_text("b\n")
+    (package.parent / "result.json").write_text("{}")
+    state = git_state(package)
+    assert state is not None
+    assert not state.is_dirty
+
+    (package / "code.py").write_text("x = 2\n")
+    state = git_state(package)
+    assert state is not None
+    assert state.is_dirty
+
+
+def test_a_package_installed_inside_a_foreign_checkout_has_no_commit(package: Path) -> None:
+    installed = package.parent / "venv" / "other_package"
+    installed.mkdir(parents=True)
+    (installed / "code.py").write_text("x = 1\n")
+    assert git_state(installed) is None
+
+
+def test_no_checkout_and_no_git(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert git_state(tmp_path) is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(package) is None
+
+
+def test_record_on_the_cpu() -> None:
+    record = collect_provenance("cpu")
+    written = datetime.fromisoformat(record.date_utc)
+    assert written.utcoffset() == timedelta(0)
+    assert record.versions["bullet_graph"] == _version.__version__
+    assert record.versions["torch"] == torch.__version__
+    assert set(record.versions) == {"bullet_graph", "python", "torch", "triton", "flashinfer"}
+    assert record.host_num_cpus >= 1
+    assert record.device_name == "cpu"
+    assert record.device_memory_bytes is None
+    assert record.driver_version is None
+    assert record.cuda_version is None
+
+
+def test_a_library_that_is_not_installed_is_none() -> None:
+    assert provenance._installed_version("no-such-distribution-anywhere") is None
+
+
+def test_processor_name_comes_from_cpuinfo(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\nmodel name\t: Other\n")
+    assert provenance._host_cpu(cpuinfo) == "Fast CPU @ 3 GHz"
+
+
+def test_processor_without_a_model_name_is_the_platforms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance.platform, "processor", lambda: "aarch64")
+    assert provenance._host_cpu(tmp_path / "missing") == "aarch64"
+    monkeypatch.setattr(provenance.platform, "processor", lambda: "")
+    assert provenance._host_cpu(tmp_path / "missing") is None

@@ -1,0 +1,302 @@
+import json
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from checkpoints import BOS_TOKEN, BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from bullet_graph.errors import ModelError, PromptError
+from bullet_graph.models.tokenizer import Tokenizer
+
+MESSAGES = [
+    {"role": "system", "content": "  Be <brief> & kind. "},
+    {"role": "user", "content": "你好 🙂"},
+    {"role": "assistant", "content": "Hello!"},
+]
+
+MULTI_BYTE = "naïve 🙂👩‍👩‍👧 你好,世界 \u0928\u092e\u0938\u094d\u0924\u0947 end"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return read(folder)
+
+
+def read(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
+    stream = tokenizer.stream()
+    return "".join([*(stream.push(token_id) for token_id in ids), stream.flush()])
+
+
+def write_config(folder: Path, **config: Any) -> Path:
+    write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_encode_and_decode_equal_those_of_transformers(folder: Path, tokenizer: Tokenizer) -> None:
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    for special in (True, False):
+        ids = tokenizer.encode(MULTI_BYTE, add_special_tokens=special)
+        assert ids == reference.encode(MULTI_BYTE, add_special_tokens=special)
+        assert (ids[0] == BOS_TOKEN_ID) == special
+        assert tokenizer.decode(ids) == MULTI_BYTE
+    ids = tokenizer.encode("one")
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{BOS_TOKEN}one"
+    assert tokenizer.vocab_size == len(reference) == 300
+
+
+def test_ids_outside_the_vocabulary_add_no_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a 🙂 b", add_special_tokens=False)
+    padded = [token_id for pair in zip(ids, range(300, 400), strict=False) for token_id in pair]
+    assert tokenizer.decode(padded) == "a 🙂 b"
+    assert streamed(tokenizer, padded) == "a 🙂 b"
+
+
+def test_text_without_a_tokenizer(tmp_path: Path) -> None:
+    assert Tokenizer.from_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]", b"\xff", b'{"model": {"type": "None"}}'])
+def test_broken_tokenizer_json(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a usable tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_broken_tokenizer_config(tmp_path: Path, content: str) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_truncation_and_padding_of_training_are_switched_off(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    path = str(tmp_path / "tokenizer.json")
+    trained = tokenizers.Tokenizer.from_file(path)
+    trained.enable_truncation(4)
+    trained.enable_padding(length=64)
+    trained.save(path)
+    text = "the quick brown fox"
+    assert read(tmp_path).decode(read(tmp_path).encode(text)) == text
+    assert len(read(tmp_path).encode(text)) < 64
+
+
+@pytest.mark.parametrize(("text", "found"), [("a\ud83d", "surrogate"), (7, "int"), (None, "NoneType")])
+def test_text_that_cannot_be_encoded(tokenizer: Tokenizer, text: Any, found: str) -> None:
+    with pytest.raises(PromptError, match=found):
+        tokenizer.encode(text)
+
+
+def test_stream_holds_back_incomplete_characters(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.stream()
+    ids = [*tokenizer.encode("h🙂é!"), EOS_TOKEN_ID]
+    assert [stream.push(token_id) for token_id in ids] == ["", "h", "", "", "", "🙂", "", "é", "!", ""]
+    assert stream.flush() == ""
+
+
+def test_flush_gives_what_never_became_a_character(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.stream()
+    ids = tokenizer.encode("a🙂")[:-2]
+    assert [stream.push(token_id) for token_id in ids] == ["", "a", "", ""]
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+
+
+@given(text=st.text())
+def test_streamed_text_is_the_text(tokenizer: Tokenizer, text: str) -> None:
+    assert streamed(tokenizer, tokenizer.encode(text)) == text
+
+
+@given(ids=st.lists(st.integers(0, 330)))
+def test_stream_equals_decode_for_any_ids(tokenizer: Tokenizer, ids: list[int]) -> None:
+    assert streamed(tokenizer, ids) == tokenizer.decode(ids)
+
+
+def test_streams_are_independent(tokenizer: Tokenizer) -> None:
+    one, other = tokenizer.stream(), tokenizer.stream()
+    ids = tokenizer.encode(MULTI_BYTE)
+    pieces = [(one.push(token_id), other.push(token_id)) for token_id in ids]
+    assert "".join(piece for piece, _ in pieces) == "".join(piece for _, piece in pieces) == MULTI_BYTE
+
+
+def test_stream_cost_does_not_grow_with_ignored_tokens(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.stream()
+    start = time.perf_counter()
+    for token_id in (EOS_TOKEN_ID, 999) * 10_000:
+        assert stream.push(token_id) == ""
+    assert time.perf_counter() - start < 2
+    assert stream.push(tokenizer.encode("x")[-1]) == "x"
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """As Llama 2's: pieces that begin words, and bytes where there is no piece."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hi", "yo"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    raw = tokenizers.Tokenizer(BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw.decoder = decoders.Sequence(steps)
+    return Tokenizer(raw)
+
+
+HI, YO = 258, 259
+
+
+def byte_fallback_ids(content: bytes) -> list[int]:
+    return [byte + 1 for byte in content]
+
+
+def test_byte_fallback_stream() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    ids = [HI, *byte_fallback_ids("🙂\n你".encode()), HI, YO]
+    assert streamed(tokenizer, ids) == tokenizer.decode(ids) == "hi🙂\n你 hiyo"
+
+
+def test_byte_fallback_stream_keeps_text_that_decode_would_take_back() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    ids = [HI, *byte_fallback_ids(b"\n\xe4"), YO, HI]
+    assert tokenizer.decode(ids) == "hi\ufffd\ufffdyo hi"
+    stream = tokenizer.stream()
+    assert [stream.push(token_id) for token_id in ids] == ["hi", "\n", "", "\ufffdyo", " hi"]
+    assert stream.flush() == ""
+
+
+@given(ids=st.lists(st.one_of(st.integers(0, 265), st.sampled_from([0x0B, 0xE5, 0xBE, 0xA1, HI, YO]))))
+def test_byte_fallback_stream_takes_any_ids(ids: list[int]) -> None:
+    tokenizer = byte_fallback_tokenizer()
+    text = streamed(tokenizer, ids)
+    decoded = tokenizer.decode(ids)
+    # Only where bytes are invalid may the two differ.
+    assert text == decoded or "\ufffd" in decoded
+
+
+def test_chat_template_equals_that_of_transformers(folder: Path, tokenizer: Tokenizer) -> None:
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert tokenizer.has_chat_template
+    for prompt in (True, False):
+        text = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=prompt)
+        assert text == reference.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=prompt)
+        ids = reference.apply_chat_template(MESSAGES, add_generation_prompt=prompt, return_dict=False)
+        assert tokenizer.encode(text, add_special_tokens=False) == ids
+    assert tokenizer.apply_chat_template(MESSAGES).endswith("[assistant] ")
+
+
+# What published templates rely on: options of the environment, tojson without HTML escapes, None for tools,
+# loop controls, namespaces.
+PUBLISHED_IDIOMS = """
+{%- if tools is not none %}tools{% endif %}
+{%- if documents %}documents{% endif %}
+{%- set ns = namespace(count=0) %}
+{% for message in messages %}
+    {% if message['role'] == 'assistant' %}
+        {% break %}
+    {% endif %}
+    {%- set ns.count = ns.count + 1 -%}
+    {{ message | tojson }}|{{ message | tojson(indent=2) }}
+{% endfor %}
+{{ ns.count }}{{ eos_token }}{{ undefined_name }}"""
+
+
+def test_idioms_of_published_templates(tmp_path: Path) -> None:
+    write_config(tmp_path, eos_token="</s>", chat_template=PUBLISHED_IDIOMS)
+    text = read(tmp_path).apply_chat_template(MESSAGES)
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert text == reference.apply_chat_template(MESSAGES, tokenize=False)
+    assert "<brief> &" in text
+    assert text.endswith("2</s>")
+
+
+def test_template_file_comes_before_tokenizer_config(tmp_path: Path, folder: Path) -> None:
+    PreTrainedTokenizerFast.from_pretrained(folder).save_pretrained(tmp_path)
+    assert (tmp_path / "chat_template.jinja").exists()
+    assert read(tmp_path).apply_chat_template(MESSAGES) == read(folder).apply_chat_template(MESSAGES)
+    write_config(tmp_path, chat_template="config")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert read(tmp_path).apply_chat_template(MESSAGES) == "file"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja cannot be read as UTF-8"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    named = [
+        {"name": "tool_use", "template": "tool"},
+        {"name": "default", "template": "{{ bos_token }}plain"},
+    ]
+    write_config(tmp_path, chat_template=named, bos_token={"content": "<s>", "special": True})
+    assert read(tmp_path).apply_chat_template(MESSAGES) == "<s>plain"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("chat_template", 5),
+        ("chat_template", []),
+        ("chat_template", ["default"]),
+        ("chat_template", [{"name": "tool_use", "template": "tool"}]),
+        ("chat_template", [{"name": "default", "template": 3}]),
+        ("bos_token", 7),
+        ("eos_token", {"content": 7}),
+    ],
+)
+def test_malformed_tokenizer_config(tmp_path: Path, key: str, value: Any) -> None:
+    write_config(tmp_path, **{key: value})
+    with pytest.raises(ModelError, match=rf"tokenizer_config\.json: {key} must be"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    tokenizer = read(tmp_path)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ModelError, match="chat template is required"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_template_refuses_messages(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ModelError, match="unknown role tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for %}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[0].absent.deeper }}",
+        "{{ ''.__class__.__mro__ }}{{ ().__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_template_that_fails_or_breaks_out(tmp_path: Path, template: str) -> None:
+    write_config(tmp_path, chat_template=template)
+    with pytest.raises(ModelError, match="chat template failed"):
+        read(tmp_path).apply_chat_template(MESSAGES)
+
+
+def test_strftime_now(tmp_path: Path) -> None:
+    write_config(tmp_path, chat_template="{{ strftime_now('%Y') }}")
+    assert abs(int(read(tmp_path).apply_chat_template(MESSAGES)) - datetime.now().year) <= 1

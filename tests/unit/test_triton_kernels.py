@@ -1,0 +1,132 @@
+"""Triton kernels against plain torch: in Triton's interpreter where there is no GPU."""
+
+import pytest
+import torch
+
+from bullet_graph.models.ops import RowInputs, TorchOps
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.sampler import SamplingState, pack_settings
+from bullet_graph.models.sampler import sample as torch_sample
+from bullet_graph.models.weights import LayerWeights
+
+pytest.importorskip("triton", reason="Triton is published for Linux only")
+
+from bullet_graph.models.triton_ops import TritonOps
+from bullet_graph.models.triton_ops import sample as triton_sample
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(3)
+
+
+def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "hidden_size"), [(1, 64), (3, 100), (5, 1024)])
+def test_add_rms_norm(generator: torch.Generator, rows: int, hidden_size: int, dtype: torch.dtype) -> None:
+    x, residual = (normal(generator, rows, hidden_size, dtype=dtype) for _ in range(2))
+    weight = normal(generator, hidden_size, dtype=dtype)
+    normed, summed = TritonOps.add_rms_norm(x, residual, weight, 1e-5)
+    expected_normed, expected_summed = TorchOps.add_rms_norm(x, residual, weight, 1e-5)
+    # Not bit for bit: Triton's interpreter truncates where the GPU rounds to bfloat16.
+    torch.testing.assert_close(summed, expected_summed)
+    torch.testing.assert_close(normed, expected_normed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "intermediate_size"), [(1, 64), (4, 300), (2, 2100)])
+def test_silu_and_mul(
+    generator: torch.Generator, rows: int, intermediate_size: int, dtype: torch.dtype
+) -> None:
+    gate_up = normal(generator, rows, 2 * intermediate_size, dtype=dtype)
+    expected = TorchOps.silu_and_mul(gate_up.float()).to(dtype)
+    torch.testing.assert_close(TritonOps.silu_and_mul(gate_up), expected)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "llama-3.2-1b", "qwen3-0.6b"])
+def test_rope_and_cache(generator: torch.Generator, preset: str) -> None:
+    config = PRESETS[preset]
+    rows, blocks, block_tokens = 7, 5, 16
+    qkv = normal(generator, rows, config.q_size + 2 * config.kv_size)
+    inputs = RowInputs(
+        positions=torch.randint(0, 40, (rows,), generator=generator, device=DEVICE, dtype=torch.int32),
+        kv_slots=torch.randperm(blocks * block_tokens, generator=generator, device=DEVICE)[:rows].int(),
+        cos_sin=normal(generator, 40, config.head_dim),
+    )
+    norms = [normal(generator, config.head_dim) if config.qk_norm else None for _ in range(2)]
+    unused = torch.empty(0)
+    layer = LayerWeights(unused, unused, None, norms[0], norms[1], unused, unused, unused, unused)
+    shape = (blocks, block_tokens, config.num_kv_heads, config.head_dim)
+    caches = [normal(generator, *shape) for _ in range(2)]
+    expected_caches = [cache.clone() for cache in caches]
+    q = TritonOps.rope_and_cache(qkv, inputs, *caches, layer, config)
+    expected_q = TorchOps.rope_and_cache(qkv, inputs, *expected_caches, layer, config)
+    torch.testing.assert_close(q, expected_q)
+    for cache, expected in zip(caches, expected_caches, strict=True):
+        torch.testing.assert_close(cache, expected)
+
+
+SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 1.0},
+    "hot": {"temperature": 1.7},
+    "top_k": {"temperature": 0.8, "top_k": 5},
+    "top_k_1": {"temperature": 5.0, "top_k": 1},
+    "top_p": {"temperature": 1.0, "top_p": 0.6},
+    "min_p": {"temperature": 1.3, "min_p": 0.2},
+    "all": {"temperature": 1.1, "top_k": 40, "top_p": 0.9, "min_p": 0.05},
+}
+
+
+def settings(**changes: object) -> torch.Tensor:
+    defaults = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 0,
+        "masked_until": 0,
+        "masked_token_ids": (),
+    }
+    return torch.from_numpy(pack_settings(**(defaults | changes)))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sample_draws_the_reference_sampler_s_tokens(generator: torch.Generator, name: str) -> None:
+    rows, vocab_size, slots = 6, 777, torch.tensor([4, 0, 2, 5, 1, 7], dtype=torch.int32, device=DEVICE)
+    states = [SamplingState(8, DEVICE) for _ in range(2)]
+    for state in states:
+        for slot in range(8):
+            state.settings[slot] = settings(seed=(slot + 1) * 0x1234_5678_9ABC, **SETTINGS[name])
+    logits = normal(generator, rows, vocab_size) * 3
+    positions = torch.arange(10, 10 + rows, dtype=torch.int32, device=DEVICE)
+    tokens = triton_sample(logits, slots, positions, states[0])
+    assert torch.equal(tokens, torch_sample(logits, slots, positions, states[1]))
+    assert torch.equal(states[0].last_token, states[1].last_token)
+
+
+def test_sample_keeps_masked_ids_out_until_their_position(generator: torch.Generator) -> None:
+    state = SamplingState(2, DEVICE)
+    logits = normal(generator, 2, 100)
+    best = logits.argmax(-1).int()
+    for slot in range(2):
+        state.settings[slot] = settings(masked_until=20, masked_token_ids=(int(best[slot]), 3))
+    slots = torch.arange(2, dtype=torch.int32, device=DEVICE)
+    at = torch.tensor([19, 20], dtype=torch.int32, device=DEVICE)
+    tokens = triton_sample(logits, slots, at, state)
+    assert tokens[0] != best[0]
+    assert tokens[1] == best[1]
+    assert torch.equal(tokens, torch_sample(logits, slots, at, state))
+
+
+def test_greedy_takes_the_first_of_equal_logits() -> None:
+    state = SamplingState(1, DEVICE)
+    logits = torch.zeros(1, 5000, device=DEVICE)
+    logits[0, [4321, 77, 4999]] = 2.0
+    slots = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    assert triton_sample(logits, slots, slots, state).tolist() == [77]

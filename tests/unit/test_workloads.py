@@ -1,0 +1,261 @@
+"""Readers of traces: what they return, and what they say about each kind of broken input."""
+
+import json
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bullet_graph.errors import WorkloadError
+from bullet_graph.workloads import WorkloadRequest, load_workload
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+ROW = "2023-11-16 18:17:03.9799600,4808,10"
+MOONCAKE_ROW = '{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [1]}'
+
+# The temporary folder is shared by a property's examples, each of which writes its own file anew.
+SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def tokenize(text: str) -> list[int]:
+    return [len(word) for word in text.split()]
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def conversation(*turns: tuple[str, str]) -> dict[str, object]:
+    return {"id": "x", "conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+
+
+class TestAzure:
+    def test_first_rows_of_the_shipped_excerpts(self) -> None:
+        code = load_workload("azure:code", num_requests=2)
+        assert code.name == "azure:code"
+        assert [(r.prompt_tokens, r.output_tokens) for r in code.requests] == [(4808, 10), (3180, 8)]
+        assert [r.arrival_s for r in code.requests] == pytest.approx([0.0, 0.052])
+        conv = load_workload("azure:conv", num_requests=2)
+        assert [(r.prompt_tokens, r.output_tokens) for r in conv.requests] == [(374, 44), (396, 109)]
+        assert [r.arrival_s for r in conv.requests] == pytest.approx([0.0, 4.31458])
+
+    @pytest.mark.parametrize(
+        ("spec", "prompt_mean", "output_mean", "last_s"),
+        [("azure:conv", 1014.189, 247.262, 216.027393), ("azure:code", 2122.354, 27.621, 521.588576)],
+    )
+    def test_excerpts_are_the_first_thousand_rows(
+        self, spec: str, prompt_mean: float, output_mean: float, last_s: float
+    ) -> None:
+        requests = load_workload(spec, num_requests=None).requests
+        assert len(requests) == 1000
+        assert np.mean([r.prompt_tokens for r in requests]) == pytest.approx(prompt_mean)
+        assert np.mean([r.output_tokens for r in requests]) == pytest.approx(output_mean)
+        assert requests[-1].arrival_s == pytest.approx(last_s)
+
+    @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+    @pytest.mark.parametrize("last", ["", "END"])
+    def test_line_ends_and_a_last_line_without_one(self, tmp_path: Path, line_end: str, last: str) -> None:
+        text = line_end.join([HEADER, ROW, "2023-11-16 18:17:05.9799600,7,3", ""])
+        spec = write(tmp_path / "t.csv", text if last else text.rstrip())
+        workload = load_workload(spec, num_requests=None)
+        assert workload.name == "t.csv"
+        assert workload.requests == (WorkloadRequest(4808, 10, 0.0), WorkloadRequest(7, 3, 2.0))
+
+    def test_byte_order_mark_blank_lines_quotes_and_offsets_from_utc(self, tmp_path: Path) -> None:
+        rows = [
+            '"2024-05-10 00:00:00.009930+00:00","5","2"',
+            "",
+            "2024-05-10 00:00:01.009930+00:00, 6 ,3",
+            "",
+        ]
+        spec = write(tmp_path / "T.CSV", "\ufeff" + "\n".join([HEADER, *rows]))
+        requests = load_workload(spec, num_requests=None).requests
+        assert [(r.prompt_tokens, r.output_tokens, r.arrival_s) for r in requests] == [(5, 2, 0), (6, 3, 1)]
+
+    def test_reads_no_further_than_asked(self, tmp_path: Path) -> None:
+        spec = write(tmp_path / "t.csv", f"{HEADER}\n{ROW}\nbroken")
+        assert len(load_workload(spec, num_requests=1).requests) == 1
+
+    @pytest.mark.parametrize(
+        ("content", "line", "message"),
+        [
+            (b"", 1, "header"),
+            (f"{ROW}\n", 1, "header"),
+            ("TIMESTAMP,GeneratedTokens,ContextTokens\n", 1, "header"),
+            (f"{HEADER}\n{ROW},1", 2, "3 columns"),
+            (f"{HEADER}\n{ROW}\n{ROW[:-3]}", 3, "3 columns"),
+            (f"{HEADER}\nyesterday,1,1", 2, "TIMESTAMP"),
+            (f"{HEADER}\n2023-11-31 18:17:03.9799600,1,1", 2, "TIMESTAMP"),
+            (f"{HEADER}\n,1,1", 2, "TIMESTAMP"),
+            (f"{HEADER}\n{ROW}\n2023-11-16 18:17:04+00:00,1,1", 3, "TIMESTAMP"),
+            (f"{HEADER}\n{ROW}\n\n2023-11-16 18:17:03.8799600,1,1", 4, "earlier"),
+            (f"{HEADER}\n2023-11-16 18:17:03,0,1", 2, "ContextTokens"),
+            (f"{HEADER}\n2023-11-16 18:17:03,-5,1", 2, "ContextTokens"),
+            (f"{HEADER}\n2023-11-16 18:17:03,1.5,1", 2, "ContextTokens"),
+            (f"{HEADER}\n2023-11-16 18:17:03,1_0,1", 2, "ContextTokens"),
+            (f"{HEADER}\n2023-11-16 18:17:03,٣,1", 2, "ContextTokens"),
+            (f"{HEADER}\n2023-11-16 18:17:03,{'9' * 5000},1", 2, "ContextTokens"),
+            (f"{HEADER}\n2023-11-16 18:17:03,1,0", 2, "GeneratedTokens"),
+            (f"{HEADER}\n2023-11-16 18:17:03,1,", 2, "GeneratedTokens"),
+            (f'{HEADER}\n"2023-11-16 18:17:03,1,1', 2, "CSV"),
+            (b"\x7fELF\x00\xff\xfe\x80", 1, "UTF-8"),
+            (f"{HEADER}\n".encode() + ROW.encode("utf-16"), 2, "UTF-8"),
+        ],
+    )
+    def test_broken_input(self, tmp_path: Path, content: str | bytes, line: int, message: str) -> None:
+        spec = write(tmp_path / "t.csv", content)
+        with pytest.raises(WorkloadError, match=message) as caught:
+            load_workload(spec, num_requests=None)
+        assert f"{spec}, line {line}:" in str(caught.value)
+
+    def test_header_alone(self, tmp_path: Path) -> None:
+        with pytest.raises(WorkloadError, match="holds none"):
+            load_workload(write(tmp_path / "t.csv", HEADER + "\n"), num_requests=None)
+
+    @SHARED_FOLDER
+    @given(
+        rows=st.lists(
+            st.tuples(st.integers(0, 10**9), st.integers(1, 10**9), st.integers(1, 10**9)),
+            min_size=1,
+            max_size=20,
+        )
+    )
+    def test_what_was_written_is_read(self, tmp_path: Path, rows: list[tuple[int, int, int]]) -> None:
+        start = datetime(2023, 11, 16, 18, 17, 3, 979960)
+        microseconds = sorted(row[0] for row in rows)
+        lines = [
+            f"{start + timedelta(microseconds=at):%Y-%m-%d %H:%M:%S.%f}0,{prompt},{output}"
+            for at, (_, prompt, output) in zip(microseconds, rows, strict=True)
+        ]
+        requests = load_workload(
+            write(tmp_path / "t.csv", "\n".join([HEADER, *lines])), num_requests=None
+        ).requests
+        assert [(r.prompt_tokens, r.output_tokens) for r in requests] == [row[1:] for row in rows]
+        assert [r.arrival_s for r in requests] == pytest.approx(
+            [(at - microseconds[0]) / 1e6 for at in microseconds]
+        )
+
+
+class TestMooncake:
+    def test_lengths_and_arrivals(self, tmp_path: Path) -> None:
+        rows = [
+            {"timestamp": 3000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]},
+            {"timestamp": 3000, "input_length": 7322, "output_length": 490},
+            {"timestamp": 6052.5, "input_length": 1, "output_length": 1},
+        ]
+        spec = write(tmp_path / "m.jsonl", "\n\n".join(json.dumps(row) for row in rows))
+        assert load_workload(spec, num_requests=None).requests == (
+            WorkloadRequest(6758, 500, 0.0),
+            WorkloadRequest(7322, 490, 0.0),
+            WorkloadRequest(1, 1, 3.0525),
+        )
+
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            ('{"timestamp": 1, "input_length"', "JSON object"),
+            ("[1, 2]", "JSON object"),
+            ("[" * 100_000, "JSON object"),
+            ("1" * 5000, "JSON object"),
+            ("{}", "timestamp, input_length, output_length required"),
+            ('{"timestamp": 1, "input_length": 2}', "output_length required"),
+            ('{"timestamp": "1", "input_length": 2, "output_length": 3}', "timestamp must"),
+            ('{"timestamp": NaN, "input_length": 2, "output_length": 3}', "timestamp must"),
+            ('{"timestamp": 1e999, "input_length": 2, "output_length": 3}', "timestamp must"),
+            (f'{{"timestamp": {10**400}, "input_length": 2, "output_length": 3}}', "timestamp must"),
+            ('{"timestamp": -1, "input_length": 2, "output_length": 3}', "timestamp must"),
+            ('{"timestamp": true, "input_length": 2, "output_length": 3}', "timestamp must"),
+            ('{"timestamp": 1, "input_length": 0, "output_length": 3}', "input_length must"),
+            ('{"timestamp": 1, "input_length": 2.0, "output_length": 3}', "input_length must"),
+            ('{"timestamp": 1, "input_length": "2", "output_length": 3}', "input_length must"),
+            ('{"timestamp": 1, "input_length": 2, "output_length": true}', "output_length must"),
+            ('{"timestamp": 1, "input_length": 2, "output_length": null}', "output_length must"),
+            ('{"timestamp": 1, "input_length": 2, "output_length": 0}', "output_length must"),
+        ],
+    )
+    def test_broken_row(self, tmp_path: Path, row: str, message: str) -> None:
+        spec = write(tmp_path / "m.jsonl", f"{MOONCAKE_ROW}\n{row}\n")
+        with pytest.raises(WorkloadError, match=message) as caught:
+            load_workload(spec, num_requests=None)
+        assert f"{spec}, line 2:" in str(caught.value)
+
+    def test_time_that_goes_back(self, tmp_path: Path) -> None:
+        later = MOONCAKE_ROW.replace('"timestamp": 0', '"timestamp": 1500')
+        spec = write(tmp_path / "m.jsonl", f"{later}\n{MOONCAKE_ROW}\n")
+        with pytest.raises(WorkloadError, match=r"line 2: timestamp must not be earlier .* 1.5 s"):
+            load_workload(spec, num_requests=None)
+
+    def test_binary_and_empty(self, tmp_path: Path) -> None:
+        with pytest.raises(WorkloadError, match="line 2: UTF-8"):
+            load_workload(write(tmp_path / "m.jsonl", MOONCAKE_ROW.encode() + b"\n\xff"), num_requests=None)
+        with pytest.raises(WorkloadError, match="holds none"):
+            load_workload(write(tmp_path / "m.jsonl", "\n"), num_requests=None)
+
+
+class TestShareGpt:
+    def test_first_exchange_of_each_conversation(self, tmp_path: Path) -> None:
+        records = [
+            conversation(("human", "one two"), ("gpt", "a bc d"), ("human", "three"), ("gpt", "e")),
+            conversation(("gpt", "begins here"), ("human", "a question"), ("gpt", "answered")),
+        ]
+        spec = write(tmp_path / "s.json", json.dumps(records, indent=1))
+        assert load_workload(spec, num_requests=None, tokenize=tokenize).requests == (
+            WorkloadRequest(2, 3, None, "one two", (3, 3)),
+            WorkloadRequest(2, 1, None, "a question", (1, 8)),
+        )
+
+    def test_conversations_without_an_exchange_are_passed_over(self, tmp_path: Path) -> None:
+        records = [
+            conversation(),
+            conversation(("human", "no answer")),
+            conversation(("gpt", "before"), ("human", "after")),
+            conversation(("human", ""), ("gpt", "to nothing")),
+            conversation(("human", "says"), ("gpt", "")),
+            conversation(("human", " "), ("gpt", "to no tokens")),
+            conversation(("system", "s"), ("human", "kept"), ("gpt", "yes")),
+        ]
+        spec = write(tmp_path / "s.json", json.dumps(records))
+        requests = load_workload(spec, num_requests=None, tokenize=tokenize).requests
+        assert [request.prompt_text for request in requests] == ["kept"]
+        with pytest.raises(WorkloadError, match="2 requests were asked for, the file holds 1"):
+            load_workload(spec, num_requests=2, tokenize=tokenize)
+
+    def test_needs_a_tokenizer(self, tmp_path: Path) -> None:
+        spec = write(tmp_path / "s.json", json.dumps([conversation(("human", "a"), ("gpt", "b"))]))
+        with pytest.raises(WorkloadError, match="tokenizer is required"):
+            load_workload(spec, num_requests=None)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("", "JSON list"),
+            ('[\n{"conversations": []},\n\n{"conv', "JSON list of conversations is required .*line 4"),
+            ("{}", "JSON list"),
+            ("[" * 100_000, "JSON list"),
+            ("[]", "holds none"),
+            ('[{"conversations": []}, 3]', "record 2: an object with a list named conversations"),
+            ('[{"id": "x"}]', "record 1: an object with a list named conversations"),
+            ('[{"conversations": "text"}]', "record 1: an object with a list named conversations"),
+            ('[{"conversations": [{"from": "human"}]}]', "record 1: a turn must"),
+            ('[{"conversations": [{"from": "human", "value": null}]}]', "record 1: a turn must"),
+            ('[{"conversations": ["hello"]}]', "record 1: a turn must"),
+            (b"[\n\n\xff]", "line 3: UTF-8"),
+        ],
+    )
+    def test_broken_input(self, tmp_path: Path, content: str | bytes, message: str) -> None:
+        spec = write(tmp_path / "s.json", content)
+        with pytest.raises(WorkloadError, match=message) as caught:
+            load_workload(spec, num_requests=None, tokenize=tokenize)
+        assert spec in str(caught.value)
+
+    def test_text_that_is_no_unicode(self, tmp_path: Path) -> None:
+        # JSON can spell half a surrogate pair, which a tokenizer cannot encode.
+        text = r'[{"conversations": [{"from": "human", "value": "\ud800"}, {"from": "gpt", "value": "b"}]}]'
+        with pytest.raises(WorkloadError, match="record 1: text that UTF-8 can hold"):
+            load_workload(
+                write(tmp_path / "s.json", text), num_requests=None, tokenize=lambda text: list(text.encode())
+            )
