@@ -3,8 +3,8 @@
 from bullet_graph._version import __version__
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine
-from bullet_graph.engine.engine import Engine, EngineStats
-from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput, TokenLogprobs
+from bullet_graph.engine.engine import Engine
+from bullet_graph.engine.output import CompletionOutput, EngineStats, OutputKind, RequestOutput, TokenLogprobs
 from bullet_graph.errors import (
     BulletGraphError,
     CheckpointError,

@@ -28,8 +28,12 @@ def check_result_file(path: Path | None, *, overwrite: bool) -> None:
 
 
 def to_json(result: Any) -> str:
-    """A result dataclass as JSON text; a figure that is not finite is a bug and raises ValueError."""
-    return json.dumps(dataclasses.asdict(result), indent=2, allow_nan=False)
+    """A result dataclass as JSON text, the fields of its ``run`` beside its own.
+
+    A figure that is not finite is a bug and raises ValueError.
+    """
+    fields = dataclasses.asdict(result)
+    return json.dumps(fields | fields.pop("run"), indent=2, allow_nan=False)
 
 
 def write_result_file(path: Path, text: str) -> None:

@@ -23,6 +23,7 @@ class RunRecord:
     """Under which conditions a benchmark ran; part of every result.
 
     Attributes:
+        load_format: ``dummy`` or ``safetensors``, resolved.
         dtype: of weights, activations and KV cache, resolved.
         engine: the engine's other settings, ``max_model_len`` resolved.
         num_steps: forwards during the measurement.
@@ -47,8 +48,9 @@ class RunRecord:
 
 def open_engine(config: EngineConfig, *, quiet: bool) -> Engine:
     """Build the engine; unless quiet, show its memory ledger first and progress bars where somebody watches."""
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return Engine(
-        **_settings(config),
+        **settings,
         on_ledger=None if quiet else _print_ledger,
         use_tqdm=not quiet and sys.stderr.isatty(),
     )
@@ -70,14 +72,21 @@ def describe_run(
     config: EngineConfig, runtime: Runtime, before: EngineStats, after: EngineStats, device: DeviceReport
 ) -> RunRecord:
     """Describe a measurement from the engine's statistics before and after it."""
-    settings = _settings(config) | {"max_model_len": runtime.max_model_len}
+    is_dummy = runtime.folder is None or config.load_format == "dummy"
     return RunRecord(
-        model=settings.pop("model"),
-        load_format=settings.pop("load_format"),
+        model=config.model,
+        load_format="dummy" if is_dummy else "safetensors",
         dtype=str(runtime.dtype).removeprefix("torch."),
-        arm=settings.pop("arm"),
-        seed=settings.pop("seed"),
-        engine={name: value for name, value in settings.items() if name not in ("dtype", "device")},
+        arm=str(config.arm),
+        seed=config.seed,
+        engine={
+            "max_model_len": runtime.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "kv_cache_bytes": config.kv_cache_bytes,
+            "cuda_graphs": config.cuda_graphs,
+        },
         num_steps=after.num_steps - before.num_steps,
         num_preemptions=after.num_preemptions - before.num_preemptions,
         kv_blocks_peak=after.kv_blocks_peak,
@@ -85,12 +94,6 @@ def describe_run(
         device=device,
         provenance=collect_provenance(runtime.device.type),
     )
-
-
-def _settings(config: EngineConfig) -> dict[str, Any]:
-    """Keywords of ``Engine``."""
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return settings | {"arm": str(config.arm)}
 
 
 def _print_ledger(ledger: MemoryLedger) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 
 from bullet_graph.cli.session import load_tokenizer, open_engine
 from bullet_graph.config import EngineConfig
+from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
 from bullet_graph.errors import ModelError, RequestError
 from bullet_graph.models.tokenizer import Tokenizer
@@ -78,34 +80,49 @@ def run_generate(
     """
     tokenizer = load_tokenizer(resolve(config))
     inputs = [_apply_chat_template(prompt, tokenizer) for prompt in prompts] if chat else prompts
-    all_accepted = True
-    kind = OutputKind.FINAL_ONLY if as_json else OutputKind.DELTA
     with open_engine(config, quiet=as_json) as engine:
-        printer = None if as_json else OrderedPrinter(_labels(prompts, params.n))
+        kind = OutputKind.FINAL_ONLY if as_json else OutputKind.DELTA
+        accepted = []
         for index, prompt in enumerate(inputs):
             try:
                 engine.add_request(str(index), prompt, params, output_kind=kind)
+                accepted.append(index)
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
-                all_accepted = False
                 click.echo(f"error: prompt {index + 1}: {error}", err=True)
-                if printer is None:
+                if as_json:
                     click.echo(json.dumps({"request_id": str(index), "error": str(error)}))
-                else:
-                    for sample in range(params.n):
-                        printer.end(index * params.n + sample)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if printer is None:
-                    click.echo(json.dumps(_to_json(output, prompts[int(output.request_id)]), allow_nan=False))
-                else:
-                    for completion in output.outputs:
-                        stream = int(output.request_id) * params.n + completion.index
-                        printer.push(stream, _text(completion, tokenizer))
-                        if completion.finish_reason is not None:
-                            printer.end(stream)
-    return all_accepted
+        if as_json:
+            _print_json_lines(engine, prompts)
+        else:
+            _stream(engine, prompts, accepted, params.n, tokenizer)
+    return len(accepted) == len(prompts)
+
+
+def _print_json_lines(engine: Engine, prompts: Sequence[Prompt]) -> None:
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            click.echo(json.dumps(_to_json(output, prompts[int(output.request_id)]), allow_nan=False))
+
+
+def _stream(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    accepted: Sequence[int],
+    num_samples: int,
+    tokenizer: Tokenizer | None,
+) -> None:
+    streams = [(index, sample) for index in accepted for sample in range(num_samples)]
+    numbers = {stream: number for number, stream in enumerate(streams)}
+    printer = OrderedPrinter([_label(prompts[i], i, sample, num_samples) for i, sample in streams])
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            for completion in output.outputs:
+                number = numbers[int(output.request_id), completion.index]
+                printer.push(number, _text(completion, tokenizer))
+                if completion.finish_reason is not None:
+                    printer.end(number)
 
 
 def _apply_chat_template(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
@@ -116,16 +133,11 @@ def _apply_chat_template(prompt: Prompt, tokenizer: Tokenizer | None) -> list[in
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _labels(prompts: Sequence[Prompt], num_samples: int) -> list[str]:
-    labels = []
-    for index, prompt in enumerate(prompts, start=1):
-        shown = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
-        shown = " ".join(shown[: _LABEL_CHARS + 1].split())
-        shown = shown if len(shown) <= _LABEL_CHARS else f"{shown[:_LABEL_CHARS]}…"
-        for sample in range(1, num_samples + 1):
-            of_samples = f", output {sample} of {num_samples}" if num_samples > 1 else ""
-            labels.append(f"prompt {index}{of_samples}: {shown}")
-    return labels
+def _label(prompt: Prompt, index: int, sample: int, num_samples: int) -> str:
+    text = prompt if isinstance(prompt, str) else ", ".join(map(str, prompt))
+    shown = textwrap.shorten(text, _LABEL_CHARS, placeholder="…")
+    of_samples = f", output {sample + 1} of {num_samples}" if num_samples > 1 else ""
+    return f"prompt {index + 1}{of_samples}: {shown}"
 
 
 def _text(completion: CompletionOutput, tokenizer: Tokenizer | None) -> str:

@@ -4,7 +4,6 @@ import gc
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
@@ -12,10 +11,9 @@ from tqdm import tqdm
 from bullet_graph.config import KV_BLOCK_TOKENS, Arm, DeviceName, DtypeName, EngineConfig, LoadFormat
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
 from bullet_graph.engine.block_pool import BlockPool
-from bullet_graph.engine.output import OutputKind, RequestOutput, TokenLogprobs
-from bullet_graph.engine.request import Request, Sample
+from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
+from bullet_graph.engine.request import Request, Sample, row_logprobs
 from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
-from bullet_graph.engine.sequence import Sequence as EngineSequence
 from bullet_graph.engine.sequence import Status
 from bullet_graph.errors import EngineDeadError, RequestError
 from bullet_graph.models.tokenizer import Tokenizer
@@ -25,29 +23,6 @@ from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.step import StepResult
 from bullet_graph.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since the engine started, and its state now.
-
-    Attributes:
-        num_steps: forwards retired.
-        num_preemptions: sequences that lost their blocks and were recomputed.
-        kv_blocks_total: blocks that sequences can own.
-        kv_blocks_used: blocks owned now.
-        kv_blocks_peak: most owned at once.
-        num_running: sequences that hold blocks.
-        num_waiting: sequences that wait for blocks.
-    """
-
-    num_steps: int
-    num_preemptions: int
-    kv_blocks_total: int
-    kv_blocks_used: int
-    kv_blocks_peak: int
-    num_running: int
-    num_waiting: int
 
 
 class Engine:
@@ -216,7 +191,7 @@ class Engine:
                 continue  # it ended while this step was in flight
             request = self._requests[sequence.request_id]
             sample = request.samples[sequence.index]
-            sample.append(token_id, _row_logprobs(result, row, token_id, sequence))
+            sample.append(token_id, row_logprobs(result, row, token_id, sequence))
             if sample.finish_reason is None and sequence.num_tokens >= self.max_model_len:
                 sample.finish("length")
             if sequence.index == 0:
@@ -327,14 +302,3 @@ class Engine:
         if self._executor is None:
             raise EngineDeadError("the engine was shut down: make a new one")
         return self._executor
-
-
-def _row_logprobs(
-    result: StepResult, row: int, token_id: int, sequence: EngineSequence
-) -> TokenLogprobs | None:
-    count = sequence.params.logprobs
-    if count is None or result.logprobs is None:
-        return None
-    top_ids = result.logprobs.top_ids[row, :count].tolist()
-    top = result.logprobs.top[row, :count].tolist()
-    return TokenLogprobs(token_id, float(result.logprobs.chosen[row]), tuple(zip(top_ids, top, strict=True)))

@@ -75,3 +75,26 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine started, and its state now.
+
+    Attributes:
+        num_steps: forwards retired.
+        num_preemptions: sequences that lost their blocks and were recomputed.
+        kv_blocks_total: blocks that sequences can own.
+        kv_blocks_used: blocks owned now.
+        kv_blocks_peak: most owned at once.
+        num_running: sequences that hold blocks.
+        num_waiting: sequences that wait for blocks.
+    """
+
+    num_steps: int
+    num_preemptions: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    kv_blocks_peak: int
+    num_running: int
+    num_waiting: int

@@ -10,7 +10,7 @@ from bullet_graph.engine.output import (
 from bullet_graph.engine.sequence import Sequence
 from bullet_graph.models.tokenizer import DetokenizeStream
 from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.runtime.step import Int32Array
+from bullet_graph.runtime.step import Int32Array, StepResult
 
 
 class Sample:
@@ -126,3 +126,13 @@ class Request:
             finished=self.finished,
             metrics=RequestMetrics(self._arrival_s, self.first_scheduled_s, tuple(self.token_times_s)),
         )
+
+
+def row_logprobs(result: StepResult, row: int, token_id: int, sequence: Sequence) -> TokenLogprobs | None:
+    """What a step's result says of one sampled row, cut to what its request asked for."""
+    count = sequence.params.logprobs
+    if count is None or result.logprobs is None:
+        return None
+    top_ids = result.logprobs.top_ids[row, :count].tolist()
+    top = result.logprobs.top[row, :count].tolist()
+    return TokenLogprobs(token_id, float(result.logprobs.chosen[row]), tuple(zip(top_ids, top, strict=True)))

@@ -230,9 +230,7 @@ def _check_tensors(checkpoint: _Checkpoint, config: ModelConfig) -> None:
     unexpected = [
         name
         for name in checkpoint.tensors
-        if name not in expected
-        and not name.endswith("rotary_emb.inv_freq")
-        and not (name == "lm_head.weight" and config.tie_word_embeddings)
+        if name not in expected and not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"
     ]
     if unexpected:
         _fail(checkpoint.source, unexpected, "present but not called for by config.json: they do not match")

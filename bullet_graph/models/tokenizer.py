@@ -38,7 +38,7 @@ class DetokenizeStream:
         """
         # The library would keep such tokens until the next text, and decode them all again at each step:
         # quadratic in an output that goes on after its end-of-sequence token.
-        if token_id in self._special_ids or self._tokenizer.id_to_token(token_id) is None:
+        if token_id in self._special_ids:
             return ""
         self._pending_ids.append(token_id)
         try:

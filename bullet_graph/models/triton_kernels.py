@@ -34,7 +34,9 @@ def silu_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, BLOCK: tl.const
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < intermediate_size
     gate = tl.load(gate_up_ptr + row * 2 * intermediate_size + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * intermediate_size + intermediate_size + columns, mask=inside, other=0.0)
+    up = tl.load(
+        gate_up_ptr + row * 2 * intermediate_size + intermediate_size + columns, mask=inside, other=0.0
+    )
     out = gate * tl.sigmoid(gate) * up.to(tl.float32)
     tl.store(out_ptr + row * intermediate_size + columns, out.to(up.dtype), mask=inside)
 

@@ -31,7 +31,15 @@ class TritonOps:
         if rows:
             block = triton.next_power_of_2(hidden_size)
             add_rms_norm_kernel[(rows,)](
-                x, residual, weight, normed, summed, hidden_size, eps, BLOCK=block, num_warps=_norm_warps(block)
+                x,
+                residual,
+                weight,
+                normed,
+                summed,
+                hidden_size,
+                eps,
+                BLOCK=block,
+                num_warps=_norm_warps(block),
             )
         return normed, summed
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -19,6 +21,9 @@ from bullet_graph.models.weights import ModelWeights
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory
+
+FLASHINFER_RELEASE = "0.6.12"
+"""The release whose compiled modules ``models.flashinfer_attention`` calls; pyproject.toml pins the same."""
 
 CPU_KV_CACHE_BYTES = 1024**3
 """The KV cache's size on the CPU unless ``kv_cache_bytes`` says otherwise: host memory is not ours to fill."""
@@ -120,10 +125,10 @@ def build_executor(
         return CpuExecutor(
             _decoder(config, runtime, ledger, progress), max_num_seqs=config.max_num_seqs
         ), ledger
+    _require_cuda_libraries()
     # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
-    from bullet_graph.runtime.cuda import CudaExecutor, require_libraries  # noqa: PLC0415
+    from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
 
-    require_libraries()
     free, total = torch.cuda.mem_get_info(runtime.device)
     ledger = plan_memory(
         config,
@@ -131,7 +136,7 @@ def build_executor(
         dtype=runtime.dtype,
         max_model_len=runtime.max_model_len,
         device=DeviceMemory(total, free),
-        workspaces_bytes=CudaExecutor.workspace_bytes(),
+        workspaces_bytes=CudaExecutor.workspace_bytes(runtime.model, config.max_num_seqs),
         graphs_bytes=CudaExecutor.graph_bytes(config.max_num_seqs) if config.cuda_graphs else 0,
     )
     on_ledger(ledger)
@@ -145,6 +150,22 @@ def build_executor(
         progress=progress,
     )
     return executor, ledger
+
+
+def _require_cuda_libraries() -> None:
+    """Check for the libraries of the ``cuda`` extra; FlashInfer's internals are called, so its release counts."""
+    missing = [name for name in ("triton", "flashinfer") if find_spec(name) is None]
+    if missing:
+        raise DeviceError(
+            f"the GPU path needs {' and '.join(missing)}, not installed here: "
+            "pip install 'bullet-graph[cuda]', or pass device=cpu"
+        )
+    found = version("flashinfer-python")
+    if found != FLASHINFER_RELEASE:
+        raise DeviceError(
+            f"the GPU path needs flashinfer-python {FLASHINFER_RELEASE}, found {found}: "
+            f"pip install flashinfer-python=={FLASHINFER_RELEASE}"
+        )
 
 
 def _decoder(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, progress: bool) -> Decoder:

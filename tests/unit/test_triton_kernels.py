@@ -35,7 +35,8 @@ def test_add_rms_norm(generator: torch.Generator, rows: int, hidden_size: int, d
     expected_normed, expected_summed = TorchOps.add_rms_norm(x, residual, weight, 1e-5)
     # Not bit for bit: Triton's interpreter truncates where the GPU rounds to bfloat16.
     torch.testing.assert_close(summed, expected_summed)
-    torch.testing.assert_close(normed, expected_normed)
+    rtol = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(normed, expected_normed, rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,204 @@
+"""Captured decode steps: one CUDA graph a batch size, replayed with new inputs at fixed addresses."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.compiled import compiled_functions, warm_up
+from bullet_graph.graphs.key import GraphKey, batch_size_buckets, bucket_for
+from bullet_graph.models.decoder import Decoder, LayerFunctions
+from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch, PlannedAttention
+from bullet_graph.models.pinned import Uploader, packed_offsets
+from bullet_graph.models.sampler import SamplingState
+from bullet_graph.models.triton_ops import TritonOps, sample
+
+Int32Array = NDArray[np.int32]
+
+_HEADER_ARRAYS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """Host inputs of a decode step of ``n`` rows, all int32.
+
+    Attributes:
+        slots: [n], whose last tokens are the input.
+        positions: [n], of the input tokens.
+        kv_slots: [n], where their keys and values go.
+        kv_indptr: [n + 1].
+        kv_indices: block ids.
+    """
+
+    slots: Int32Array
+    positions: Int32Array
+    kv_slots: Int32Array
+    kv_indptr: Int32Array
+    kv_indices: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    token_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceStep:
+    slots: Tensor
+    positions: Tensor
+    sample_positions: Tensor
+    kv_slots: Tensor
+    attention: PlannedAttention
+
+
+def _padding_rows(count: int, padding_slot: int) -> tuple[Int32Array, ...]:
+    """(slots, positions, kv_slots, kv_indptr, kv_indices) of rows that touch the padding slot and block."""
+    zeros: Int32Array = np.zeros(count, dtype=np.int32)
+    return zeros + np.int32(padding_slot), zeros, zeros, np.arange(count + 1, dtype=np.int32), zeros
+
+
+class DecodeGraphs:
+    """Captures decode steps for rising batch sizes and replays the one that fits.
+
+    Every graph reads its inputs from one device buffer that all sizes share, and embeds sampling and the
+    feed of the next token, so a step needs nothing from the host but one small copy.
+
+    Args:
+        decoder: weights and cache.
+        attention: the decode lane's attention.
+        state: sampling settings and last tokens by slot.
+        max_batch_size: most rows of a step.
+        num_kv_blocks: most entries of ``kv_indices``, padding not counted.
+        padding_slot: slot that padded rows read and write.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: AttentionLane,
+        state: SamplingState,
+        *,
+        max_batch_size: int,
+        num_kv_blocks: int,
+        padding_slot: int,
+    ) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._state = state
+        self._padding_slot = padding_slot
+        self._functions: LayerFunctions = compiled_functions(TritonOps())
+        self.batch_sizes = batch_size_buckets(max_batch_size)
+        device = decoder.cos_sin.device
+        header = _HEADER_ARRAYS * (max_batch_size + 8)
+        self._uploader = Uploader(header + num_kv_blocks + max_batch_size, device)
+        self._logits = torch.empty(
+            max_batch_size, decoder.config.vocab_size, dtype=decoder.weights.lm_head.dtype, device=device
+        )
+        self._q_indptr = torch.arange(max_batch_size + 1, dtype=torch.int32)
+        self._device_q_indptr = self._q_indptr.to(device)
+        self._captured: dict[GraphKey, _Captured] = {}
+
+    def capture(self, *, progress: bool) -> None:
+        """Compile and capture every batch size, the largest first, on the current stream."""
+        warm_up(self._decoder, self._functions, self.batch_sizes)
+        pool = torch.cuda.graph_pool_handle()
+        sizes: Iterable[int] = tqdm(
+            self.batch_sizes[::-1], desc="Capturing decode graphs", unit="graph", disable=not progress
+        )
+        for batch_size in sizes:
+            # One padded row stands for all: lengths do not change what is launched.
+            inputs = self._pad(DecodeInputs(*_padding_rows(1, self._padding_slot)), batch_size)
+            step = self._prepare(inputs)
+            # The first run loads kernels and lets the libraries allocate, which a capture may not.
+            self._run(step)
+            graph = torch.cuda.CUDAGraph()
+            # `torch.cuda.graph` would synchronize and empty the allocator's cache for every graph.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                token_ids = self._run(step)
+            finally:
+                graph.capture_end()
+            self._captured[GraphKey(batch_size)] = _Captured(graph, token_ids)
+
+    def run(self, inputs: DecodeInputs, *, replay: bool = True) -> Tensor:
+        """Enqueue a decode step on the current stream.
+
+        Args:
+            replay: replay the captured graph; else launch its kernels one by one, for comparison.
+
+        Returns:
+            [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
+        """
+        rows = len(inputs.slots)
+        batch_size = bucket_for(rows, self.batch_sizes)
+        captured = self._captured.get(GraphKey(batch_size))
+        if captured is None and replay:
+            raise ConfigError(f"no decode graph was captured for {rows} rows (sizes: {self.batch_sizes})")
+        step = self._prepare(self._pad(inputs, batch_size))
+        if captured is None or not replay:
+            return self._run(step)[:rows]
+        captured.graph.replay()
+        return captured.token_ids[:rows]
+
+    def logits(self, rows: int) -> Tensor:
+        """Logits of the step that was enqueued last, [rows, vocab_size]."""
+        return self._logits[:rows]
+
+    def _pad(self, inputs: DecodeInputs, batch_size: int) -> DecodeInputs:
+        missing = batch_size - len(inputs.slots)
+        if missing == 0:
+            return inputs
+        slots, positions, kv_slots, kv_indptr, kv_indices = _padding_rows(missing, self._padding_slot)
+        return DecodeInputs(
+            np.concatenate((inputs.slots, slots)),
+            np.concatenate((inputs.positions, positions)),
+            np.concatenate((inputs.kv_slots, kv_slots)),
+            np.concatenate((inputs.kv_indptr, kv_indptr[1:] + inputs.kv_indptr[-1])),
+            np.concatenate((inputs.kv_indices, kv_indices)),
+        )
+
+    def _prepare(self, inputs: DecodeInputs) -> _DeviceStep:
+        """Upload the inputs and plan attention; addresses depend on the batch size alone."""
+        rows = len(inputs.slots)
+        kv_lens = inputs.positions + np.int32(1)
+        block_tokens = np.int32(self._decoder.cache.block_tokens)
+        slots, positions, sample_positions, kv_slots, last_block_tokens, kv_indptr, _ = self._uploader.upload(
+            inputs.slots,
+            inputs.positions,
+            kv_lens,
+            inputs.kv_slots,
+            inputs.positions % block_tokens + np.int32(1),
+            inputs.kv_indptr,
+            inputs.kv_indices,
+        )
+        _, indices_start = packed_offsets([rows] * 5 + [rows + 1])
+        batch = PagedBatch(
+            q_indptr=self._device_q_indptr[: rows + 1],
+            kv_indptr=kv_indptr,
+            kv_indices=self._uploader.device_buffer[indices_start:],
+            last_block_tokens=last_block_tokens,
+            host_q_indptr=self._q_indptr[: rows + 1],
+            host_kv_indptr=torch.from_numpy(inputs.kv_indptr),
+            host_kv_lens=torch.from_numpy(kv_lens),
+            num_rows=rows,
+        )
+        attention = self._attention.plan(batch, captured=True)
+        return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
+
+    def _run(self, step: _DeviceStep) -> Tensor:
+        rows = len(step.slots)
+        hidden = self._decoder.run_layers(
+            self._decoder.embed(self._state.last_token[step.slots]),
+            step.positions,
+            step.kv_slots,
+            step.attention,
+            self._functions,
+        )
+        logits = self._decoder.logits(hidden, None, self._functions.ops, out=self._logits[:rows])
+        return sample(logits, step.slots, step.sample_positions, self._state)

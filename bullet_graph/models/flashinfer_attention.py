@@ -1,0 +1,233 @@
+"""Attention over the paged KV cache with FlashInfer's kernels, planned without its wrappers.
+
+The wrappers hide what captured decode needs: buffers at fixed addresses shared between batch sizes, a
+staging buffer that is not overwritten while its copy is in flight, and a plan that costs microseconds
+instead of a Python loop over the batch. So the compiled modules are called directly, with the arguments of
+the FlashInfer release that pyproject.toml pins.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from flashinfer.prefill import get_batch_prefill_module
+from torch import Tensor
+
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.models.pinned import PinnedRing
+
+Backend = Literal["fa2", "fa3"]
+
+_INT_WORKSPACE_BYTES = 8 * 1024**2
+_NHD_LAYOUT = 0
+_NO_POSITIONS = 0
+_DECODE_TILE_ROWS = 16
+"""Query rows of a tensor-core decode tile: fa2's smallest."""
+
+
+@lru_cache
+def _module(backend: Backend, dtype: torch.dtype, head_dim: int) -> Any:
+    """FlashInfer's compiled kernels; the first use on a machine compiles them."""
+    return get_batch_prefill_module(
+        backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, _NO_POSITIONS, False, False, False
+    )
+
+
+def prefill_backend(device: torch.device) -> Backend:
+    """fa3 on Hopper, for which alone it is written; fa2 elsewhere."""
+    return "fa3" if torch.cuda.get_device_capability(device) == (9, 0) else "fa2"
+
+
+def decode_workspace_bytes(config: ModelConfig, max_rows: int) -> int:
+    """Float scratch of a decode of ``max_rows`` rows.
+
+    FlashInfer keeps partial outputs and their log-sum-exp in float32 for each (head, tile, row); a captured
+    plan counts at most ceil(rows * group / tile) + rows - 1 tiles, or what fills the device if that is more.
+    """
+    group = config.num_heads // config.num_kv_heads
+    tiles = max(-(-max_rows * group // _DECODE_TILE_ROWS) + max_rows - 1, 512 // config.num_kv_heads + 1)
+    return config.num_heads * tiles * _DECODE_TILE_ROWS * (config.head_dim + 1) * 4 + 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Which rows attend to which blocks; device and host copies of one batch.
+
+    Attributes:
+        q_indptr: [n + 1] int32 on the device, where each sequence's rows start.
+        kv_indptr: [n + 1] int32 on the device.
+        kv_indices: block ids, int32 on the device.
+        last_block_tokens: [n] int32 on the device, tokens in each sequence's last block.
+        host_q_indptr: [n + 1] int32 on the host; likewise the two below.
+        host_kv_indptr: [n + 1].
+        host_kv_lens: [n].
+        num_rows: query rows.
+    """
+
+    q_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    last_block_tokens: Tensor
+    host_q_indptr: Tensor
+    host_kv_indptr: Tensor
+    host_kv_lens: Tensor
+    num_rows: int
+
+
+class AttentionLane:
+    """Kernels and scratch of one lane, for one phase; never shared by two lanes that run at the same time.
+
+    Args:
+        config: the model's shape.
+        cache: the KV cache.
+        dtype: of queries and cache.
+        backend: which kernels.
+        causal: rows of a sequence see only what is before them (a decode row sees all there is).
+        float_workspace: scratch, zeroed, shared with nothing that runs at the same time.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: KVCache,
+        *,
+        dtype: torch.dtype,
+        backend: Backend,
+        causal: bool,
+        float_workspace: Tensor,
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._backend = backend
+        self._causal = causal
+        self._module = _module(backend, dtype, config.head_dim)
+        self._float_workspace = float_workspace
+        self._int_workspace = torch.empty(
+            _INT_WORKSPACE_BYTES, dtype=torch.uint8, device=float_workspace.device
+        )
+        self._staging = PinnedRing(_INT_WORKSPACE_BYTES)
+
+    def plan(self, batch: PagedBatch, *, captured: bool) -> "PlannedAttention":
+        """Divide the batch over the GPU and enqueue the plan's copy to the device.
+
+        Args:
+            captured: the run is part of a CUDA graph: its launches must not depend on the lengths.
+        """
+        config = self._config
+        with self._staging.buffer() as staging:
+            arguments = [
+                self._float_workspace,
+                self._int_workspace,
+                staging,
+                batch.host_q_indptr,
+                batch.host_kv_indptr,
+                batch.host_kv_lens,
+                batch.num_rows,
+                len(batch.host_kv_lens),
+                config.num_heads,
+                config.num_kv_heads,
+                self._cache.block_tokens,
+                captured,
+                config.head_dim,
+                config.head_dim,
+                self._causal,
+                -1,  # no sliding window
+            ]
+            if self._backend == "fa2":
+                arguments += [-1, False, 0]  # split size chosen by the plan; no co-located thread blocks
+            plan_info = self._module.plan(*arguments)
+        return PlannedAttention(
+            self._module,
+            plan_info,
+            batch,
+            self._cache,
+            self._float_workspace,
+            self._int_workspace,
+            self._causal,
+            1.0 / math.sqrt(config.head_dim),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAttention:
+    """One batch's attention, to be run for each layer; see :class:`~bullet_graph.models.attention.Attention`."""
+
+    module: Any
+    plan_info: Any
+    batch: PagedBatch
+    cache: KVCache
+    float_workspace: Tensor
+    int_workspace: Tensor
+    causal: bool
+    scale: float
+
+    def run(self, layer: int, q: Tensor) -> Tensor:
+        """See :meth:`~bullet_graph.models.attention.Attention.run`."""
+        out = torch.empty_like(q)
+        self.run_into(layer, q, out)
+        return out.flatten(1)
+
+    def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """As :meth:`run`, into ``out`` [rows, num_heads, head_dim]."""
+        keys, values = self.cache.layer(layer)
+        batch = self.batch
+        self.module.paged_run(
+            self.float_workspace,
+            self.int_workspace,
+            self.plan_info,
+            q,
+            keys,
+            values,
+            batch.q_indptr,
+            batch.kv_indptr,
+            batch.kv_indices,
+            batch.last_block_tokens,
+            out,
+            None,  # no log-sum-exp
+            int(self.causal),
+            _NHD_LAYOUT,
+            -1,  # no sliding window
+            True,  # programmatic dependent launch
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            0.0,  # no soft cap
+            self.scale,
+            None,
+            None,
+            None,
+            1.0,  # RoPE is not FlashInfer's here: scale and base are unused
+            1e4,
+            0,
+            0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MixedAttention:
+    """Prefill rows first, then decode rows, each planned for itself.
+
+    Attributes:
+        prefill: None when there are only decode rows.
+        decode: None when there are only prefill rows.
+        num_prefill_rows: where the decode rows begin.
+    """
+
+    prefill: PlannedAttention | None
+    decode: PlannedAttention | None
+    num_prefill_rows: int
+
+    def run(self, layer: int, q: Tensor) -> Tensor:
+        """See :meth:`~bullet_graph.models.attention.Attention.run`."""
+        out = torch.empty_like(q)
+        if self.prefill is not None:
+            self.prefill.run_into(layer, q[: self.num_prefill_rows], out[: self.num_prefill_rows])
+        if self.decode is not None:
+            self.decode.run_into(layer, q[self.num_prefill_rows :], out[self.num_prefill_rows :])
+        return out.flatten(1)

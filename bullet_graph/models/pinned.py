@@ -1,0 +1,80 @@
+"""Pinned host memory for copies to the device that are still under way when the next one is prepared."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bullet_graph.errors import ConfigError
+
+_RING_BUFFERS = 4
+"""One more than the steps that can be unfinished at once: two in flight, and one being prepared."""
+
+
+class PinnedRing:
+    """Staging buffers taken in turn; one is reused only when the copies out of it have finished.
+
+    Args:
+        num_bytes: size of each buffer.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffers = [
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_RING_BUFFERS)
+        ]
+        self._copied = [torch.cuda.Event() for _ in range(_RING_BUFFERS)]
+        self._next = 0
+
+    @contextmanager
+    def buffer(self) -> Iterator[Tensor]:
+        """A free buffer, [num_bytes] uint8; inside the block, enqueue its copies on the current stream."""
+        index = self._next
+        self._next = (index + 1) % _RING_BUFFERS
+        self._copied[index].synchronize()
+        yield self._buffers[index]
+        self._copied[index].record()
+
+
+class Uploader:
+    """Copies several int32 arrays to the device as one transfer into a fixed buffer.
+
+    Args:
+        capacity: most int32 values of an upload, padding included.
+        device: where the buffer is.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._capacity = capacity
+        self._ring = PinnedRing(4 * capacity)
+        self.device_buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
+
+    def upload(self, *arrays: NDArray[np.int32]) -> list[Tensor]:
+        """Enqueue the copy on the current stream.
+
+        Args:
+            arrays: one-dimensional; each starts on a 16-byte boundary of the buffer.
+
+        Returns:
+            Views of the device buffer, valid until the next upload's copy runs.
+        """
+        offsets, end = packed_offsets([len(array) for array in arrays])
+        if end > self._capacity:
+            raise ConfigError(f"a step needs {end} input values, the buffer holds {self._capacity}")
+        with self._ring.buffer() as staging:
+            host = staging.numpy().view(np.int32)
+            for offset, array in zip(offsets, arrays, strict=True):
+                host[offset : offset + len(array)] = array
+            self.device_buffer[:end].copy_(staging.view(torch.int32)[:end], non_blocking=True)
+        return [self.device_buffer[o : o + len(a)] for o, a in zip(offsets, arrays, strict=True)]
+
+
+def packed_offsets(lengths: list[int]) -> tuple[list[int], int]:
+    """Where arrays of these lengths start when each is aligned to 16 bytes, and where the last one ends."""
+    offsets, end = [], 0
+    for length in lengths:
+        offsets.append(end)
+        end += -(-length // 4) * 4
+    return offsets, end

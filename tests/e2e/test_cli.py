@@ -1,0 +1,271 @@
+"""``bullet-graph bench throughput`` and what all commands share, end to end on the CPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from cli_runner import TINY, refused, run
+from click.testing import Result
+
+from bullet_graph import Engine, EngineDeadError
+from bullet_graph.cli import throughput
+from bullet_graph.perf.energy import DeviceMonitor, DeviceSample
+
+TRACE_ROWS = ("18:15:46.68,30,5", "18:15:50.99,7,12", "18:15:51.22,100,1")
+
+
+def bench(*arguments: str, trace: Path | str) -> Result:
+    return run("bench", "throughput", *TINY, "--trace", str(trace), *arguments)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_trace(tmp_path, *TRACE_ROWS)
+
+
+def write_trace(folder: Path, *rows: str) -> Path:
+    path = folder / "trace.csv"
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"2023-11-16 {row}" for row in rows)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, "llama")
+    return path
+
+
+# ---- bench throughput ----
+
+
+def test_throughput_counts_what_it_served(trace: Path) -> None:
+    result = bench("--json", "--arm", "serial:64", "--seed", "3", trace=trace)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    figures = json.loads(result.stdout)
+    assert figures["num_requests"] == 3
+    assert figures["num_failed"] == 0
+    assert figures["total_input_tokens"] == 137
+    assert figures["total_output_tokens"] == 18
+    assert figures["total_num_tokens"] == 155
+    elapsed = figures["elapsed_time"]
+    assert figures["requests_per_second"] == pytest.approx(3 / elapsed)
+    assert figures["tokens_per_second"] == pytest.approx(155 / elapsed)
+    assert figures["output_tokens_per_second"] == pytest.approx(18 / elapsed)
+    # 137 prompt tokens in forwards of at most 64, then 11 decode steps for the longest output.
+    assert figures["num_steps"] == 3 + 11
+    assert figures["num_preemptions"] == 0
+    assert 0 < figures["kv_blocks_peak"] <= figures["kv_blocks_total"]
+    assert 0 < figures["ttft_ms"]["p50"] <= figures["e2e_ms"]["p99"] <= elapsed * 1e3
+    assert figures["trace"] == "trace.csv"
+    shown = {name: figures[name] for name in ("model", "load_format", "dtype", "arm", "seed")}
+    expected = {"model": "tiny", "load_format": "dummy", "dtype": "float32", "arm": "serial:64", "seed": 3}
+    assert shown == expected
+    assert figures["engine"]["max_num_seqs"] == 1024
+    assert figures["engine"]["max_model_len"] == 512
+    assert figures["provenance"]["device_name"] == "cpu"
+    assert figures["provenance"]["versions"]["torch"] == torch.__version__
+
+
+def test_without_nvml_no_energy_is_made_up(trace: Path) -> None:
+    figures = json.loads(bench("--json", "--no-warmup", trace=trace).stdout)
+    assert figures["device"].pop("num_samples") == 0
+    assert set(figures["device"].values()) == {None}
+    for name in ("energy_joules", "joules_per_token", "joules_per_output_token"):
+        assert figures[name] is None
+
+
+class FakeProbe:
+    """A GPU that spends 31 J on every run."""
+
+    energy_mj = 0
+
+    def sample(self) -> DeviceSample:
+        return DeviceSample(1500, 650.0, 55)
+
+    def total_energy_mj(self) -> int:
+        self.energy_mj += 31_000
+        return self.energy_mj
+
+    def close(self) -> None:
+        pass
+
+
+def test_energy_is_that_of_the_run(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "watch_device", lambda _: DeviceMonitor(FakeProbe()))
+    figures = json.loads(bench("--json", trace=trace).stdout)
+    assert figures["energy_joules"] == 31
+    assert figures["joules_per_token"] == pytest.approx(31 / 155)
+    assert figures["joules_per_output_token"] == pytest.approx(31 / 18)
+    assert figures["device"]["power_w"] == {"min": 650.0, "mean": 650.0, "max": 650.0}
+    table = bench(trace=trace).stdout
+    assert "31 J" in table
+    assert "650 / 650 / 650 W" in table
+
+
+def test_tables_are_for_people_and_the_ledger_comes_first(trace: Path) -> None:
+    result = bench(trace=trace)
+    assert result.exit_code == 0
+    assert "3 done, 0 failed" in result.stdout
+    assert "137 / 18" in result.stdout
+    assert "Memory ledger" in result.stderr
+    assert "KV cache" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["azure:conv", "azure:code", "synthetic:conv"])
+def test_named_workloads(name: str) -> None:
+    result = run(
+        *("bench", "throughput", "--model", "tiny", "--device", "cpu", "--trace", name),
+        *("--num-prompts", "1", "--no-warmup", "--json", "--kv-cache-bytes", "64MiB"),
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["trace"] == name
+
+
+def test_a_request_that_is_too_long_fails_alone(tmp_path: Path) -> None:
+    fits_exactly = "18:15:53,500,12"
+    trace = write_trace(tmp_path, *TRACE_ROWS, "18:15:52,509,4", fits_exactly)
+    figures = json.loads(bench("--json", trace=trace).stdout)
+    assert figures["num_requests"] == 4
+    assert figures["num_failed"] == 1
+    assert figures["total_output_tokens"] == 18 + 12
+    (failure,) = figures["failures"]
+    assert failure["index"] == 3
+    assert "509 + 4" in failure["reason"]
+    assert "max_model_len=512" in failure["reason"]
+    assert "request 3 failed" in bench(trace=trace).stdout
+
+
+def test_no_request_served_is_an_error(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, "18:15:46,600,2", "18:15:47,700,2")
+    message = refused(bench("--json", trace=trace))
+    assert "none of the 2 requests" in message
+    assert "600 + 2" in message
+
+
+def test_conversations_are_tokenized_with_the_models_tokenizer(folder: Path, tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "The dog sleeps"}, {"from": "gpt", "value": "on and on"}]
+    conversations = tmp_path / "sharegpt.json"
+    conversations.write_text(json.dumps([{"conversations": turns}]))
+    arguments = ("bench", "throughput", "--device", "cpu", "--trace", str(conversations), "--json")
+    figures = json.loads(run(*arguments, "--model", str(folder), "--kv-cache-bytes", "4MiB").stdout)
+    assert figures["load_format"] == "safetensors"
+    assert figures["total_input_tokens"] > 1
+    assert "tokenizer" in refused(run(*arguments, "--model", "tiny"))
+
+
+def test_result_file(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert bench("--output-json", str(path), trace=trace).exit_code == 0
+    assert json.loads(path.read_text())["num_requests"] == 3
+
+    path.write_text("precious")
+    assert "--overwrite" in refused(bench("--json", "--output-json", str(path), trace=trace))
+    assert path.read_text() == "precious"
+
+    replaced = bench("--json", "--output-json", str(path), "--overwrite", trace=trace)
+    assert json.loads(path.read_text()) == json.loads(replaced.stdout)
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency"])
+def test_a_result_that_cannot_be_written_is_refused_before_the_run(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "__init__", lambda *_, **__: pytest.fail("the engine was built"))
+    path = tmp_path / "missing" / "result.json"
+    arguments = ["bench", command, *TINY, "--output-json", str(path)]
+    trace = ["--trace", "azure:conv"] if command == "throughput" else []
+    assert "does not exist" in refused(run(*arguments, *trace))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--trace", "missing.csv"), "missing.csv"),
+        (("--trace", "nonsense"), "azure:conv"),
+        (("--trace", "synthetic:nonsense"), "nonsense"),
+        (("--trace", "azure:conv", "--model", "nonsense"), "unknown model 'nonsense'"),
+        (("--trace", "azure:conv", "--arm", "split"), "unknown arm 'split'"),
+        (("--trace", "azure:conv", "--arm", "mixed:0"), "unknown arm 'mixed:0'"),
+        (("--trace", "azure:conv", "--dtype", "int8"), "int8"),
+        (("--trace", "azure:conv", "--max-num-seqs", "0"), "max_num_seqs must be at least 1"),
+        (("--trace", "azure:conv", "--gpu-memory-utilization", "nan"), "gpu_memory_utilization"),
+        (("--trace", "azure:conv", "--kv-cache-bytes", "8XB"), "8XB"),
+        (("--trace", "azure:conv", "--kv-cache-bytes", "1kB"), "kv_cache_bytes"),
+        (("--trace", "azure:conv", "--num-prompts", "0"), "--num-prompts"),
+        (("--trace", "azure:conv", "--load-format", "safetensors"), "preset"),
+        ((), "--trace"),
+    ],
+)
+def test_bad_settings_of_throughput(arguments: tuple[str, ...], expected: str) -> None:
+    assert expected in refused(run("bench", "throughput", *TINY, "--json", *arguments))
+
+
+def test_a_malformed_row_is_named_by_its_line(tmp_path: Path) -> None:
+    message = refused(bench(trace=write_trace(tmp_path, TRACE_ROWS[0], "18:15:47,many,2")))
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    assert "trace.csv, line 3" in message
+    assert "many" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "throughput", "--trace", "azure:conv"),
+        ("bench", "latency"),
+        ("generate", "--prompt-ids", "1"),
+    ],
+)
+def test_a_gpu_asked_for_where_there_is_none(command: tuple[str, ...]) -> None:
+    assert "no CUDA device" in refused(run(*command, "--model", "tiny", "--device", "cuda"))
+
+
+# ---- interruptions and failures ----
+
+
+def test_ctrl_c_shuts_the_engine_down(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shut_down: list[Engine] = []
+    shutdown = Engine.shutdown
+
+    def interrupt(_: Engine) -> Any:
+        raise KeyboardInterrupt
+
+    def record_shutdown(engine: Engine) -> None:
+        shut_down.append(engine)
+        shutdown(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupt)
+    monkeypatch.setattr(Engine, "shutdown", record_shutdown)
+    path = tmp_path / "result.json"
+    result = bench("--output-json", str(path), trace=trace)
+    assert result.exit_code == 130
+    assert len(shut_down) == 1
+    assert not path.exists()
+
+
+def test_a_failing_engine_shows_where(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Engine) -> Any:
+        raise EngineDeadError("the engine failed: boom") from RuntimeError("boom")
+
+    monkeypatch.setattr(Engine, "step", fail)
+    message = refused(bench("--json", trace=trace))
+    assert "RuntimeError: boom" in message
+    assert message.endswith("error: the engine failed: boom\n")
+
+
+def test_an_unexpected_exception_keeps_its_traceback(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Engine) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Engine, "step", fail)
+    result = bench("--json", trace=trace)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ZeroDivisionError)

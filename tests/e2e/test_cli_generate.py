@@ -1,0 +1,204 @@
+"""``bullet-graph generate`` and the console script's front door, end to end on the CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import write_checkpoint
+from cli_runner import TINY, refused, run
+from click.testing import Result
+
+from bullet_graph import Engine, SamplingParams, __version__
+
+
+def generate(*arguments: str, stdin: bytes | None = None) -> Result:
+    return run("generate", *TINY, *arguments, stdin=stdin)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, "llama")
+    return path
+
+
+def in_folder(folder: Path, *arguments: str, stdin: bytes | None = None) -> Result:
+    sampling = ("--temperature", "0", "--max-tokens", "12", "--ignore-eos")
+    return run("generate", "--model", str(folder), "--device", "cpu", *sampling, *arguments, stdin=stdin)
+
+
+@pytest.fixture(scope="module")
+def expected_text(folder: Path) -> str:
+    """What the engine itself makes of one prompt."""
+    with Engine(str(folder), device="cpu") as engine:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        (output,) = engine.generate("The dog", params, use_tqdm=False)
+    return output.outputs[0].text
+
+
+# ---- what is printed ----
+
+
+def test_ids_are_streamed_where_there_is_no_tokenizer() -> None:
+    result = generate("--prompt-ids", "1,2,3", "--max-tokens", "5", "--temperature", "0")
+    assert result.exit_code == 0, result.output
+    with Engine("tiny", device="cpu", max_model_len=512) as engine:
+        params = SamplingParams(temperature=0, max_tokens=5)
+        (output,) = engine.generate([1, 2, 3], params, use_tqdm=False)
+    assert tuple(map(int, result.stdout.split())) == output.outputs[0].token_ids
+    assert "Memory ledger" in result.stderr
+
+
+def test_text_from_every_source(folder: Path, expected_text: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\nThe dog\n   \n", encoding="utf-8")
+    for result in (
+        in_folder(folder, "--prompt", "The dog"),
+        in_folder(folder, "--prompt-file", str(prompts)),
+        in_folder(folder, stdin=b"The dog\n"),
+    ):
+        assert result.exit_code == 0, result.output
+        assert result.stdout == f"{expected_text}\n"
+
+
+def test_several_prompts_are_labelled_and_in_order(folder: Path, expected_text: str) -> None:
+    result = in_folder(folder, "--prompt", "The dog", "--prompt", "Another prompt", "--n", "2")
+    parts = result.stdout.split("=== ")
+    assert [part.splitlines()[0] for part in parts[1:]] == [
+        "prompt 1, output 1 of 2: The dog",
+        "prompt 1, output 2 of 2: The dog",
+        "prompt 2, output 1 of 2: Another prompt",
+        "prompt 2, output 2 of 2: Another prompt",
+    ]
+    assert parts[1].endswith(f"The dog\n{expected_text}\n")
+    assert parts[2].endswith(f"The dog\n{expected_text}\n")
+
+
+def test_json_lines(folder: Path, expected_text: str) -> None:
+    result = in_folder(folder, "--json", "--logprobs", "2", "--prompt", "The dog", "--prompt-ids", "5,6")
+    assert result.stderr == ""
+    records = {r["request_id"]: r for r in map(json.loads, result.stdout.splitlines())}
+    assert set(records) == {"0", "1"}
+    record = records["0"]
+    assert record["prompt"] == "The dog"
+    assert record["error"] is None
+    (output,) = record["outputs"]
+    assert output["text"] == expected_text
+    assert output["finish_reason"] == "length"
+    assert len(output["token_ids"]) == len(output["logprobs"]) == 12
+    assert len(output["logprobs"][0]["top"]) == 2
+    assert 0 < record["metrics"]["ttft_ms"] <= record["metrics"]["e2e_ms"]
+    assert records["1"]["prompt"] is None
+    assert records["1"]["prompt_token_ids"] == [5, 6]
+
+
+def test_chat_uses_the_models_template(folder: Path) -> None:
+    result = in_folder(folder, "--chat", "--json", "--prompt", "Hello")
+    (record,) = map(json.loads, result.stdout.splitlines())
+    with Engine(str(folder), device="cpu") as engine:
+        assert engine.tokenizer is not None
+        ids = record["prompt_token_ids"]
+        text = engine.tokenizer.decode(ids, skip_special_tokens=False)
+    assert text == "<|bos|>[user] Hello<|eos|>\n[assistant] "
+    assert record["prompt"] == "Hello"
+
+
+def test_sampling_follows_the_seed() -> None:
+    def ids(seed: str, *others: str) -> str:
+        arguments = ("--prompt-ids", "1,2,3", *others, "--seed", seed, "--max-tokens", "8", "--json")
+        records = [json.loads(line) for line in generate(*arguments).stdout.splitlines()]
+        return next(r["outputs"][0]["token_ids"] for r in records if r["request_id"] == "0")
+
+    assert ids("1") == ids("1", "--prompt-ids", "4,5")
+    assert ids("1") != ids("2")
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--max-tokens", "0"), "max_tokens must be ≥ 1, got 0"),
+        (("--max-tokens", "-3"), "max_tokens"),
+        (("--temperature", "nan"), "temperature must be ≥ 0, got nan"),
+        (("--temperature", "-1"), "temperature"),
+        (("--top-p", "0"), "top_p"),
+        (("--min-p", "2"), "min_p"),
+        (("--n", "0"), "n must be"),
+        (("--logprobs", "21", "--json"), "logprobs"),
+        (("--logprobs", "1"), "--json"),
+        (("--stop", ""), "stop"),
+        (("--chat",), "--chat needs texts"),
+        (("--arm", "solo"), "unknown arm 'solo'"),
+        (("--prompt-ids", "1,x"), "1,2,3"),
+        (("--prompt-file", "missing.txt"), "missing.txt"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_engine_is_built(
+    arguments: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "__init__", lambda *_, **__: pytest.fail("the engine was built"))
+    assert expected in refused(generate("--prompt-ids", "1", *arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--prompt-ids", ""), "the prompt is empty"),
+        (("--prompt-ids", "1,512"), "token id 512 is outside the vocabulary of 512"),
+        (("--prompt-ids", "-1"), "token id -1"),
+        (("--prompt-ids", ",".join("1" * 512)), "max_model_len=512"),
+        (("--prompt", "text"), "tokenizer"),
+        (("--prompt", "text", "--chat"), "tokenizer.json"),
+        (("--prompt-ids", "1", "--stop", "x"), "stop strings need a tokenizer"),
+    ],
+)
+def test_bad_prompts(arguments: tuple[str, ...], expected: str) -> None:
+    assert expected in refused(generate(*arguments))
+
+
+def test_an_empty_text_is_refused_where_no_token_comes_of_it(tmp_path: Path) -> None:
+    blank = tmp_path / "blank.txt"
+    blank.write_text("\n \n")
+    assert "found none" in refused(generate("--prompt-file", str(blank)))
+
+
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_prompts_must_be_utf8(source: str, tmp_path: Path) -> None:
+    latin1 = "Grüße".encode("latin-1")
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(latin1)
+    result = generate("--prompt-file", str(path)) if source == "file" else generate(stdin=latin1)
+    assert "UTF-8" in refused(result)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_in_a_batch_the_bad_prompt_fails_alone(as_json: bool) -> None:
+    arguments = ("--prompt-ids", "1,2", "--prompt-ids", "999", "--max-tokens", "4")
+    result = generate(*arguments, *(["--json"] if as_json else []))
+    assert result.exit_code == 2
+    assert "error: prompt 2: token id 999" in result.stderr
+    if as_json:
+        records = {r["request_id"]: r for r in map(json.loads, result.stdout.splitlines())}
+        assert "999" in records["1"]["error"]
+        assert len(records["0"]["outputs"][0]["token_ids"]) == 4
+    else:
+        assert len(result.stdout.split()) == 4
+
+
+# ---- the front door ----
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"bullet-graph, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "command", [(), ("bench",), ("bench", "throughput"), ("bench", "latency"), ("generate",)]
+)
+def test_help_has_examples(command: tuple[str, ...]) -> None:
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Examples:\n    bullet-graph" in result.stdout

@@ -1,0 +1,169 @@
+"""Captured decode steps on the GPU: against a float32 reference, and against the same step uncaptured."""
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
+from bullet_graph.models.attention import ReferenceAttention
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.decoder import Decoder, eager_functions
+from bullet_graph.models.flashinfer_attention import AttentionLane, decode_workspace_bytes
+from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.models.loader import dummy_weights
+from bullet_graph.models.ops import TorchOps
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.models.sampler import SamplingState
+from bullet_graph.models.weights import LayerWeights, ModelWeights
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+NUM_LAYERS, NUM_BLOCKS, BLOCK_TOKENS, MAX_BATCH, MAX_LEN = 4, 6000, 16, 96, 4096
+
+
+@dataclass(frozen=True)
+class Setup:
+    decoder: Decoder
+    reference: Decoder
+    graphs: DecodeGraphs
+    state: SamplingState
+
+
+def upcast(weights: ModelWeights) -> ModelWeights:
+    def layer(source: LayerWeights) -> LayerWeights:
+        tensors = {f.name: getattr(source, f.name) for f in fields(source)}
+        return LayerWeights(**{name: None if t is None else t.float() for name, t in tensors.items()})
+
+    return ModelWeights(
+        weights.embed.float(),
+        tuple(layer(one) for one in weights.layers),
+        weights.final_norm.float(),
+        weights.lm_head.float(),
+    )
+
+
+def build_decoder(config: ModelConfig, weights: ModelWeights, dtype: torch.dtype) -> Decoder:
+    cache = KVCache(config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, dtype=dtype, device=DEVICE)
+    return Decoder(config, weights, cache, cos_sin_table(config, MAX_LEN, DEVICE))
+
+
+@pytest.fixture(scope="module", params=["llama-3.1-8b", "qwen3-8b", "llama-3.2-1b"])
+def setup(request: pytest.FixtureRequest) -> Setup:
+    config = replace(PRESETS[request.param], num_layers=NUM_LAYERS)
+    weights = dummy_weights(config, dtype=torch.bfloat16, device=DEVICE, seed=11)
+    decoder = build_decoder(config, weights, torch.bfloat16)
+    reference = build_decoder(config, upcast(weights), torch.float32)
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    for index in range(NUM_LAYERS):
+        for cache, target in zip(decoder.cache.layer(index), reference.cache.layer(index), strict=True):
+            cache.normal_(generator=generator)
+            target.copy_(cache)
+    state = SamplingState(MAX_BATCH + 1, DEVICE)
+    state.last_token.random_(0, config.vocab_size, generator=generator)
+    scratch = torch.zeros(decode_workspace_bytes(config, MAX_BATCH), dtype=torch.uint8, device=DEVICE)
+    lane = AttentionLane(
+        config, decoder.cache, dtype=torch.bfloat16, backend="fa2", causal=False, float_workspace=scratch
+    )
+    graphs = DecodeGraphs(
+        decoder, lane, state, max_batch_size=MAX_BATCH, num_kv_blocks=NUM_BLOCKS, padding_slot=MAX_BATCH
+    )
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+        graphs.capture(progress=False)
+    torch.cuda.synchronize()
+    return Setup(decoder, reference, graphs, state)
+
+
+def make_inputs(rows: int, seed: int) -> DecodeInputs:
+    rng = np.random.default_rng(seed)
+    positions = rng.integers(0, 900, size=rows).astype(np.int32)
+    positions[0] = 0
+    counts = positions // BLOCK_TOKENS + 1
+    blocks = (1 + rng.permutation(NUM_BLOCKS - 1)[: counts.sum()]).astype(np.int32)
+    indptr = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+    kv_slots = blocks[indptr[1:] - 1] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    slots = rng.permutation(MAX_BATCH)[:rows].astype(np.int32)
+    return DecodeInputs(slots, positions, kv_slots.astype(np.int32), indptr, blocks)
+
+
+def reference_logits(setup: Setup, inputs: DecodeInputs) -> torch.Tensor:
+    rows = len(inputs.slots)
+    attention = ReferenceAttention(
+        setup.reference.cache,
+        q_indptr=list(range(rows + 1)),
+        kv_lens=(inputs.positions + 1).tolist(),
+        kv_indptr=inputs.kv_indptr.tolist(),
+        kv_indices=torch.from_numpy(inputs.kv_indices).long().to(DEVICE),
+    )
+    tokens = setup.state.last_token[torch.from_numpy(inputs.slots).long().to(DEVICE)]
+    functions = eager_functions(TorchOps())
+    hidden = setup.reference.run_layers(
+        setup.reference.embed(tokens),
+        torch.from_numpy(inputs.positions).long().to(DEVICE),
+        torch.from_numpy(inputs.kv_slots).long().to(DEVICE),
+        attention,
+        functions,
+    )
+    return setup.reference.logits(hidden, None, functions.ops)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 33, 64, 96])
+@torch.inference_mode()
+def test_logits_are_close_to_float32(setup: Setup, rows: int) -> None:
+    inputs = make_inputs(rows, seed=rows)
+    expected = reference_logits(setup, inputs)
+    tokens = setup.graphs.run(inputs)
+    logits = setup.graphs.logits(rows).float()
+    error = torch.linalg.norm(logits - expected) / torch.linalg.norm(expected)
+    assert error < 2e-2
+    assert torch.equal(tokens.long(), setup.graphs.logits(rows).float().argmax(-1))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 64, 96])
+@torch.inference_mode()
+def test_captured_step_equals_uncaptured(setup: Setup, rows: int) -> None:
+    inputs = make_inputs(rows, seed=100 + rows)
+    before = setup.state.last_token.clone()
+    captured = setup.graphs.run(inputs).clone()
+    captured_logits = setup.graphs.logits(rows).clone()
+    after = setup.state.last_token.clone()
+    setup.state.last_token.copy_(before)
+    setup.graphs.logits(rows).fill_(float("nan"))
+    assert torch.equal(setup.graphs.run(inputs, replay=False), captured)
+    assert torch.equal(setup.graphs.logits(rows), captured_logits)
+    assert torch.equal(setup.state.last_token, after)
+
+
+@torch.inference_mode()
+def test_steps_feed_their_tokens_to_the_next(setup: Setup) -> None:
+    inputs = make_inputs(8, seed=5)
+    tokens = setup.graphs.run(inputs).clone()
+    slots = torch.from_numpy(inputs.slots).long().to(DEVICE)
+    assert torch.equal(setup.state.last_token[slots], tokens)
+
+
+@torch.inference_mode()
+def test_forward_can_stop_between_layers(setup: Setup) -> None:
+    rows = 4
+    inputs = make_inputs(rows, seed=9)
+    whole = reference_logits(setup, inputs)
+    attention = ReferenceAttention(
+        setup.reference.cache,
+        q_indptr=list(range(rows + 1)),
+        kv_lens=(inputs.positions + 1).tolist(),
+        kv_indptr=inputs.kv_indptr.tolist(),
+        kv_indices=torch.from_numpy(inputs.kv_indices).long().to(DEVICE),
+    )
+    functions = eager_functions(TorchOps())
+    hidden = setup.reference.embed(setup.state.last_token[torch.from_numpy(inputs.slots).long().to(DEVICE)])
+    positions = torch.from_numpy(inputs.positions).long().to(DEVICE)
+    kv_slots = torch.from_numpy(inputs.kv_slots).long().to(DEVICE)
+    for first in range(0, NUM_LAYERS, 3):
+        last = min(first + 3, NUM_LAYERS)
+        hidden = setup.reference.run_layers(
+            hidden, positions, kv_slots, attention, functions, first=first, last=last
+        )
+    assert torch.equal(setup.reference.logits(hidden, None, functions.ops), whole)

@@ -1,0 +1,183 @@
+"""Pieces of the command line that need no engine."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import bullet_graph
+from bullet_graph.cli.latency import decode_gaps_ms, prefill_ms
+from bullet_graph.cli.options import engine_options, fit_max_num_seqs
+from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
+from bullet_graph.cli.streaming import OrderedPrinter
+from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.errors import ConfigError
+from bullet_graph.perf.metrics import RequestMetrics
+
+
+def parse_options(*arguments: str, max_num_seqs: int = 100) -> EngineConfig:
+    """The config that a command with the engine's options receives."""
+    received: list[EngineConfig] = []
+
+    @click.command()
+    @engine_options(max_num_seqs=max_num_seqs)
+    def command(config: EngineConfig) -> None:
+        received.append(fit_max_num_seqs(config, 7))
+
+    result = CliRunner().invoke(command, ["--model", "m", *arguments], catch_exceptions=False)
+    if result.exit_code:
+        raise click.ClickException(result.stderr)
+    return received[0]
+
+
+def test_options_default_to_the_engines_own_settings() -> None:
+    assert parse_options() == EngineConfig(model="m", max_num_seqs=7)
+
+
+def test_every_option_reaches_its_setting() -> None:
+    config = parse_options(
+        *("--load-format", "dummy", "--dtype", "float16", "--device", "cpu", "--arm", "mixed:64"),
+        *("--max-num-seqs", "9", "--max-num-batched-tokens", "128", "--max-model-len", "99", "--seed", "5"),
+        *("--gpu-memory-utilization", "0.5", "--kv-cache-bytes", "2MiB", "--no-cuda-graphs"),
+    )
+    assert config == EngineConfig(
+        model="m",
+        load_format="dummy",
+        dtype="float16",
+        device="cpu",
+        arm=Arm("mixed", 64),
+        max_num_seqs=9,
+        max_num_batched_tokens=128,
+        max_model_len=99,
+        seed=5,
+        gpu_memory_utilization=0.5,
+        kv_cache_bytes=2 * 1024**2,
+        cuda_graphs=False,
+    )
+
+
+def test_a_small_default_is_not_raised_to_the_number_of_sequences() -> None:
+    assert parse_options(max_num_seqs=3).max_num_seqs == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("1000", 1000),
+        ("8GiB", 8 * 1024**3),
+        ("1.5 kb", 1500),
+        ("2TB", 2 * 10**12),
+        ("3b", 3),
+        ("512mib", 512 * 1024**2),
+    ],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_options("--kv-cache-bytes", text).kv_cache_bytes == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "8 G", "8GiBs", "-1", "1e9", "nan"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(click.ClickException, match="8GiB"):
+        parse_options("--kv-cache-bytes", text)
+
+
+@dataclass(frozen=True)
+class Result:
+    figure: float
+    run: dict[str, Any]
+
+
+def test_json_has_the_runs_fields_beside_the_results() -> None:
+    text = to_json(Result(1.5, {"model": "tiny", "device": {"power_w": None}}))
+    assert json.loads(text) == {"figure": 1.5, "model": "tiny", "device": {"power_w": None}}
+
+
+def test_json_refuses_figures_that_are_not_finite() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        to_json(Result(float("nan"), {}))
+
+
+def test_result_file_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("old")
+    write_result_file(path, "{}")
+    assert path.read_text() == "{}\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_the_old_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("old")
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        write_result_file(path, "{}")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_result_file_checks(tmp_path: Path) -> None:
+    existing = tmp_path / "result.json"
+    existing.touch()
+    check_result_file(None, overwrite=False)
+    check_result_file(tmp_path / "new.json", overwrite=False)
+    check_result_file(existing, overwrite=True)
+    with pytest.raises(ConfigError, match="--overwrite"):
+        check_result_file(existing, overwrite=False)
+    with pytest.raises(ConfigError, match="does not exist"):
+        check_result_file(tmp_path / "missing" / "result.json", overwrite=True)
+    with pytest.raises(ConfigError, match="folder"):
+        check_result_file(tmp_path, overwrite=True)
+
+
+def test_streams_that_run_together_are_printed_one_after_the_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printer = OrderedPrinter(["first", "second", "third"])
+    printer.push(1, "b1 ")
+    printer.push(0, "a1 ")
+    printer.push(2, "c1 ")
+    assert capsys.readouterr().out == "=== first\na1 "
+    printer.push(2, "c2")
+    printer.end(2)
+    printer.push(0, "a2")
+    printer.end(0)
+    assert capsys.readouterr().out == "a2\n=== second\nb1 "
+    printer.push(1, "b2")
+    printer.end(1)
+    printer.end(1)
+    assert capsys.readouterr().out == "b2\n=== third\nc1 c2\n"
+
+
+def test_a_single_stream_has_no_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = OrderedPrinter(["only"])
+    printer.push(0, "text")
+    printer.end(0)
+    assert capsys.readouterr().out == "text\n"
+
+
+def test_decode_gaps_are_of_the_whole_batch_only() -> None:
+    # The second request starts at 2.0, when the first has been decoding since 1.0; the first ends at 5.0.
+    first = RequestMetrics(0.0, 0.5, (1.0, 1.5, 2.0, 3.0, 5.0))
+    second = RequestMetrics(0.25, 0.5, (2.0, 3.0, 5.0, 9.0))
+    assert decode_gaps_ms([first, second]) == [1000.0, 2000.0]
+    assert prefill_ms([first, second]) == 2000.0
+    assert decode_gaps_ms([RequestMetrics(0.0, 0.0, (1.0,))]) == []
+
+
+def test_the_command_lines_own_modules_do_not_load_torch() -> None:
+    # An empty package of the same path stands in for bullet_graph/__init__.py, whose public names need torch.
+    code = (
+        "import sys, types\n"
+        "package = types.ModuleType('bullet_graph')\n"
+        f"package.__path__ = {list(bullet_graph.__path__)!r}\n"
+        "sys.modules['bullet_graph'] = package\n"
+        "import bullet_graph.cli.main\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
