@@ -28,7 +28,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint typecheck unit format gpu-test clean
+.PHONY: help venv demo test lint typecheck unit format gpu-test stamp clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,9 @@ format: $(VENV)/.installed-dev ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
 	$(BIN)/ruff format $(PYTHON_SOURCES)
 	$(if $(C_SOURCES),$(BIN)/clang-format -i $(C_SOURCES))
+
+stamp: ## note the commit in a file, for a copy of the tree that travels without its history
+	printf '%s%s\n' "$$(git rev-parse HEAD)" "$$(git status --porcelain -- bullet_graph | sed -n 's/.*/-dirty/p;q')" > bullet_graph/_commit
 
 venv: $(VENV)/.installed-dev ## a virtual environment with the package (editable) and the tools
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
-from bullet_graph.cli.session import RunRecord, describe_run, open_engine, watch_device
+from bullet_graph.cli.engine_run import RunRecord, describe_run, open_engine, watch_device
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput

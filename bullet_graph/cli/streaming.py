@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.session import load_tokenizer, open_engine
+from bullet_graph.cli.engine_run import load_tokenizer, open_engine
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from bullet_graph.cli.session import RunRecord, describe_run, load_tokenizer, open_engine, watch_device
+from bullet_graph.cli.engine_run import RunRecord, describe_run, load_tokenizer, open_engine, watch_device
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput

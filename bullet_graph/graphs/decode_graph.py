@@ -10,9 +10,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bullet_graph.errors import ConfigError
-from bullet_graph.graphs.compiled import compiled_functions, warm_up
+from bullet_graph.graphs.compiled import compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, bucket_for
-from bullet_graph.models.decoder import Decoder, LayerFunctions
+from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
 from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch, PlannedAttention
 from bullet_graph.models.pinned import Uploader, packed_offsets
 from bullet_graph.models.sampler import SamplingState
@@ -92,7 +92,8 @@ class DecodeGraphs:
         self._attention = attention
         self._state = state
         self._padding_slot = padding_slot
-        self._functions: LayerFunctions = compiled_functions(TritonOps())
+        self._single_row = eager_functions(TritonOps())
+        self._compiled: LayerFunctions | None = None
         self.batch_sizes = batch_size_buckets(max_batch_size)
         device = decoder.cos_sin.device
         header = _HEADER_ARRAYS * (max_batch_size + 8)
@@ -106,7 +107,8 @@ class DecodeGraphs:
 
     def capture(self, *, progress: bool) -> None:
         """Compile and capture every batch size, the largest first, on the current stream."""
-        warm_up(self._decoder, self._functions, self.batch_sizes)
+        if self.batch_sizes[-1] > 1:
+            self._compiled = compiled_functions(self._decoder, self._single_row.ops, self.batch_sizes[-1])
         pool = torch.cuda.graph_pool_handle()
         sizes: Iterable[int] = tqdm(
             self.batch_sizes[::-1], desc="Capturing decode graphs", unit="graph", disable=not progress
@@ -193,12 +195,14 @@ class DecodeGraphs:
 
     def _run(self, step: _DeviceStep) -> Tensor:
         rows = len(step.slots)
+        # One row has matrix kernels of its own, between which nothing is left for a compiler to fuse.
+        functions = self._single_row if rows == 1 or self._compiled is None else self._compiled
         hidden = self._decoder.run_layers(
             self._decoder.embed(self._state.last_token[step.slots]),
             step.positions,
             step.kv_slots,
             step.attention,
-            self._functions,
+            functions,
         )
-        logits = self._decoder.logits(hidden, None, self._functions.ops, out=self._logits[:rows])
+        logits = self._decoder.logits(hidden, None, functions.ops, out=self._logits[:rows])
         return sample(logits, step.slots, step.sample_positions, self._state)

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from bullet_graph.models.attention import Attention
 from bullet_graph.models.config import ModelConfig
@@ -43,7 +42,7 @@ def attention_input(
         (qkv [rows, q_size + 2 * kv_size], residual).
     """
     x, residual = ops.add_rms_norm(x, residual, norm, eps)
-    return linear(x, qkv, qkv_bias), residual
+    return ops.linear(x, qkv, qkv_bias), residual
 
 
 def attention_output(
@@ -61,8 +60,8 @@ def attention_output(
     Returns:
         (x [rows, hidden_size], residual).
     """
-    x, residual = ops.add_rms_norm(linear(attended, o), residual, norm, eps)
-    return linear(ops.silu_and_mul(linear(x, gate_up)), down), residual
+    x, residual = ops.add_rms_norm(ops.linear(attended, o), residual, norm, eps)
+    return ops.linear(ops.silu_and_mul(ops.linear(x, gate_up)), down), residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +152,4 @@ class Decoder:
         if rows is not None:
             x, residual = x[rows], residual[rows]
         x, _ = ops.add_rms_norm(x, residual, self.weights.final_norm, self.config.rms_norm_eps)
-        return torch.mm(x, self.weights.lm_head.t(), out=out)
+        return ops.linear(x, self.weights.lm_head, out=out)

@@ -1,4 +1,4 @@
-"""Element-wise operations of a decoder layer in plain torch: the CPU's, and what torch.compile fuses."""
+"""Operations of a decoder layer in plain torch: the CPU's, and what torch.compile fuses."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +29,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     summed = x + residual
     return rms_norm(summed, weight, eps), summed
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Project rows: x @ weight.T + bias.
+
+    Args:
+        x: [rows, in_features].
+        weight: [out_features, in_features].
+        bias: [out_features] or None; none together with ``out``.
+        out: [rows, out_features], where to put the result, or None for new memory.
+    """
+    return torch.nn.functional.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -65,10 +77,15 @@ class RowInputs:
 
 
 class LayerOps(Protocol):
-    """The element-wise steps of a layer; torch here, Triton in ``triton_ops``."""
+    """The steps of a layer but attention; torch here, Triton in ``triton_ops``."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See :func:`add_rms_norm`."""
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """See :func:`linear`."""
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See :func:`silu_and_mul`."""
@@ -97,6 +114,7 @@ class TorchOps:
     """Reference implementation, on any device."""
 
     add_rms_norm = staticmethod(add_rms_norm)
+    linear = staticmethod(linear)
     silu_and_mul = staticmethod(silu_and_mul)
 
     @staticmethod

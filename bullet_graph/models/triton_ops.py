@@ -1,14 +1,16 @@
-"""The element-wise steps of a layer, and sampling, as Triton launches: the GPU's."""
+"""The steps of a layer, and sampling, as Triton launches: the GPU's."""
 
 import torch
 import triton
 from torch import Tensor
 
+from bullet_graph.models import ops
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.ops import RowInputs
 from bullet_graph.models.sampler import MASKED_IDS_COLUMN, SETTINGS_COLUMNS, SamplingState
 from bullet_graph.models.triton_kernels import (
     add_rms_norm_kernel,
+    gemv_kernel,
     rope_and_cache_kernel,
     sample_kernel,
     silu_and_mul_kernel,
@@ -18,6 +20,8 @@ from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS
 
 _HEADS_BLOCK = 16
 _VOCAB_BLOCK = 4096
+_GEMV_BLOCK = 4096
+_GEMV_LEAST_BLOCK = 128
 
 
 class TritonOps:
@@ -42,6 +46,20 @@ class TritonOps:
                 num_warps=_norm_warps(block),
             )
         return normed, summed
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """See :func:`~bullet_graph.models.ops.linear`; one row has a kernel of its own."""
+        out_features, in_features = weight.shape
+        block = min(in_features & -in_features, _GEMV_BLOCK)  # the largest power of two that divides it
+        if len(x) != 1 or block < _GEMV_LEAST_BLOCK:
+            return ops.linear(x, weight, bias, out)
+        if out is None:
+            out = x.new_empty(1, out_features)
+        gemv_kernel[(out_features,)](
+            x, weight, bias, out, IN_FEATURES=in_features, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4
+        )
+        return out
 
     @staticmethod
     def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from bullet_graph.perf.energy import nvml_driver_version
 
 _DISTRIBUTIONS = {"torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python"}
 _GIT_TIMEOUT_S = 10
+COMMIT_STAMP = "_commit"
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
 
@@ -89,12 +90,19 @@ def collect_provenance(device: str) -> Provenance:
 def git_state(folder: Path) -> GitState | None:
     """State of the checkout that tracks the package in ``folder``.
 
+    A copy of the tree without its history may carry the commit in the file ``_commit``, which ``make stamp``
+    writes (with ``-dirty`` behind it where the tree was).
+
     Returns:
-        None where git is missing, or where ``folder`` is not tracked: an environment installed inside some
-        other project's checkout must not be given that project's commit.
+        None where neither is there, or where ``folder`` is not tracked: an environment installed inside
+        some other project's checkout must not be given that project's commit.
     """
     if not _git(folder, "ls-files", "--", "."):
-        return None
+        stamp = folder / COMMIT_STAMP
+        if not stamp.is_file():
+            return None
+        commit, _, dirty = stamp.read_text(encoding="ascii").strip().partition("-")
+        return GitState(commit, bool(dirty))
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--", ".")
     return None if not commit or changes is None else GitState(commit, bool(changes))

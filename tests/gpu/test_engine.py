@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3ForCausa
     )
     network = Qwen3ForCausalLM(config).bfloat16().eval()
     network.save_pretrained(folder)
-    return folder, network.float().cuda()
+    return folder, network.cuda()
 
 
 def prompts() -> list[list[int]]:
@@ -44,18 +44,27 @@ def prompts() -> list[list[int]]:
 
 
 def check_against_transformers(outputs: list[RequestOutput], network: Qwen3ForCausalLM) -> None:
-    """Every chosen token is (nearly) the reference's best, given what the engine generated before it."""
+    """Chosen tokens and log-probabilities, held against float32 given what the engine generated before.
+
+    The measure is what bfloat16 costs ``transformers`` itself on the same tokens.
+    """
+    errors, regrets, noise = [], [], []
     for output in outputs:
         completion = output.outputs[0]
         ids = torch.tensor([[*output.prompt_token_ids, *completion.token_ids]], device="cuda")
+        rows = slice(len(output.prompt_token_ids) - 1, -1)
+        tokens = torch.tensor(completion.token_ids, device="cuda")[:, None]
         with torch.inference_mode():
-            logprobs = network(ids).logits[0].float().log_softmax(-1)
-        start = len(output.prompt_token_ids) - 1
-        expected = logprobs[start : start + len(completion.token_ids)]
-        chosen = expected.gather(-1, torch.tensor(completion.token_ids, device="cuda")[:, None])[:, 0]
+            exact = network.float()(ids).logits[0, rows].float().log_softmax(-1)
+            rounded = network.bfloat16()(ids).logits[0, rows].float().log_softmax(-1)
+        chosen = exact.gather(-1, tokens)[:, 0]
         reported = torch.tensor([entry.logprob for entry in completion.logprobs], device="cuda")
-        torch.testing.assert_close(reported, chosen, atol=0.15, rtol=0)
-        assert (expected.max(-1).values - chosen).max() < 0.15
+        errors.append(reported - chosen)
+        noise.append(rounded.gather(-1, tokens)[:, 0] - chosen)
+        regrets.append(exact.max(-1).values - chosen)
+    rms_error, rms_noise = (torch.cat(values).square().mean().sqrt() for values in (errors, noise))
+    assert rms_error < 1.5 * rms_noise
+    assert torch.cat(regrets).max() < 4 * torch.cat(noise).abs().max()
 
 
 @pytest.mark.parametrize("arm", ["serial", "mixed", "mixed:64"])

@@ -49,6 +49,21 @@ def test_silu_and_mul(
     torch.testing.assert_close(TritonOps.silu_and_mul(gate_up), expected)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 128), (33, 384), (7, 14336), (5, 100)])
+def test_linear_of_one_row(
+    generator: torch.Generator, out_features: int, in_features: int, has_bias: bool
+) -> None:
+    x, weight = normal(generator, 1, in_features), normal(generator, out_features, in_features)
+    bias = normal(generator, out_features) if has_bias else None
+    expected = TorchOps.linear(x, weight, bias)
+    torch.testing.assert_close(TritonOps.linear(x, weight, bias), expected, rtol=1e-4, atol=1e-4)
+    if not has_bias:
+        out = torch.full_like(expected, torch.nan)
+        assert TritonOps.linear(x, weight, out=out) is out
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("preset", ["tiny", "llama-3.2-1b", "qwen3-0.6b"])
 def test_rope_and_cache(generator: torch.Generator, preset: str) -> None:
     config = PRESETS[preset]

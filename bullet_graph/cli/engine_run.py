@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bullet_graph.config import EngineConfig
-from bullet_graph.engine.engine import Engine, EngineStats
+from bullet_graph.engine.engine import Engine
+from bullet_graph.engine.output import EngineStats
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.provenance import Provenance, collect_provenance
