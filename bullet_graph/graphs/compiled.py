@@ -1,5 +1,8 @@
 """The two halves of a decoder layer, compiled once for every batch size above one."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,6 +10,17 @@ from torch import Tensor
 
 from bullet_graph.models.decoder import Decoder, LayerFunctions, attention_input, attention_output
 from bullet_graph.models.ops import LayerOps, TorchOps
+
+
+@contextmanager
+def _environment_restored() -> Iterator[None]:
+    """Undo Inductor's additions to the process's environment: it stores its cache folder there."""
+    before = set(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - before:
+            del os.environ[name]
 
 
 def compiled_functions(decoder: Decoder, between: LayerOps, max_rows: int) -> LayerFunctions:
@@ -40,7 +54,7 @@ def compiled_functions(decoder: Decoder, between: LayerOps, max_rows: int) -> La
     for tensor in (x, residual, attended):
         torch._dynamo.mark_dynamic(tensor, 0, min=2, max=max_rows)
     eps = config.rms_norm_eps
-    with torch._inductor.config.patch(compile_threads=1):
+    with torch._inductor.config.patch(compile_threads=1), _environment_restored():
         functions.attention_input(x, residual, layer.input_norm, layer.qkv, layer.qkv_bias, eps)
         functions.attention_output(
             attended, residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps

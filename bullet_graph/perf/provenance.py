@@ -101,8 +101,8 @@ def git_state(folder: Path) -> GitState | None:
         stamp = folder / COMMIT_STAMP
         if not stamp.is_file():
             return None
-        commit, _, dirty = stamp.read_text(encoding="ascii").strip().partition("-")
-        return GitState(commit, bool(dirty))
+        stamped, _, dirty = stamp.read_text(encoding="ascii").strip().partition("-")
+        return GitState(stamped, bool(dirty))
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--", ".")
     return None if not commit or changes is None else GitState(commit, bool(changes))

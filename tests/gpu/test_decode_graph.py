@@ -1,5 +1,6 @@
 """Captured decode steps on the GPU: against a float32 reference, and against the same step uncaptured."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -112,12 +113,15 @@ def reference_logits(setup: Setup, inputs: DecodeInputs) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 33, 64, 96])
 @torch.inference_mode()
-def test_logits_are_close_to_float32(setup: Setup, rows: int) -> None:
+def test_logits_are_close_to_float32(
+    setup: Setup, rows: int, record_property: Callable[[str, object], None]
+) -> None:
     inputs = make_inputs(rows, seed=rows)
     expected = reference_logits(setup, inputs)
     tokens = setup.graphs.run(inputs)
     logits = setup.graphs.logits(rows).float()
     error = torch.linalg.norm(logits - expected) / torch.linalg.norm(expected)
+    record_property("relative_error", float(error))
     assert error < 2e-2
     assert torch.equal(tokens.long(), setup.graphs.logits(rows).float().argmax(-1))
 

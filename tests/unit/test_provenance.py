@@ -95,3 +95,19 @@ def test_processor_without_a_model_name_is_the_platforms(
     assert provenance._host_cpu(tmp_path / "missing") == "aarch64"
     monkeypatch.setattr(provenance.platform, "processor", lambda: "")
     assert provenance._host_cpu(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize(("text", "is_dirty"), [("0123abc\n", False), ("0123abc-dirty\n", True)])
+def test_a_copy_without_history_may_carry_a_stamp(tmp_path: Path, text: str, is_dirty: bool) -> None:
+    assert git_state(tmp_path) is None
+    (tmp_path / provenance.COMMIT_STAMP).write_text(text)
+    state = git_state(tmp_path)
+    assert state is not None
+    assert (state.commit, state.is_dirty) == ("0123abc", is_dirty)
+
+
+def test_a_checkout_counts_more_than_a_stamp(package: Path) -> None:
+    (package / provenance.COMMIT_STAMP).write_text("0123abc\n")
+    state = git_state(package)
+    assert state is not None
+    assert state.commit == git(package, "rev-parse", "HEAD")
