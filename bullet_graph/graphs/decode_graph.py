@@ -13,7 +13,12 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, bucket_for
 from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
-from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch, PlannedAttention
+from bullet_graph.models.flashinfer_attention import (
+    AttentionLane,
+    PagedBatch,
+    PlannedAttention,
+    decode_workspace_bytes,
+)
 from bullet_graph.models.pinned import Uploader, packed_offsets
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_ops import TritonOps, sample
@@ -71,7 +76,6 @@ class DecodeGraphs:
 
     Args:
         decoder: weights and cache.
-        attention: the decode lane's attention.
         state: sampling settings and last tokens by slot.
         max_batch_size: most rows of a step.
         num_kv_blocks: most entries of ``kv_indices``, padding not counted.
@@ -81,7 +85,6 @@ class DecodeGraphs:
     def __init__(
         self,
         decoder: Decoder,
-        attention: AttentionLane,
         state: SamplingState,
         *,
         max_batch_size: int,
@@ -89,13 +92,22 @@ class DecodeGraphs:
         padding_slot: int,
     ) -> None:
         self._decoder = decoder
-        self._attention = attention
+        device = decoder.cos_sin.device
+        self._attention = AttentionLane(
+            decoder.config,
+            decoder.cache,
+            dtype=decoder.weights.lm_head.dtype,
+            backend="fa2",
+            causal=False,
+            float_workspace=torch.zeros(
+                decode_workspace_bytes(decoder.config, max_batch_size), dtype=torch.uint8, device=device
+            ),
+        )
         self._state = state
         self._padding_slot = padding_slot
         self._single_row = eager_functions(TritonOps())
         self._compiled: LayerFunctions | None = None
         self.batch_sizes = batch_size_buckets(max_batch_size)
-        device = decoder.cos_sin.device
         header = _HEADER_ARRAYS * (max_batch_size + 8)
         self._uploader = Uploader(header + num_kv_blocks + max_batch_size, device)
         self._logits = torch.empty(

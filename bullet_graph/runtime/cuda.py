@@ -10,19 +10,12 @@ from torch import Tensor
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder, eager_functions
-from bullet_graph.models.flashinfer_attention import (
-    AttentionLane,
-    MixedAttention,
-    PagedBatch,
-    PlannedAttention,
-    decode_workspace_bytes,
-    prefill_backend,
-)
+from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.flashinfer_attention import decode_workspace_bytes
 from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState, token_logprobs
-from bullet_graph.models.triton_ops import TritonOps, sample
-from bullet_graph.runtime.rows import Rows, lay_out
+from bullet_graph.runtime.eager_lane import EagerLane
+from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.slots import settings_row
 from bullet_graph.runtime.step import SlotInit, Step, StepLogprobs, StepResult
 
@@ -64,51 +57,38 @@ class CudaExecutor:
         capture: bool,
         progress: bool,
     ) -> None:
-        config, device = decoder.config, decoder.cos_sin.device
-        dtype = decoder.weights.lm_head.dtype
+        device = decoder.cos_sin.device
         self._decoder = decoder
         self._stream = torch.cuda.Stream(device)
         self._padding_slot = max_num_seqs
-        self._functions = eager_functions(TritonOps())
         self._pending: dict[int, _Pending] = {}
         self._next_ticket = 0
+        torch.cuda.synchronize(device)  # weights and cache were made on the default stream
         with torch.cuda.stream(self._stream), torch.inference_mode():
             self._state = SamplingState(max_num_seqs + 1, device)
-            scratch = torch.zeros(
-                decode_workspace_bytes(config, max_num_seqs), dtype=torch.uint8, device=device
+            self._eager = EagerLane(
+                decoder,
+                self._state,
+                max_num_seqs=max_num_seqs,
+                max_rows=max_rows,
+                num_kv_blocks=num_kv_blocks,
             )
-            self._prefill_attention, self._decode_attention, graph_attention = (
-                AttentionLane(
-                    config,
-                    decoder.cache,
-                    dtype=dtype,
-                    backend=prefill_backend(device) if causal else "fa2",
-                    causal=causal,
-                    float_workspace=scratch,
-                )
-                for causal in (True, False, False)
-            )
-            # Nine arrays of a row or a sequence each, and the block ids.
-            self._uploader = Uploader(9 * (max_rows + 8) + num_kv_blocks, device)
             self._slot_uploader = Uploader(max_num_seqs * (self._state.settings.shape[1] + 1) + 8, device)
             self._graphs = None
             if capture:
                 self._graphs = DecodeGraphs(
                     decoder,
-                    graph_attention,
                     self._state,
                     max_batch_size=max_num_seqs,
                     num_kv_blocks=num_kv_blocks,
                     padding_slot=self._padding_slot,
                 )
                 self._graphs.capture(progress=progress)
-        # Weights and cache were made on the default stream.
-        torch.cuda.synchronize(device)
 
     @staticmethod
     def workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:
         """Fixed scratch of the executor, for the memory ledger."""
-        return decode_workspace_bytes(config, max_num_seqs) + _LIBRARY_BYTES
+        return 2 * decode_workspace_bytes(config, max_num_seqs) + _LIBRARY_BYTES
 
     @staticmethod
     def graph_bytes(max_num_seqs: int) -> int:
@@ -129,7 +109,7 @@ class CudaExecutor:
                 token_ids = self._graphs.run(inputs)
                 logits = self._graphs.logits(len(token_ids))
             else:
-                logits, token_ids = self._run_eagerly(rows)
+                logits, token_ids = self._eager.run(rows)
             logprobs = None
             if step.num_logprobs is not None:
                 logprobs = token_logprobs(logits, token_ids, step.num_logprobs)
@@ -174,100 +154,6 @@ class CudaExecutor:
         table = np.concatenate([settings_row(init) for init in admitted])
         device_slots, device_table = self._slot_uploader.upload(slots, table)
         self._state.settings[device_slots] = device_table.view(len(admitted), -1)
-
-    def _run_eagerly(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Launch the forward kernel by kernel.
-
-        Returns:
-            (logits [s, vocab_size], token ids [s]) of the rows that are sampled.
-        """
-        prefill_tokens = rows.num_prefill_rows
-        last_block_tokens = (rows.kv_lens - 1) % np.int32(self._decoder.cache.block_tokens) + np.int32(1)
-        (
-            token_ids,
-            decode_slots,
-            positions,
-            kv_slots,
-            q_indptr,
-            kv_indptr,
-            last_block,
-            sample_rows,
-            sample_slots,
-            sample_positions,
-            kv_indices,
-        ) = self._uploader.upload(
-            rows.token_ids,
-            rows.decode_slots,
-            rows.positions,
-            rows.kv_slots,
-            rows.q_indptr,
-            rows.kv_indptr,
-            last_block_tokens,
-            rows.sample_rows,
-            rows.sample_slots,
-            rows.sample_positions,
-            rows.kv_indices,
-        )
-        n = rows.num_prefill
-        prefill = decode = None
-        if n:
-            prefill = self._plan(
-                self._prefill_attention,
-                rows,
-                0,
-                n,
-                q_indptr[: n + 1],
-                kv_indptr[: n + 1],
-                kv_indices,
-                last_block[:n],
-            )
-        if len(rows.decode_slots):
-            # The decode rows' row numbers count from their first row; block offsets stay absolute.
-            decode = self._plan(
-                self._decode_attention,
-                rows,
-                n,
-                len(rows.kv_lens),
-                q_indptr[n:] - prefill_tokens,
-                kv_indptr[n:],
-                kv_indices,
-                last_block[n:],
-            )
-        fed_back = self._state.last_token[decode_slots]
-        hidden = self._decoder.run_layers(
-            self._decoder.embed(torch.cat((token_ids, fed_back))),
-            positions,
-            kv_slots,
-            MixedAttention(prefill, decode, prefill_tokens),
-            self._functions,
-        )
-        logits = self._decoder.logits(hidden, sample_rows, self._functions.ops)
-        return logits, sample(logits, sample_slots, sample_positions, self._state)
-
-    def _plan(
-        self,
-        lane: AttentionLane,
-        rows: Rows,
-        first: int,
-        last: int,
-        q_indptr: Tensor,
-        kv_indptr: Tensor,
-        kv_indices: Tensor,
-        last_block_tokens: Tensor,
-    ) -> PlannedAttention:
-        """Plan attention for sequences [first, last) of the step."""
-        host_q_indptr = rows.q_indptr[first : last + 1] - rows.q_indptr[first]
-        batch = PagedBatch(
-            q_indptr=q_indptr,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            last_block_tokens=last_block_tokens,
-            host_q_indptr=torch.from_numpy(host_q_indptr),
-            host_kv_indptr=torch.from_numpy(rows.kv_indptr[first : last + 1]),
-            host_kv_lens=torch.from_numpy(rows.kv_lens[first:last]),
-            num_rows=int(host_q_indptr[-1]),
-        )
-        return lane.plan(batch, captured=False)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

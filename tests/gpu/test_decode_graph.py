@@ -11,7 +11,6 @@ from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.models.attention import ReferenceAttention
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, eager_functions
-from bullet_graph.models.flashinfer_attention import AttentionLane, decode_workspace_bytes
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.loader import dummy_weights
 from bullet_graph.models.ops import TorchOps
@@ -65,12 +64,8 @@ def setup(request: pytest.FixtureRequest) -> Setup:
             target.copy_(cache)
     state = SamplingState(MAX_BATCH + 1, DEVICE)
     state.last_token.random_(0, config.vocab_size, generator=generator)
-    scratch = torch.zeros(decode_workspace_bytes(config, MAX_BATCH), dtype=torch.uint8, device=DEVICE)
-    lane = AttentionLane(
-        config, decoder.cache, dtype=torch.bfloat16, backend="fa2", causal=False, float_workspace=scratch
-    )
     graphs = DecodeGraphs(
-        decoder, lane, state, max_batch_size=MAX_BATCH, num_kv_blocks=NUM_BLOCKS, padding_slot=MAX_BATCH
+        decoder, state, max_batch_size=MAX_BATCH, num_kv_blocks=NUM_BLOCKS, padding_slot=MAX_BATCH
     )
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
         graphs.capture(progress=False)

@@ -1,0 +1,148 @@
+"""Eager forwards on the GPU: prefill chunks, decode rows, or both, launched kernel by kernel."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bullet_graph.models.decoder import Decoder, eager_functions
+from bullet_graph.models.flashinfer_attention import (
+    AttentionLane,
+    MixedAttention,
+    PagedBatch,
+    PlannedAttention,
+    decode_workspace_bytes,
+    prefill_backend,
+)
+from bullet_graph.models.pinned import Uploader
+from bullet_graph.models.sampler import SamplingState
+from bullet_graph.models.triton_ops import TritonOps, sample
+from bullet_graph.runtime.rows import Rows
+
+
+class EagerLane:
+    """What one lane needs to run forwards eagerly; every buffer is its own.
+
+    Args:
+        decoder: weights and cache on the GPU.
+        state: sampling settings and last tokens by slot.
+        max_num_seqs: most decode rows.
+        max_rows: most rows of a forward.
+        num_kv_blocks: blocks of the cache.
+    """
+
+    def __init__(
+        self, decoder: Decoder, state: SamplingState, *, max_num_seqs: int, max_rows: int, num_kv_blocks: int
+    ) -> None:
+        config, device = decoder.config, decoder.cos_sin.device
+        self._decoder = decoder
+        self._state = state
+        self._functions = eager_functions(TritonOps())
+        scratch = torch.zeros(decode_workspace_bytes(config, max_num_seqs), dtype=torch.uint8, device=device)
+        # The two take turns within a layer, so they may share their scratch.
+        self._prefill_attention, self._decode_attention = (
+            AttentionLane(
+                config,
+                decoder.cache,
+                dtype=decoder.weights.lm_head.dtype,
+                backend=prefill_backend(device) if causal else "fa2",
+                causal=causal,
+                float_workspace=scratch,
+            )
+            for causal in (True, False)
+        )
+        # Ten arrays of a row or a sequence each, and the block ids.
+        self._uploader = Uploader(10 * (max_rows + 8) + num_kv_blocks, device)
+
+    def run(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Enqueue a forward on the current stream.
+
+        Returns:
+            (logits [s, vocab_size], token ids [s]) of the rows that are sampled.
+        """
+        prefill_tokens = rows.num_prefill_rows
+        last_block_tokens = (rows.kv_lens - 1) % np.int32(self._decoder.cache.block_tokens) + np.int32(1)
+        (
+            token_ids,
+            decode_slots,
+            positions,
+            kv_slots,
+            q_indptr,
+            kv_indptr,
+            last_block,
+            sample_rows,
+            sample_slots,
+            sample_positions,
+            kv_indices,
+        ) = self._uploader.upload(
+            rows.token_ids,
+            rows.decode_slots,
+            rows.positions,
+            rows.kv_slots,
+            rows.q_indptr,
+            rows.kv_indptr,
+            last_block_tokens,
+            rows.sample_rows,
+            rows.sample_slots,
+            rows.sample_positions,
+            rows.kv_indices,
+        )
+        n = rows.num_prefill
+        prefill = decode = None
+        if n:
+            prefill = self._plan(
+                self._prefill_attention,
+                rows,
+                0,
+                n,
+                q_indptr[: n + 1],
+                kv_indptr[: n + 1],
+                kv_indices,
+                last_block[:n],
+            )
+        if len(rows.decode_slots):
+            # The decode rows' row numbers count from their first row; block offsets stay absolute.
+            decode = self._plan(
+                self._decode_attention,
+                rows,
+                n,
+                len(rows.kv_lens),
+                q_indptr[n:] - prefill_tokens,
+                kv_indptr[n:],
+                kv_indices,
+                last_block[n:],
+            )
+        fed_back = self._state.last_token[decode_slots]
+        hidden = self._decoder.run_layers(
+            self._decoder.embed(torch.cat((token_ids, fed_back))),
+            positions,
+            kv_slots,
+            MixedAttention(prefill, decode, prefill_tokens),
+            self._functions,
+        )
+        logits = self._decoder.logits(hidden, sample_rows, self._functions.ops)
+        return logits, sample(logits, sample_slots, sample_positions, self._state)
+
+    def _plan(
+        self,
+        lane: AttentionLane,
+        rows: Rows,
+        first: int,
+        last: int,
+        q_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        last_block_tokens: Tensor,
+    ) -> PlannedAttention:
+        """Plan attention for sequences [first, last) of the step."""
+        host_q_indptr = rows.q_indptr[first : last + 1] - rows.q_indptr[first]
+        batch = PagedBatch(
+            q_indptr=q_indptr,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            last_block_tokens=last_block_tokens,
+            host_q_indptr=torch.from_numpy(host_q_indptr),
+            host_kv_indptr=torch.from_numpy(rows.kv_indptr[first : last + 1]),
+            host_kv_lens=torch.from_numpy(rows.kv_lens[first:last]),
+            num_rows=int(host_q_indptr[-1]),
+        )
+        return lane.plan(batch, captured=False)
