@@ -12,13 +12,20 @@ MAX_LOGPROBS = 20
 MAX_MASKED_TOKEN_IDS = 16
 """Most token ids that ``min_tokens`` can keep from being sampled; each device slot has room for so many."""
 
+GREEDY_BELOW_TEMPERATURE = 1e-5
+"""A lower temperature means 0: dividing logits by it leaves nothing but the most probable token."""
+
+MAX_TEMPERATURE = 1e6
+"""All tokens are then equally probable in float32; much more would overflow there."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling settings of one request.
 
     Attributes:
-        temperature: 0 picks the most probable token; above 0 divides the logits before sampling.
+        temperature: 0 (or less than 1e-5) picks the most probable token; more, up to 1e6, divides the
+            logits before sampling.
         top_p: keep the smallest set of tokens whose probability mass reaches ``top_p``, in (0, 1].
         top_k: keep the ``top_k`` most probable tokens; -1 or 0 keeps all.
         min_p: drop tokens less probable than ``min_p`` times the most probable one, in [0, 1].
@@ -50,6 +57,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require(_is_real(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "≥ 0")
+        _require(
+            self.temperature <= MAX_TEMPERATURE,
+            "temperature",
+            self.temperature,
+            f"at most {MAX_TEMPERATURE:g}",
+        )
         _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(
             _is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer ≥ 1, or -1 for all"

@@ -7,3 +7,6 @@ import torch
 # Triton reads this when a kernel is defined: without a GPU the kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Tests run side by side, one process a core: more threads in each would only wait for one another.
+torch.set_num_threads(1)

@@ -10,6 +10,12 @@ from bullet_graph.config import Arm
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.sequence import Sequence, Status
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, SlotInit, Step
+from bullet_graph.sampling_params import GREEDY_BELOW_TEMPERATURE
+
+_INT32_MAX = 2**31 - 1
+
+# No vocabulary is so large that its most probable token has less, so it keeps that one alone, as less would.
+_TOP_P_MIN = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +184,13 @@ class Scheduler:
         """Chunks of prompts under way, then of waiting ones while slots, blocks and budget last."""
         chunks: list[_Chunk] = []
         for sequence in self._prefilling():
-            if budget <= 0:
-                break
             target = sequence.num_tokens
             stop = min(sequence.num_cached + budget, target)
             chunks.append(_Chunk(sequence, sequence.num_cached, stop, stop == target))
             budget -= stop - sequence.num_cached
+            # Asked here, not above: going on would admit a sequence for which there is no budget left.
+            if budget <= 0:
+                break
         return chunks
 
     def _prefilling(self) -> Iterator[Sequence]:
@@ -242,20 +249,19 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.slot)
         self._free_slots.append(sequence.slot)
-        if sequence in self._admitted:
-            self._admitted.remove(sequence)
         sequence.slot = -1
 
 
 def _slot_init(sequence: Sequence) -> SlotInit:
+    """Settings in the device's 32-bit numbers; what these cannot hold has the same effect as their limit."""
     params = sequence.params
     return SlotInit(
         slot=sequence.slot,
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
+        temperature=params.temperature if params.temperature >= GREEDY_BELOW_TEMPERATURE else 0.0,
+        top_k=min(max(params.top_k, 0), _INT32_MAX),
+        top_p=max(params.top_p, _TOP_P_MIN),
         min_p=params.min_p,
         seed=sequence.seed,
         masked_token_ids=tuple(sorted(sequence.stop_token_ids)) if params.min_tokens else (),
-        masked_until=len(sequence.prompt_token_ids) + params.min_tokens,
+        masked_until=min(len(sequence.prompt_token_ids) + params.min_tokens, _INT32_MAX),
     )

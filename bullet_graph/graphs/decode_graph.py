@@ -1,6 +1,7 @@
 """Captured decode steps: one CUDA graph a batch size, replayed with new inputs at fixed addresses."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from bullet_graph.models.flashinfer_attention import (
 from bullet_graph.models.pinned import Uploader, packed_offsets
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_ops import TritonOps, sample
+from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
 
 Int32Array = NDArray[np.int32]
 
@@ -45,6 +47,23 @@ class DecodeInputs:
     kv_slots: Int32Array
     kv_indptr: Int32Array
     kv_indices: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What capturing cost.
+
+    Attributes:
+        num_graphs: captured.
+        compile_seconds: torch.compile, once for all of them.
+        capture_seconds: everything else.
+        num_bytes: device memory that is gone since, workspaces allocated on the way included.
+    """
+
+    num_graphs: int
+    compile_seconds: float
+    capture_seconds: float
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,45 +135,77 @@ class DecodeGraphs:
         self._q_indptr = torch.arange(max_batch_size + 1, dtype=torch.int32)
         self._device_q_indptr = self._q_indptr.to(device)
         self._captured: dict[GraphKey, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, *, progress: bool) -> None:
-        """Compile and capture every batch size, the largest first, on the current stream."""
-        if self.batch_sizes[-1] > 1:
+    def capture(
+        self,
+        partitions: Sequence[SmPartition],
+        stream_for: Callable[[SmPartition], torch.cuda.Stream],
+        *,
+        progress: bool,
+    ) -> CaptureReport:
+        """Compile, then capture every batch size for every partition, the largest first.
+
+        Args:
+            partitions: SMs to capture for; a graph keeps for ever those that its stream had at capture.
+            stream_for: the decode lane's stream, bound to a partition by the call.
+            progress: show a progress bar.
+        """
+        start_s = time.perf_counter()
+        free_before, _ = torch.cuda.mem_get_info()
+        if self.batch_sizes[-1] > 1 and self._compiled is None:
             self._compiled = compiled_functions(self._decoder, self._single_row.ops, self.batch_sizes[-1])
-        pool = torch.cuda.graph_pool_handle()
-        sizes: Iterable[int] = tqdm(
-            self.batch_sizes[::-1], desc="Capturing decode graphs", unit="graph", disable=not progress
+        compiled_s = time.perf_counter()
+        keys = [GraphKey(size, partition) for size in self.batch_sizes[::-1] for partition in partitions]
+        for key in tqdm(keys, desc="Capturing decode graphs", unit="graph", disable=not progress):
+            self.capture_one(key, stream_for(key.partition))
+        torch.cuda.synchronize()
+        free_after, _ = torch.cuda.mem_get_info()
+        return CaptureReport(
+            num_graphs=len(keys),
+            compile_seconds=compiled_s - start_s,
+            capture_seconds=time.perf_counter() - compiled_s,
+            num_bytes=free_before - free_after,
         )
-        for batch_size in sizes:
-            # One padded row stands for all: lengths do not change what is launched.
-            inputs = self._pad(DecodeInputs(*_padding_rows(1, self._padding_slot)), batch_size)
-            step = self._prepare(inputs)
+
+    def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
+        """Capture one graph on the stream that is bound to its partition now; replaces an earlier one."""
+        # One padded row stands for all: lengths do not change what is launched.
+        inputs = self._pad(DecodeInputs(*_padding_rows(1, self._padding_slot)), key.batch_size)
+        # Whoever used the shared buffers last must be done: the lane may have changed its stream.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step = self._prepare(inputs, key.partition)
             # The first run loads kernels and lets the libraries allocate, which a capture may not.
             self._run(step)
             graph = torch.cuda.CUDAGraph()
             # `torch.cuda.graph` would synchronize and empty the allocator's cache for every graph.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 token_ids = self._run(step)
             finally:
                 graph.capture_end()
-            self._captured[GraphKey(batch_size)] = _Captured(graph, token_ids)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._captured[key] = _Captured(graph, token_ids)
 
-    def run(self, inputs: DecodeInputs, *, replay: bool = True) -> Tensor:
+    def run(self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU, *, replay: bool = True) -> Tensor:
         """Enqueue a decode step on the current stream.
 
         Args:
+            partition: which capture to replay.
             replay: replay the captured graph; else launch its kernels one by one, for comparison.
 
         Returns:
             [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
         """
         rows = len(inputs.slots)
-        batch_size = bucket_for(rows, self.batch_sizes)
-        captured = self._captured.get(GraphKey(batch_size))
+        key = GraphKey(bucket_for(rows, self.batch_sizes), partition)
+        captured = self._captured.get(key)
         if captured is None and replay:
-            raise ConfigError(f"no decode graph was captured for {rows} rows (sizes: {self.batch_sizes})")
-        step = self._prepare(self._pad(inputs, batch_size))
+            raise ConfigError(
+                f"no decode graph was captured for {key}; captured: {len(self._captured)} graphs"
+            )
+        step = self._prepare(self._pad(inputs, key.batch_size), partition)
         if captured is None or not replay:
             return self._run(step)[:rows]
         captured.graph.replay()
@@ -177,7 +228,7 @@ class DecodeGraphs:
             np.concatenate((inputs.kv_indices, kv_indices)),
         )
 
-    def _prepare(self, inputs: DecodeInputs) -> _DeviceStep:
+    def _prepare(self, inputs: DecodeInputs, partition: SmPartition) -> _DeviceStep:
         """Upload the inputs and plan attention; addresses depend on the batch size alone."""
         rows = len(inputs.slots)
         kv_lens = inputs.positions + np.int32(1)
@@ -202,7 +253,8 @@ class DecodeGraphs:
             host_kv_lens=torch.from_numpy(kv_lens),
             num_rows=rows,
         )
-        attention = self._attention.plan(batch, captured=True)
+        num_sms = None if partition.decode_tpcs is None else SMS_PER_TPC * partition.decode_tpcs
+        attention = self._attention.plan(batch, captured=True, num_sms=num_sms)
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 
     def _run(self, step: _DeviceStep) -> Tensor:

@@ -24,6 +24,7 @@ Backend = Literal["fa2", "fa3"]
 _INT_WORKSPACE_BYTES = 8 * 1024**2
 _NHD_LAYOUT = 0
 _NO_POSITIONS = 0
+_BLOCKS_PER_SM = 2
 _DECODE_TILE_ROWS = 16
 """Query rows of a tensor-core decode tile: fa2's smallest."""
 
@@ -109,12 +110,14 @@ class AttentionLane:
             _INT_WORKSPACE_BYTES, dtype=torch.uint8, device=float_workspace.device
         )
         self._staging = PinnedRing(_INT_WORKSPACE_BYTES)
+        self._device_sms = torch.cuda.get_device_properties(float_workspace.device).multi_processor_count
 
-    def plan(self, batch: PagedBatch, *, captured: bool) -> "PlannedAttention":
-        """Divide the batch over the GPU and enqueue the plan's copy to the device.
+    def plan(self, batch: PagedBatch, *, captured: bool, num_sms: int | None = None) -> "PlannedAttention":
+        """Divide the batch over the SMs and enqueue the plan's copy to the device.
 
         Args:
             captured: the run is part of a CUDA graph: its launches must not depend on the lengths.
+            num_sms: SMs that the kernels will have, None for all; fa2 alone heeds it.
         """
         config = self._config
         with self._staging.buffer() as staging:
@@ -137,7 +140,10 @@ class AttentionLane:
                 -1,  # no sliding window
             ]
             if self._backend == "fa2":
-                arguments += [-1, False, 0]  # split size chosen by the plan; no co-located thread blocks
+                # The planner fills the whole device, two blocks a SM; what it takes for co-located blocks of
+                # another kernel are here the blocks of the SMs that this lane does not have.
+                elsewhere = 0 if num_sms is None else _BLOCKS_PER_SM * (self._device_sms - num_sms)
+                arguments += [-1, False, elsewhere]  # -1: the plan chooses the split size
             plan_info = self._module.plan(*arguments)
         return PlannedAttention(
             self._module,

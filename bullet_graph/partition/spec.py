@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 
 
+SMS_PER_TPC = 2
+"""SMs that a TPC, the unit of a mask, holds: two since Pascal."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class SmPartition:
     """How many TPCs (pairs of SMs) each lane may use; None for all of them.

@@ -14,6 +14,7 @@ from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.flashinfer_attention import decode_workspace_bytes
 from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState, token_logprobs
+from bullet_graph.partition.spec import WHOLE_GPU
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.slots import settings_row
@@ -83,7 +84,7 @@ class CudaExecutor:
                     num_kv_blocks=num_kv_blocks,
                     padding_slot=self._padding_slot,
                 )
-                self._graphs.capture(progress=progress)
+                self._graphs.capture((WHOLE_GPU,), lambda _: self._stream, progress=progress)
 
     @staticmethod
     def workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:

@@ -18,6 +18,7 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.weights import LayerWeights, ModelWeights
+from bullet_graph.partition.spec import WHOLE_GPU
 
 pytestmark = pytest.mark.gpu
 
@@ -67,8 +68,10 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     graphs = DecodeGraphs(
         decoder, state, max_batch_size=MAX_BATCH, num_kv_blocks=NUM_BLOCKS, padding_slot=MAX_BATCH
     )
-    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-        graphs.capture(progress=False)
+    stream = torch.cuda.Stream()
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        report = graphs.capture((WHOLE_GPU,), lambda _: stream, progress=False)
+    assert report.num_graphs == len(graphs.batch_sizes)
     torch.cuda.synchronize()
     return Setup(decoder, reference, graphs, state)
 

@@ -1,0 +1,62 @@
+"""Batch-size buckets of the decode graphs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bullet_graph.graphs.key import GraphKey, batch_size_buckets, bucket_for
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+
+MAX = st.integers(1, 2000)
+
+
+@given(MAX)
+def test_buckets_rise_to_the_largest_batch(max_batch_size: int) -> None:
+    buckets = batch_size_buckets(max_batch_size)
+    assert buckets[0] == 1
+    assert buckets[-1] == max_batch_size
+    assert list(buckets) == sorted(set(buckets))
+
+
+@given(MAX, st.data())
+def test_the_bucket_is_the_smallest_that_holds_the_batch(max_batch_size: int, data: st.DataObject) -> None:
+    batch_size = data.draw(st.integers(1, max_batch_size))
+    buckets = batch_size_buckets(max_batch_size)
+    assert bucket_for(batch_size, buckets) == min(size for size in buckets if size >= batch_size)
+
+
+@given(MAX, st.data())
+def test_padding_is_bounded(max_batch_size: int, data: st.DataObject) -> None:
+    batch_size = data.draw(st.integers(1, max_batch_size))
+    padding = bucket_for(batch_size, batch_size_buckets(max_batch_size)) - batch_size
+    assert padding < (8 if batch_size <= 56 else 16 if batch_size <= 240 else 32 if batch_size <= 480 else 64)
+
+
+@pytest.mark.parametrize(
+    ("max_batch_size", "buckets"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (40, (1, 2, 4, 8, 16, 24, 32, 40)),
+        (65, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 65)),
+    ],
+)
+def test_buckets_by_hand(max_batch_size: int, buckets: tuple[int, ...]) -> None:
+    assert batch_size_buckets(max_batch_size) == buckets
+
+
+def test_default_number_of_graphs_stays_small() -> None:
+    assert len(batch_size_buckets(256)) == 3 + 7 + 12 + 1
+    assert batch_size_buckets(700)[-4:] == (512, 576, 640, 700)
+
+
+def test_a_batch_beyond_the_largest_bucket_is_a_bug_of_the_caller() -> None:
+    with pytest.raises(IndexError):
+        bucket_for(9, batch_size_buckets(8))
+
+
+def test_keys_tell_batch_size_and_partition_apart() -> None:
+    assert GraphKey(8) == GraphKey(8, WHOLE_GPU)
+    assert len({GraphKey(8), GraphKey(16), GraphKey(8, SmPartition(4, 62))}) == 3

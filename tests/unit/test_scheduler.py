@@ -1,0 +1,431 @@
+"""The scheduler, driven by a device that checks every step: at random, then case by case."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from paged_device import PagedDevice, generate_alone
+
+from bullet_graph.config import Arm
+from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
+from bullet_graph.engine.sequence import Sequence, Status
+from bullet_graph.sampling_params import SamplingParams
+
+BLOCK_TOKENS = 4
+MAX_MODEL_LEN = 40
+
+
+class Loop:
+    """The engine's loop without an engine: schedule, launch, retire, append, finish."""
+
+    def __init__(
+        self,
+        arm: str = "mixed",
+        *,
+        chunk_tokens: int = 16,
+        max_num_seqs: int = 4,
+        spare_blocks: int = 30,
+        depth: int = 1,
+        max_model_len: int = MAX_MODEL_LEN,
+    ) -> None:
+        blocks_per_seq = -(-max_model_len // BLOCK_TOKENS)
+        self.arm, self.chunk_tokens, self.depth = Arm.parse(arm), chunk_tokens, depth
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.pool = BlockPool(
+            num_blocks=1 + blocks_per_seq + spare_blocks,
+            num_slots=max_num_seqs,
+            max_blocks_per_seq=blocks_per_seq,
+            block_tokens=BLOCK_TOKENS,
+        )
+        self.scheduler = Scheduler(
+            arm=self.arm,
+            chunk_tokens=chunk_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            pool=self.pool,
+        )
+        self.device = PagedDevice(BLOCK_TOKENS)
+        self.in_flight: deque[ScheduledStep] = deque()
+        self.sequences: list[Sequence] = []
+        self.aborted: set[Sequence] = set()
+        self.first_admissions: list[Sequence] = []
+        self.ends: dict[Sequence, int] = {}
+        """After how many tokens each sequence must have ended."""
+
+    def add(self, prompt_tokens: int, max_tokens: int = 8, end: int | None = None) -> Sequence:
+        """Queue a sequence; ``end`` is after how many tokens an end-of-sequence token strikes."""
+        index = len(self.sequences)
+        prompt = np.arange(prompt_tokens, dtype=np.int32) + 10 * index
+        params = SamplingParams(max_tokens=max_tokens)
+        sequence = Sequence(f"request-{index}", 0, prompt, params, 100 + index, frozenset())
+        self.sequences.append(sequence)
+        limit = min(max_tokens, self.max_model_len - prompt_tokens)
+        self.ends[sequence] = limit if end is None else min(limit, end)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        self.aborted.add(sequence)
+        self.scheduler.finish(sequence)
+
+    def launch(self) -> ScheduledStep | None:
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            assert self.in_flight or not self.unfinished, "nothing runs, yet sequences wait"
+            return None
+        self.check_budget(scheduled)
+        self.first_admissions += [s for s in scheduled.admitted if s not in self.first_admissions]
+        for sequence, init in zip(scheduled.admitted, scheduled.step.admitted, strict=True):
+            assert (sequence.slot, sequence.seed) == (init.slot, init.seed)
+            assert sequence in scheduled.touched, "admitted without a chunk"
+        self.device.launch(scheduled.step)
+        self.in_flight.append(scheduled)
+        return scheduled
+
+    def retire(self) -> None:
+        scheduled = self.in_flight.popleft()
+        tokens = self.device.wait().token_ids.tolist()
+        self.scheduler.retire(scheduled)
+        for sequence, token in zip(scheduled.sampled, tokens, strict=True):
+            if sequence.status is Status.FINISHED:
+                continue
+            sequence.output_token_ids.append(token)
+            if len(sequence.output_token_ids) == self.ends[sequence]:
+                self.scheduler.finish(sequence)
+
+    def check_budget(self, scheduled: ScheduledStep) -> None:
+        prefill, decode = scheduled.step.prefill, scheduled.step.decode
+        prefill_rows = 0 if prefill is None else len(prefill.token_ids)
+        decode_rows = 0 if decode is None else len(decode.slots)
+        assert prefill_rows or decode_rows
+        assert decode_rows <= self.max_num_seqs
+        if self.arm.name == "serial":
+            assert not (prefill_rows and decode_rows)
+        if prefill_rows:
+            floor = min(self.chunk_tokens, BLOCK_TOKENS)
+            assert prefill_rows + decode_rows <= max(self.chunk_tokens, decode_rows + floor)
+
+    def check_blocks(self) -> None:
+        """No block is leaked, owned twice, or owned by a slot that nobody has."""
+        holders = {s.slot: s for s in self.sequences if s.slot >= 0}
+        assert len(holders) == sum(s.slot >= 0 for s in self.sequences), "a slot with two sequences"
+        owned = [b for slot in range(self.max_num_seqs) for b in self.pool.owned(slot)]
+        assert len(owned) == len(set(owned)) == self.pool.num_used
+        assert all(1 <= block <= self.pool.num_usable for block in owned)
+        for slot in range(self.max_num_seqs):
+            holder = holders.get(slot)
+            if holder is None:
+                assert self.pool.owned(slot) == []
+            elif holder.status is Status.FINISHED:
+                assert any(holder in step.touched for step in self.in_flight), "a leak"
+        running = [s for s in self.sequences if s.status is Status.RUNNING]
+        assert self.scheduler.num_running == len(running)
+        assert all(s.slot >= 0 for s in running)
+        waiting = [s for s in self.sequences if s.status is Status.WAITING]
+        assert self.scheduler.num_waiting == len(waiting)
+        assert all(s.slot < 0 for s in waiting)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [s for s in self.sequences if s.status is not Status.FINISHED]
+
+    def drain(self, max_steps: int = 20_000) -> None:
+        """Run to the end as the engine does, and check what came out."""
+        for _ in range(max_steps):
+            while len(self.in_flight) < self.depth and self.launch() is not None:
+                self.check_blocks()
+            if not self.in_flight:
+                break
+            self.retire()
+            self.check_blocks()
+        assert not self.unfinished
+        assert self.pool.num_used == 0
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        for sequence in self.sequences:
+            expected = generate_alone(sequence.seed, sequence.prompt_token_ids.tolist(), self.ends[sequence])
+            if sequence in self.aborted:
+                expected = expected[: len(sequence.output_token_ids)]
+            assert sequence.output_token_ids == expected
+        served = [s for s in self.sequences if s in self.first_admissions]
+        assert self.first_admissions == served, "first admissions must follow arrivals"
+
+
+class AnySchedule(RuleBasedStateMachine):
+    """Adds, aborts, launches and retires in any order."""
+
+    @initialize(
+        arm=st.sampled_from(["serial", "mixed"]),
+        chunk_tokens=st.sampled_from([1, 2, 3, 5, 8, 16, 1000]),
+        max_num_seqs=st.integers(1, 6),
+        spare_blocks=st.integers(0, 8),
+        depth=st.integers(1, 3),
+    )
+    def build(self, **choices: object) -> None:
+        self.loop = Loop(**choices)  # type: ignore[arg-type]
+
+    @rule(
+        # Short prompts with long outputs outgrow the pool, so that there is preemption.
+        shapes=st.lists(
+            st.tuples(
+                st.integers(1, 10) | st.integers(1, MAX_MODEL_LEN - 1),
+                st.integers(1, MAX_MODEL_LEN),
+                st.none() | st.integers(1, 20),
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    def add(self, shapes: list[tuple[int, int, int | None]]) -> None:
+        for prompt_tokens, max_tokens, end in shapes:
+            self.loop.add(prompt_tokens, max_tokens, end)
+
+    @rule(index=st.integers(0, 6))
+    def abort(self, index: int) -> None:
+        if index < len(self.loop.unfinished):
+            self.loop.abort(self.loop.unfinished[index])
+
+    @rule(count=st.integers(1, 12))
+    def launch(self, count: int) -> None:
+        for _ in range(count):
+            if len(self.loop.in_flight) == self.loop.depth:
+                self.loop.retire()
+            self.loop.launch()
+
+    @rule()
+    def retire(self) -> None:
+        if self.loop.in_flight:
+            self.loop.retire()
+
+    @invariant()
+    def blocks_are_sound(self) -> None:
+        if hasattr(self, "loop"):
+            self.loop.check_blocks()
+
+    def teardown(self) -> None:
+        if hasattr(self, "loop"):
+            self.loop.drain()
+
+
+AnySchedule.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestAnySchedule = AnySchedule.TestCase
+
+
+def slots_of(scheduled: ScheduledStep | None) -> tuple[list[int], list[int]]:
+    """(chunk lengths of the prefill, number of decode rows) of a step."""
+    assert scheduled is not None
+    prefill, decode = scheduled.step.prefill, scheduled.step.decode
+    chunks = [] if prefill is None else np.diff(prefill.q_indptr).tolist()
+    return chunks, 0 if decode is None else len(decode.slots)
+
+
+def run_steps(loop: Loop) -> list[tuple[list[int], int]]:
+    """Drain one step at a time; the shape of each."""
+    shapes = []
+    while (scheduled := loop.launch()) is not None:
+        shapes.append(slots_of(scheduled))
+        loop.retire()
+    loop.drain()
+    return shapes
+
+
+def test_serial_prefills_whole_prompts_before_it_decodes() -> None:
+    loop = Loop("serial", chunk_tokens=16)
+    loop.add(10, max_tokens=3)
+    loop.add(9, max_tokens=2)
+    assert run_steps(loop) == [([10, 6], 0), ([3], 0), ([], 2), ([], 1)]
+
+
+def test_mixed_fills_the_budget_beside_decode_rows() -> None:
+    loop = Loop("mixed", chunk_tokens=8)
+    loop.add(3, max_tokens=4)
+    loop.add(20, max_tokens=2)
+    assert run_steps(loop) == [([3, 5], 0), ([7], 1), ([7], 1), ([1], 1), ([], 1)]
+
+
+def test_prompts_get_a_block_s_worth_however_many_rows_decode() -> None:
+    loop = Loop("mixed", chunk_tokens=5, max_num_seqs=8)
+    for _ in range(6):
+        loop.add(1, max_tokens=30)
+    while sum(s.decoding for s in loop.sequences) < 6:
+        loop.launch()
+        loop.retire()
+    loop.add(9, max_tokens=1)
+    assert slots_of(loop.launch()) == ([BLOCK_TOKENS], 6)
+    loop.drain()
+
+
+def test_no_more_sequences_run_than_there_are_slots() -> None:
+    loop = Loop(max_num_seqs=2)
+    for _ in range(5):
+        loop.add(3, max_tokens=4)
+    loop.launch()
+    assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (2, 3)
+    loop.drain()
+
+
+def test_a_sequence_that_gets_no_chunk_is_not_admitted_yet() -> None:
+    loop = Loop("mixed", chunk_tokens=8)
+    loop.add(8)
+    second = loop.add(8)
+    scheduled = loop.launch()
+    assert slots_of(scheduled) == ([8], 0)
+    assert second.status is Status.WAITING
+    loop.drain()
+
+
+def test_blocks_of_a_sequence_that_ended_stay_until_its_steps_are_retired() -> None:
+    loop = Loop(depth=3)
+    sequence = loop.add(5, max_tokens=30)
+    for _ in range(3):
+        loop.launch()
+    used = loop.pool.num_used
+    loop.abort(sequence)
+    for remaining in (2, 1):
+        loop.retire()
+        assert len(loop.in_flight) == remaining
+        assert loop.pool.num_used == used
+    loop.retire()
+    assert loop.pool.num_used == 0
+    assert sequence.slot == -1
+
+
+def test_no_step_is_launched_for_tokens_beyond_max_tokens_or_max_model_len() -> None:
+    loop = Loop(depth=3)
+    loop.add(4, max_tokens=2)
+    loop.add(MAX_MODEL_LEN - 2, max_tokens=30)
+    while any(len(s.prompt_token_ids) > s.num_cached for s in loop.sequences):
+        loop.launch()
+        if len(loop.in_flight) == 3:
+            loop.retire()
+    while loop.launch() is not None:
+        pass
+    assert sum(len(step.sampled) for step in loop.in_flight) <= 4
+    loop.drain()
+    assert [len(s.output_token_ids) for s in loop.sequences] == [2, 2]
+
+
+@pytest.mark.parametrize("arm", ["serial", "mixed"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_last_to_come_is_preempted_and_loses_nothing(arm: str, depth: int) -> None:
+    loop = Loop(arm, spare_blocks=2, depth=depth)
+    for _ in range(4):
+        loop.add(8, max_tokens=MAX_MODEL_LEN - 8)
+    num_preempted = 0
+    while loop.unfinished:
+        ran = [s for s in loop.sequences if s.status is Status.RUNNING]
+        while len(loop.in_flight) < depth and loop.launch() is not None:
+            still = [s for s in ran if s.status is Status.RUNNING]
+            assert still == ran[: len(still)], "an older sequence made way for a younger one"
+            num_preempted += len(ran) - len(still)
+            ran = [s for s in loop.sequences if s.status is Status.RUNNING]
+        # The oldest keeps running, so there is always progress.
+        assert loop.unfinished[0].status is Status.RUNNING
+        loop.retire()
+    loop.drain()
+    assert loop.scheduler.num_preemptions == num_preempted > 0
+
+
+def test_a_preempted_sequence_goes_before_those_that_never_ran() -> None:
+    loop = Loop("mixed", max_num_seqs=2, spare_blocks=0)
+    first, second, third = (loop.add(14, max_tokens=20) for _ in range(3))
+    while second.status is not Status.RUNNING or first.num_tokens < 20:
+        loop.launch()
+        loop.retire()
+    while second.status is Status.RUNNING:
+        loop.launch()
+        loop.retire()
+    assert third.status is Status.WAITING
+    while third.status is Status.WAITING:
+        assert second in loop.first_admissions
+        loop.launch()
+        loop.retire()
+    assert second.status is not Status.WAITING
+    loop.drain()
+
+
+def test_admission_keeps_a_block_back_for_each_running_sequence() -> None:
+    # Ten blocks: the first takes four and keeps one back, so five are left for the second.
+    loop = Loop("mixed", spare_blocks=0, chunk_tokens=1000)
+    loop.add(16, max_tokens=10)
+    loop.launch()
+    loop.retire()
+    assert loop.pool.num_free == 6
+    wide = loop.add(24, max_tokens=10)
+    loop.launch()
+    assert wide.status is Status.WAITING
+    loop.drain()
+
+
+def test_aborting_a_waiting_sequence_touches_nothing() -> None:
+    loop = Loop(max_num_seqs=1)
+    loop.add(4)
+    waiting = loop.add(4)
+    loop.launch()
+    used = loop.pool.num_used
+    loop.abort(waiting)
+    assert loop.pool.num_used == used
+    assert loop.scheduler.num_waiting == 0
+    loop.drain()
+
+
+def test_settings_reach_the_slot() -> None:
+    loop = Loop()
+    params = SamplingParams(
+        temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, max_tokens=5, min_tokens=2, logprobs=3
+    )
+    sequence = Sequence("a", 0, np.arange(6, dtype=np.int32), params, 77, frozenset({9, 4}))
+    loop.scheduler.add(sequence)
+    scheduled = loop.scheduler.schedule()
+    assert scheduled is not None
+    (init,) = scheduled.step.admitted
+    assert (init.slot, init.temperature, init.top_k, init.top_p, init.min_p, init.seed) == (
+        sequence.slot,
+        0.5,
+        7,
+        0.25,
+        0.125,
+        77,
+    )
+    # Output token i has position 6 + i: the first two may be neither 4 nor 9.
+    assert (init.masked_token_ids, init.masked_until) == ((4, 9), 8)
+    assert scheduled.step.num_logprobs == 3
+
+
+def test_nothing_is_masked_without_min_tokens() -> None:
+    loop = Loop()
+    params = SamplingParams(top_k=-1)
+    sequence = Sequence("a", 0, np.arange(6, dtype=np.int32), params, 0, frozenset({9}))
+    loop.scheduler.add(sequence)
+    scheduled = loop.scheduler.schedule()
+    assert scheduled is not None
+    (init,) = scheduled.step.admitted
+    assert init.top_k == 0
+    assert init.masked_token_ids == ()
+    assert scheduled.step.num_logprobs is None
+
+
+def test_settings_fit_the_device_s_32_bit_numbers() -> None:
+    loop = Loop()
+    params = SamplingParams(temperature=1e-9, top_k=2**40, top_p=1e-60, max_tokens=2**40, min_tokens=2**40)
+    loop.scheduler.add(Sequence("a", 0, np.arange(6, dtype=np.int32), params, 0, frozenset({9})))
+    scheduled = loop.scheduler.schedule()
+    assert scheduled is not None
+    (init,) = scheduled.step.admitted
+    assert max(init.top_k, init.masked_until) < 2**31
+    assert init.masked_until >= MAX_MODEL_LEN
+    assert np.float32(init.top_p) > 0
+    # Dividing by it would overflow: the most probable token is what it means.
+    assert init.temperature == 0
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 3), (1, 6), (3, 6), (4, 6), (5, 6), (2, 2)])
+def test_known_token_ids_run_from_the_prompt_into_the_output(start: int, stop: int) -> None:
+    sequence = Sequence("a", 0, np.array([5, 6, 7], dtype=np.int32), SamplingParams(), 0, frozenset())
+    sequence.output_token_ids += [8, 9, 10]
+    ids = sequence.known_token_ids(start, stop)
+    assert ids.tolist() == [5, 6, 7, 8, 9, 10][start:stop]
+    assert ids.dtype == np.int32
