@@ -5,8 +5,10 @@ PY ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
+SANITIZED := build/sanitized
 PYTHON_SOURCES := bullet_graph bench tests
-C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
+EXTENSION_SOURCES := $(wildcard csrc/*.c csrc/*.h)
+C_SOURCES := $(EXTENSION_SOURCES) $(wildcard tests/fakes/*.c)
 
 # "yes" where a driver reports a GPU; empty where there is none, or no nvidia-smi at all.
 GPU := $(shell { nvidia-smi -L | grep -q '^GPU ' && echo yes; } 2>/dev/null)
@@ -28,7 +30,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint typecheck unit format gpu-test stamp clean
+.PHONY: help venv demo test lint typecheck unit sanitize format gpu-test stamp clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,13 +38,13 @@ help: ## list the targets
 demo: $(VENV)/.installed ## the offline benchmark: an 8B model on a GPU, else a tiny one on the CPU
 	$(BIN)/bullet-graph bench throughput $(DEMO)
 
-test: lint typecheck unit ## everything that continuous integration runs
+test: lint typecheck sanitize unit ## everything that continuous integration runs
 
 lint: $(VENV)/.installed-dev ## style, import contract, C formatting
 	$(BIN)/ruff check $(PYTHON_SOURCES)
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(BIN)/lint-imports
-	$(if $(C_SOURCES),$(BIN)/clang-format --dry-run -Werror $(C_SOURCES))
+	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 
 typecheck: $(VENV)/.installed-dev ## mypy --strict
 	$(BIN)/mypy
@@ -50,13 +52,29 @@ typecheck: $(VENV)/.installed-dev ## mypy --strict
 unit: $(VENV)/.installed-dev ## all tests that need no GPU
 	$(BIN)/pytest -n 2 -m 'not gpu'
 
+# A copy of the package with the extension built for it, so that the ordinary one stays as it is. Leaks are not
+# looked for: the interpreter keeps memory until its end.
+sanitize: $(VENV)/.installed-dev ## the C extension under AddressSanitizer and UBSan, against a fake libcuda
+	rm -rf $(SANITIZED)
+	mkdir -p $(SANITIZED)
+	cp -R bullet_graph $(SANITIZED)/
+	rm -f $(SANITIZED)/bullet_graph/_smctrl*.so
+	$(CC) -std=c11 -Wall -Wextra -Werror -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all --coverage \
+		-shared -fPIC -I"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')" \
+		csrc/smctrl.c -o $(SANITIZED)/bullet_graph/_smctrl.abi3.so -ldl
+	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) \
+		$(BIN)/python -P -m pytest -p no:cacheprovider tests/unit/test_smctrl.py tests/unit/test_smctrl_backend.py
+	gcov --no-output --branch-probabilities $(SANITIZED)/bullet_graph/*.gcda \
+		| sed -n '/smctrl\.c/,/^Calls/p' | tee $(SANITIZED)/coverage.txt
+	grep -q 'Taken at least once:100.00%' $(SANITIZED)/coverage.txt
+
 gpu-test: $(VENV)/.installed-dev ## the tests that need an NVIDIA GPU
 	$(BIN)/pytest tests/gpu -m gpu
 
 format: $(VENV)/.installed-dev ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
 	$(BIN)/ruff format $(PYTHON_SOURCES)
-	$(if $(C_SOURCES),$(BIN)/clang-format -i $(C_SOURCES))
+	$(BIN)/clang-format -i $(C_SOURCES)
 
 stamp: ## note the commit in a file, for a copy of the tree that travels without its history
 	printf '%s%s\n' "$$(git rev-parse HEAD)" "$$(git status --porcelain -- bullet_graph | sed -n 's/.*/-dirty/p;q')" > bullet_graph/_commit
@@ -64,14 +82,15 @@ stamp: ## note the commit in a file, for a copy of the tree that travels without
 venv: $(VENV)/.installed-dev ## a virtual environment with the package (editable) and the tools
 
 clean: ## remove the virtual environment, caches and build outputs
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist *.egg-info bullet_graph/_smctrl*.so
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find $(PYTHON_SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	$(PY) -m venv $(VENV)
 
-# Stamps: installed anew only after pyproject.toml has changed.
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
+# Stamps: installed anew only after pyproject.toml or the C extension has changed.
+$(VENV)/.installed: pyproject.toml $(EXTENSION_SOURCES) | $(BIN)/python
 	$(if $(TORCH),$(PIP) install '$(TORCH)')
 	$(PIP) install -e '$(RUNTIME)'
 	touch $@

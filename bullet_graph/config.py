@@ -8,6 +8,7 @@ from bullet_graph.errors import ConfigError
 
 DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+PartitionBackendName = Literal["auto", "smctrl", "green", "none"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 KV_BLOCK_TOKENS = 16
@@ -25,10 +26,19 @@ class Arm:
         name: the policy.
         chunk_tokens: most rows of a forward (prefill chunk plus decode rows in ``mixed``); None takes the
             engine's ``max_num_batched_tokens``.
+
+    Raises:
+        ConfigError: at construction, naming the field.
     """
 
     name: Literal["serial", "mixed"]
     chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in ("serial", "mixed"):
+            raise ConfigError(f"an arm's name must be serial or mixed, got {self.name!r}")
+        if self.chunk_tokens is not None:
+            _require_count("an arm's chunk_tokens", self.chunk_tokens)
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
@@ -67,6 +77,10 @@ class EngineConfig:
         arm: how prefill and decode share the device.
         seed: of dummy weights and of requests without a seed of their own.
         cuda_graphs: capture decode steps; without, they run eagerly (slower; for debugging).
+        partition_backend: what confines a lane to its SMs: ``smctrl``, ``green``, ``none``, or ``auto`` for the
+            first that verifies.
+        decode_sms: sizes of the decode lane, in SMs, to verify and capture graphs for besides the whole GPU; the
+            prefill lane has the rest.
 
     Raises:
         ConfigError: at construction, naming the setting.
@@ -84,22 +98,27 @@ class EngineConfig:
     arm: Arm = Arm("mixed")
     seed: int = 0
     cuda_graphs: bool = True
+    partition_backend: PartitionBackendName = "auto"
+    decode_sms: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         choices = {
             "load_format": ("auto", "safetensors", "dummy"),
             "dtype": ("auto", "bfloat16", "float16", "float32"),
             "device": ("auto", "cuda", "cpu"),
+            "partition_backend": ("auto", "smctrl", "green", "none"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            _require_count(name, getattr(self, name))
+        for name in ("max_model_len", "kv_cache_bytes"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
 
     @property
     def is_folder(self) -> bool:
@@ -112,3 +131,8 @@ class EngineConfig:
         if self.arm.chunk_tokens is None:
             return self.max_num_batched_tokens
         return min(self.arm.chunk_tokens, self.max_num_batched_tokens)
+
+
+def _require_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -33,6 +33,10 @@ class CheckpointError(ModelError):
     """A safetensors file is missing or broken, or a tensor in it is not what config.json calls for."""
 
 
+class PartitionError(BulletGraphError, RuntimeError):
+    """An SM partition cannot be had on this machine, or was not honoured; the message tells the SMs seen."""
+
+
 class RequestError(BulletGraphError, ValueError):
     """One request is wrong; other requests are not affected."""
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bullet_graph.errors import SamplingParamsError
 
@@ -87,14 +88,30 @@ class SamplingParams:
             self.logprobs,
             f"None or between 0 and {MAX_LOGPROBS}",
         )
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
         _require(_is_int(self.n) and self.n >= 1, "n", self.n, "≥ 1")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        _require(all(isinstance(s, str) and s for s in stops), "stop", self.stop, "non-empty strings")
-        ids = tuple(self.stop_token_ids)
-        _require(all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", ids, "integers ≥ 0")
+        stops = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
+        _require(
+            stops is not None and all(isinstance(s, str) and s for s in stops),
+            "stop",
+            self.stop,
+            "a non-empty string, or a sequence of them",
+        )
+        ids = _items(self.stop_token_ids)
+        _require(
+            ids is not None and all(_is_int(i) and i >= 0 for i in ids),
+            "stop_token_ids",
+            self.stop_token_ids,
+            "a sequence of integers ≥ 0",
+        )
         # Frozen values all the way down: a list handed in by the caller must not change under the engine.
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", ids)
+
+
+def _items(values: object) -> tuple[Any, ...] | None:
+    """The items of a sequence, but for text, whose characters are hardly meant; None for anything else."""
+    return tuple(values) if isinstance(values, Sequence) and not isinstance(values, (str, bytes)) else None
 
 
 def _is_real(value: object) -> bool:

@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import click
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -50,11 +51,20 @@ class RunRecord:
 def open_engine(config: EngineConfig, *, quiet: bool) -> Engine:
     """Build the engine; unless quiet, show its memory ledger first and progress bars where somebody watches."""
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return Engine(
+    engine = Engine(
         **settings,
         on_ledger=None if quiet else _print_ledger,
         use_tqdm=not quiet and sys.stderr.isatty(),
     )
+    if not quiet and engine.capture is not None:
+        capture = engine.capture
+        click.echo(
+            f"partitions: {engine.partition_backend}\n"
+            f"{capture.num_graphs} decode graphs: compiled in {capture.compile_seconds:.1f} s, captured in "
+            f"{capture.capture_seconds:.1f} s, {capture.num_bytes / GIB:.2f} GiB",
+            err=True,
+        )
+    return engine
 
 
 def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
@@ -87,6 +97,8 @@ def describe_run(
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "kv_cache_bytes": config.kv_cache_bytes,
             "cuda_graphs": config.cuda_graphs,
+            "partition_backend": config.partition_backend,
+            "decode_sms": config.decode_sms,
         },
         num_steps=after.num_steps - before.num_steps,
         num_preemptions=after.num_preemptions - before.num_preemptions,

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
-from bullet_graph.config import Arm, DeviceName, DtypeName, EngineConfig, LoadFormat
+from bullet_graph.config import Arm, DeviceName, DtypeName, EngineConfig, LoadFormat, PartitionBackendName
 
 _UNITS = {"": 1, **{f"{p}b": 1000**i for i, p in enumerate(("", "k", "m", "g", "t"))}}
 _UNITS |= {f"{p}ib": 1024**i for i, p in enumerate(("k", "m", "g", "t"), start=1)}
@@ -25,6 +25,14 @@ def parse_size(_: click.Context, __: click.Parameter, value: str | None) -> int 
     if not match or unit is None:
         raise click.BadParameter(f"{value!r} is no size: write 8GiB, 512MiB, 1.5GB or a number of bytes")
     return int(float(match[1]) * unit)
+
+
+def parse_sizes(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+    """An option's callback: read numbers such as ``32,48``."""
+    try:
+        return tuple(int(part) for part in value.split(",") if part.strip())
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of numbers: write 32,48,64") from None
 
 
 def engine_options(
@@ -105,6 +113,20 @@ def engine_options(
             default=defaults["cuda_graphs"],
             show_default=True,
             help="Capture decode steps into CUDA graphs.",
+        ),
+        click.option(
+            "--partition-backend",
+            type=click.Choice(get_args(PartitionBackendName)),
+            default=defaults["partition_backend"],
+            show_default=True,
+            help="What confines a lane to its SMs; auto: the first that verifies.",
+        ),
+        click.option(
+            "--decode-sms",
+            metavar="N,N,…",
+            callback=parse_sizes,
+            default="",
+            help="Sizes of the decode lane, in SMs, to verify and capture besides the whole GPU.",
         ),
         click.option(
             "--seed",

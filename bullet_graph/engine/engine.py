@@ -8,20 +8,27 @@ from collections.abc import Callable, Sequence
 import torch
 from tqdm import tqdm
 
-from bullet_graph.config import KV_BLOCK_TOKENS, Arm, DeviceName, DtypeName, EngineConfig, LoadFormat
+from bullet_graph.config import (
+    KV_BLOCK_TOKENS,
+    Arm,
+    DeviceName,
+    DtypeName,
+    EngineConfig,
+    LoadFormat,
+    PartitionBackendName,
+)
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
-from bullet_graph.engine.request import Request, Sample, row_logprobs
+from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
-from bullet_graph.engine.sequence import Status
+from bullet_graph.engine.tracker import RequestTracker
 from bullet_graph.errors import EngineDeadError, RequestError
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.runtime.build import build_executor, resolve
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger
-from bullet_graph.runtime.step import StepResult
 from bullet_graph.sampling_params import SamplingParams
 
 
@@ -58,6 +65,8 @@ class Engine:
         seed: int = 0,
         arm: str | Arm = "mixed",
         cuda_graphs: bool = True,
+        partition_backend: PartitionBackendName = "auto",
+        decode_sms: Sequence[int] = (),
         use_tqdm: bool = False,
         on_ledger: Callable[[MemoryLedger], None] | None = None,
     ) -> None:
@@ -74,6 +83,8 @@ class Engine:
             arm=Arm.parse(arm) if isinstance(arm, str) else arm,
             seed=seed,
             cuda_graphs=cuda_graphs,
+            partition_backend=partition_backend,
+            decode_sms=tuple(decode_sms),
         )
         runtime = resolve(self.config)
         self.model_config = runtime.model
@@ -83,10 +94,13 @@ class Engine:
         self._admission = Admission(
             self.model_config, self.tokenizer, max_model_len=self.max_model_len, seed=seed
         )
-        self._executor: Executor | None
-        self._executor, self.memory = build_executor(
+        built = build_executor(
             self.config, runtime, progress=use_tqdm, on_ledger=on_ledger or (lambda _: None)
         )
+        self._executor: Executor | None = built.executor
+        self.memory = built.memory
+        self.partition_backend = built.partition_backend
+        self.capture = built.capture
         self._pool = BlockPool(
             num_blocks=self.memory.num_kv_blocks,
             num_slots=max_num_seqs,
@@ -100,7 +114,7 @@ class Engine:
             max_model_len=self.max_model_len,
             pool=self._pool,
         )
-        self._requests: dict[str, Request] = {}
+        self._tracker = RequestTracker(self._scheduler, max_model_len=self.max_model_len)
         self._in_flight: deque[tuple[ScheduledStep, int]] = deque()
         self._aborted: list[RequestOutput] = []
         self._names = itertools.count()
@@ -124,30 +138,23 @@ class Engine:
             EngineDeadError: the engine was shut down or has failed.
         """
         executor = self._alive()
-        if request_id in self._requests:
+        if request_id in self._tracker:
             raise RequestError(f"request id {request_id!r} is in use")
         params = sampling_params or SamplingParams()
         token_ids = self._admission.token_ids(prompt)
         sequences = self._admission.sequences(request_id, token_ids, params)
         samples = [Sample(s, None if self.tokenizer is None else self.tokenizer.stream()) for s in sequences]
-        self._requests[request_id] = Request(request_id, token_ids, samples, output_kind, executor.now())
-        for sequence in sequences:
-            self._scheduler.add(sequence)
+        self._tracker.add(Request(request_id, token_ids, samples, output_kind, executor.now()))
 
     def abort(self, request_id: str) -> None:
         """End a request where it is; the next :meth:`step` reports it. An unknown id is ignored."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        for sample in request.samples:
-            if sample.finish_reason is None:
-                sample.finish("abort")
-                self._scheduler.finish(sample.sequence)
-        self._aborted.append(request.output())
+        output = self._tracker.abort(request_id)
+        if output is not None:
+            self._aborted.append(output)
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do or to report."""
-        return bool(self._requests or self._in_flight or self._aborted)
+        return bool(len(self._tracker) or self._in_flight or self._aborted)
 
     def step(self) -> list[RequestOutput]:
         """Launch what can be launched, retire the oldest step in flight, and report what it brought.
@@ -163,49 +170,16 @@ class Engine:
                 scheduled = self._scheduler.schedule()
                 if scheduled is None:
                     break
-                self._note_scheduled(scheduled, executor.now())
+                self._tracker.note_scheduled(scheduled, executor.now())
                 self._in_flight.append((scheduled, executor.launch(scheduled.step)))
             if self._in_flight:
                 scheduled, ticket = self._in_flight.popleft()
                 result = executor.wait(ticket)
-                outputs += self._retire(scheduled, result, executor.now())
+                self._num_steps += 1
+                outputs += self._tracker.retire(scheduled, result, executor.now())
         except Exception as error:
             self._failure = error
             raise EngineDeadError(f"the engine failed while running a step: {error}") from error
-        return outputs
-
-    def _note_scheduled(self, scheduled: ScheduledStep, now: float) -> None:
-        for sequence in scheduled.admitted:
-            request = self._requests.get(sequence.request_id)
-            if request is not None and request.first_scheduled_s is None:
-                request.first_scheduled_s = now
-
-    def _retire(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
-        self._num_steps += 1
-        self._scheduler.retire(scheduled)
-        touched: dict[Request, None] = {}
-        for row, (sequence, token_id) in enumerate(
-            zip(scheduled.sampled, result.token_ids.tolist(), strict=True)
-        ):
-            if sequence.status is Status.FINISHED:
-                continue  # it ended while this step was in flight
-            request = self._requests[sequence.request_id]
-            sample = request.samples[sequence.index]
-            sample.append(token_id, row_logprobs(result, row, token_id, sequence))
-            if sample.finish_reason is None and sequence.num_tokens >= self.max_model_len:
-                sample.finish("length")
-            if sequence.index == 0:
-                request.token_times_s.append(now)
-            if sample.finish_reason is not None:
-                self._scheduler.finish(sequence)
-            touched[request] = None
-        outputs = []
-        for request in touched:
-            finished = request.finished
-            if finished:
-                del self._requests[request.request_id]
-            if finished or request.output_kind is not OutputKind.FINAL_ONLY:
-                outputs.append(request.output())
         return outputs
 
     # ---- whole batches ----
@@ -231,9 +205,9 @@ class Engine:
         Raises:
             RequestError: a single prompt is wrong, or requests added one by one are still under way.
         """
-        if self._requests:
+        if len(self._tracker):
             raise RequestError(
-                f"generate needs the engine to itself, but {len(self._requests)} requests are under way: "
+                f"generate needs the engine to itself, but {len(self._tracker)} requests are under way: "
                 "finish them with step(), or abort them"
             )
         batch, params, single = normalise_batch(prompts, sampling_params)
@@ -285,7 +259,7 @@ class Engine:
         executor, self._executor = self._executor, None
         if executor is None:
             return
-        self._requests.clear()
+        self._tracker.clear()
         self._in_flight.clear()
         executor.shutdown()
         del executor

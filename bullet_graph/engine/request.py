@@ -43,7 +43,7 @@ class Sample:
         if self._stream is not None:
             searched = len(self._text)
             self._text += self._stream.push(token_id)
-            if self._stops and num_output > sequence.params.min_tokens and self._cut_at_stop(searched):
+            if self._cut_at_stop(searched):
                 self.finish_reason = "stop"
                 return
         if token_id in sequence.stop_token_ids and num_output > sequence.params.min_tokens:
@@ -56,13 +56,15 @@ class Sample:
         searched = len(self._text)
         if self._stream is not None:
             self._text += self._stream.flush()
-        stopped = self._stops and reason == "length" and self._cut_at_stop(searched)
+        stopped = reason == "length" and self._cut_at_stop(searched)
         self.finish_reason = "stop" if stopped else reason
 
     def _cut_at_stop(self, searched: int) -> bool:
-        """Cut the text at the first stop string that reaches beyond ``searched`` characters."""
-        start = max(searched - self._holdback, 0)
-        found = [at for stop in self._stops if (at := self._text.find(stop, start)) >= 0]
+        """Cut the text at the first stop string that reaches beyond ``searched`` characters, if it may."""
+        if len(self.sequence.output_token_ids) <= self.sequence.params.min_tokens:
+            return False
+        starts = [self._text.find(stop, max(searched - len(stop) + 1, 0)) for stop in self._stops]
+        found = [start for start in starts if start >= 0]
         if found:
             self._text = self._text[: min(found)]
         return bool(found)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, bucket_for
+from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
 from bullet_graph.models.flashinfer_attention import (
     AttentionLane,
@@ -47,23 +48,6 @@ class DecodeInputs:
     kv_slots: Int32Array
     kv_indptr: Int32Array
     kv_indices: Int32Array
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """What capturing cost.
-
-    Attributes:
-        num_graphs: captured.
-        compile_seconds: torch.compile, once for all of them.
-        capture_seconds: everything else.
-        num_bytes: device memory that is gone since, workspaces allocated on the way included.
-    """
-
-    num_graphs: int
-    compile_seconds: float
-    capture_seconds: float
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-
 SMS_PER_TPC = 2
 """SMs that a TPC, the unit of a mask, holds: two since Pascal."""
 

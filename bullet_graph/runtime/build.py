@@ -10,7 +10,8 @@ import psutil
 import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
-from bullet_graph.errors import ConfigError, DeviceError
+from bullet_graph.errors import ConfigError, DeviceError, PartitionError
+from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.kv_cache import KVCache
@@ -18,8 +19,11 @@ from bullet_graph.models.loader import dummy_weights, load_weights
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.weights import ModelWeights
+from bullet_graph.partition.backend import open_backend
+from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.launcher import Launcher
 from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory
 
 FLASHINFER_RELEASE = "0.6.12"
@@ -91,13 +95,30 @@ def _resolve_device(config: EngineConfig) -> torch.device:
     return torch.device("cuda" if config.device != "cpu" and available else "cpu")
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltRuntime:
+    """An executor, and what its start showed.
+
+    Attributes:
+        executor: ready for steps.
+        memory: the ledger it was built by.
+        partition_backend: which back end confines the lanes and why; None on the CPU.
+        capture: what capturing decode graphs cost; None where none were.
+    """
+
+    executor: Executor
+    memory: MemoryLedger
+    partition_backend: str | None = None
+    capture: CaptureReport | None = None
+
+
 def build_executor(
     config: EngineConfig,
     runtime: Runtime,
     *,
     progress: bool,
     on_ledger: Callable[[MemoryLedger], None],
-) -> tuple[Executor, MemoryLedger]:
+) -> BuiltRuntime:
     """Plan the memory, then load the weights and build the executor.
 
     Args:
@@ -108,27 +129,43 @@ def build_executor(
         InsufficientMemoryError: the ledger does not fit.
         CheckpointError: the weights cannot be read.
         DeviceError: a library that the GPU path needs is missing.
+        PartitionError: the SM partitions asked for cannot be had, or do not hold.
     """
-    if runtime.device.type == "cpu":
-        host = psutil.virtual_memory()
-        ledger = plan_memory(
-            config,
-            runtime.model,
-            dtype=runtime.dtype,
-            max_model_len=runtime.max_model_len,
-            device=DeviceMemory(host.total, host.available),
-            workspaces_bytes=0,
-            graphs_bytes=0,
-            kv_cache_limit_bytes=CPU_KV_CACHE_BYTES,
+    build = _build_cpu if runtime.device.type == "cpu" else _build_cuda
+    return build(config, runtime, progress, on_ledger)
+
+
+def _build_cpu(
+    config: EngineConfig, runtime: Runtime, progress: bool, on_ledger: Callable[[MemoryLedger], None]
+) -> BuiltRuntime:
+    if config.decode_sms or config.partition_backend not in ("auto", "none"):
+        raise ConfigError(
+            "SM partitions need a GPU, but the device is the CPU: leave out decode_sms and partition_backend"
         )
-        on_ledger(ledger)
-        return CpuExecutor(
-            _decoder(config, runtime, ledger, progress), max_num_seqs=config.max_num_seqs
-        ), ledger
+    host = psutil.virtual_memory()
+    ledger = plan_memory(
+        config,
+        runtime.model,
+        dtype=runtime.dtype,
+        max_model_len=runtime.max_model_len,
+        device=DeviceMemory(host.total, host.available),
+        workspaces_bytes=0,
+        graphs_bytes=0,
+        kv_cache_limit_bytes=CPU_KV_CACHE_BYTES,
+    )
+    on_ledger(ledger)
+    executor = CpuExecutor(_decoder(config, runtime, ledger, progress), max_num_seqs=config.max_num_seqs)
+    return BuiltRuntime(executor, ledger)
+
+
+def _build_cuda(
+    config: EngineConfig, runtime: Runtime, progress: bool, on_ledger: Callable[[MemoryLedger], None]
+) -> BuiltRuntime:
     _require_cuda_libraries()
     # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
     from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
 
+    partitions = _partitions(config, runtime.device)
     free, total = torch.cuda.mem_get_info(runtime.device)
     ledger = plan_memory(
         config,
@@ -137,19 +174,33 @@ def build_executor(
         max_model_len=runtime.max_model_len,
         device=DeviceMemory(total, free),
         workspaces_bytes=CudaExecutor.workspace_bytes(runtime.model, config.max_num_seqs),
-        graphs_bytes=CudaExecutor.graph_bytes(config.max_num_seqs) if config.cuda_graphs else 0,
+        graphs_bytes=CudaExecutor.graph_bytes(config.max_num_seqs, len(partitions))
+        if config.cuda_graphs
+        else 0,
     )
     on_ledger(ledger)
-    decoder = _decoder(config, runtime, ledger, progress)
+    # Before the weights: a partition that does not hold should not cost their loading.
+    backend, why = open_backend(config.partition_backend, partitions, device=torch.cuda.current_device())
     executor = CudaExecutor(
-        decoder,
+        _decoder(config, runtime, ledger, progress),
         max_num_seqs=config.max_num_seqs,
         max_rows=config.chunk_tokens + config.max_num_seqs,
         num_kv_blocks=ledger.num_kv_blocks,
-        capture=config.cuda_graphs,
+        launcher=Launcher(backend, runtime.device),
+        partitions=partitions if config.cuda_graphs else (),
         progress=progress,
     )
-    return executor, ledger
+    return BuiltRuntime(executor, ledger, why, executor.capture)
+
+
+def _partitions(config: EngineConfig, device: torch.device) -> tuple[SmPartition, ...]:
+    """The whole GPU, and a partition for each size of the decode lane that is wanted."""
+    num_tpcs = torch.cuda.get_device_properties(device).multi_processor_count // SMS_PER_TPC
+    odd = [size for size in config.decode_sms if size % SMS_PER_TPC]
+    if odd:
+        raise PartitionError(f"decode_sms must be multiples of {SMS_PER_TPC} SMs (a TPC), got {odd}")
+    sizes = sorted({size // SMS_PER_TPC for size in config.decode_sms})
+    return (WHOLE_GPU, *(SmPartition(size, num_tpcs - size) for size in sizes))
 
 
 def _require_cuda_libraries() -> None:

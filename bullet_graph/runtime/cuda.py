@@ -1,7 +1,9 @@
 """The CUDA executor: decode from captured graphs, prefill and mixed steps eagerly, on one stream."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,13 +11,15 @@ from torch import Tensor
 
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import batch_size_buckets
+from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.flashinfer_attention import decode_workspace_bytes
 from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState, token_logprobs
-from bullet_graph.partition.spec import WHOLE_GPU
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 from bullet_graph.runtime.eager_lane import EagerLane
+from bullet_graph.runtime.launcher import Launcher
 from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.slots import settings_row
 from bullet_graph.runtime.step import SlotInit, Step, StepLogprobs, StepResult
@@ -42,8 +46,12 @@ class CudaExecutor:
         max_num_seqs: slots; one more is kept for padded rows.
         max_rows: most rows of a forward.
         num_kv_blocks: blocks of the cache.
-        capture: capture decode steps into CUDA graphs; else they are launched kernel by kernel.
+        launcher: the lanes' streams; closed with the executor.
+        partitions: to capture decode steps for; with none, they are launched kernel by kernel.
         progress: show a progress bar while capturing.
+
+    Attributes:
+        capture: what capturing cost, or None.
     """
 
     max_in_flight = 2
@@ -55,12 +63,14 @@ class CudaExecutor:
         max_num_seqs: int,
         max_rows: int,
         num_kv_blocks: int,
-        capture: bool,
+        launcher: Launcher,
+        partitions: Sequence[SmPartition],
         progress: bool,
     ) -> None:
         device = decoder.cos_sin.device
         self._decoder = decoder
-        self._stream = torch.cuda.Stream(device)
+        self._launcher = launcher
+        self._stream = launcher.stream("decode", WHOLE_GPU)
         self._padding_slot = max_num_seqs
         self._pending: dict[int, _Pending] = {}
         self._next_ticket = 0
@@ -76,7 +86,8 @@ class CudaExecutor:
             )
             self._slot_uploader = Uploader(max_num_seqs * (self._state.settings.shape[1] + 1) + 8, device)
             self._graphs = None
-            if capture:
+            self.capture: CaptureReport | None = None
+            if partitions:
                 self._graphs = DecodeGraphs(
                     decoder,
                     self._state,
@@ -84,7 +95,10 @@ class CudaExecutor:
                     num_kv_blocks=num_kv_blocks,
                     padding_slot=self._padding_slot,
                 )
-                self._graphs.capture((WHOLE_GPU,), lambda _: self._stream, progress=progress)
+                self.capture = self._graphs.capture(
+                    partitions, partial(launcher.stream, "decode"), progress=progress
+                )
+                launcher.stream("decode", WHOLE_GPU)  # eager steps have all SMs again
 
     @staticmethod
     def workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:
@@ -92,9 +106,9 @@ class CudaExecutor:
         return 2 * decode_workspace_bytes(config, max_num_seqs) + _LIBRARY_BYTES
 
     @staticmethod
-    def graph_bytes(max_num_seqs: int) -> int:
+    def graph_bytes(max_num_seqs: int, num_partitions: int) -> int:
         """Estimate of the captured graphs' memory, for the memory ledger."""
-        return len(batch_size_buckets(max_num_seqs)) * _GRAPH_BYTES
+        return len(batch_size_buckets(max_num_seqs)) * num_partitions * _GRAPH_BYTES
 
     @torch.inference_mode()
     def launch(self, step: Step) -> int:
@@ -147,8 +161,10 @@ class CudaExecutor:
 
     def shutdown(self) -> None:
         """See :meth:`Executor.shutdown`."""
-        self._stream.synchronize()
+        torch.cuda.synchronize()
+        launcher = self._launcher
         self.__dict__.clear()
+        launcher.close()
 
     def _write_slots(self, admitted: tuple[SlotInit, ...]) -> None:
         slots = np.array([init.slot for init in admitted], dtype=np.int32)

@@ -14,6 +14,13 @@ GIB = 1024**3
 MIB = 1024**2
 
 
+def format_bytes(num_bytes: int) -> str:
+    """A size for people: in GiB, or in MiB below one GiB."""
+    if abs(num_bytes) < GIB:
+        return f"{num_bytes / MIB:,.2f} MiB"
+    return f"{num_bytes / GIB:,.2f} GiB"
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Memory of the device before the engine takes any, in bytes."""
@@ -35,7 +42,6 @@ class MemoryLedger:
         graphs_bytes: captured CUDA graphs (an estimate until they are captured).
         kv_cache_bytes: the KV cache.
         num_kv_blocks: blocks in it, the padding block included.
-        kv_cache_tokens: tokens it holds.
     """
 
     device: DeviceMemory
@@ -65,8 +71,8 @@ class MemoryLedger:
         return [*parts, ("left free", self.device.free_bytes - spent)]
 
     def __str__(self) -> str:
-        lines = [f"{label:<34}{size / GIB:>9.2f} GiB" for label, size in self.rows()]
-        return "\n".join([*lines, f"{'device':<34}{self.device.total_bytes / GIB:>9.2f} GiB"])
+        rows = [*self.rows(), ("device", self.device.total_bytes)]
+        return "\n".join(f"{label:<34}{format_bytes(size):>14}" for label, size in rows)
 
 
 def plan_memory(
@@ -91,8 +97,8 @@ def plan_memory(
         kv_cache_limit_bytes: most the cache takes unasked (beyond one sequence of ``max_model_len``).
 
     Raises:
-        InsufficientMemoryError: if not one sequence of ``max_model_len`` tokens fits; says by how much, and
-            which settings to change.
+        InsufficientMemoryError: if not one sequence of ``max_model_len`` tokens fits, or not what
+            ``kv_cache_bytes`` asks for; says by how much, and which settings to change.
     """
     budget = int(device.total_bytes * config.gpu_memory_utilization) - (
         device.total_bytes - device.free_bytes
@@ -106,26 +112,28 @@ def plan_memory(
     least, most = (1 + blocks_per_seq) * block, (1 + config.max_num_seqs * blocks_per_seq) * block
     if kv_cache_limit_bytes is not None:
         most = max(least, min(most, kv_cache_limit_bytes))
-    asked = most if config.kv_cache_bytes is None else config.kv_cache_bytes
-    available = budget - fixed
-    granted = min(asked, available) if config.kv_cache_bytes is None else asked
-    if granted > available or granted < least:
-        parts = (
-            f"weights {weights / GIB:.2f} + activations {activations / GIB:.2f} + workspaces "
-            f"{workspaces_bytes / GIB:.2f} + graphs {graphs_bytes / GIB:.2f} GiB"
-        )
-        if granted < least:
-            what, short = f"one sequence of max_model_len={max_model_len} tokens", least - granted
-            need = least
-        else:
-            what, short = f"kv_cache_bytes={asked}", asked - available
-            need = asked
+    if config.kv_cache_bytes is not None and config.kv_cache_bytes < least:
         raise InsufficientMemoryError(
-            f"the KV cache for {what} needs {need / GIB:.3f} GiB, but {min(granted, available) / GIB:.3f} GiB "
-            f"can be had of a budget of {budget / GIB:.2f} GiB ({parts}): short by {short / GIB:.3f} GiB. "
-            "Lower max_model_len, max_num_batched_tokens or max_num_seqs, raise gpu_memory_utilization "
-            f"(now {config.gpu_memory_utilization}) or kv_cache_bytes, or free memory on the device."
+            f"the KV cache for one sequence of max_model_len={max_model_len} tokens needs {format_bytes(least)}, "
+            f"but kv_cache_bytes={config.kv_cache_bytes} allows {format_bytes(config.kv_cache_bytes)}: short by "
+            f"{format_bytes(least - config.kv_cache_bytes)}. Raise kv_cache_bytes or lower max_model_len."
         )
+    available = budget - fixed
+    need = least if config.kv_cache_bytes is None else config.kv_cache_bytes
+    if need > available:
+        if config.kv_cache_bytes is None:
+            what, lower = f"one sequence of max_model_len={max_model_len} tokens", "max_model_len"
+        else:
+            what, lower = f"kv_cache_bytes={need}", "kv_cache_bytes"
+        raise InsufficientMemoryError(
+            f"the KV cache for {what} needs {format_bytes(need)}, but a budget of {format_bytes(budget)} leaves "
+            f"{format_bytes(available)} after weights {format_bytes(weights)}, activations "
+            f"{format_bytes(activations)}, workspaces {format_bytes(workspaces_bytes)} and graphs "
+            f"{format_bytes(graphs_bytes)}: short by {format_bytes(need - available)}. Lower {lower}, "
+            "max_num_batched_tokens or max_num_seqs, raise gpu_memory_utilization "
+            f"(now {config.gpu_memory_utilization}), or free memory on the device."
+        )
+    granted = min(most, available) if config.kv_cache_bytes is None else config.kv_cache_bytes
     num_blocks = granted // block
     return MemoryLedger(
         device, budget, weights, activations, workspaces_bytes, graphs_bytes, num_blocks * block, num_blocks

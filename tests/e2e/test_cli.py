@@ -194,7 +194,7 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_run(
         (("--trace", "azure:conv", "--arm", "split"), "unknown arm 'split'"),
         (("--trace", "azure:conv", "--arm", "mixed:0"), "unknown arm 'mixed:0'"),
         (("--trace", "azure:conv", "--dtype", "int8"), "int8"),
-        (("--trace", "azure:conv", "--max-num-seqs", "0"), "max_num_seqs must be at least 1"),
+        (("--trace", "azure:conv", "--max-num-seqs", "0"), "max_num_seqs must be an integer of at least 1"),
         (("--trace", "azure:conv", "--gpu-memory-utilization", "nan"), "gpu_memory_utilization"),
         (("--trace", "azure:conv", "--kv-cache-bytes", "8XB"), "8XB"),
         (("--trace", "azure:conv", "--kv-cache-bytes", "1kB"), "kv_cache_bytes"),

@@ -347,15 +347,44 @@ def test_a_preempted_sequence_goes_before_those_that_never_ran() -> None:
     loop.drain()
 
 
+@pytest.mark.parametrize(
+    ("chunk_tokens", "first_prompt", "second_prompt", "second_decodes"),
+    [(1000, 20, 11, True), (2, 13, 20, False)],
+)
+def test_a_victim_with_steps_in_flight_is_held_until_it_can_go(
+    chunk_tokens: int, first_prompt: int, second_prompt: int, second_decodes: bool
+) -> None:
+    # Ten blocks. The first needs one more while the second, which would have room to go on, is in flight.
+    loop = Loop("mixed", chunk_tokens=chunk_tokens, spare_blocks=0, depth=2)
+    first = loop.add(first_prompt, max_tokens=15)
+    second = loop.add(second_prompt, max_tokens=15)
+    while loop.launch() is not None:
+        assert loop.scheduler.num_preemptions == 0
+        if len(loop.in_flight) == 2:
+            loop.retire()
+    assert loop.pool.num_free == 0
+    assert first.num_tokens % BLOCK_TOKENS == 1
+    assert second.num_pending_steps == 1
+    assert second.decoding is second_decodes
+    loop.retire()
+    scheduled = loop.launch()
+    assert scheduled is not None
+    assert first in scheduled.touched
+    assert second.status is Status.WAITING
+    assert loop.scheduler.num_preemptions == 1
+    loop.drain()
+
+
 def test_admission_keeps_a_block_back_for_each_running_sequence() -> None:
-    # Ten blocks: the first takes four and keeps one back, so five are left for the second.
+    # Ten blocks: the first takes five with its second token and keeps one back, so four are left to admit with.
     loop = Loop("mixed", spare_blocks=0, chunk_tokens=1000)
     loop.add(16, max_tokens=10)
     loop.launch()
     loop.retire()
     assert loop.pool.num_free == 6
-    wide = loop.add(24, max_tokens=10)
+    wide = loop.add(20, max_tokens=10)
     loop.launch()
+    assert loop.pool.num_free == 5
     assert wide.status is Status.WAITING
     loop.drain()
 

@@ -1,0 +1,45 @@
+"""The SM mask in the CUDA driver's stream object (csrc/smctrl.c): no policy, only reads, writes and checks.
+
+``stream`` is a CUstream handle, ``offset`` counts bytes from the start of the driver's stream object, and
+``layout`` is 64 or 128, the width of the mask (:class:`bullet_graph.partition.offsets.MaskLayout`). In the mask
+itself a set bit *disables* a TPC: ``low`` holds TPCs 0-63, ``high`` TPCs 64-127. What these functions touch is
+memory of the driver: a wrong offset corrupts it, and a handle that is no stream crashes the process.
+"""
+
+from os import PathLike
+
+def set_mask(
+    stream: int, offset: int, layout: int, disable_low: int, disable_high: int, enabled: int = 1
+) -> None:
+    """Write the mask that the stream's next kernel launches obey.
+
+    Args:
+        stream: CUstream handle.
+        offset: in bytes, a multiple of 4, inside the stream object.
+        layout: 64 or 128.
+        disable_low: TPCs 0-63, a set bit disables.
+        disable_high: TPCs 64-127; must be 0 in the 64-bit layout.
+        enabled: the 32-bit word before the mask, 1 for "in force" (the 64-bit layout has no such word).
+
+    Raises:
+        ValueError: a special or null stream, an offset outside the object, an unknown layout, a value too large.
+        TypeError: an argument is not an int.
+        OverflowError: an argument is negative or above 64 bits.
+    """
+
+def clear_mask(stream: int, offset: int, layout: int) -> None:
+    """Take the stream's mask away: all words zero. Raises like :func:`set_mask`."""
+
+def get_mask(stream: int, offset: int, layout: int) -> tuple[int, int, int]:
+    """Read (enabled, low, high) as :func:`set_mask` takes them. Raises like :func:`set_mask`."""
+
+def driver_version(libcuda: str | PathLike[str] = "libcuda.so.1") -> int:
+    """The CUDA version the driver supports: 13000 for 13.0. Initialises nothing.
+
+    Raises:
+        OSError: "no driver": the library cannot be opened, or is not libcuda.
+        RuntimeError: "no driver": the library answers with a CUDA error.
+    """
+
+def driver_path(libcuda: str | PathLike[str] = "libcuda.so.1") -> str:
+    """The file that libcuda was loaded from. Raises OSError where there is none."""

@@ -1,0 +1,117 @@
+"""One try of a calibration: writes masks at an offset that may be wrong, so it runs in a process of its own."""
+
+import json
+import os
+import random
+import resource
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition.masks import TpcMask
+from bullet_graph.partition.offsets import KnownOffset, MaskLayout
+from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.smctrl import bind, read_words, write_words
+from bullet_graph.partition.spec import SMS_PER_TPC
+
+PROBE_RUNS = 3
+"""Launches after which an SM that took no block counts as one that may not be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What a child is to try.
+
+    Attributes:
+        offset: in bytes from the start of the stream object.
+        layout: of the struct written there.
+        seeds: one random mask each. Without any the child writes nothing, and only looks at its surroundings.
+    """
+
+    offset: int
+    layout: MaskLayout
+    seeds: tuple[int, ...]
+
+    def to_json(self) -> str:
+        return json.dumps([self.offset, int(self.layout), self.seeds])
+
+    @classmethod
+    def from_json(cls, text: str) -> "Attempt":
+        offset, layout, seeds = json.loads(text)
+        return cls(offset, MaskLayout(layout), tuple(seeds))
+
+
+class Verdict(StrEnum):
+    """How a try ended; the last two are what the parent makes of a child that did not say."""
+
+    HONOURED = "honoured the masks"
+    NO_EFFECT = "did not honour the masks"
+    CUDA_ERROR = "failed a CUDA call"
+    NOT_TRIED = "could not be tried"
+    CRASHED = "crashed"
+    TIMED_OUT = "timed out"
+
+
+def trial_mask(seed: int, num_tpcs: int) -> TpcMask:
+    """A third of the TPCs at random, so that a mask written a few words off cannot pass for itself."""
+    tpcs = random.Random(seed).sample(range(num_tpcs), max(1, num_tpcs // 3))
+    return TpcMask(sum(1 << tpc for tpc in tpcs), num_tpcs)
+
+
+def honours(attempt: Attempt, probe: SmidProbe, stream: int) -> bool:
+    """Whether masks written at the offset confine ``stream`` to exactly their SMs; leaves the memory as it was.
+
+    Raises:
+        PartitionError: a CUDA call failed.
+    """
+    where = KnownOffset(attempt.offset, attempt.layout)
+    words = read_words(stream, where)
+    try:
+        for seed in attempt.seeds:
+            mask = trial_mask(seed, probe.num_sms // SMS_PER_TPC)
+            bind(stream, where, mask)
+            if not uses_exactly(mask.sms, probe, stream):
+                return False
+        return True
+    finally:
+        write_words(stream, where, words)
+
+
+def uses_exactly(expected: frozenset[int], probe: SmidProbe, stream: int) -> bool:
+    """Whether the stream's kernels use these SMs, all of them and no other.
+
+    Other children have the GPU in turn with this one, so an SM may be missed: only that is looked at again.
+    """
+    seen: frozenset[int] = frozenset()
+    for _ in range(PROBE_RUNS):
+        seen |= probe.run(stream)
+        if seen >= expected:
+            break
+    return seen == expected
+
+
+def judge(attempt: Attempt) -> tuple[Verdict, str]:
+    """The verdict of one try on GPU 0, with what went wrong.
+
+    Closes nothing: the driver's own clean-up could stumble over what a wrong offset has left behind.
+    """
+    try:
+        probe = SmidProbe()
+        stream = probe.driver.create_stream(urgent=False)
+        if not uses_exactly(frozenset(range(probe.num_sms)), probe, stream):
+            return Verdict.NOT_TRIED, f"a stream without a mask does not reach all of the {probe.num_sms} SMs"
+    except PartitionError as error:
+        return Verdict.NOT_TRIED, str(error)
+    try:
+        return (Verdict.HONOURED if honours(attempt, probe, stream) else Verdict.NO_EFFECT), ""
+    except PartitionError as error:
+        return Verdict.CUDA_ERROR, str(error)
+
+
+def main(request: str) -> None:
+    """Try what ``request`` (JSON of an :class:`Attempt`) says and print the verdict as JSON."""
+    # Crashes are expected: hundreds of megabytes of memory image are not wanted for each.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(json.dumps(judge(Attempt.from_json(request))), flush=True)
+    # Not sys.exit: see judge.
+    os._exit(0)

@@ -1,0 +1,74 @@
+"""The CUDA driver API, of which cuda-python is optional and imported only when asked for."""
+
+import importlib
+from typing import Any
+
+from bullet_graph.errors import PartitionError
+
+_MIN_CUDA_PYTHON = 13
+
+
+class CudaDriver:
+    """The CUDA driver API through cuda-python, with errors raised instead of returned.
+
+    Args:
+        api: the module to call; by default ``cuda.bindings.driver``.
+
+    Attributes:
+        api: the module, for its types and constants.
+
+    Raises:
+        PartitionError: cuda-python, the driver or a GPU is missing.
+    """
+
+    def __init__(self, api: Any = None) -> None:
+        self.api = _import_driver() if api is None else api
+        self.call("cuInit", 0)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call ``name`` and return what it gives beside the status: nothing, one value, or a tuple.
+
+        Raises:
+            PartitionError: the call failed, or this driver does not have it.
+        """
+        try:
+            status, *values = getattr(self.api, name)(*arguments)
+        except RuntimeError as error:
+            # cuda-python raises this where libcuda or a function of it cannot be found.
+            raise PartitionError(
+                f"SM partitions need the NVIDIA driver's {name}, but it cannot be called ({error}): "
+                "install or update the driver; `bullet-graph doctor` tells what this machine has"
+            ) from error
+        if status != self.api.CUresult.CUDA_SUCCESS:
+            raise PartitionError(
+                f"{name} had to succeed but returned {status.name}: "
+                "`bullet-graph doctor` tells what works on this machine"
+            )
+        return values[0] if len(values) == 1 else tuple(values) or None
+
+    def stream_priority(self, *, urgent: bool) -> int:
+        """The highest priority that streams of the current context can have, or the lowest."""
+        lowest, highest = self.call("cuCtxGetStreamPriorityRange")
+        return int(highest if urgent else lowest)
+
+    def create_stream(self, *, urgent: bool = False) -> int:
+        """A CUstream in the current context that does not synchronize with the default stream."""
+        flags = self.api.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return int(self.call("cuStreamCreateWithPriority", flags, self.stream_priority(urgent=urgent)))
+
+
+def _import_driver() -> Any:
+    try:
+        version = importlib.import_module("cuda.bindings").__version__
+        driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise PartitionError(
+            f"SM partitions need cuda-python {_MIN_CUDA_PYTHON} or later, but it cannot be imported ({error}): "
+            "install bullet-graph[cuda]"
+        ) from error
+    if int(version.split(".")[0]) < _MIN_CUDA_PYTHON:
+        raise PartitionError(
+            f"SM partitions need cuda-python {_MIN_CUDA_PYTHON} or later, but found {version}: "
+            "install bullet-graph[cuda]"
+        )
+    return driver

@@ -1,0 +1,203 @@
+"""Stream masks: a field of the driver's own stream object, written only where it is known to lie."""
+
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from platform import machine
+
+from bullet_graph import _smctrl
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition import offsets
+from bullet_graph.partition.masks import LANES, GpcLayout, Lane, LaneMasks, TpcMask, lane_masks
+from bullet_graph.partition.offsets import DriverId, KnownOffset
+from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
+
+LIBCUDA = "libcuda.so.1"
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+# Three digits or more: a library's own "so.1.1" is no release.
+_RELEASE = re.compile(r"\b\d{3,}(?:\.\d+)+\b")
+
+
+def identify_driver(libcuda: str | Path = LIBCUDA) -> DriverId:
+    """The driver of this machine; nothing is initialised.
+
+    Raises:
+        PartitionError: there is no driver, or it does not tell its release.
+    """
+    try:
+        cuda_version = _smctrl.driver_version(libcuda)
+        library = Path(_smctrl.driver_path(libcuda)).resolve()
+    except (OSError, RuntimeError) as error:
+        raise PartitionError(
+            f"stream masks need an NVIDIA driver, but found {error}: install the driver, or use "
+            "--partition-backend none"
+        ) from error
+    # The library's name first: with a compatibility package it is newer than the kernel's module.
+    module = _KERNEL_MODULE.read_text(encoding="utf-8") if _KERNEL_MODULE.exists() else ""
+    release = _RELEASE.search(library.name) or _RELEASE.search(module)
+    if release is None:
+        raise PartitionError(
+            f"stream masks need the driver's release, which {library} and {_KERNEL_MODULE} do not tell: use "
+            "--partition-backend green"
+        )
+    return DriverId(cuda_version, release.group(), machine())
+
+
+def trusted_offset(driver: DriverId, cache: Path | None = None) -> KnownOffset:
+    """The offset proven on this machine for exactly this driver, else the table's for its CUDA version.
+
+    Args:
+        cache: the file of calibrations, by default this user's.
+
+    Raises:
+        PartitionError: neither has it, or the file is corrupt.
+    """
+    known = offsets.remembered(driver, cache) or offsets.lookup(driver.cuda_version, driver.machine)
+    if known is None:
+        raise PartitionError(
+            "stream masks need an offset that is known or proven for the driver, but there is none for driver "
+            f"{driver.release} (CUDA {driver.cuda_version}, {driver.machine}): run `bullet-graph doctor --calibrate`"
+        )
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class MaskWords:
+    """What lies at a mask's place.
+
+    Attributes:
+        enabled: 32 bits, 1 where the mask is in force. The 64-bit layout has no such word: 0 without a mask.
+        disable_low: TPCs 0-63, a set bit disables.
+        disable_high: TPCs 64-127.
+    """
+
+    enabled: int
+    disable_low: int
+    disable_high: int
+
+
+def read_words(stream: int, where: KnownOffset) -> MaskWords:
+    """What lies at ``where`` in the object of ``stream`` (a CUstream); memory of the driver's."""
+    return MaskWords(*_smctrl.get_mask(stream, where.offset, where.layout))
+
+
+def write_words(stream: int, where: KnownOffset, words: MaskWords) -> None:
+    """Write at ``where`` in the object of ``stream`` (a CUstream); memory of the driver's."""
+    _smctrl.set_mask(
+        stream, where.offset, where.layout, words.disable_low, words.disable_high, enabled=words.enabled
+    )
+
+
+def bind(stream: int, where: KnownOffset, mask: TpcMask) -> None:
+    """Make the kernels launched or captured on ``stream`` (a CUstream) from now on use the mask's TPCs alone.
+
+    Raises:
+        PartitionError: the GPU has more TPCs than the driver's mask, or what is read back is not what was written.
+    """
+    if mask.num_tpcs > where.layout:
+        raise PartitionError(
+            f"the driver's mask has {where.layout:d} bits, but the GPU has {mask.num_tpcs} TPCs: use "
+            "--partition-backend green"
+        )
+    disable_high, disable_low = divmod(mask.disable_bits, 1 << 64)
+    words = MaskWords(int(mask.disable_bits != 0), disable_low, disable_high)
+    write_words(stream, where, words)
+    if (found := read_words(stream, where)) != words:
+        raise PartitionError(
+            f"stream {stream:#x} must hold {words}, but {found} was read back: bind masks from one thread only"
+        )
+
+
+class SmctrlBackend:
+    """Gives each lane one stream of its own, for all partitions: asking for the stream binds it to the mask.
+
+    A mask acts on what is launched or captured after it was bound, so ask right before. It does nothing to
+    graphs captured earlier, and nothing to the other lane.
+
+    Args:
+        probe: of the GPU; the streams are made in its context, and :meth:`close` closes it.
+        layout: the order in which masks take TPCs, by default by number.
+        libcuda: the driver's library.
+        cache: the file of calibrations, by default this user's.
+
+    Attributes:
+        num_sms: SMs of the GPU.
+        granularity_sms: step of a lane's size.
+        where: where this driver keeps the mask.
+
+    Raises:
+        PartitionError: the driver's offset is neither known nor proven, its mask is too short for this GPU, or
+            two streams of it share a mask.
+    """
+
+    name = "smctrl"
+    granularity_sms = SMS_PER_TPC
+
+    def __init__(
+        self,
+        probe: SmidProbe,
+        *,
+        layout: GpcLayout | None = None,
+        libcuda: str | Path = LIBCUDA,
+        cache: Path | None = None,
+    ) -> None:
+        with ExitStack() as undo:
+            undo.callback(probe.close)
+            self.num_sms = probe.num_sms
+            self.where = trusted_offset(identify_driver(libcuda), cache)
+            self._num_tpcs = probe.num_sms // SMS_PER_TPC
+            self._layout = layout
+            self._masks: dict[SmPartition, LaneMasks] = {}
+            self._streams: dict[Lane, int] = {}
+            for lane in LANES:
+                self._streams[lane] = probe.driver.create_stream(urgent=lane == "decode")
+                undo.callback(probe.driver.call, "cuStreamDestroy", self._streams[lane])
+            self._check_apart()
+            self._resources = undo.pop_all()
+
+    def stream(self, lane: Lane, partition: SmPartition) -> int:
+        """The lane's CUstream, bound to the lane's mask in this partition until the next call for the lane.
+
+        Raises:
+            PartitionError: the partition does not fit the GPU, or the mask could not be written.
+        """
+        stream = self._streams[lane]
+        bind(stream, self.where, self._mask(lane, partition))
+        return stream
+
+    def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
+        """The SMs of the lane's mask.
+
+        Raises:
+            PartitionError: the partition does not fit the GPU.
+        """
+        return self._mask(lane, partition).sms
+
+    def close(self) -> None:
+        """Destroy the streams, whose work must have finished, and close the probe."""
+        self._resources.close()
+
+    def _mask(self, lane: Lane, partition: SmPartition) -> TpcMask:
+        masks = self._masks.get(partition)
+        if masks is None:
+            masks = lane_masks(partition, num_tpcs=self._num_tpcs, layout=self._layout)
+            self._masks[partition] = masks
+        return masks.decode if lane == "decode" else masks.prefill
+
+    def _check_apart(self) -> None:
+        """A mask of one lane must not show on the other's stream, as it would if the driver kept one for both."""
+        everything = TpcMask.contiguous(self._num_tpcs, num_tpcs=self._num_tpcs)
+        one_tpc = TpcMask.contiguous(1, num_tpcs=self._num_tpcs)
+        decode, prefill = self._streams.values()
+        for stream in (decode, prefill):
+            bind(stream, self.where, everything)
+        bind(decode, self.where, one_tpc)
+        shared = read_words(prefill, self.where) != MaskWords(0, 0, 0)
+        bind(decode, self.where, everything)
+        if shared:
+            raise PartitionError(
+                f"each lane needs a mask of its own, but streams {decode:#x} and {prefill:#x} share one: use "
+                "--partition-backend green"
+            )

@@ -1,0 +1,299 @@
+"""A GPU behind the functions of ``cuda.bindings.driver`` that partitions use: streams, graphs, green contexts.
+
+Kernels run when they are launched. Of a kernel only the probe's effect is known: the SMs that its blocks get.
+"""
+# ruff: noqa: N802, N815 - the names are CUDA's.
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+NUM_GPCS = 8
+PRIMARY_CONTEXT = 0xC0
+
+
+class CUresult(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_NO_DEVICE = 100
+
+
+# Named and valued as in CUDA.
+CUdevice_attribute = IntEnum("CUdevice_attribute", {"CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT": 16})
+CUstream_flags = IntEnum("CUstream_flags", {"CU_STREAM_NON_BLOCKING": 1})
+CUstreamCaptureMode = IntEnum("CUstreamCaptureMode", {"CU_STREAM_CAPTURE_MODE_RELAXED": 2})
+CUdevResourceType = IntEnum("CUdevResourceType", {"CU_DEV_RESOURCE_TYPE_SM": 1})
+CUgreenCtxCreate_flags = IntEnum("CUgreenCtxCreate_flags", {"CU_GREEN_CTX_DEFAULT_STREAM": 1})
+
+
+@dataclass
+class DevResource:
+    sms: tuple[int, ...]
+    sm: SimpleNamespace
+
+
+@dataclass
+class Stream:
+    """``sms``: what its context and its mask, if any, leave it."""
+
+    sms: frozenset[int]
+    priority: int
+    captured: list[Callable[[frozenset[int]], None]] | None = None
+    captured_sms: frozenset[int] = frozenset()
+
+
+@dataclass
+class Graph:
+    kernels: list[Callable[[frozenset[int]], None]]
+    sms: frozenset[int]
+
+
+def _destroyer(kind: type) -> Callable[["FakeDriver", int], tuple[()]]:
+    def destroy(gpu: "FakeDriver", handle: int) -> tuple[()]:
+        assert isinstance(gpu.live.pop(handle), kind)
+        return ()
+
+    return destroy
+
+
+@dataclass
+class FakeDriver:
+    """The module and the GPU in one.
+
+    Attributes:
+        num_sms: of the GPU, dealt to the GPCs in pairs.
+        granularity: SMs by which green contexts grow: 0 for a driver that does not tell it.
+        fail: functions that return an error from now on.
+        missing: functions that this libcuda does not have.
+        graphs_ignore_masks: a graph's kernels obey the stream it is launched on.
+        busy_sms: taken by somebody else; no block gets there.
+        serial: launches run one after the other, never at the same time.
+        lost_blocks: how many blocks leave no record.
+        green_extra: SMs that a green context has beyond the split's.
+        current_context: of the thread, and its device.
+        retained: how often the primary context was.
+        live: what was created and not destroyed.
+    """
+
+    num_sms: int = 132
+    granularity: int = 8
+    fail: dict[str, CUresult] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    graphs_ignore_masks: bool = False
+    busy_sms: frozenset[int] = frozenset()
+    serial: bool = False
+    lost_blocks: int = 0
+    green_extra: tuple[int, ...] = ()
+    current_context: int = 0
+    current_device: int = 0
+    retained: int = 0
+    live: dict[int, Any] = field(default_factory=dict)
+
+    CUresult = CUresult
+    CUdevice_attribute = CUdevice_attribute
+    CUstream_flags = CUstream_flags
+    CUstreamCaptureMode = CUstreamCaptureMode
+    CUdevResourceType = CUdevResourceType
+    CUgreenCtxCreate_flags = CUgreenCtxCreate_flags
+    CUfunction = int
+
+    def __post_init__(self) -> None:
+        self._handles = count(0x1000, 0x10)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name[:2] == "cu" and name[2].isupper():
+            if name in self.missing:
+                raise RuntimeError(f'Function "{name}" not found')
+            if name in self.fail:
+                return lambda *_: (self.fail[name],)
+            function = object.__getattribute__(self, name)
+            return lambda *arguments: (CUresult.CUDA_SUCCESS, *function(*arguments))
+        return object.__getattribute__(self, name)
+
+    def _create(self, thing: Any) -> int:
+        handle = next(self._handles)
+        self.live[handle] = thing
+        return handle
+
+    # Devices and contexts.
+    def cuInit(self, flags: int) -> tuple[()]:
+        assert flags == 0
+        return ()
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[int]:
+        return (ordinal,)
+
+    def cuDeviceGetAttribute(self, attribute: IntEnum, device: int) -> tuple[int]:
+        assert (attribute, device) == (16, 0)
+        return (self.num_sms,)
+
+    def cuCtxGetCurrent(self) -> tuple[int]:
+        return (self.current_context,)
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[()]:
+        self.current_context = context
+        return ()
+
+    def cuCtxGetDevice(self) -> tuple[int]:
+        return (self.current_device,)
+
+    def cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
+        return 0, -5
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int]:
+        assert device == 0
+        self.retained += 1
+        return (PRIMARY_CONTEXT,)
+
+    def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[()]:
+        assert device == 0
+        self.retained -= 1
+        # What lives in it would go with it.
+        assert self.retained > 0 or not self.live
+        return ()
+
+    # Code and memory.
+    def cuLibraryLoadData(self, image: bytes, *options: Any) -> tuple[int]:
+        assert image.endswith(b"\0")
+        assert options == ([], [], 0, [], [], 0)
+        return (self._create(image),)
+
+    def cuLibraryGetKernel(self, library: int, name: bytes) -> tuple[int]:
+        assert b".entry " + name in self.live[library]
+        return (library + 1,)
+
+    cuLibraryUnload = _destroyer(bytes)
+
+    def cuMemAlloc(self, num_bytes: int) -> tuple[int]:
+        buffer = ctypes.create_string_buffer(num_bytes)
+        self.live[ctypes.addressof(buffer)] = buffer
+        return (ctypes.addressof(buffer),)
+
+    cuMemFree = _destroyer(ctypes.Array)
+
+    def cuMemsetD32Async(self, address: int, value: int, num_words: int, stream: int) -> tuple[()]:
+        assert stream in self.live
+        words = (ctypes.c_uint32 * num_words).from_address(address)
+        words[:] = [value] * num_words
+        return ()
+
+    def cuMemcpyDtoHAsync(self, host: Any, address: int, num_bytes: int, stream: int) -> tuple[()]:
+        assert stream in self.live
+        ctypes.memmove(host.buffer_info()[0], address, num_bytes)
+        return ()
+
+    # Streams, kernels, graphs.
+    def _stream(self, handle: int) -> Stream:
+        stream = self.live[handle]
+        assert isinstance(stream, Stream)
+        return stream
+
+    def cuStreamCreateWithPriority(self, flags: IntEnum, priority: int) -> tuple[int]:
+        assert flags == CUstream_flags.CU_STREAM_NON_BLOCKING
+        assert self.current_context
+        return (self._create(Stream(frozenset(range(self.num_sms)), priority)),)
+
+    cuStreamDestroy = _destroyer(Stream)
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[()]:
+        assert self._stream(stream).captured is None
+        return ()
+
+    def cuLaunchKernel(self, function: int, *arguments: Any) -> tuple[()]:
+        *sizes, shared_bytes, handle, (values, types), extra = arguments
+        assert function - 1 in self.live
+        assert (sizes[1:], shared_bytes, extra) == ([1, 1, 1024, 1, 1], 0, 0)
+        assert [ctypes.sizeof(kind) for kind in types] == [8, 8, 4, 4, 8, 8]
+        records, _, mine, everyone, hold_ns, _ = values
+        assert hold_ns > 0
+
+        def run(sms: frozenset[int]) -> None:
+            free = sorted(sms - self.busy_sms)
+            alone = 0x8000_0000 if self.serial and mine != everyone else 0
+            words = (ctypes.c_uint32 * sizes[0]).from_address(records)
+            for block in range(sizes[0] - self.lost_blocks):
+                words[block] = free[block % len(free)] | alone
+
+        stream = self._stream(handle)
+        if stream.captured is None:
+            run(stream.sms)
+        else:
+            stream.captured.append(run)
+        return ()
+
+    def cuStreamBeginCapture(self, handle: int, mode: IntEnum) -> tuple[()]:
+        assert mode == CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        stream = self._stream(handle)
+        stream.captured, stream.captured_sms = [], stream.sms
+        return ()
+
+    def cuStreamEndCapture(self, handle: int) -> tuple[int]:
+        stream = self._stream(handle)
+        assert stream.captured is not None
+        graph = Graph(stream.captured, stream.captured_sms)
+        stream.captured = None
+        return (self._create(graph),)
+
+    def cuGraphInstantiate(self, graph: int, flags: int) -> tuple[int]:
+        assert flags == 0
+        return (self._create(self.live[graph]),)
+
+    def cuGraphLaunch(self, executable: int, stream: int) -> tuple[()]:
+        graph = self.live[executable]
+        for kernel in graph.kernels:
+            kernel(self._stream(stream).sms if self.graphs_ignore_masks else graph.sms)
+        return ()
+
+    cuGraphExecDestroy = _destroyer(Graph)
+    cuGraphDestroy = _destroyer(Graph)
+
+    # Green contexts.
+    def _resource(self, sms: tuple[int, ...]) -> DevResource:
+        return DevResource(
+            sms,
+            SimpleNamespace(
+                smCount=len(sms),
+                minSmPartitionSize=self.granularity,
+                smCoscheduledAlignment=self.granularity,
+            ),
+        )
+
+    def cuDeviceGetDevResource(self, device: int, kind: IntEnum) -> tuple[DevResource]:
+        assert (device, kind) == (0, CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+        return (self._resource(tuple(range(self.num_sms))),)
+
+    def cuDevSmResourceSplitByCount(
+        self, num_groups: int, resource: DevResource, flags: int, min_count: int
+    ) -> tuple[list[DevResource], int, DevResource]:
+        assert flags == 0
+        assert 0 < min_count <= resource.sm.smCount
+        step = self.granularity // 2
+        # Of each GPC in turn, as many TPCs as share a granule; what fills no granule comes last.
+        gpcs = [range(gpc, self.num_sms // 2, NUM_GPCS) for gpc in range(NUM_GPCS)]
+        granules = [gpc[at : at + step] for at in range(0, self.num_sms, step) for gpc in gpcs]
+        whole = [granule for granule in granules if len(granule) == step]
+        rest = [granule for granule in granules if len(granule) < step]
+        sms = [sm for granule in whole + rest for tpc in granule for sm in (2 * tpc, 2 * tpc + 1)]
+        size = -(-min_count // self.granularity) * self.granularity
+        num_groups = min(num_groups, len(sms) // size)
+        groups = [self._resource(tuple(sms[i * size : (i + 1) * size])) for i in range(num_groups)]
+        return groups, num_groups, self._resource(tuple(sms[num_groups * size :]))
+
+    def cuDevResourceGenerateDesc(self, resources: list[DevResource], number: int) -> tuple[DevResource]:
+        assert number == len(resources) == 1
+        return (resources[0],)
+
+    def cuGreenCtxCreate(self, descriptor: DevResource, device: int, flags: IntEnum) -> tuple[int]:
+        assert (device, flags) == (0, CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
+        return (self._create(descriptor),)
+
+    cuGreenCtxDestroy = _destroyer(DevResource)
+
+    def cuGreenCtxStreamCreate(self, context: int, flags: IntEnum, priority: int) -> tuple[int]:
+        assert flags == CUstream_flags.CU_STREAM_NON_BLOCKING
+        sms = frozenset(self.live[context].sms + self.green_extra)
+        return (self._create(Stream(sms, priority)),)

@@ -1,0 +1,275 @@
+"""SM partitions on the GPU: where work runs eagerly, in graphs and with two lanes at once, and what it costs."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition.backend import OPENERS, PartitionBackend, open_backend
+from bullet_graph.partition.green import GreenBackend
+from bullet_graph.partition.masks import LANES, Lane, TpcMask, lane_masks, sm_ranges
+from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.smctrl import SmctrlBackend, bind
+from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
+from bullet_graph.partition.verify import verify
+
+pytestmark = pytest.mark.gpu
+
+Record = Callable[[str, object], None]
+DECODE_SMS = (16, 24, 32, 48, 64, 96)
+MAX_MASK_CHANGE_US = 10.0
+MAX_VERIFICATION_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def probe() -> Iterator[SmidProbe]:
+    # As in the engine: PyTorch's context is there first, and the GPU is idle.
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    probe = SmidProbe()
+    yield probe
+    probe.close()
+
+
+@pytest.fixture(scope="module", params=["smctrl", "green"])
+def backend(request: pytest.FixtureRequest, probe: SmidProbe) -> Iterator[PartitionBackend]:
+    backend = OPENERS[request.param](SmidProbe(driver=probe.driver))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def smctrl(probe: SmidProbe) -> Iterator[SmctrlBackend]:
+    backend = SmctrlBackend(SmidProbe(driver=probe.driver))
+    yield backend
+    backend.close()
+
+
+def split(decode_sms: int, num_sms: int) -> SmPartition:
+    """So many SMs to decode, the rest to prefill."""
+    return SmPartition(decode_sms // SMS_PER_TPC, (num_sms - decode_sms) // SMS_PER_TPC)
+
+
+def splits(num_sms: int) -> list[SmPartition]:
+    return [split(decode_sms, num_sms) for decode_sms in DECODE_SMS]
+
+
+# Where work runs. The probe is asked directly: verification is tested below, not relied on.
+
+
+@pytest.mark.parametrize("decode_sms", DECODE_SMS)
+def test_each_lane_keeps_to_its_sms(
+    backend: PartitionBackend, probe: SmidProbe, decode_sms: int, record_property: Record
+) -> None:
+    partition = split(decode_sms, backend.num_sms)
+    expected = {lane: backend.expected_sms(lane, partition) for lane in LANES}
+    assert len(expected["decode"]) == decode_sms
+    assert expected["decode"] | expected["prefill"] == frozenset(range(backend.num_sms))
+    streams = {lane: backend.stream(lane, partition) for lane in LANES}
+    plain = probe.driver.create_stream()
+    seen = {
+        "eager": {lane: probe.run(streams[lane]) for lane in LANES},
+        "graph": {lane: probe.run_captured(streams[lane]) for lane in LANES},
+        "graph_on_unmasked_stream": {lane: probe.run_captured(streams[lane], plain) for lane in LANES},
+        "graph_on_other_lanes_stream": {
+            lane: probe.run_captured(streams[lane], streams[other])
+            for lane, other in zip(LANES, reversed(LANES), strict=True)
+        },
+        "both_lanes_at_once": dict(
+            zip(LANES, probe.run_together([streams[lane] for lane in LANES]), strict=True)
+        ),
+    }
+    probe.driver.call("cuStreamDestroy", plain)
+    record_property("backend", backend.name)
+    record_property("decode_sms", decode_sms)
+    for how, by_lane in seen.items():
+        record_property(f"sms_seen_{how}", {lane: sm_ranges(sms) for lane, sms in by_lane.items()})
+        record_property(f"num_sms_seen_{how}", {lane: len(sms) for lane, sms in by_lane.items()})
+    for how, by_lane in seen.items():
+        assert by_lane == expected, how
+    assert seen["both_lanes_at_once"]["decode"].isdisjoint(seen["both_lanes_at_once"]["prefill"])
+
+
+def test_a_graph_captured_without_a_mask_ignores_the_launch_streams(
+    backend: PartitionBackend, probe: SmidProbe
+) -> None:
+    masked = backend.stream("decode", split(32, backend.num_sms))
+    whole = backend.stream("prefill", WHOLE_GPU)
+    assert probe.run_captured(whole, masked) == frozenset(range(backend.num_sms))
+    backend.stream("decode", WHOLE_GPU)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_the_whole_gpu_comes_back_after_a_partition(
+    backend: PartitionBackend, probe: SmidProbe, lane: Lane, record_property: Record
+) -> None:
+    for partition in splits(backend.num_sms):
+        assert len(probe.run(backend.stream(lane, partition))) < backend.num_sms
+        seen = probe.run(backend.stream(lane, WHOLE_GPU))
+        assert (
+            seen == probe.run_captured(backend.stream(lane, WHOLE_GPU)) == frozenset(range(backend.num_sms))
+        )
+    record_property("backend", backend.name)
+    record_property("num_sms_seen", len(seen))
+
+
+@pytest.mark.parametrize("sizes", [(64, 96), (132, 96), (96, 132), (40, 80)])
+def test_lanes_that_overlap_or_leave_sms_out(
+    smctrl: SmctrlBackend, probe: SmidProbe, sizes: tuple[int, int], record_property: Record
+) -> None:
+    partition = SmPartition(*(min(size, smctrl.num_sms) // SMS_PER_TPC for size in sizes))
+    verified = verify(smctrl, partition, probe)
+    shared = len(verified.decode_sms & verified.prefill_sms)
+    record_property("num_sms_shared", shared)
+    assert shared == max(0, len(verified.decode_sms) + len(verified.prefill_sms) - smctrl.num_sms)
+    assert verified.together == (shared == 0)
+
+
+def test_masks_that_follow_the_gpcs(probe: SmidProbe, record_property: Record) -> None:
+    green = GreenBackend(SmidProbe())
+    layout = green.gpc_layout()
+    record_property("gpc_layout", layout)
+    smctrl = SmctrlBackend(SmidProbe(), layout=layout)
+    for partition in splits(probe.num_sms):
+        verify(smctrl, partition, probe)
+        ours, theirs = (backend.expected_sms("decode", partition) for backend in (smctrl, green))
+        record_property(f"decode_sms_{len(ours)}", {"smctrl": sm_ranges(ours), "green": sm_ranges(theirs)})
+        assert ours == theirs
+    smctrl.close()
+    green.close()
+
+
+# Verification
+
+
+def test_verification_is_quick(backend: PartitionBackend, probe: SmidProbe, record_property: Record) -> None:
+    started = time.perf_counter()
+    verified = [verify(backend, partition, probe) for partition in splits(backend.num_sms)]
+    seconds = time.perf_counter() - started
+    record_property("backend", backend.name)
+    record_property("num_partitions", len(verified))
+    record_property("verification_seconds", seconds)
+    assert all(one.together for one in verified)
+    assert seconds < MAX_VERIFICATION_S
+
+
+class Planted:
+    """A back end behind whose back one lane's stream is bound to other SMs, or is another stream."""
+
+    name = "planted"
+
+    def __init__(self, real: PartitionBackend, lane: Lane, stream: Callable[[int], int]) -> None:
+        self.num_sms, self.granularity_sms = real.num_sms, real.granularity_sms
+        self._real, self._lane, self._plant = real, lane, stream
+
+    def stream(self, lane: Lane, partition: SmPartition) -> int:
+        stream = self._real.stream(lane, partition)
+        return self._plant(stream) if lane == self._lane and partition != WHOLE_GPU else stream
+
+    def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
+        return self._real.expected_sms(lane, partition)
+
+    def close(self) -> None:
+        self._real.close()
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize(
+    "mistake", ["one TPC too many", "one TPC too few", "shifted by one", "inverted", "none"]
+)
+def test_a_planted_wrong_mask_is_caught(
+    smctrl: SmctrlBackend, probe: SmidProbe, lane: Lane, mistake: str, record_property: Record
+) -> None:
+    partition = split(32, smctrl.num_sms)
+    num_tpcs = smctrl.num_sms // SMS_PER_TPC
+    masks = lane_masks(partition, num_tpcs=num_tpcs)
+    right = masks.decode if lane == "decode" else masks.prefill
+    # Decode has the first TPCs, prefill the last.
+    first = 0 if lane == "decode" else num_tpcs - right.count
+    step = 1 if lane == "decode" else -1
+    wrong = {
+        "one TPC too many": TpcMask.contiguous(
+            right.count + 1, num_tpcs=num_tpcs, start=first + min(step, 0)
+        ),
+        "one TPC too few": TpcMask.contiguous(right.count - 1, num_tpcs=num_tpcs, start=first + 1),
+        "shifted by one": TpcMask.contiguous(right.count, num_tpcs=num_tpcs, start=first + step),
+        "inverted": right.complement(),
+        "none": TpcMask.contiguous(num_tpcs, num_tpcs=num_tpcs),
+    }[mistake]
+
+    def plant(stream: int) -> int:
+        bind(stream, smctrl.where, wrong)
+        return stream
+
+    with pytest.raises(PartitionError) as caught:
+        verify(Planted(smctrl, lane, plant), partition, probe)
+    record_property("message", str(caught.value))
+    assert f"the {lane} lane" in str(caught.value)
+    assert f"an eager launch ran on SMs {sm_ranges(wrong.sms)} " in str(caught.value)
+    verify(smctrl, partition, probe)
+
+
+def test_a_planted_wrong_green_context_is_caught(probe: SmidProbe, record_property: Record) -> None:
+    green = GreenBackend(SmidProbe())
+    other = green.stream("decode", split(48, green.num_sms))
+    with pytest.raises(PartitionError, match=r"the decode lane .* an eager launch ran on") as caught:
+        verify(Planted(green, "decode", lambda _: other), split(32, green.num_sms), probe)
+    record_property("message", str(caught.value))
+    green.close()
+
+
+def test_a_capture_without_the_mask_is_caught(smctrl: SmctrlBackend) -> None:
+    class Forgetful(SmidProbe):
+        def run_captured(self, stream: int, launch_stream: int | None = None) -> frozenset[int]:
+            smctrl.stream("decode", WHOLE_GPU)
+            return super().run_captured(stream, launch_stream)
+
+    probe = Forgetful()
+    with pytest.raises(PartitionError, match="a graph launched on the lane's stream ran on SMs 0-"):
+        verify(smctrl, split(32, smctrl.num_sms), probe)
+    probe.close()
+
+
+# Costs and choices
+
+
+def test_changing_the_mask_is_cheap(backend: PartitionBackend, record_property: Record) -> None:
+    partitions = splits(backend.num_sms)
+    costs_us = []
+    for round_index in range(3000):
+        partition = partitions[round_index % len(partitions)]
+        started = time.perf_counter_ns()
+        backend.stream("decode", partition)
+        costs_us.append((time.perf_counter_ns() - started) / 1e3)
+    backend.stream("decode", WHOLE_GPU)
+    # The first rounds make the green contexts.
+    costs_us = sorted(costs_us[1000:])
+    median_us = statistics.median(costs_us)
+    record_property("backend", backend.name)
+    record_property("mask_change_us_p50", median_us)
+    record_property("mask_change_us_p99", costs_us[len(costs_us) * 99 // 100])
+    assert median_us <= MAX_MASK_CHANGE_US
+
+
+def test_auto_takes_stream_masks(probe: SmidProbe, record_property: Record) -> None:
+    backend, why = open_backend("auto", splits(probe.num_sms))
+    record_property("chosen", why)
+    assert backend.name == "smctrl"
+    backend.close()
+
+
+@pytest.mark.parametrize("name", ["smctrl", "green", "none"])
+def test_each_back_end_can_be_named(probe: SmidProbe, name: str) -> None:
+    backend, _ = open_backend(name, [WHOLE_GPU] if name == "none" else splits(probe.num_sms))
+    assert backend.name == name
+    assert probe.run(backend.stream("prefill", WHOLE_GPU)) == frozenset(range(probe.num_sms))
+    backend.close()
+
+
+def test_a_size_off_green_contexts_granularity(probe: SmidProbe, record_property: Record) -> None:
+    with pytest.raises(PartitionError, match=r"choose 96 \(48 TPCs\) or 104 \(52 TPCs\)") as caught:
+        open_backend("green", [split(100, probe.num_sms)])
+    record_property("message", str(caught.value))

@@ -1,0 +1,121 @@
+"""The engine's settings and its arms."""
+
+import math
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.errors import BulletGraphError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "arm"),
+    [
+        ("serial", Arm("serial")),
+        ("mixed", Arm("mixed")),
+        ("mixed:1", Arm("mixed", 1)),
+        ("mixed:2048", Arm("mixed", 2048)),
+        ("serial:64", Arm("serial", 64)),
+    ],
+)
+def test_arms_are_read_and_written(text: str, arm: Arm) -> None:
+    assert Arm.parse(text) == arm
+    assert str(arm) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "split", "Mixed", "mixed:", "mixed:0", "mixed:-1", "mixed:1.5", "mixed:x", "mixed:²", " mixed"],
+)
+def test_other_arms_are_refused_with_the_forms_allowed(text: str) -> None:
+    with pytest.raises(ConfigError, match="serial, mixed, serial:CHUNK or mixed:CHUNK") as caught:
+        Arm.parse(text)
+    assert repr(text) in str(caught.value)
+
+
+@given(st.sampled_from(["serial", "mixed"]), st.none() | st.integers(1, 10**6))
+def test_arms_survive_a_round_trip(name: str, chunk_tokens: int | None) -> None:
+    arm = Arm(name, chunk_tokens)  # type: ignore[arg-type]
+    assert Arm.parse(str(arm)) == arm
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, -1, 1.5, "8", True])
+def test_an_arm_s_chunk_is_checked_however_it_is_made(chunk_tokens: object) -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens"):
+        Arm("mixed", chunk_tokens)  # type: ignore[arg-type]
+
+
+def test_an_arm_s_name_is_checked_however_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="serial or mixed, got 'split'"):
+        Arm("split")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes"]
+)
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
+def test_counts_must_be_integers_of_at_least_one(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        EngineConfig(model="tiny", **{name: value})  # type: ignore[arg-type]
+    assert repr(value) in str(caught.value)
+    assert "at least 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "kv_cache_bytes"])
+def test_limits_may_be_left_open(name: str) -> None:
+    assert getattr(EngineConfig(model="tiny", **{name: None}), name) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
+def test_other_counts_may_not_be_left_open(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        EngineConfig(model="tiny", **{name: None})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0.0, -0.1, 1.01, math.nan, math.inf, "0.9", None])
+def test_memory_utilization_is_a_share(value: object) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        EngineConfig(model="tiny", gpu_memory_utilization=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("load_format", "gguf", "auto, safetensors, dummy"),
+        ("dtype", "int8", "auto, bfloat16, float16, float32"),
+        ("device", "tpu", "auto, cuda, cpu"),
+    ],
+)
+def test_choices_are_named(name: str, value: str, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be one of {allowed}, got '{value}'"):
+        EngineConfig(model="tiny", **{name: value})  # type: ignore[arg-type]
+
+
+def test_config_errors_are_value_errors_of_the_project_s_own_tree() -> None:
+    with pytest.raises(ValueError) as caught:
+        EngineConfig(model="tiny", max_num_seqs=0)
+    assert isinstance(caught.value, BulletGraphError)
+
+
+def test_settings_cannot_change_afterwards() -> None:
+    config = EngineConfig(model="tiny")
+    with pytest.raises(FrozenInstanceError):
+        config.max_num_seqs = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("arm", "batched", "chunk"),
+    [("mixed", 100, 100), ("mixed:64", 100, 64), ("serial:300", 100, 100), ("serial", 7, 7)],
+)
+def test_the_chunk_is_the_smaller_of_the_arm_s_and_the_engine_s(arm: str, batched: int, chunk: int) -> None:
+    config = EngineConfig(model="tiny", arm=Arm.parse(arm), max_num_batched_tokens=batched)
+    assert config.chunk_tokens == chunk
+
+
+def test_folders_and_presets_are_told_apart(tmp_path: Path) -> None:
+    assert EngineConfig(model=str(tmp_path)).is_folder
+    assert not EngineConfig(model="tiny").is_folder

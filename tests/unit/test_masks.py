@@ -1,0 +1,143 @@
+"""Masks over TPCs: sizes, complements, overlaps, orders."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition.masks import (
+    GpcLayout,
+    LaneMasks,
+    TpcMask,
+    asks_for_disjoint_lanes,
+    lane_masks,
+    sm_ranges,
+)
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+
+NUM_TPCS = 66
+# As an H200 hands out its TPCs: four of each GPC at a time.
+H200_LAYOUT: GpcLayout = (
+    *(tuple(range(32 * half + gpc, 32 * half + 32, 8)) for half in (0, 1) for gpc in range(8)),
+    (64, 65),
+)
+
+masks = st.integers(2, 128).flatmap(
+    lambda num_tpcs: st.builds(TpcMask, st.integers(1, (1 << num_tpcs) - 1), st.just(num_tpcs))
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> GpcLayout:
+    order = draw(st.permutations(range(draw(st.integers(1, 80)))))
+    cuts = sorted(draw(st.sets(st.integers(1, len(order)))) | {0, len(order)})
+    return tuple(tuple(order[a:b]) for a, b in pairwise(cuts))
+
+
+@given(masks)
+def test_a_mask_disables_exactly_the_tpcs_it_leaves_out(mask: TpcMask) -> None:
+    assert mask.disable_bits >> mask.num_tpcs == 0
+    for tpc in range(mask.num_tpcs):
+        usable = {2 * tpc, 2 * tpc + 1} <= mask.sms
+        assert usable == (mask.disable_bits >> tpc & 1 == 0)
+    assert mask.num_sms == 2 * mask.count == len(mask.sms)
+
+
+@given(masks)
+def test_a_mask_and_its_complement_share_out_the_gpu(mask: TpcMask) -> None:
+    if mask.count == mask.num_tpcs:
+        with pytest.raises(PartitionError, match="at least one TPC"):
+            mask.complement()
+        return
+    other = mask.complement()
+    assert mask.sms.isdisjoint(other.sms)
+    assert mask.sms | other.sms == frozenset(range(2 * mask.num_tpcs))
+    assert other.complement() == mask
+    assert other.bits == mask.disable_bits
+
+
+@given(st.data(), st.integers(1, 128))
+def test_contiguous_tpcs(data: st.DataObject, num_tpcs: int) -> None:
+    start = data.draw(st.integers(0, num_tpcs - 1))
+    count = data.draw(st.integers(1, num_tpcs - start))
+    mask = TpcMask.contiguous(count, num_tpcs=num_tpcs, start=start)
+    assert mask.sms == frozenset(range(2 * start, 2 * (start + count)))
+
+
+@given(st.data(), layouts())
+def test_tpcs_in_a_layouts_order(data: st.DataObject, layout: GpcLayout) -> None:
+    order = [tpc for gpc in layout for tpc in gpc]
+    start = data.draw(st.integers(0, len(order) - 1))
+    count = data.draw(st.integers(1, len(order) - start))
+    mask = TpcMask.following_gpcs(count, layout, start=start)
+    assert mask.sms == {sm for tpc in order[start : start + count] for sm in (2 * tpc, 2 * tpc + 1)}
+
+
+def test_32_sms_in_the_order_of_green_contexts() -> None:
+    mask = TpcMask.following_gpcs(16, H200_LAYOUT)
+    assert sm_ranges(mask.sms) == "0-7, 16-23, 32-39, 48-55"
+
+
+@given(st.data(), layouts())
+def test_lanes_are_disjoint_or_overlap_by_the_excess(data: st.DataObject, layout: GpcLayout) -> None:
+    num_tpcs = sum(map(len, layout))
+    sizes = st.one_of(st.none(), st.integers(1, num_tpcs))
+    partition = SmPartition(data.draw(sizes), data.draw(sizes))
+    lanes = lane_masks(partition, num_tpcs=num_tpcs, layout=data.draw(st.sampled_from([None, layout])))
+    counts = [num_tpcs if size is None else size for size in (partition.decode_tpcs, partition.prefill_tpcs)]
+    assert [lanes.decode.count, lanes.prefill.count] == counts
+    assert len(lanes.decode.sms & lanes.prefill.sms) == 2 * max(0, sum(counts) - num_tpcs)
+    assert asks_for_disjoint_lanes(partition, num_tpcs=num_tpcs) == (
+        lanes.decode.sms.isdisjoint(lanes.prefill.sms)
+    )
+    if sum(counts) == num_tpcs:
+        assert lanes.prefill == lanes.decode.complement()
+
+
+def test_decode_takes_the_first_tpcs_and_prefill_the_last() -> None:
+    lanes = lane_masks(SmPartition(8, 50), num_tpcs=NUM_TPCS)
+    assert lanes.decode.sms == frozenset(range(16))
+    assert lanes.prefill.sms == frozenset(range(32, 132))
+    whole = TpcMask((1 << NUM_TPCS) - 1, NUM_TPCS)
+    assert lane_masks(WHOLE_GPU, num_tpcs=NUM_TPCS) == LaneMasks(whole, whole)
+
+
+@pytest.mark.parametrize("count", [0, -1, NUM_TPCS + 1])
+def test_a_lane_has_from_one_to_all_tpcs(count: int) -> None:
+    for partition, lane in ((SmPartition(count, 2), "decode"), (SmPartition(None, count), "prefill")):
+        with pytest.raises(PartitionError, match=f"{lane} lane needs from 1 to 66 TPCs.*but {count} were"):
+            lane_masks(partition, num_tpcs=NUM_TPCS)
+    with pytest.raises(PartitionError, match=f"from 1 to 66 TPCs.*but {count} from"):
+        TpcMask.contiguous(count, num_tpcs=NUM_TPCS)
+
+
+@pytest.mark.parametrize("start", [-1, 60])
+def test_a_range_that_leaves_the_gpu(start: int) -> None:
+    with pytest.raises(PartitionError, match=f"but 8 from the one numbered {start}"):
+        TpcMask.contiguous(8, num_tpcs=NUM_TPCS, start=start)
+
+
+@pytest.mark.parametrize(("bits", "num_tpcs"), [(0, 66), (1 << 66, 66), (-1, 66), (1, 0), (1, -4)])
+def test_bits_must_name_tpcs_that_exist(bits: int, num_tpcs: int) -> None:
+    with pytest.raises(PartitionError, match="from 1 to all"):
+        TpcMask(bits, num_tpcs)
+
+
+@pytest.mark.parametrize("layout", [((0, 1), (1, 2)), ((0, 2),), ((1, 2),)])
+def test_a_layout_names_each_tpc_once(layout: GpcLayout) -> None:
+    with pytest.raises(PartitionError, match="exactly once"):
+        TpcMask.following_gpcs(1, layout)
+
+
+def test_a_layout_of_another_gpu() -> None:
+    with pytest.raises(PartitionError, match="66 TPCs, but it names 4"):
+        lane_masks(WHOLE_GPU, num_tpcs=NUM_TPCS, layout=((0, 1), (2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("sms", "text"), [([], "none"), ([3], "3"), ([0, 1, 2], "0-2"), ([5, 0, 1, 7, 6], "0-1, 5-7")]
+)
+def test_sm_ranges(sms: list[int], text: str) -> None:
+    assert sm_ranges(sms) == text

@@ -1,0 +1,241 @@
+"""The memory ledger against sums worked by hand."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bullet_graph.config import KV_BLOCK_TOKENS, Arm, EngineConfig
+from bullet_graph.errors import InsufficientMemoryError
+from bullet_graph.models.kv_cache import KVCache, kv_block_bytes
+from bullet_graph.models.loader import weight_bytes
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.runtime.memory import GIB, MIB, DeviceMemory, MemoryLedger, format_bytes, plan_memory
+
+TINY, LLAMA = PRESETS["tiny"], PRESETS["llama-3.1-8b"]
+H200 = DeviceMemory(total_bytes=140 * GIB, free_bytes=139 * GIB)
+
+# 4 layers, keys and values, 16 tokens, 2 heads of 32, float32.
+TINY_BLOCK_BYTES = 4 * 2 * 16 * 64 * 4
+
+
+def plan(
+    config: EngineConfig,
+    device: DeviceMemory,
+    *,
+    max_model_len: int = 256,
+    workspaces_bytes: int = 0,
+    graphs_bytes: int = 0,
+    kv_cache_limit_bytes: int | None = None,
+) -> MemoryLedger:
+    model, dtype = PRESETS[config.model], torch.bfloat16
+    return plan_memory(
+        config,
+        model,
+        dtype=torch.float32 if model is TINY else dtype,
+        max_model_len=max_model_len,
+        device=device,
+        workspaces_bytes=workspaces_bytes,
+        graphs_bytes=graphs_bytes,
+        kv_cache_limit_bytes=kv_cache_limit_bytes,
+    )
+
+
+def tiny(**settings: object) -> EngineConfig:
+    return EngineConfig(model="tiny", **({"max_num_seqs": 4, "max_num_batched_tokens": 64} | settings))  # type: ignore[arg-type]
+
+
+def fixed_bytes(ledger: MemoryLedger) -> int:
+    return ledger.weights_bytes + ledger.activations_bytes + ledger.workspaces_bytes + ledger.graphs_bytes
+
+
+def test_an_8b_model_on_one_large_gpu() -> None:
+    ledger = plan(
+        EngineConfig(model="llama-3.1-8b"),
+        H200,
+        max_model_len=131072,
+        workspaces_bytes=GIB,
+        graphs_bytes=2 * GIB,
+    )
+    assert ledger.weights_bytes == weight_bytes(LLAMA, torch.bfloat16) == 2 * 8_030_261_248
+    # 90 % of the device, less what others use of it.
+    assert ledger.budget_bytes == int(140 * GIB * 0.9) - GIB
+    # The cache takes what is left, to the last whole block of 16 × 128 KiB.
+    block = 16 * 131_072
+    left = ledger.budget_bytes - fixed_bytes(ledger)
+    assert 0 <= left - ledger.kv_cache_bytes < block
+    assert ledger.kv_cache_bytes == ledger.num_kv_blocks * block
+    assert ledger.kv_cache_tokens == (ledger.num_kv_blocks - 1) * 16
+    assert 700_000 < ledger.kv_cache_tokens < 900_000
+
+
+def test_rows_add_up_to_the_free_memory() -> None:
+    ledger = plan(EngineConfig(model="llama-3.1-8b"), H200, workspaces_bytes=5, graphs_bytes=7)
+    rows = dict(ledger.rows())
+    assert sum(rows.values()) == H200.free_bytes
+    assert rows["left free"] >= H200.free_bytes - ledger.budget_bytes
+    assert list(rows)[-1] == "left free"
+    assert (rows["workspaces"], rows["CUDA graphs"]) == (5, 7)
+
+
+def test_the_ledger_counts_what_a_cache_really_takes() -> None:
+    ledger = plan(tiny(), DeviceMemory(GIB, GIB))
+    cache = KVCache(
+        TINY,
+        num_blocks=ledger.num_kv_blocks,
+        block_tokens=KV_BLOCK_TOKENS,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    assert cache.layer(0)[0].untyped_storage().nbytes() == ledger.kv_cache_bytes
+    assert kv_block_bytes(TINY, KV_BLOCK_TOKENS, torch.float32) == TINY_BLOCK_BYTES
+
+
+def test_the_cache_is_no_larger_than_all_sequences_can_use() -> None:
+    # 4 sequences of 256 tokens (16 blocks each), and the padding block.
+    ledger = plan(tiny(), DeviceMemory(8 * GIB, 8 * GIB))
+    assert ledger.num_kv_blocks == 1 + 4 * 16
+    ledger = plan(tiny(), DeviceMemory(8 * GIB, 8 * GIB), max_model_len=257)
+    assert ledger.num_kv_blocks == 1 + 4 * 17
+
+
+def test_a_limit_holds_unless_one_sequence_needs_more() -> None:
+    device = DeviceMemory(8 * GIB, 8 * GIB)
+    ledger = plan(tiny(), device, kv_cache_limit_bytes=30 * TINY_BLOCK_BYTES + 1)
+    assert ledger.num_kv_blocks == 30
+    assert plan(tiny(), device, kv_cache_limit_bytes=1).num_kv_blocks == 1 + 16
+    assert plan(tiny(), device, kv_cache_limit_bytes=GIB).num_kv_blocks == 1 + 4 * 16
+
+
+def test_a_size_that_was_asked_for_is_taken_as_it_is() -> None:
+    device = DeviceMemory(8 * GIB, 8 * GIB)
+    # More than can be used, and in spite of the limit.
+    asked = 500 * TINY_BLOCK_BYTES + 3
+    ledger = plan(tiny(kv_cache_bytes=asked), device, kv_cache_limit_bytes=1)
+    assert ledger.num_kv_blocks == 500
+    assert ledger.kv_cache_bytes == 500 * TINY_BLOCK_BYTES
+
+
+def test_what_other_processes_use_counts_against_the_budget() -> None:
+    config = EngineConfig(model="llama-3.1-8b")
+    alone = plan(config, DeviceMemory(140 * GIB, 140 * GIB))
+    beside = plan(config, DeviceMemory(140 * GIB, 100 * GIB))
+    assert alone.budget_bytes - beside.budget_bytes == 40 * GIB
+
+
+@given(utilization=st.floats(0.3, 1.0), free_gib=st.integers(60, 140))
+def test_the_engine_stays_within_its_budget(utilization: float, free_gib: int) -> None:
+    config = EngineConfig(model="llama-3.1-8b", gpu_memory_utilization=utilization)
+    device = DeviceMemory(140 * GIB, free_gib * GIB)
+    try:
+        ledger = plan(config, device)
+    except InsufficientMemoryError:
+        return
+    used_before = device.total_bytes - device.free_bytes
+    assert fixed_bytes(ledger) + ledger.kv_cache_bytes <= ledger.budget_bytes
+    assert used_before + ledger.budget_bytes <= utilization * device.total_bytes
+    assert dict(ledger.rows())["left free"] >= 0
+    assert ledger.num_kv_blocks >= 1 + 256 // KV_BLOCK_TOKENS
+
+
+def test_wider_forwards_cost_activations() -> None:
+    device = DeviceMemory(8 * GIB, 8 * GIB)
+    narrow = plan(tiny(max_num_batched_tokens=64), device)
+    wide = plan(tiny(max_num_batched_tokens=128), device)
+    # A row: 4 hidden, 2 × qkv and 3 intermediate activations in float32.
+    assert wide.activations_bytes - narrow.activations_bytes == 64 * 4 * (4 * 128 + 2 * 256 + 3 * 384)
+    chunked = plan(tiny(max_num_batched_tokens=128, arm=Arm("mixed", 64)), device)
+    assert chunked.activations_bytes == narrow.activations_bytes
+
+
+def shortage(caught: pytest.ExceptionInfo[InsufficientMemoryError]) -> str:
+    found = re.search(r"short by ([\d.,]+ [MG]iB)\.", str(caught.value))
+    assert found, str(caught.value)
+    return found[1]
+
+
+def test_a_model_too_large_says_by_how_much_and_what_to_change() -> None:
+    config = EngineConfig(model="llama-3.1-8b", gpu_memory_utilization=0.5)
+    device = DeviceMemory(24 * GIB, 24 * GIB)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        plan(config, device, max_model_len=8192)
+    message = str(caught.value)
+    assert "one sequence of max_model_len=8192 tokens needs 1.00 GiB" in message
+    assert "a budget of 12.00 GiB" in message
+    assert "weights 14.96 GiB" in message
+    for setting in (
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "gpu_memory_utilization (now 0.5)",
+    ):
+        assert setting in message[message.index("short by") :]
+    # So much more is enough, and a little less is not.
+    missing = float(shortage(caught).split()[0])
+    for extra, fits in ((missing + 0.02, True), (missing - 0.02, False)):
+        larger = replace(
+            device, total_bytes=int((24 + 2 * extra) * GIB), free_bytes=int((24 + 2 * extra) * GIB)
+        )
+        if fits:
+            assert plan(config, larger, max_model_len=8192).num_kv_blocks >= 513
+        else:
+            with pytest.raises(InsufficientMemoryError):
+                plan(config, larger, max_model_len=8192)
+
+
+def test_kv_cache_bytes_too_small_for_a_sequence() -> None:
+    config = tiny(kv_cache_bytes=10 * TINY_BLOCK_BYTES)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        plan(config, DeviceMemory(8 * GIB, 8 * GIB))
+    message = str(caught.value)
+    # 17 blocks of 32 KiB against 10.
+    assert TINY_BLOCK_BYTES == 32 * 1024
+    assert "one sequence of max_model_len=256 tokens needs 0.53 MiB" in message
+    assert "kv_cache_bytes=327680 allows 0.31 MiB" in message
+    assert shortage(caught) == "0.22 MiB"
+    assert message.endswith("Raise kv_cache_bytes or lower max_model_len.")
+    assert plan(tiny(kv_cache_bytes=17 * TINY_BLOCK_BYTES), DeviceMemory(GIB, GIB)).num_kv_blocks == 17
+
+
+def test_kv_cache_bytes_more_than_there_is() -> None:
+    config = tiny(kv_cache_bytes=2 * GIB)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        plan(config, DeviceMemory(2 * GIB, GIB))
+    message = str(caught.value)
+    assert f"kv_cache_bytes={2 * GIB} needs 2.00 GiB" in message
+    assert "Lower kv_cache_bytes," in message
+    # The budget is 90 % of 2 GiB less the 1 GiB in use: 0.8 GiB.
+    assert "a budget of 819.20 MiB" in message
+
+
+def test_a_device_in_use_beyond_the_budget_leaves_less_than_nothing() -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"a budget of -4\.00 GiB"):
+        plan(tiny(gpu_memory_utilization=0.5), DeviceMemory(16 * GIB, 4 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0.00 MiB"),
+        (512 * 1024, "0.50 MiB"),
+        (300 * MIB, "300.00 MiB"),
+        (GIB - 1, "1,024.00 MiB"),
+        (GIB, "1.00 GiB"),
+        (1500 * GIB, "1,500.00 GiB"),
+        (-GIB, "-1.00 GiB"),
+        (-3 * MIB, "-3.00 MiB"),
+    ],
+)
+def test_sizes_are_readable(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_the_ledger_of_a_small_model_shows_no_zeros() -> None:
+    text = str(plan(tiny(), DeviceMemory(8 * GIB, 7 * GIB)))
+    assert "KV cache (1,024 tokens)" in text
+    assert re.search(r"weights +\d+\.\d\d MiB", text)
+    assert text.splitlines()[-1].split() == ["device", "8.00", "GiB"]
+    assert len({len(line) for line in text.splitlines()}) == 1

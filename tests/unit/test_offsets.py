@@ -1,0 +1,191 @@
+"""The table of known offsets, and the file of those proven on this machine."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition import offsets
+from bullet_graph.partition.calibrate import CANDIDATES
+from bullet_graph.partition.offsets import (
+    KNOWN_OFFSETS,
+    DriverId,
+    KnownOffset,
+    MaskLayout,
+    cache_file,
+    lookup,
+    remember,
+    remembered,
+    table_line,
+)
+
+DRIVER = DriverId(13000, "580.159.04", "x86_64")
+KNOWN = KnownOffset(0x51C, MaskLayout.BITS_128)
+ENTRY = {
+    "cuda_version": 13000,
+    "release": "580.159.04",
+    "machine": "x86_64",
+    "offset": 0x51C,
+    "layout": 128,
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "partition_offsets.json"
+
+
+# The table
+
+
+@pytest.mark.parametrize(
+    ("cuda_version", "offset", "layout"),
+    [(11080, 0x47C, 64), (12000, 0x4CC, 128), (12040, 0x4AC, 128), (12080, 0x4FC, 128), (13000, 0x51C, 128)],
+)
+def test_known_drivers(cuda_version: int, offset: int, layout: int) -> None:
+    assert lookup(cuda_version, "x86_64") == KnownOffset(offset, MaskLayout(layout))
+
+
+@pytest.mark.parametrize(
+    ("cuda_version", "machine"), [(13010, "x86_64"), (12090, "x86_64"), (13000, "aarch64"), (0, "")]
+)
+def test_unknown_drivers(cuda_version: int, machine: str) -> None:
+    assert lookup(cuda_version, machine) is None
+
+
+def test_the_table_holds_together() -> None:
+    for (cuda_version, _), known in KNOWN_OFFSETS.items():
+        assert known.layout == (MaskLayout.BITS_64 if cuda_version < 12000 else MaskLayout.BITS_128)
+        assert known.offset % offsets.OFFSET_ALIGNMENT == 0
+        # A calibration must be able to find what is known.
+        assert known.layout is MaskLayout.BITS_64 or known.offset in CANDIDATES
+
+
+def test_the_line_to_contribute_is_a_line_of_the_table() -> None:
+    line = table_line(DRIVER, KNOWN)
+    assert line == '(13000, "x86_64"): KnownOffset(0x51C, _128),  # calibrated on 580.159.04'
+    assert line.split("  #")[0] in Path(offsets.__file__).read_text(encoding="utf-8")
+
+
+# The file
+
+
+def test_what_is_remembered_is_found_again(path: Path) -> None:
+    assert remembered(DRIVER, path) is None
+    assert remember(DRIVER, KNOWN, path) == path
+    assert remembered(DRIVER, path) == KNOWN
+    assert os.listdir(path.parent) == [path.name]
+
+
+@given(
+    entries=st.dictionaries(
+        st.builds(DriverId, st.integers(11000, 99990), st.text(max_size=9), st.text(max_size=9)),
+        st.builds(
+            KnownOffset, st.integers(0, 1000).map(lambda words: 4 * words), st.sampled_from(MaskLayout)
+        ),
+        max_size=4,
+    )
+)
+def test_every_driver_has_its_own_entry(
+    tmp_path_factory: pytest.TempPathFactory, entries: dict[DriverId, KnownOffset]
+) -> None:
+    path = tmp_path_factory.mktemp("cache") / "offsets.json"
+    for driver, known in entries.items():
+        remember(driver, known, path)
+    assert {driver: remembered(driver, path) for driver in entries} == entries
+    assert remembered(DriverId(1, "none", "none"), path) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        DriverId(13010, DRIVER.release, DRIVER.machine),
+        DriverId(DRIVER.cuda_version, "580.159.05", DRIVER.machine),
+        DriverId(DRIVER.cuda_version, DRIVER.release, "aarch64"),
+    ],
+)
+def test_an_offset_holds_for_exactly_its_driver(path: Path, other: DriverId) -> None:
+    remember(DRIVER, KNOWN, path)
+    assert remembered(other, path) is None
+
+
+def test_a_newer_calibration_replaces_the_older(path: Path) -> None:
+    remember(DRIVER, KnownOffset(0x600, MaskLayout.BITS_128), path)
+    remember(DRIVER, KNOWN, path)
+    assert remembered(DRIVER, path) == KNOWN
+
+
+def test_the_file_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_file() == tmp_path / "bullet_graph" / "partition_offsets.json"
+    assert remember(DRIVER, KNOWN) == cache_file()
+    assert remembered(DRIVER) == KNOWN
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("", id="empty"),
+        pytest.param('[{"cuda_ver', id="cut off"),
+        pytest.param("{}", id="no list"),
+        pytest.param("null", id="null"),
+        pytest.param("[5]", id="no entries"),
+        *(
+            pytest.param(json.dumps([{k: v for k, v in ENTRY.items() if k != name}]), id=f"no {name}")
+            for name in ENTRY
+        ),
+        *(
+            pytest.param(json.dumps([ENTRY | {name: value}]), id=f"{name}={value!r}")
+            for name, value in [
+                ("cuda_version", "13000"),
+                ("release", 580),
+                ("machine", None),
+                ("offset", "0x51c"),
+                ("offset", 1308.0),
+                ("offset", True),
+                ("offset", 0x51D),
+                ("offset", -4),
+                ("layout", 96),
+                ("layout", True),
+            ]
+        ),
+    ],
+)
+def test_a_corrupt_file_is_never_trusted(path: Path, text: str) -> None:
+    path.parent.mkdir()
+    path.write_text(text, encoding="utf-8")
+    for access in (lambda: remembered(DRIVER, path), lambda: remember(DRIVER, KNOWN, path)):
+        with pytest.raises(
+            PartitionError, match="delete it and run `bullet-graph doctor --calibrate`"
+        ) as error:
+            access()
+        assert str(path) in str(error.value)
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_a_file_that_is_no_text(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PartitionError, match="cannot be used"):
+        remembered(DRIVER, path)
+
+
+def test_a_folder_in_the_files_place(path: Path) -> None:
+    path.mkdir(parents=True)
+    with pytest.raises(PartitionError, match="cannot be used"):
+        remembered(DRIVER, path)
+
+
+def test_a_cache_folder_that_cannot_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(PartitionError, match=r"No space left.*make the folder writable") as error:
+        remember(DRIVER, KNOWN, path)
+    assert str(path) in str(error.value)
+    assert os.listdir(path.parent) == []

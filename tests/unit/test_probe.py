@@ -1,0 +1,200 @@
+"""The probe and the driver calls under it, against a fake driver."""
+
+import sys
+from types import ModuleType
+
+import pytest
+from fakes.fake_driver import PRIMARY_CONTEXT, CUresult, FakeDriver, Stream
+
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition.driver import CudaDriver
+from bullet_graph.partition.probe import MAX_TOGETHER, SmidProbe
+
+
+@pytest.fixture
+def gpu() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def probe(gpu: FakeDriver) -> SmidProbe:
+    return SmidProbe(driver=CudaDriver(gpu))
+
+
+def make_stream(gpu: FakeDriver, probe: SmidProbe, *sms: int) -> int:
+    """A stream confined to these SMs, or to none in particular."""
+    stream = probe.driver.create_stream()
+    if sms:
+        mask(gpu, stream, *sms)
+    return stream
+
+
+def mask(gpu: FakeDriver, stream: int, *sms: int) -> None:
+    gpu.live[stream].sms = frozenset(sms)
+
+
+def test_an_eager_launch(gpu: FakeDriver, probe: SmidProbe) -> None:
+    stream = make_stream(gpu, probe)
+    assert probe.run(stream) == frozenset(range(132))
+    mask(gpu, stream, 4, 5, 130)
+    assert probe.run(stream) == {4, 5, 130}
+
+
+def test_a_graph_shows_the_sms_of_its_capture(gpu: FakeDriver, probe: SmidProbe) -> None:
+    masked, unmasked = make_stream(gpu, probe, 6, 7), make_stream(gpu, probe)
+    assert probe.run_captured(masked) == probe.run_captured(masked, unmasked) == {6, 7}
+    assert probe.run_captured(unmasked, masked) == frozenset(range(132))
+
+
+def test_a_graph_that_obeys_its_launch_stream_shows(gpu: FakeDriver, probe: SmidProbe) -> None:
+    gpu.graphs_ignore_masks = True
+    masked, unmasked = make_stream(gpu, probe, 6, 7), make_stream(gpu, probe)
+    assert probe.run_captured(masked, unmasked) == frozenset(range(132))
+
+
+def test_launches_on_several_streams(gpu: FakeDriver, probe: SmidProbe) -> None:
+    sets = [{2 * i, 2 * i + 1} for i in range(MAX_TOGETHER)]
+    assert probe.run_together([make_stream(gpu, probe, *sms) for sms in sets]) == sets
+
+
+def test_launches_that_do_not_overlap_in_time(gpu: FakeDriver, probe: SmidProbe) -> None:
+    gpu.serial = True
+    streams = [make_stream(gpu, probe, 0, 1), make_stream(gpu, probe, 2, 3)]
+    with pytest.raises(PartitionError, match=r"at the same time.*100 ms in vain"):
+        probe.run_together(streams)
+    assert probe.run(streams[0]) == {0, 1}
+
+
+@pytest.mark.parametrize("count", [0, 2, MAX_TOGETHER + 1])
+def test_streams_must_differ_and_be_few(gpu: FakeDriver, probe: SmidProbe, count: int) -> None:
+    streams = [make_stream(gpu, probe) for _ in range(count)]
+    if count == 2:
+        streams[1] = streams[0]
+    with pytest.raises(PartitionError, match=r"1 to 8 different streams.*a stream of its own"):
+        probe.run_together(streams)
+
+
+def test_a_block_without_a_record(gpu: FakeDriver, probe: SmidProbe) -> None:
+    stream = make_stream(gpu, probe)
+    gpu.lost_blocks = 3
+    with pytest.raises(PartitionError, match=r"all 528 blocks.*but 3 left no record"):
+        probe.run(stream)
+
+
+def test_records_of_an_earlier_run_do_not_count(gpu: FakeDriver, probe: SmidProbe) -> None:
+    stream = make_stream(gpu, probe)
+    probe.run(stream)
+    gpu.lost_blocks = 528
+    with pytest.raises(PartitionError, match="but 528 left no record"):
+        probe.run_captured(stream)
+
+
+def test_close_frees_everything(gpu: FakeDriver, probe: SmidProbe) -> None:
+    assert (gpu.retained, gpu.current_context) == (1, PRIMARY_CONTEXT)
+    stream = make_stream(gpu, probe)
+    probe.run_captured(stream)
+    gpu.cuStreamDestroy(stream)
+    probe.close()
+    probe.close()
+    assert (gpu.retained, gpu.live) == (0, {})
+
+
+def test_a_probe_outlives_the_one_whose_context_it_found(gpu: FakeDriver, probe: SmidProbe) -> None:
+    other = SmidProbe(driver=probe.driver)
+    probe.close()
+    assert other.run(make_stream(gpu, other)) == frozenset(range(132))
+
+
+def test_a_context_that_is_current_stays(gpu: FakeDriver) -> None:
+    gpu.current_context = 0xABC
+    SmidProbe(driver=CudaDriver(gpu)).close()
+    assert (gpu.current_context, gpu.retained) == (0xABC, 0)
+
+
+def test_the_context_of_another_gpu(gpu: FakeDriver) -> None:
+    gpu.current_context, gpu.current_device = 0xABC, 1
+    with pytest.raises(
+        PartitionError, match="GPU 0 needs that GPU's context, but the current one is of GPU 1"
+    ):
+        SmidProbe(0, driver=CudaDriver(gpu))
+    assert gpu.retained == 0
+
+
+CALLS = [
+    "cuDeviceGet",
+    "cuDevicePrimaryCtxRetain",
+    "cuLibraryLoadData",
+    "cuLibraryGetKernel",
+    "cuMemAlloc",
+]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_fails_when_the_probe_is_made(gpu: FakeDriver, name: str) -> None:
+    gpu.fail = {name: CUresult.CUDA_ERROR_INVALID_VALUE}
+    with pytest.raises(PartitionError, match=f"{name} had to succeed but returned CUDA_ERROR_INVALID_VALUE"):
+        SmidProbe(driver=CudaDriver(gpu))
+    assert (gpu.retained, gpu.live) == (0, {})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cuMemsetD32Async",
+        "cuStreamBeginCapture",
+        "cuLaunchKernel",
+        "cuStreamEndCapture",
+        "cuGraphInstantiate",
+        "cuGraphLaunch",
+        "cuMemcpyDtoHAsync",
+        "cuStreamSynchronize",
+    ],
+)
+def test_a_call_that_fails_in_a_run(gpu: FakeDriver, probe: SmidProbe, name: str) -> None:
+    stream = make_stream(gpu, probe)
+    gpu.fail = {name: CUresult.CUDA_ERROR_INVALID_VALUE}
+    with pytest.raises(PartitionError, match=f"{name} had to succeed"):
+        probe.run_captured(stream)
+    gpu.fail = {}
+    kinds = [type(thing) for thing in gpu.live.values()]
+    assert kinds.count(Stream) == 1
+    # Its code, its memory, the stream: no graph is left.
+    assert len(kinds) == 3
+
+
+def test_no_gpu(gpu: FakeDriver) -> None:
+    gpu.fail = {"cuInit": CUresult.CUDA_ERROR_NO_DEVICE}
+    with pytest.raises(PartitionError, match=r"cuInit .*CUDA_ERROR_NO_DEVICE.*bullet-graph doctor"):
+        CudaDriver(gpu)
+
+
+def test_no_libcuda_or_an_old_one(gpu: FakeDriver) -> None:
+    gpu.missing = {"cuInit"}
+    with pytest.raises(PartitionError, match=r"cuInit, but it cannot be called \(Function .* not found\)"):
+        CudaDriver(gpu)
+
+
+def fake_bindings(monkeypatch: pytest.MonkeyPatch, version: str, driver: object) -> None:
+    package, bindings = ModuleType("cuda"), ModuleType("cuda.bindings")
+    package.__path__, bindings.__path__ = [], []  # type: ignore[attr-defined]
+    bindings.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", package)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)  # type: ignore[arg-type]
+
+
+def test_cuda_python_is_found(monkeypatch: pytest.MonkeyPatch, gpu: FakeDriver) -> None:
+    fake_bindings(monkeypatch, "13.0.3", gpu)
+    assert CudaDriver().api is gpu
+
+
+def test_no_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_bindings(monkeypatch, "13.0.3", None)
+    with pytest.raises(PartitionError, match=r"cannot be imported.*install bullet-graph\[cuda\]"):
+        CudaDriver()
+
+
+def test_an_old_cuda_python(monkeypatch: pytest.MonkeyPatch, gpu: FakeDriver) -> None:
+    fake_bindings(monkeypatch, "12.9.4", gpu)
+    with pytest.raises(PartitionError, match=r"13 or later, but found 12.9.4"):
+        CudaDriver()

@@ -1,0 +1,109 @@
+"""The public names, pinned: a change here is a change for users."""
+
+import inspect
+import subprocess
+import sys
+
+import bullet_graph
+from bullet_graph import AsyncEngine, Engine, SamplingParams
+from bullet_graph.errors import BulletGraphError
+
+PUBLIC_NAMES = [
+    "Arm",
+    "AsyncEngine",
+    "BulletGraphError",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
+    "DeviceError",
+    "Engine",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineStats",
+    "InsufficientMemoryError",
+    "ModelError",
+    "OutputKind",
+    "PartitionError",
+    "PromptError",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "SamplingParamsError",
+    "TokenLogprobs",
+    "UnsupportedModelError",
+    "WorkloadError",
+    "__version__",
+]
+
+
+def parameters(function: object) -> list[str]:
+    assert callable(function)
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_public_names() -> None:
+    assert bullet_graph.__all__ == PUBLIC_NAMES
+    for name in PUBLIC_NAMES:
+        assert getattr(bullet_graph, name) is not None
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in PUBLIC_NAMES:
+        value = getattr(bullet_graph, name)
+        if inspect.isclass(value):
+            assert value.__doc__
+            # A dataclass without a docstring of its own gets its signature for one.
+            assert not value.__doc__.startswith(f"{name}(")
+
+
+def test_every_error_of_the_package_is_public_and_has_one_base() -> None:
+    errors = {
+        name
+        for name, value in vars(bullet_graph.errors).items()
+        if inspect.isclass(value) and issubclass(value, BulletGraphError)
+    }
+    assert errors <= set(PUBLIC_NAMES)
+
+
+def test_names_that_vllm_users_know() -> None:
+    assert parameters(Engine)[0] == "model"
+    assert {
+        "dtype",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+        "device",
+        "load_format",
+        "seed",
+    } <= set(parameters(Engine))
+    assert parameters(Engine.generate) == ["prompts", "sampling_params", "use_tqdm"]
+    assert parameters(Engine.add_request) == ["request_id", "prompt", "sampling_params", "output_kind"]
+    assert parameters(Engine.abort) == ["request_id"]
+    assert parameters(Engine.step) == parameters(Engine.shutdown) == []
+    assert parameters(Engine.has_unfinished_requests) == []
+    assert parameters(AsyncEngine.generate)[:3] == ["prompt", "sampling_params", "request_id"]
+    assert parameters(SamplingParams) == [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "logprobs",
+        "n",
+    ]
+
+
+def test_importing_needs_no_gpu_library() -> None:
+    code = (
+        "import sys, bullet_graph; "
+        "print(sorted({'triton', 'flashinfer', 'transformers', 'cuda'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,237 @@
+"""One sample's text: stop strings, held-back text and deltas, against a naive search."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bullet_graph.engine.output import CompletionOutput, OutputKind, TokenLogprobs
+from bullet_graph.engine.request import Request, Sample, row_logprobs
+from bullet_graph.engine.sequence import Sequence
+from bullet_graph.models.tokenizer import DetokenizeStream
+from bullet_graph.runtime.step import StepLogprobs, StepResult
+from bullet_graph.sampling_params import SamplingParams
+
+
+class Pieces:
+    """A detokenizer that gives token i the i-th piece of text; "~" is an incomplete character."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+        self.pending = ""
+
+    def push(self, token_id: int) -> str:
+        piece = self.pieces[token_id]
+        if piece == "~":
+            self.pending += "\ufffd"
+            return ""
+        self.pending = ""
+        return piece
+
+    def flush(self) -> str:
+        text, self.pending = self.pending, ""
+        return text
+
+
+def make_sample(pieces: list[str], params: SamplingParams, stop_ids: frozenset[int] = frozenset()) -> Sample:
+    sequence = Sequence("a", 0, np.zeros(1, dtype=np.int32), params, 0, stop_ids)
+    stream: DetokenizeStream = Pieces(pieces)  # type: ignore[assignment]
+    return Sample(sequence, stream)
+
+
+@dataclass(frozen=True)
+class Ended:
+    num_tokens: int
+    text: str
+    reason: str | None
+
+
+def naive(pieces: list[str], params: SamplingParams) -> Ended:
+    """Where the text must end: at the first stop string completed by a token after the min_tokens-th."""
+    text, pending = "", ""
+    for count, piece in enumerate(pieces, start=1):
+        before = len(text)
+        pending = pending + "\ufffd" if piece == "~" else ""
+        text += "" if piece == "~" else piece
+        last = count == params.max_tokens
+        for candidate in (text, text + pending) if last else (text,):
+            starts = [
+                at
+                for stop in params.stop
+                for at in range(len(candidate))
+                if candidate.startswith(stop, at) and at + len(stop) > before
+            ]
+            if count > params.min_tokens and starts:
+                return Ended(count, candidate[: min(starts)], "stop")
+        if last:
+            return Ended(count, text + pending, "length")
+    return Ended(len(pieces), text, None)
+
+
+PIECES = st.lists(st.text("ab", min_size=0, max_size=3) | st.just("~"), min_size=1, max_size=14)
+STOPS = st.lists(st.text("ab\ufffd", min_size=1, max_size=5), max_size=3)
+
+
+@settings(max_examples=400, deadline=None)
+@given(pieces=PIECES, stops=STOPS, limits=st.tuples(st.integers(1, 14), st.integers(0, 14)))
+def test_text_ends_where_a_naive_search_says(
+    pieces: list[str], stops: list[str], limits: tuple[int, int]
+) -> None:
+    max_tokens, min_tokens = max(limits), min(limits)
+    params = SamplingParams(stop=stops, max_tokens=max_tokens, min_tokens=min_tokens)
+    expected = naive(pieces, params)
+    sample = make_sample(pieces, params)
+    cumulative: list[CompletionOutput] = []
+    deltas: list[CompletionOutput] = []
+    other = make_sample(pieces, params)
+    for token_id in range(expected.num_tokens):
+        assert sample.finish_reason is None
+        sample.append(token_id, None)
+        other.append(token_id, None)
+        cumulative.append(sample.report(OutputKind.CUMULATIVE))
+        deltas.append(other.report(OutputKind.DELTA))
+    final = cumulative[-1]
+    assert sample.finish_reason == expected.reason
+    if expected.reason is not None:
+        assert final.text == expected.text
+    assert final.token_ids == tuple(range(expected.num_tokens))
+    assert final.logprobs is None
+    # What was once shown stays, and nothing is shown that a stop string may still take back.
+    for output in cumulative:
+        assert expected.text.startswith(output.text)
+    assert "".join(delta.text for delta in deltas) == final.text
+    assert sum((delta.token_ids for delta in deltas), ()) == final.token_ids
+    assert [delta.finish_reason for delta in deltas] == [output.finish_reason for output in cumulative]
+
+
+def run(pieces: list[str], params: SamplingParams) -> CompletionOutput:
+    sample = make_sample(pieces, params)
+    for token_id in range(len(pieces)):
+        if sample.finish_reason is None:
+            sample.append(token_id, None)
+    return sample.report(OutputKind.CUMULATIVE)
+
+
+def test_a_stop_string_over_three_tokens() -> None:
+    output = run(["He", "llo ", "w", "orl", "d!"], SamplingParams(stop="wor", max_tokens=9))
+    assert output.text == "Hello "
+    assert len(output.token_ids) == 4
+    assert output.finish_reason == "stop"
+
+
+def test_the_earliest_of_several_stop_strings_ends_the_text() -> None:
+    assert run(["one two three"], SamplingParams(stop=["three", "two"])).text == "one "
+
+
+def test_a_short_stop_string_from_before_min_tokens_does_not_count_later() -> None:
+    params = SamplingParams(stop=["x", "longer"], min_tokens=2, max_tokens=9)
+    output = run(["a", "bx", "c", "dx"], params)
+    assert output.text == "abxcd"
+    assert len(output.token_ids) == 4
+
+
+def test_no_stop_string_is_looked_for_before_min_tokens_even_at_the_end() -> None:
+    output = run(["a", "~"], SamplingParams(stop="\ufffd", min_tokens=2, max_tokens=2))
+    assert (output.text, output.finish_reason) == ("a\ufffd", "length")
+
+
+def test_text_held_back_for_a_stop_string_comes_when_the_output_ends() -> None:
+    params = SamplingParams(stop="stop!", max_tokens=3)
+    sample = make_sample(["abc", "s", "top"], params)
+    shown = []
+    for token_id in range(3):
+        sample.append(token_id, None)
+        shown.append(sample.report(OutputKind.CUMULATIVE).text)
+    # Four characters may be the beginning of the stop string.
+    assert shown == ["", "", "abcstop"]
+
+
+@pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
+def test_an_abort_releases_what_was_held_back(kind: OutputKind) -> None:
+    sample = make_sample(["abcdef", "~"], SamplingParams(stop="zzzz"))
+    sample.append(0, None)
+    first = sample.report(kind).text
+    sample.append(1, None)
+    sample.finish("abort")
+    last = sample.report(kind)
+    assert (first + last.text if kind is OutputKind.DELTA else last.text) == "abcdef\ufffd"
+    assert last.finish_reason == "abort"
+
+
+def test_a_stop_token_ends_the_output_and_is_part_of_it() -> None:
+    sample = make_sample(["a", "b", "c"], SamplingParams(max_tokens=9), frozenset({1}))
+    sample.append(0, None)
+    sample.append(1, None)
+    output = sample.report(OutputKind.CUMULATIVE)
+    assert (output.text, output.token_ids, output.finish_reason) == ("ab", (0, 1), "stop")
+
+
+def test_a_stop_token_counts_after_min_tokens_only() -> None:
+    params = SamplingParams(max_tokens=4, min_tokens=2)
+    sample = make_sample(["a", "b", "c"], params, frozenset({1}))
+    for token_id in (1, 1, 1):
+        assert sample.finish_reason is None
+        sample.append(token_id, None)
+    assert sample.finish_reason == "stop"
+
+
+def test_a_stop_token_as_the_last_allowed_one_is_a_stop() -> None:
+    sample = make_sample(["a", "b"], SamplingParams(max_tokens=2), frozenset({1}))
+    sample.append(0, None)
+    sample.append(1, None)
+    assert sample.finish_reason == "stop"
+
+
+def test_a_model_without_tokenizer_has_no_text() -> None:
+    sequence = Sequence("a", 0, np.zeros(1, dtype=np.int32), SamplingParams(max_tokens=2), 0, frozenset())
+    sample = Sample(sequence, None)
+    sample.append(4, None)
+    sample.append(5, None)
+    output = sample.report(OutputKind.CUMULATIVE)
+    assert (output.text, output.token_ids, output.finish_reason) == ("", (4, 5), "length")
+
+
+def test_logprobs_come_in_deltas_too() -> None:
+    sample = make_sample(["a", "b", "c"], SamplingParams(max_tokens=3, logprobs=0))
+    entries = [TokenLogprobs(i, -float(i), ()) for i in range(3)]
+    reported: list[TokenLogprobs] = []
+    for token_id, entry in enumerate(entries):
+        sample.append(token_id, entry)
+        if token_id != 1:
+            reported += sample.report(OutputKind.DELTA).logprobs or ()
+    assert reported == entries
+    assert sample.report(OutputKind.CUMULATIVE).logprobs == tuple(entries)
+
+
+def test_a_request_is_finished_when_all_its_samples_are() -> None:
+    samples = [make_sample(["a", "b"], SamplingParams(max_tokens=count, n=2)) for count in (1, 2)]
+    request = Request("r", np.array([7, 8], dtype=np.int32), samples, OutputKind.CUMULATIVE, 1.5)
+    samples[0].append(0, None)
+    samples[1].append(0, None)
+    assert not request.finished
+    samples[1].append(1, None)
+    output = request.output()
+    assert output.finished
+    assert output.prompt_token_ids == (7, 8)
+    assert output.metrics.arrival_s == 1.5
+    assert [completion.token_ids for completion in output.outputs] == [(0,), (0, 1)]
+
+
+def test_a_row_s_logprobs_are_cut_to_what_its_request_asked_for() -> None:
+    logprobs = StepLogprobs(
+        chosen=np.array([-1.5, -0.5], dtype=np.float32),
+        top_ids=np.array([[3, 4, 5], [6, 7, 8]], dtype=np.int32),
+        top=np.array([[-0.25, -1.0, -2.0], [-0.5, -3.0, -4.0]], dtype=np.float32),
+    )
+    result = StepResult(np.array([9, 6], dtype=np.int32), logprobs)
+
+    def entry(row: int, count: int | None) -> TokenLogprobs | None:
+        params = SamplingParams(logprobs=count)
+        sequence = Sequence("a", 0, np.zeros(1, dtype=np.int32), params, 0, frozenset())
+        return row_logprobs(result, row, int(result.token_ids[row]), sequence)
+
+    assert entry(0, 2) == TokenLogprobs(9, -1.5, ((3, -0.25), (4, -1.0)))
+    assert entry(1, 0) == TokenLogprobs(6, -0.5, ())
+    assert entry(1, None) is None

@@ -1,0 +1,90 @@
+"""Every field of SamplingParams: what it takes, and what it says when it does not."""
+
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from bullet_graph.errors import BulletGraphError, RequestError, SamplingParamsError
+from bullet_graph.sampling_params import MAX_LOGPROBS, SamplingParams
+
+GOOD = [
+    ("temperature", (0, 0.0, 1, 0.7, 1e6)),
+    ("top_p", (1, 1.0, 0.5, 1e-60)),
+    ("top_k", (-1, 0, 1, 2**40)),
+    ("min_p", (0, 0.0, 0.3, 1)),
+    ("seed", (None, 0, 2**63 - 1)),
+    ("max_tokens", (1, 2**40)),
+    ("min_tokens", (0, 16)),
+    ("stop", ((), "a", ["a", "bc"], ("a",))),
+    ("stop_token_ids", ((), [0, 5], (7,))),
+    ("ignore_eos", (True, False)),
+    ("logprobs", (None, 0, MAX_LOGPROBS)),
+    ("n", (1, 3)),
+]
+
+BAD = [
+    ("temperature", (-0.1, math.nan, math.inf, 1e7, "1", None, True)),
+    ("top_p", (0, -0.5, 1.5, math.nan, "1", None)),
+    ("top_k", (-2, 1.5, math.nan, "5", None, True)),
+    ("min_p", (-0.1, 1.1, math.nan, None)),
+    ("seed", (-1, 2**63, 1.5, "1", True)),
+    ("max_tokens", (0, -1, 1.5, math.nan, "5", None, True)),
+    ("min_tokens", (-1, 17, 1.5, None)),
+    ("stop", ("", ["a", ""], [1], 5, None, b"x")),
+    ("stop_token_ids", ([-1], [1.5], ["1"], [True], 5, None, "12")),
+    ("ignore_eos", (None, "no", 2)),
+    ("logprobs", (-1, MAX_LOGPROBS + 1, 1.5, True, "1")),
+    ("n", (0, -1, 1.5, None, True)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD for value in values])
+def test_good_values_are_taken(name: str, value: object) -> None:
+    params = SamplingParams(**{name: value})  # type: ignore[arg-type]
+    if name == "stop":
+        assert params.stop == ((value,) if isinstance(value, str) else tuple(value))  # type: ignore[arg-type]
+    elif name == "stop_token_ids":
+        assert params.stop_token_ids == tuple(value)  # type: ignore[arg-type]
+    else:
+        assert getattr(params, name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD for value in values])
+def test_bad_values_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(SamplingParamsError) as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.startswith(f"{name} must be ")
+    assert message.endswith(f"got {value!r}")
+    assert isinstance(caught.value, (RequestError, ValueError, BulletGraphError))
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    assert SamplingParams(max_tokens=20, min_tokens=20).min_tokens == 20
+    with pytest.raises(SamplingParamsError, match=r"between 0 and max_tokens \(20\), got 21"):
+        SamplingParams(max_tokens=20, min_tokens=21)
+
+
+def test_lists_are_copied_so_that_they_cannot_change_under_the_engine() -> None:
+    stop, ids = ["a"], [1]
+    params = SamplingParams(stop=stop, stop_token_ids=ids)
+    stop.append("b")
+    ids.append(2)
+    assert (params.stop, params.stop_token_ids) == (("a",), (1,))
+    assert hash(params) == hash(SamplingParams(stop="a", stop_token_ids=(1,)))
+
+
+def test_params_are_frozen_and_named() -> None:
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().temperature = 0.5  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SamplingParams(0.5)  # type: ignore[misc]
+
+
+def test_defaults() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, -1, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.n) == (16, 0, 1)
+    assert (params.seed, params.logprobs, params.ignore_eos) == (None, None, False)
+    assert (params.stop, params.stop_token_ids) == ((), ())

@@ -1,0 +1,221 @@
+"""The stream-mask back end over a fake libcuda."""
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+from fakes.fake_streams import OBJECT_BYTES, RELEASE, FakeDriver, FakeLibcuda, FakeProbe, object_bytes
+
+from bullet_graph import _smctrl
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition.masks import GpcLayout
+from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remember
+from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.smctrl import SmctrlBackend, identify_driver
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.verify import verify
+
+DRIVER = DriverId(13000, RELEASE, "x86_64")
+PARTITION = SmPartition(decode_tpcs=16, prefill_tpcs=50)
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> FakeLibcuda:
+    return FakeLibcuda(tmp_path_factory.mktemp("libcuda"))
+
+
+@pytest.fixture(autouse=True)
+def on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bullet_graph.partition.smctrl.machine", lambda: "x86_64")
+
+
+@pytest.fixture
+def probe(libcuda: FakeLibcuda) -> FakeProbe:
+    libcuda.answer(13000)
+    return FakeProbe(FakeDriver(libcuda))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "offsets.json"
+
+
+def open_smctrl(
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, layout: GpcLayout | None = None
+) -> SmctrlBackend:
+    return SmctrlBackend(cast(SmidProbe, probe), layout=layout, libcuda=libcuda.path, cache=cache)
+
+
+def test_each_lane_runs_on_its_own_tpcs(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
+    backend = open_smctrl(probe, libcuda, cache)
+    assert (backend.name, backend.num_sms, backend.granularity_sms) == ("smctrl", 132, 2)
+    assert backend.where == KnownOffset(0x51C, MaskLayout.BITS_128)
+    decode, prefill = backend.stream("decode", PARTITION), backend.stream("prefill", PARTITION)
+    assert probe.run(decode) == backend.expected_sms("decode", PARTITION) == frozenset(range(32))
+    assert probe.run(prefill) == backend.expected_sms("prefill", PARTITION) == frozenset(range(32, 132))
+    assert probe.driver.streams == {decode: True, prefill: False}
+    verified = verify(backend, PARTITION, cast(SmidProbe, probe))
+    assert verified.decode_sms == frozenset(range(32))
+
+
+def test_a_lane_keeps_its_stream_and_changes_its_mask(
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path
+) -> None:
+    backend = open_smctrl(probe, libcuda, cache)
+    stream = backend.stream("decode", PARTITION)
+    assert backend.stream("decode", SmPartition(4, 62)) == stream
+    assert probe.run(stream) == frozenset(range(8))
+    assert backend.stream("decode", WHOLE_GPU) == stream
+    assert probe.run(stream) == backend.expected_sms("decode", WHOLE_GPU) == frozenset(range(132))
+    assert object_bytes(stream) == bytes(OBJECT_BYTES)
+
+
+def test_binding_one_lane_leaves_the_other_alone(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
+    backend = open_smctrl(probe, libcuda, cache)
+    prefill = backend.stream("prefill", PARTITION)
+    before = object_bytes(prefill)
+    for tpcs in (1, 7, 66):
+        assert backend.stream("decode", SmPartition(tpcs, None)) != prefill
+    assert object_bytes(prefill) == before
+
+
+def test_masks_that_follow_the_gpcs(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
+    layout = (tuple(range(0, 66, 2)), tuple(range(1, 66, 2)))
+    backend = open_smctrl(probe, libcuda, cache, layout)
+    assert probe.run(backend.stream("decode", SmPartition(3, 63))) == {0, 1, 4, 5, 8, 9}
+
+
+@pytest.mark.parametrize(
+    "partition", [SmPartition(0, 66), SmPartition(67, 1), SmPartition(1, 67), SmPartition(-1, 4)]
+)
+def test_a_partition_that_does_not_fit(
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, partition: SmPartition
+) -> None:
+    backend = open_smctrl(probe, libcuda, cache)
+    with pytest.raises(PartitionError, match="1 to 66 TPCs"):
+        backend.stream("decode", partition)
+    with pytest.raises(PartitionError, match="1 to 66 TPCs"):
+        backend.expected_sms("prefill", partition)
+
+
+def test_closing_destroys_both_streams_and_the_probe(
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path
+) -> None:
+    backend = open_smctrl(probe, libcuda, cache)
+    backend.close()
+    assert sorted(probe.driver.destroyed) == sorted(probe.driver.streams)
+    assert probe.closed
+
+
+def test_an_unknown_driver_is_refused_before_anything_is_written(
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path
+) -> None:
+    libcuda.answer(13990)
+    with pytest.raises(PartitionError, match=rf"{RELEASE} .*13990.*`bullet-graph doctor --calibrate`"):
+        open_smctrl(probe, libcuda, cache)
+    assert probe.driver.streams == {}
+    assert probe.closed
+
+
+def test_a_calibrated_driver_is_trusted(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
+    libcuda.answer(13990)
+    probe.offset = 0x600
+    remember(DriverId(13990, RELEASE, "x86_64"), KnownOffset(0x600, MaskLayout.BITS_128), cache)
+    backend = open_smctrl(probe, libcuda, cache)
+    assert probe.run(backend.stream("decode", PARTITION)) == frozenset(range(32))
+
+
+@pytest.mark.parametrize(
+    "other", [DriverId(13990, "999.12.35", "x86_64"), DriverId(13990, RELEASE, "aarch64")]
+)
+def test_a_calibration_of_another_driver_is_not(
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, other: DriverId
+) -> None:
+    libcuda.answer(13990)
+    remember(other, KnownOffset(0x600, MaskLayout.BITS_128), cache)
+    with pytest.raises(PartitionError, match="doctor --calibrate"):
+        open_smctrl(probe, libcuda, cache)
+
+
+def test_a_calibration_goes_before_the_table(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
+    remember(DRIVER, KnownOffset(0x600, MaskLayout.BITS_128), cache)
+    assert open_smctrl(probe, libcuda, cache).where.offset == 0x600
+
+
+def test_a_wrong_offset_shows_when_partitions_are_verified(
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path
+) -> None:
+    remember(DRIVER, KnownOffset(0x520, MaskLayout.BITS_128), cache)
+    backend = open_smctrl(probe, libcuda, cache)
+    with pytest.raises(PartitionError, match=r"exactly SMs 0-31, but .* ran on SMs"):
+        verify(backend, PARTITION, cast(SmidProbe, probe))
+
+
+def test_streams_that_share_a_mask_are_refused(libcuda: FakeLibcuda, cache: Path) -> None:
+    libcuda.answer(13000)
+    probe = FakeProbe(FakeDriver(libcuda, shared=True))
+    with pytest.raises(PartitionError, match=r"mask of its own, but streams .* share one"):
+        open_smctrl(probe, libcuda, cache)
+    # Left as found, and given back.
+    assert object_bytes(next(iter(probe.driver.streams))) == bytes(OBJECT_BYTES)
+    assert sorted(probe.driver.destroyed) == sorted(probe.driver.streams)
+    assert probe.closed
+
+
+def test_a_mask_too_short_for_the_gpu(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
+    libcuda.answer(11080)
+    with pytest.raises(PartitionError, match="mask has 64 bits, but the GPU has 66 TPCs"):
+        open_smctrl(probe, libcuda, cache)
+    probe.num_sms = 128
+    backend = open_smctrl(probe, libcuda, cache)
+    stream = backend.stream("decode", SmPartition(1, None))
+    assert _smctrl.get_mask(stream, 0x47C, 64) == (1, 2**64 - 2, 0)
+
+
+def test_a_mask_that_does_not_stay_as_written(
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = open_smctrl(probe, libcuda, cache)
+    monkeypatch.setattr(_smctrl, "get_mask", lambda *_: (1, 0, 0))
+    with pytest.raises(
+        PartitionError,
+        match=r"enabled=1, disable_low=18446744073709486080, .* but .*disable_low=0, .* was read back",
+    ):
+        backend.stream("decode", PARTITION)
+
+
+# Which driver
+
+
+def test_the_release_is_in_the_librarys_name(libcuda: FakeLibcuda, tmp_path: Path) -> None:
+    libcuda.answer(13000)
+    link = tmp_path / "libcuda.so.1"
+    link.symlink_to(libcuda.path)
+    assert identify_driver(link) == DRIVER
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  999.12.34  Release Build  (x)  Wed Jan 1 2025\n",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  999.12.34  Tue\nGCC version:  gcc version 12.2.0\n",
+    ],
+)
+def test_the_release_is_in_the_kernels_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    module = tmp_path / "version"
+    monkeypatch.setattr("bullet_graph.partition.smctrl._KERNEL_MODULE", module)
+    libcuda = FakeLibcuda(tmp_path, release="1.1")
+    with pytest.raises(PartitionError, match=r"the driver's release, which .*libcuda\.so\.1\.1 and"):
+        identify_driver(libcuda.path)
+    module.write_text(text)
+    assert identify_driver(libcuda.path) == DRIVER
+
+
+def test_without_a_driver(libcuda: FakeLibcuda, tmp_path: Path) -> None:
+    with pytest.raises(PartitionError, match=r"need an NVIDIA driver, but found no driver: .*none"):
+        identify_driver(tmp_path / "none.so")
+    libcuda.answer(0, result=100)
+    with pytest.raises(PartitionError, match="CUDA error 100"):
+        identify_driver(libcuda.path)
