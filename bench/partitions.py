@@ -19,7 +19,6 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from bullet_graph.partition.backend import PartitionBackend, open_backend
 from rich.console import Console
 from rich.table import Table
 
@@ -32,6 +31,7 @@ from bullet_graph.models.loader import dummy_weights
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.sampler import SamplingState
+from bullet_graph.partition.backend import PartitionBackend, open_backend
 from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
 from bullet_graph.perf.energy import DeviceMonitor
 from bullet_graph.perf.provenance import collect_provenance
@@ -93,7 +93,7 @@ class Lane:
 class Workbench:
     """A model, its cache, and both lanes' buffers."""
 
-    def __init__(self, model: str, batch_size: int, context: int, prompt: int) -> None:
+    def __init__(self, model: str, batch_size: int, context: int, prompt: int, *, grid_follows: bool) -> None:
         config = PRESETS[model]
         decode_blocks, prefill_blocks = (
             batch_size * (context // KV_BLOCK_TOKENS + 1),
@@ -110,7 +110,12 @@ class Workbench:
         decoder = Decoder(config, weights, cache, cos_sin_table(config, max(context, prompt) + 1, DEVICE))
         state = SamplingState(batch_size + 2, DEVICE)
         self.graphs = DecodeGraphs(
-            decoder, state, max_batch_size=batch_size, num_kv_blocks=num_blocks, padding_slot=batch_size
+            decoder,
+            state,
+            max_batch_size=batch_size,
+            num_kv_blocks=num_blocks,
+            padding_slot=batch_size,
+            grid_follows_partition=grid_follows,
         )
         self.eager = EagerLane(decoder, state, max_num_seqs=1, max_rows=prompt, num_kv_blocks=num_blocks)
         positions = np.full(batch_size, context, dtype=np.int32)
@@ -134,7 +139,7 @@ class Workbench:
             None,
             KV_BLOCK_TOKENS,
         )
-        self.batch_size, self.prompt = batch_size, prompt
+        self.batch_size, self.prompt, self.grid_follows = batch_size, prompt, grid_follows
         torch.cuda.synchronize()
 
     def measure(
@@ -161,14 +166,20 @@ class Workbench:
             torch.cuda.synchronize()
         steps = lanes["decode"].intervals_ms() if decode else []
         forwards = lanes["prefill"].intervals_ms() if prefill else []
-        return Point(
+        point = Point(
             decode_sms=len(backend.expected_sms("decode", partition)) if decode else None,
             prefill_sms=len(backend.expected_sms("prefill", partition)) if prefill else None,
-            grid_follows=True,
+            grid_follows=self.grid_follows,
             decode_step_ms=float(np.median(steps)) if steps else None,
             prefill_tokens_per_s=self.prompt * len(forwards) / sum(forwards) * 1e3 if forwards else None,
             device=dataclasses.asdict(monitor.report),
         )
+        click.echo(
+            f"decode on {point.decode_sms} SMs: {point.decode_step_ms} ms; "
+            f"prefill on {point.prefill_sms}: {point.prefill_tokens_per_s} tokens/s",
+            err=True,
+        )
+        return point
 
     def capture(self, backend: PartitionBackend, partitions: list[SmPartition]) -> None:
         def stream_for(partition: SmPartition) -> torch.cuda.Stream:
@@ -194,6 +205,7 @@ class Workbench:
 @click.option("--context", default=1000, show_default=True)
 @click.option("--prompt", default=2048, show_default=True, help="Tokens of a prefill forward.")
 @click.option("--seconds", default=2.0, show_default=True, help="Of each measurement.")
+@click.option("--grid-follows/--grid-of-device", default=True, show_default=True, help="Attention's grid.")
 @click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
 @torch.inference_mode()
 def main(
@@ -204,6 +216,7 @@ def main(
     context: int,
     prompt: int,
     seconds: float,
+    grid_follows: bool,
     output_json: Path,
 ) -> None:
     """Measure every size alone and side by side."""
@@ -216,7 +229,7 @@ def main(
     torch.cuda.init()
     opened, why = open_backend(backend, partitions)
     click.echo(why, err=True)
-    bench = Workbench(model, batch_size, context, prompt)
+    bench = Workbench(model, batch_size, context, prompt, grid_follows=grid_follows)
     bench.capture(opened, [WHOLE_GPU, *partitions])
     bench.measure(opened, WHOLE_GPU, decode=True, prefill=True, seconds=3 * seconds)
     points: list[Point] = []

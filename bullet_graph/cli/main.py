@@ -6,6 +6,7 @@ import click
 
 from bullet_graph._version import __version__
 from bullet_graph.cli.bench import bench
+from bullet_graph.cli.doctor import doctor
 from bullet_graph.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
 from bullet_graph.cli.generate import generate
 from bullet_graph.errors import BulletGraphError, EngineDeadError
@@ -38,8 +39,10 @@ def main() -> None:
       bullet-graph generate --model ./Llama-3.2-1B --prompt "The sea"
       bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
       bullet-graph bench latency --model llama-3.1-8b --batch-size 64
+      bullet-graph doctor
     """
 
 
 main.add_command(bench)
+main.add_command(doctor)
 main.add_command(generate)

@@ -45,12 +45,14 @@ class Admission:
                 raise PromptError("a text prompt needs a tokenizer, but the model has none: pass token ids")
             prompt = self._tokenizer.encode(prompt)
         try:
-            ids = np.asarray(prompt, dtype=np.int64)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise PromptError(f"a prompt must be text or a sequence of token ids: {error}") from None
-        if ids.ndim != 1 or len(ids) == 0:
+            ids = np.asarray(prompt)
+        except ValueError:  # lists of several lengths
+            ids = np.empty((0, 0))
+        if ids.ndim == 1 and len(ids) == 0:
+            raise PromptError("the prompt is empty: give at least one token")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise PromptError(
-                "the prompt is empty" if ids.size == 0 else "a prompt must be a flat list of ids"
+                f"a prompt must be text or a flat sequence of integer token ids, got {prompt!r:.80}"
             )
         outside = ids[(ids < 0) | (ids >= self._model.vocab_size)]
         if len(outside):
@@ -70,9 +72,11 @@ class Admission:
         """The ``n`` sequences of a request.
 
         Raises:
-            SamplingParamsError: stop strings without a tokenizer, stop tokens outside the vocabulary, or
-                more of them than ``min_tokens`` can mask.
+            SamplingParamsError: not SamplingParams, stop strings without a tokenizer, stop tokens outside the
+                vocabulary or more of them than ``min_tokens`` can mask, or more log-probabilities than tokens.
         """
+        if not isinstance(params, SamplingParams):
+            raise SamplingParamsError(f"a request's settings must be SamplingParams, got {params!r:.80}")
         if params.stop and self._tokenizer is None:
             raise SamplingParamsError("stop strings need a tokenizer, but the model has none")
         stop_ids = frozenset(params.stop_token_ids) | (
@@ -86,6 +90,10 @@ class Admission:
         if params.min_tokens and len(stop_ids) > MAX_MASKED_TOKEN_IDS:
             raise SamplingParamsError(
                 f"min_tokens can hold back at most {MAX_MASKED_TOKEN_IDS} stop tokens, got {len(stop_ids)}"
+            )
+        if params.logprobs is not None and params.logprobs > self._model.vocab_size:
+            raise SamplingParamsError(
+                f"logprobs must be at most the vocabulary's {self._model.vocab_size} tokens, got {params.logprobs}"
             )
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         return [
@@ -103,14 +111,17 @@ def normalise_batch(
         (prompts, params, whether a single prompt was given).
 
     Raises:
-        RequestError: as many parameters as prompts are needed, or one for all.
+        RequestError: as many parameters as prompts are needed, or one for all; or neither is a sequence.
     """
+    if not isinstance(prompts, (Sequence, np.ndarray)):
+        raise RequestError(f"prompts must be text, token ids, or a list of either, got {prompts!r:.80}")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
     batch = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
     if params is None or isinstance(params, SamplingParams):
         return batch, [params or SamplingParams()] * len(batch), single
-    if len(params) != len(batch):
+    if not isinstance(params, Sequence) or len(params) != len(batch):
+        found = str(len(params)) if isinstance(params, Sequence) else repr(params)
         raise RequestError(
-            f"{len(batch)} prompts need as many sampling params, or one for all; got {len(params)}"
+            f"{len(batch)} prompts need as many sampling params, or one for all; got {found:.80}"
         )
     return batch, list(params), single

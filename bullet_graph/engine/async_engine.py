@@ -5,12 +5,13 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from types import TracebackType
 
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.errors import BulletGraphError, EngineDeadError
+from bullet_graph.errors import EngineDeadError
 from bullet_graph.sampling_params import SamplingParams
 
 
@@ -19,16 +20,16 @@ class _Stream:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[RequestOutput | BulletGraphError] = asyncio.Queue()
+        self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
-    def put(self, item: RequestOutput | BulletGraphError) -> None:
-        # The loop may be gone: its tasks are, too, so nobody waits for the item.
-        if not self._loop.is_closed():
+    def put(self, item: RequestOutput | Exception) -> None:
+        # Raised where the loop is closed: its tasks are gone, too, so nobody waits for the item.
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
     async def get(self) -> RequestOutput:
         item = await self._items.get()
-        if isinstance(item, BulletGraphError):
+        if isinstance(item, Exception):
             raise item
         return item
 
@@ -45,7 +46,7 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._names = itertools.count()
-        self._closed = False
+        self._failure: EngineDeadError | None = None
         # Between the check that the engine lives and the command: else a late request would wait for ever.
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="bullet-graph-engine", daemon=True)
@@ -71,8 +72,8 @@ class AsyncEngine:
         name = f"async-{next(self._names)}" if request_id is None else request_id
         stream = _Stream()
         with self._lock:
-            if self._closed:
-                raise EngineDeadError("the engine was shut down: make a new one")
+            if self._failure is not None:
+                raise _copy(self._failure)
             self._commands.put(lambda: self._add(stream, name, prompt, sampling_params, output_kind))
         finished = False
         try:
@@ -80,9 +81,6 @@ class AsyncEngine:
                 output = await stream.get()
                 finished = output.finished
                 yield output
-        except BulletGraphError:
-            finished = True
-            raise
         finally:
             if not finished:
                 self._commands.put(lambda: self._abort(stream, name))
@@ -106,27 +104,33 @@ class AsyncEngine:
     # ---- the engine's thread ----
 
     def _run(self) -> None:
-        failure = EngineDeadError("the engine was shut down")
+        failure = EngineDeadError("the engine was shut down: make a new one")
         try:
             while self._take_commands():
-                outputs = self.engine.step()
-                for output in outputs:
-                    stream = self._streams.get(output.request_id)
-                    if stream is None:
-                        continue
-                    if output.finished:
-                        del self._streams[output.request_id]
-                    stream.put(output)
+                for output in self.engine.step():
+                    self._deliver(output)
         except EngineDeadError as error:
             failure = error
         finally:
             with self._lock:
-                self._closed = True
-            self.engine.shutdown()
+                self._failure = failure
+            # First of all, for a device that has failed may fail again when it is shut down.
             for stream in self._streams.values():
-                stream.put(failure)
+                stream.put(_copy(failure))
             self._streams.clear()
-            self._refuse_late_commands()
+            try:
+                self.engine.shutdown()
+            finally:
+                self._refuse_late_commands()
+
+    def _deliver(self, output: RequestOutput) -> None:
+        """Pass an output on, but for an abort's: nobody waits for it, and another may use its id by now."""
+        stream = self._streams.get(output.request_id)
+        if stream is None or any(completion.finish_reason == "abort" for completion in output.outputs):
+            return
+        if output.finished:
+            del self._streams[output.request_id]
+        stream.put(output)
 
     def _take_commands(self) -> bool:
         """Carry out what callers asked for; waits while the engine is idle. False means stop."""
@@ -156,7 +160,8 @@ class AsyncEngine:
     ) -> None:
         try:
             self.engine.add_request(request_id, prompt, params, output_kind=output_kind)
-        except BulletGraphError as error:
+        except Exception as error:
+            # Whatever it is, it concerns this request alone: adding has not touched the others.
             stream.put(error)
             return
         self._streams[request_id] = stream
@@ -165,3 +170,10 @@ class AsyncEngine:
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
             self.engine.abort(request_id)
+
+
+def _copy(error: EngineDeadError) -> EngineDeadError:
+    """An error of its own for each task: raising adds to its traceback."""
+    copy = EngineDeadError(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy

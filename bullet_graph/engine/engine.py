@@ -2,11 +2,11 @@
 
 import gc
 import itertools
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from tqdm import tqdm
 
 from bullet_graph.config import (
     KV_BLOCK_TOKENS,
@@ -24,8 +24,8 @@ from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
 from bullet_graph.engine.tracker import RequestTracker
 from bullet_graph.errors import EngineDeadError, RequestError
+from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.runtime.build import build_executor, resolve
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger
@@ -101,25 +101,29 @@ class Engine:
         self.memory = built.memory
         self.partition_backend = built.partition_backend
         self.capture = built.capture
+        self._in_flight: deque[tuple[ScheduledStep, int]] = deque()
+        self._names = itertools.count()
+        self._num_steps = 0
+        self._failure: BaseException | None = None
+        self._open_books()
+
+    def _open_books(self) -> None:
+        """Start with no requests and all blocks free."""
         self._pool = BlockPool(
             num_blocks=self.memory.num_kv_blocks,
-            num_slots=max_num_seqs,
+            num_slots=self.config.max_num_seqs,
             max_blocks_per_seq=-(-self.max_model_len // KV_BLOCK_TOKENS),
             block_tokens=KV_BLOCK_TOKENS,
         )
         self._scheduler = Scheduler(
             arm=self.config.arm,
             chunk_tokens=self.config.chunk_tokens,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.max_model_len,
             pool=self._pool,
         )
         self._tracker = RequestTracker(self._scheduler, max_model_len=self.max_model_len)
-        self._in_flight: deque[tuple[ScheduledStep, int]] = deque()
         self._aborted: list[RequestOutput] = []
-        self._names = itertools.count()
-        self._num_steps = 0
-        self._failure: BaseException | None = None
 
     # ---- one request at a time ----
 
@@ -138,9 +142,11 @@ class Engine:
             EngineDeadError: the engine was shut down or has failed.
         """
         executor = self._alive()
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a str, got {request_id!r:.80}")
         if request_id in self._tracker:
             raise RequestError(f"request id {request_id!r} is in use")
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         token_ids = self._admission.token_ids(prompt)
         sequences = self._admission.sequences(request_id, token_ids, params)
         samples = [Sample(s, None if self.tokenizer is None else self.tokenizer.stream()) for s in sequences]
@@ -162,6 +168,7 @@ class Engine:
         Raises:
             EngineDeadError: the engine was shut down, or the device failed now or earlier (the cause is
                 attached); its requests are lost.
+            KeyboardInterrupt: and other interrupts; all requests are lost, the engine can go on.
         """
         executor = self._alive()
         outputs, self._aborted = self._aborted, []
@@ -177,9 +184,16 @@ class Engine:
                 result = executor.wait(ticket)
                 self._num_steps += 1
                 outputs += self._tracker.retire(scheduled, result, executor.now())
-        except Exception as error:
+        except BaseException as error:
             self._failure = error
-            raise EngineDeadError(f"the engine failed while running a step: {error}") from error
+            if isinstance(error, Exception):
+                raise EngineDeadError(f"the engine failed while running a step: {error}") from error
+            # An interrupt may have struck anywhere: the scheduler's books can no longer be trusted.
+            while self._in_flight:
+                executor.wait(self._in_flight.popleft()[1])
+            self._open_books()
+            self._failure = None
+            raise
         return outputs
 
     # ---- whole batches ----
@@ -205,6 +219,7 @@ class Engine:
         Raises:
             RequestError: a single prompt is wrong, or requests added one by one are still under way.
         """
+        self._alive()
         if len(self._tracker):
             raise RequestError(
                 f"generate needs the engine to itself, but {len(self._tracker)} requests are under way: "
@@ -214,23 +229,20 @@ class Engine:
         results: dict[str, RequestOutput] = {}
         ids = [f"generate-{next(self._names)}" for _ in batch]
         wanted = set(ids)
-        for request_id, prompt, param in zip(ids, batch, params, strict=True):
-            try:
-                self.add_request(request_id, prompt, param, output_kind=OutputKind.FINAL_ONLY)
-            except RequestError as error:
-                if single:
-                    raise
-                now = self._alive().now()
-                results[request_id] = RequestOutput(
-                    request_id, (), (), True, RequestMetrics(now, None, ()), error
-                )
         try:
-            with tqdm(total=len(batch), initial=len(results), disable=not use_tqdm, unit="req") as bar:
+            for request_id, prompt, param in zip(ids, batch, params, strict=True):
+                try:
+                    self.add_request(request_id, prompt, param, output_kind=OutputKind.FINAL_ONLY)
+                except RequestError as error:
+                    if single:
+                        raise
+                    results[request_id] = RequestOutput.refused(request_id, error, self._alive().now())
+            with progress_bar(use_tqdm, total=len(batch), initial=len(results), unit="req") as advance:
                 while len(results) < len(batch):
                     for output in self.step():
                         if output.request_id in wanted:
                             results[output.request_id] = output
-                            bar.update()
+                            advance(1)
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
@@ -263,6 +275,9 @@ class Engine:
         self._in_flight.clear()
         executor.shutdown()
         del executor
+        if self._failure is not None:
+            # Its traceback keeps the frames of the failed step alive, and they keep weights and cache.
+            traceback.clear_frames(self._failure.__traceback__)
         gc.collect()
         if self.device_name == "cuda":
             torch.cuda.empty_cache()

@@ -76,6 +76,11 @@ class RequestOutput:
     metrics: RequestMetrics
     error: RequestError | None = None
 
+    @classmethod
+    def refused(cls, request_id: str, error: RequestError, now: float) -> "RequestOutput":
+        """The output of a request that the engine did not take."""
+        return cls(request_id, (), (), True, RequestMetrics(now, None, ()), error)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:

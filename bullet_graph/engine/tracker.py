@@ -73,7 +73,9 @@ class RequestTracker:
             request = self._requests[sequence.request_id]
             sample = request.samples[sequence.index]
             sample.append(token_id, row_logprobs(result, row, token_id, sequence))
-            if sample.finish_reason is None and sequence.num_tokens >= self._max_model_len:
+            # Not num_tokens, which counts tokens in flight, too.
+            num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
+            if sample.finish_reason is None and num_tokens >= self._max_model_len:
                 sample.finish("length")
             if sequence.index == 0:
                 request.token_times_s.append(now)

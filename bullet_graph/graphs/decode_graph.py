@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import compiled_functions
@@ -22,6 +21,7 @@ from bullet_graph.models.flashinfer_attention import (
     decode_workspace_bytes,
 )
 from bullet_graph.models.pinned import Uploader, packed_offsets
+from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_ops import TritonOps, sample
 from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
@@ -83,6 +83,8 @@ class DecodeGraphs:
         max_batch_size: most rows of a step.
         num_kv_blocks: most entries of ``kv_indices``, padding not counted.
         padding_slot: slot that padded rows read and write.
+        grid_follows_partition: size attention's grid for the partition's SMs instead of the device's; False
+            is for comparisons.
     """
 
     def __init__(
@@ -93,8 +95,10 @@ class DecodeGraphs:
         max_batch_size: int,
         num_kv_blocks: int,
         padding_slot: int,
+        grid_follows_partition: bool = True,
     ) -> None:
         self._decoder = decoder
+        self._grid_follows_partition = grid_follows_partition
         device = decoder.cos_sin.device
         self._attention = AttentionLane(
             decoder.config,
@@ -141,8 +145,10 @@ class DecodeGraphs:
             self._compiled = compiled_functions(self._decoder, self._single_row.ops, self.batch_sizes[-1])
         compiled_s = time.perf_counter()
         keys = [GraphKey(size, partition) for size in self.batch_sizes[::-1] for partition in partitions]
-        for key in tqdm(keys, desc="Capturing decode graphs", unit="graph", disable=not progress):
-            self.capture_one(key, stream_for(key.partition))
+        with progress_bar(progress, total=len(keys), desc="Capturing decode graphs", unit="graph") as advance:
+            for key in keys:
+                self.capture_one(key, stream_for(key.partition))
+                advance(1)
         torch.cuda.synchronize()
         free_after, _ = torch.cuda.mem_get_info()
         return CaptureReport(
@@ -237,7 +243,9 @@ class DecodeGraphs:
             host_kv_lens=torch.from_numpy(kv_lens),
             num_rows=rows,
         )
-        num_sms = None if partition.decode_tpcs is None else SMS_PER_TPC * partition.decode_tpcs
+        num_sms = None
+        if self._grid_follows_partition and partition.decode_tpcs is not None:
+            num_sms = SMS_PER_TPC * partition.decode_tpcs
         attention = self._attention.plan(batch, captured=True, num_sms=num_sms)
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from bullet_graph.errors import CheckpointError
 from bullet_graph.models.config import ModelConfig, read_json_object
+from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.weights import LayerWeights, ModelWeights
 
 _DUMMY_BIAS_STD = 0.02
@@ -68,13 +68,13 @@ def load_weights(
         total_bytes = sum(checkpoint.tensors[name].num_bytes for name in views)
         # File by file, so that a disk reads each of them once from front to back.
         names = sorted(views, key=lambda name: checkpoint.tensors[name].path)
-        with tqdm(
-            total=total_bytes, desc="Loading weights", unit="B", unit_scale=True, disable=not progress
-        ) as bar:
+        with progress_bar(
+            progress, total=total_bytes, desc="Loading weights", unit="B", unit_scale=True
+        ) as advance:
             for name in names:
                 tensor = checkpoint.tensors[name]
                 views[name].copy_(tensor.file.get_tensor(name))
-                bar.update(tensor.num_bytes)
+                advance(tensor.num_bytes)
     return weights
 
 

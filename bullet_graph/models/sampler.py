@@ -77,7 +77,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
     chosen = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     settings = state.settings[slots.long()].cpu().numpy()
     for row, position in enumerate(positions.tolist()):
-        scores = logits[row].float()
+        scores = logits[row].to(torch.float32, copy=True)  # log-probabilities are read from the logits later
         temperature, top_p, min_p = settings[row, [0, 2, 3]].view(np.float32).tolist()
         if position < settings[row, 6]:
             masked = settings[row, MASKED_IDS_COLUMN:]

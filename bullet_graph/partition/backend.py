@@ -95,11 +95,29 @@ def _require_whole_gpu(partition: SmPartition) -> None:
         )
 
 
+def open_smctrl(probe: SmidProbe) -> SmctrlBackend:
+    """Stream masks in the order of the GPCs, which a short-lived split into green contexts tells.
+
+    Args:
+        probe: of the GPU; the back end owns it from then on.
+
+    Raises:
+        PartitionError: the driver's offset is not known, or it has no green contexts to learn the GPCs from.
+    """
+    with ExitStack() as undo:
+        undo.callback(probe.close)
+        with closing(GreenBackend(SmidProbe(int(probe.device), driver=probe.driver))) as green:
+            layout = green.gpc_layout()
+        backend = SmctrlBackend(probe, layout=layout)
+        undo.pop_all()
+    return backend
+
+
 BackendOpener = Callable[[SmidProbe], PartitionBackend]
 """Opens a back end, which owns the probe from then on."""
 
 OPENERS: Mapping[str, BackendOpener] = MappingProxyType(
-    {"smctrl": SmctrlBackend, "green": GreenBackend, "none": NoneBackend}
+    {"smctrl": open_smctrl, "green": GreenBackend, "none": NoneBackend}
 )
 """By name, the preferred first."""
 

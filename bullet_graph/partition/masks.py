@@ -141,6 +141,30 @@ def lane_masks(partition: SmPartition, *, num_tpcs: int, layout: GpcLayout | Non
     )
 
 
+def require_clusters(mask: TpcMask, layout: GpcLayout, lane: Lane) -> None:
+    """Refuse a mask under which a kernel launched in thread-block clusters might never be scheduled.
+
+    All blocks of a cluster must find room in one GPC at the same time. A mask that spreads its TPCs over the
+    GPCs can leave none with enough SMs: cuBLAS's kernels with clusters of four then hang the stream for ever
+    (seen on an H200 with TPCs 0–7, one in each GPC). Green contexts are safe by construction: their groups
+    hold the largest portable cluster.
+
+    Args:
+        layout: groups of TPCs that share a GPC and have room for the largest portable cluster; a group of
+            another size than the first holds what was left over, of any GPC, and does not count.
+
+    Raises:
+        PartitionError: no group of the layout is wholly inside the mask.
+    """
+    size = len(layout[0])
+    if not any(len(group) == size and all(mask.bits >> tpc & 1 for tpc in group) for group in layout):
+        least = SMS_PER_TPC * size
+        raise PartitionError(
+            f"the {lane} lane's SMs {sm_ranges(mask.sms)} hold no whole group of {least} SMs that share a GPC, so "
+            f"kernels launched in clusters would wait for ever: give the lane at least {least} SMs"
+        )
+
+
 def lane_tpcs(partition: SmPartition, lane: Lane) -> int | None:
     """TPCs of one lane, None for all."""
     return partition.decode_tpcs if lane == "decode" else partition.prefill_tpcs

@@ -27,7 +27,7 @@ _ALONE = 0x8000_0000
 _KERNEL = b"record_sms"
 # Bit i of `arrived` is set once launch i has a block running; a block holds its SM only after the bits in
 # `all` are there. One that waited in vain flags its record, and sets all bits so that no other waits again.
-_PTX = b"""
+PTX = b"""
 .version 7.0
 .target sm_75
 .address_size 64
@@ -121,7 +121,7 @@ class SmidProbe:
         self._num_blocks = BLOCKS_PER_SM * self.num_sms
         with ExitStack() as undo:
             self._enter_context(undo, device)
-            library = call("cuLibraryLoadData", _PTX, [], [], 0, [], [], 0)
+            library = call("cuLibraryLoadData", PTX, [], [], 0, [], [], 0)
             undo.callback(call, "cuLibraryUnload", library)
             # A kernel, unlike a function of a module, belongs to no context: a launch takes the stream's,
             # which for green contexts is not the current one.

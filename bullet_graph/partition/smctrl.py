@@ -9,7 +9,15 @@ from platform import machine
 from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition import offsets
-from bullet_graph.partition.masks import LANES, GpcLayout, Lane, LaneMasks, TpcMask, lane_masks
+from bullet_graph.partition.masks import (
+    LANES,
+    GpcLayout,
+    Lane,
+    LaneMasks,
+    TpcMask,
+    lane_masks,
+    require_clusters,
+)
 from bullet_graph.partition.offsets import DriverId, KnownOffset
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
@@ -118,7 +126,8 @@ class SmctrlBackend:
 
     Args:
         probe: of the GPU; the streams are made in its context, and :meth:`close` closes it.
-        layout: the order in which masks take TPCs, by default by number.
+        layout: the order in which masks take TPCs. None takes them by number, for kernels without clusters
+            alone: see :func:`~bullet_graph.partition.masks.require_clusters`.
         libcuda: the driver's library.
         cache: the file of calibrations, by default this user's.
 
@@ -183,6 +192,9 @@ class SmctrlBackend:
         masks = self._masks.get(partition)
         if masks is None:
             masks = lane_masks(partition, num_tpcs=self._num_tpcs, layout=self._layout)
+            if self._layout is not None:
+                require_clusters(masks.decode, self._layout, "decode")
+                require_clusters(masks.prefill, self._layout, "prefill")
             self._masks[partition] = masks
         return masks.decode if lane == "decode" else masks.prefill
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from bullet_graph.errors import PartitionError
+
 SMS_PER_TPC = 2
 """SMs that a TPC, the unit of a mask, holds: two since Pascal."""
 
@@ -21,3 +23,20 @@ class SmPartition:
 
 WHOLE_GPU = SmPartition()
 """Each lane may use every SM."""
+
+
+def partition_of(decode_sms: int | None, *, num_sms: int) -> SmPartition:
+    """The partition that gives the decode lane so many SMs and the prefill lane the rest; None: the whole GPU.
+
+    Raises:
+        PartitionError: the number of SMs is odd. Whether it fits is the back end's to say.
+    """
+    if decode_sms is None:
+        return WHOLE_GPU
+    decode_tpcs, odd = divmod(decode_sms, SMS_PER_TPC)
+    if odd:
+        raise PartitionError(
+            f"a decode lane must be a multiple of {SMS_PER_TPC} SMs (a TPC), got {decode_sms}: choose "
+            f"{decode_sms - odd} or {decode_sms + odd}"
+        )
+    return SmPartition(decode_tpcs, num_sms // SMS_PER_TPC - decode_tpcs)

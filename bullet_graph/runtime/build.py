@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
-from bullet_graph.errors import ConfigError, DeviceError, PartitionError
+from bullet_graph.errors import ConfigError, DeviceError
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
@@ -20,7 +20,7 @@ from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.weights import ModelWeights
 from bullet_graph.partition.backend import open_backend
-from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
+from bullet_graph.partition.spec import SmPartition, partition_of
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.launcher import Launcher
@@ -195,12 +195,9 @@ def _build_cuda(
 
 def _partitions(config: EngineConfig, device: torch.device) -> tuple[SmPartition, ...]:
     """The whole GPU, and a partition for each size of the decode lane that is wanted."""
-    num_tpcs = torch.cuda.get_device_properties(device).multi_processor_count // SMS_PER_TPC
-    odd = [size for size in config.decode_sms if size % SMS_PER_TPC]
-    if odd:
-        raise PartitionError(f"decode_sms must be multiples of {SMS_PER_TPC} SMs (a TPC), got {odd}")
-    sizes = sorted({size // SMS_PER_TPC for size in config.decode_sms})
-    return (WHOLE_GPU, *(SmPartition(size, num_tpcs - size) for size in sizes))
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    sizes = (None, *sorted(set(config.decode_sms)))
+    return tuple(partition_of(size, num_sms=num_sms) for size in sizes)
 
 
 def _require_cuda_libraries() -> None:

@@ -13,6 +13,7 @@ from bullet_graph.partition.masks import (
     TpcMask,
     asks_for_disjoint_lanes,
     lane_masks,
+    require_clusters,
     sm_ranges,
 )
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
@@ -141,3 +142,22 @@ def test_a_layout_of_another_gpu() -> None:
 )
 def test_sm_ranges(sms: list[int], text: str) -> None:
     assert sm_ranges(sms) == text
+
+
+def test_one_tpc_in_each_gpc_has_no_room_for_a_cluster() -> None:
+    spread = TpcMask.contiguous(8, num_tpcs=NUM_TPCS)
+    with pytest.raises(PartitionError, match="SMs 0-15 hold no whole group of 8 SMs"):
+        require_clusters(spread, H200_LAYOUT, "decode")
+
+
+@given(st.integers(4, NUM_TPCS - 6))
+def test_lanes_that_follow_the_gpcs_have_room_for_clusters(decode_tpcs: int) -> None:
+    both = lane_masks(SmPartition(decode_tpcs, NUM_TPCS - decode_tpcs), num_tpcs=NUM_TPCS, layout=H200_LAYOUT)
+    require_clusters(both.decode, H200_LAYOUT, "decode")
+    require_clusters(both.prefill, H200_LAYOUT, "prefill")
+
+
+def test_tpcs_left_over_are_no_group() -> None:
+    left_over = TpcMask(0b11 << 64, NUM_TPCS)
+    with pytest.raises(PartitionError, match="SMs 128-131 hold no whole group"):
+        require_clusters(left_over, H200_LAYOUT, "prefill")

@@ -1,6 +1,9 @@
 """The probe and the driver calls under it, against a fake driver."""
 
+import importlib.util
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -8,7 +11,7 @@ from fakes.fake_driver import PRIMARY_CONTEXT, CUresult, FakeDriver, Stream
 
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.driver import CudaDriver
-from bullet_graph.partition.probe import MAX_TOGETHER, SmidProbe
+from bullet_graph.partition.probe import MAX_TOGETHER, PTX, THREADS_PER_BLOCK, SmidProbe
 
 
 @pytest.fixture
@@ -198,3 +201,15 @@ def test_an_old_cuda_python(monkeypatch: pytest.MonkeyPatch, gpu: FakeDriver) ->
     fake_bindings(monkeypatch, "12.9.4", gpu)
     with pytest.raises(PartitionError, match=r"13 or later, but found 12.9.4"):
         CudaDriver()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+def test_the_kernel_assembles(tmp_path: Path, arch: str) -> None:
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        pytest.skip("Triton, whose package has an assembler, is not installed")
+    ptxas = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    source = tmp_path / "probe.ptx"
+    source.write_bytes(PTX.rstrip(b"\0"))
+    subprocess.run([ptxas, f"-arch={arch}", source, "-o", tmp_path / "probe.cubin"], check=True)
+    assert f".maxntid {THREADS_PER_BLOCK}, 1, 1".encode() in PTX

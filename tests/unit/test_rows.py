@@ -1,6 +1,7 @@
 """The layout of a step's rows against a loop that goes token by token."""
 
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 from hypothesis import given, settings
@@ -99,7 +100,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Chunk], int]:
     num_prefill = draw(st.integers(0, 4))
     num_decode = draw(st.integers(0 if num_prefill else 1, 4))
     slots = draw(st.permutations(range(num_prefill + num_decode)))
-    blocks = iter(draw(st.permutations(range(1, 800))))
+    blocks = iter(Random(draw(st.integers(0, 2**32))).sample(range(1, 2000), 800))
     chunks = []
     for i, slot in enumerate(slots):
         start = draw(st.integers(0, 40))
@@ -119,7 +120,7 @@ def check(rows: Rows, expected: Expected, num_prefill: int) -> None:
     assert rows.num_prefill_rows == len(expected.token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(steps())
 def test_rows_are_those_of_a_naive_loop(step: tuple[list[Chunk], int]) -> None:
     chunks, block_tokens = step

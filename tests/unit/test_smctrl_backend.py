@@ -80,9 +80,21 @@ def test_binding_one_lane_leaves_the_other_alone(probe: FakeProbe, libcuda: Fake
 
 
 def test_masks_that_follow_the_gpcs(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
-    layout = (tuple(range(0, 66, 2)), tuple(range(1, 66, 2)))
+    layout = (*((gpc, gpc + 22, gpc + 44) for gpc in range(22)),)
     backend = open_smctrl(probe, libcuda, cache, layout)
-    assert probe.run(backend.stream("decode", SmPartition(3, 63))) == {0, 1, 4, 5, 8, 9}
+    assert probe.run(backend.stream("decode", SmPartition(4, 62))) == {0, 1, 44, 45, 88, 89, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("partition", "lane"), [(SmPartition(2, 64), "decode"), (SmPartition(64, 2), "prefill")]
+)
+def test_a_lane_too_small_for_clusters_is_refused(
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, partition: SmPartition, lane: str
+) -> None:
+    layout = (*((gpc, gpc + 22, gpc + 44) for gpc in range(22)),)
+    backend = open_smctrl(probe, libcuda, cache, layout)
+    with pytest.raises(PartitionError, match=f"the {lane} lane's SMs .* no whole group of 6 SMs"):
+        backend.stream("decode", partition)
 
 
 @pytest.mark.parametrize(

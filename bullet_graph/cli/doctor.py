@@ -1,0 +1,168 @@
+"""``bullet-graph doctor``: what works on this machine, and the calibration of stream masks."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, get_args
+
+import click
+from click.core import ParameterSource
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
+
+from bullet_graph.cli.options import parse_sizes
+from bullet_graph.config import DeviceName, PartitionBackendName
+from bullet_graph.partition.calibrate import Calibration, calibrate, remember
+from bullet_graph.partition.offsets import lookup
+
+if TYPE_CHECKING:
+    # It needs torch.
+    from bullet_graph.runtime.diagnose import Diagnosis
+
+_EXIT_NOT_WORKING = 1
+_MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
+
+
+@click.command()
+@click.option(
+    "--device",
+    type=click.Choice(get_args(DeviceName)),
+    default="auto",
+    show_default=True,
+    help="Where the engine is to run; auto: the GPU where there is one.",
+)
+@click.option(
+    "--partition-backend",
+    type=click.Choice(get_args(PartitionBackendName)),
+    default="auto",
+    show_default=True,
+    help="What is to confine a lane to its SMs; auto: all are checked, the first that verifies would be taken.",
+)
+@click.option(
+    "--decode-sms",
+    metavar="N,N,…",
+    callback=parse_sizes,
+    default="",
+    help="Sizes of the decode lane, in SMs, to verify.  [default: a few that suit the GPU]",
+)
+@click.option("--model", help="Plan the memory of this preset or model folder, under default settings.")
+@click.option(
+    "--calibrate",
+    "wants_calibration",
+    is_flag=True,
+    help="Find and prove where this driver keeps stream masks, and remember it: about a minute on an idle GPU.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def doctor(
+    device: DeviceName,
+    partition_backend: PartitionBackendName,
+    decode_sms: tuple[int, ...],
+    model: str | None,
+    wants_calibration: bool,
+    as_json: bool,
+) -> None:
+    """Tell what works on this machine, and what to do about the rest.
+
+    Exit code 1 when an engine could not run as asked, 2 when a calibration fails.
+
+    \b
+    Examples:
+      bullet-graph doctor
+      bullet-graph doctor --partition-backend green --decode-sms 16,32,64 --json
+      bullet-graph doctor --device cuda --model llama-3.1-8b
+      bullet-graph doctor --calibrate
+    """
+    if wants_calibration:
+        _refuse_other_options()
+        _calibrate(as_json=as_json)
+        return
+    # torch takes seconds to import, and --help must not wait for it.
+    from bullet_graph.runtime.diagnose import diagnose  # noqa: PLC0415
+    from bullet_graph.runtime.machine import Asked, look_around  # noqa: PLC0415
+
+    asked = Asked(device=device, partition_backend=partition_backend, decode_sms=decode_sms, model=model)
+    # Libraries that greet on stdout when they are imported would spoil the JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        machine = look_around(asked)
+    diagnosis = diagnose(asked, machine)
+    if as_json:
+        page = {
+            "works": diagnosis.works,
+            **dataclasses.asdict(diagnosis),
+            "machine": dataclasses.asdict(machine),
+        }
+        click.echo(json.dumps(page, indent=2, allow_nan=False))
+    else:
+        _print_page(diagnosis)
+    if not diagnosis.works:
+        click.get_current_context().exit(_EXIT_NOT_WORKING)
+
+
+def _refuse_other_options() -> None:
+    context = click.get_current_context()
+    for name in ("device", "partition_backend", "decode_sms", "model"):
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(
+                f"--calibrate takes no --{name.replace('_', '-')}: run the two after each other"
+            )
+
+
+def _print_page(diagnosis: "Diagnosis") -> None:
+    console = Console()
+    table = Table(title="bullet-graph doctor", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column()
+    table.add_column(overflow="fold")
+    section = None
+    for finding in diagnosis.findings:
+        if section not in (None, finding.section):
+            table.add_section()
+        section = finding.section
+        # Text and not str: "bullet-graph[cuda]" is no markup.
+        found = Text(finding.found)
+        if finding.advice is not None:
+            found.append(f"\n→ {finding.advice}", style=finding.level)
+        table.add_row(Text(_MARKS[finding.level], style=finding.level), Text(finding.name), found)
+    console.print(table)
+    if diagnosis.works:
+        device = "GPU" if diagnosis.device == "cuda" else "CPU"
+        console.print(f"The engine can run as asked, on the {device}.", style="green")
+    else:
+        console.print(f"The engine cannot run as asked: see the lines marked {_MARKS['red']}.", style="red")
+
+
+def _calibrate(*, as_json: bool) -> None:
+    with tqdm(
+        desc="calibrating", unit="try", disable=as_json or not sys.stderr.isatty(), dynamic_ncols=True
+    ) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        found = calibrate(progress=show)
+    path = remember(found)
+    if as_json:
+        result = {
+            **dataclasses.asdict(found),
+            "table_line": found.table_line,
+            "remembered_in": str(path),
+        }
+        click.echo(json.dumps(result, indent=2, allow_nan=False))
+    else:
+        click.echo(
+            f"Driver {found.driver.release} keeps stream masks at offset 0x{found.known.offset:x}: proven, and "
+            f"remembered in {path} ({found.tries} tries in {found.seconds:.0f} s; {found.crashed} crashed, "
+            f"{found.timed_out} timed out)."
+        )
+        click.echo(_contribution(found))
+
+
+def _contribution(found: Calibration) -> str:
+    known = lookup(found.driver.cuda_version, found.driver.machine)
+    if known == found.known:
+        return f"The package knows it already:\n{found.table_line}"
+    return f"To contribute it, add this line to bullet_graph/partition/offsets.py:\n{found.table_line}"

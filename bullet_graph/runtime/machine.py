@@ -1,0 +1,277 @@
+"""What this machine has of what an engine needs; gathered here, judged in :mod:`bullet_graph.runtime.diagnose`."""
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from bullet_graph.config import DeviceName, EngineConfig, PartitionBackendName
+from bullet_graph.errors import BulletGraphError, PartitionError
+from bullet_graph.partition import offsets
+from bullet_graph.partition.backend import OPENERS, BackendOpener
+from bullet_graph.partition.offsets import DriverId
+from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.smctrl import identify_driver
+from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.perf.provenance import Provenance, collect_provenance
+from bullet_graph.runtime.build import build_executor, resolve
+from bullet_graph.runtime.cache_folders import CacheFolder, cache_folders, look_at_cache
+from bullet_graph.runtime.memory import MemoryLedger
+from bullet_graph.runtime.partition_checks import PartitionChecks, check_partitions
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the engine would be asked for; the settings are those of :class:`bullet_graph.config.EngineConfig`.
+
+    Attributes:
+        device: where to run.
+        partition_backend: the one to check; ``auto`` checks them all.
+        decode_sms: sizes of the decode lane to verify; empty for a few that suit the GPU.
+        model: a preset or folder whose memory is planned, or None.
+    """
+
+    device: DeviceName = "auto"
+    partition_backend: PartitionBackendName = "auto"
+    decode_sms: tuple[int, ...] = ()
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The GPU that an engine would take.
+
+    Attributes:
+        name: as the driver gives it.
+        compute_capability: major and minor.
+        num_sms: streaming multiprocessors.
+        num_tpcs: pairs of SMs, the unit of a mask.
+        total_bytes: of its memory.
+        free_bytes: of its memory, now.
+        num_gpus: that this process may use; the engine takes one.
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+    num_sms: int
+    num_tpcs: int
+    total_bytes: int
+    free_bytes: int
+    num_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOffset:
+    """Whether stream masks may be written under this driver.
+
+    Attributes:
+        source: ``calibration`` proven on this machine, ``table`` known for the driver's CUDA version, None unknown.
+        offset: in bytes; None where it is unknown.
+        layout_bits: width of the mask.
+        problem: why the calibrations could not be read.
+    """
+
+    source: Literal["calibration", "table"] | None
+    offset: int | None = None
+    layout_bits: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What was found; None for what is not there, and for GPU matters where the engine would run on the CPU.
+
+    Attributes:
+        platform: operating system, kernel and architecture.
+        provenance: versions, checkout, host and device.
+        cuda_python: release of the driver's Python bindings.
+        torch_cuda: the CUDA release that torch was built for; None for a build without.
+        driver: the NVIDIA driver.
+        driver_problem: why there is none.
+        uses_gpu: an engine would run on the GPU.
+        gpu: that GPU.
+        gpu_problem: why its context cannot be made.
+        gpu_path_problem: why the engine's modules for the GPU cannot be imported.
+        missing_compilers: of those that FlashInfer and Triton need at first use.
+        mask_offset: of stream masks.
+        partitions: what was proven of them.
+        caches: folders.
+        ledger: the memory of ``Asked.model``, under the engine's default settings.
+        model_problem: why there is no ledger.
+    """
+
+    platform: str
+    provenance: Provenance
+    cuda_python: str | None
+    torch_cuda: str | None
+    driver: DriverId | None
+    driver_problem: str | None
+    uses_gpu: bool
+    gpu: Gpu | None
+    gpu_problem: str | None
+    gpu_path_problem: str | None
+    missing_compilers: tuple[str, ...]
+    mask_offset: MaskOffset | None
+    partitions: PartitionChecks | None
+    caches: tuple[CacheFolder, ...]
+    ledger: MemoryLedger | None
+    model_problem: str | None
+
+
+def look_around(
+    asked: Asked,
+    *,
+    openers: Mapping[str, BackendOpener] = OPENERS,
+    make_probe: Callable[[int], SmidProbe] = SmidProbe,
+) -> Machine:
+    """Look at everything that an engine would need; nothing found is an error, and nothing stays open.
+
+    On a GPU this makes the device's primary context, imports FlashInfer and runs the partitions' probes: seconds.
+
+    Args:
+        asked: what for.
+        openers: the partition back ends.
+        make_probe: of the device.
+    """
+    driver, driver_problem = _find_driver()
+    uses_gpu = asked.device != "cpu" and torch.cuda.is_available()
+    gpu, gpu_problem = _find_gpu() if uses_gpu else (None, None)
+    gpu_path_problem = _import_problem("bullet_graph.runtime.cuda") if uses_gpu else None
+    ledger, model_problem = None, None
+    if asked.model is not None and gpu_problem is None and gpu_path_problem is None:
+        ledger, model_problem = _plan_memory(asked, asked.model)
+    # Last: a driver that fails under a probe may take the context with it.
+    partitions = None
+    if gpu is not None:
+        partitions = check_partitions(
+            asked.partition_backend,
+            asked.decode_sms,
+            num_sms=gpu.num_sms,
+            device=torch.cuda.current_device(),
+            openers=openers,
+            make_probe=make_probe,
+        )
+    return Machine(
+        platform=platform.platform(),
+        provenance=collect_provenance("cpu" if gpu is None else "cuda"),
+        cuda_python=_installed_version("cuda-bindings"),
+        torch_cuda=torch.version.cuda,
+        driver=driver,
+        driver_problem=driver_problem,
+        uses_gpu=uses_gpu,
+        gpu=gpu,
+        gpu_problem=gpu_problem,
+        gpu_path_problem=gpu_path_problem,
+        missing_compilers=_missing_compilers() if uses_gpu else (),
+        mask_offset=None if driver is None else find_mask_offset(driver),
+        partitions=partitions,
+        caches=tuple(look_at_cache(name, path) for name, path in cache_folders().items()),
+        ledger=ledger,
+        model_problem=model_problem,
+    )
+
+
+def find_mask_offset(driver: DriverId, cache: Path | None = None) -> MaskOffset:
+    """Where the stream mask lies, as :func:`bullet_graph.partition.smctrl.trusted_offset` decides it.
+
+    Args:
+        cache: the file of calibrations, by default this user's.
+    """
+    try:
+        proven = offsets.remembered(driver, cache)
+    except PartitionError as error:
+        return MaskOffset(None, problem=str(error))
+    known = proven or offsets.lookup(driver.cuda_version, driver.machine)
+    if known is None:
+        return MaskOffset(None)
+    return MaskOffset("table" if proven is None else "calibration", known.offset, int(known.layout))
+
+
+def _find_driver() -> tuple[DriverId | None, str | None]:
+    try:
+        return identify_driver(), None
+    except PartitionError as error:
+        return None, str(error)
+
+
+def _find_gpu() -> tuple[Gpu | None, str | None]:
+    try:
+        device = torch.cuda.current_device()
+        properties = torch.cuda.get_device_properties(device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        # A GPU that is lost, or that another process has for itself.
+        return None, str(error)
+    num_sms = properties.multi_processor_count
+    gpu = Gpu(
+        name=properties.name,
+        compute_capability=(properties.major, properties.minor),
+        num_sms=num_sms,
+        num_tpcs=num_sms // SMS_PER_TPC,
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        num_gpus=torch.cuda.device_count(),
+    )
+    return gpu, None
+
+
+def _import_problem(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        # Libraries of kernels fail in ways of their own: a missing symbol, a version check, a missing file.
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _missing_compilers() -> tuple[str, ...]:
+    """FlashInfer needs nvcc, where it looks for it, and ninja; Triton needs a C compiler."""
+    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    found = {
+        "nvcc": shutil.which("nvcc") or shutil.which(os.path.join(toolkit, "bin", "nvcc")),
+        "ninja": shutil.which("ninja"),
+        "a C compiler": shutil.which(os.environ.get("CC", "cc"))
+        or shutil.which("gcc")
+        or shutil.which("clang"),
+    }
+    return tuple(name for name, path in found.items() if path is None)
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class _LedgerKnown(Exception):  # noqa: N818 - nothing went wrong
+    """Ends a build once its memory is planned, before anything is allocated."""
+
+    def __init__(self, ledger: MemoryLedger) -> None:
+        self.ledger = ledger
+
+
+def _plan_memory(asked: Asked, model: str) -> tuple[MemoryLedger | None, str | None]:
+    def stop(ledger: MemoryLedger) -> None:
+        raise _LedgerKnown(ledger)
+
+    try:
+        config = EngineConfig(
+            model=model,
+            device=asked.device,
+            partition_backend=asked.partition_backend,
+            decode_sms=asked.decode_sms,
+        )
+        build_executor(config, resolve(config), progress=False, on_ledger=stop)
+    except _LedgerKnown as known:
+        return known.ledger, None
+    except BulletGraphError as error:
+        return None, str(error)
+    raise AssertionError("an executor was built before its memory was planned")

@@ -1,0 +1,149 @@
+"""Which partition back ends work on this GPU, for which sizes, and which one an engine would take."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition.backend import (
+    AUTO,
+    OPENERS,
+    BackendOpener,
+    NoneBackend,
+    PartitionBackend,
+    open_backend,
+)
+from bullet_graph.partition.masks import sm_ranges
+from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.spec import partition_of
+from bullet_graph.partition.verify import verify
+
+_DEFAULT_SHARES = (8, 4, 2)
+_DEFAULT_STEP_SMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SizeCheck:
+    """One partition under one back end.
+
+    Attributes:
+        decode_sms: size of the decode lane, the prefill lane having the rest; None for the whole GPU.
+        seen_sms: the SMs that decode work was seen on, such as "0-15"; None if the partition does not hold.
+        seconds: the proof took.
+        problem: why the partition does not hold.
+    """
+
+    decode_sms: int | None
+    seen_sms: str | None = None
+    seconds: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackendCheck:
+    """One back end.
+
+    Attributes:
+        name: as ``--partition-backend`` takes it.
+        granularity_sms: step of a lane's size; None if it cannot be opened.
+        sizes: what was tried, in order.
+        problem: why it cannot be opened, or closed.
+    """
+
+    name: str
+    granularity_sms: int | None = None
+    sizes: tuple[SizeCheck, ...] = ()
+    problem: str | None = None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """All that is wrong with it; none where it can be opened and every size holds."""
+        found = (self.problem, *(size.problem for size in self.sizes))
+        return tuple(problem for problem in found if problem is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionChecks:
+    """All back ends that were checked.
+
+    Attributes:
+        decode_sms: the sizes, those asked for or else a few that suit the GPU.
+        backends: the preferred first.
+        choice: the back end that an engine asked for these sizes would take; None if it would fail.
+        why: the reason, and why those before it were refused.
+    """
+
+    decode_sms: tuple[int, ...]
+    backends: tuple[BackendCheck, ...]
+    choice: str | None
+    why: str
+
+
+def default_decode_sms(num_sms: int) -> tuple[int, ...]:
+    """About an eighth, a quarter and half of the GPU, in steps that green contexts can have as well."""
+    shares = (num_sms // share // _DEFAULT_STEP_SMS * _DEFAULT_STEP_SMS for share in _DEFAULT_SHARES)
+    return tuple(sorted({size for size in shares if size}))
+
+
+def check_partitions(
+    name: str,
+    decode_sms: Iterable[int],
+    *,
+    num_sms: int,
+    device: int = 0,
+    openers: Mapping[str, BackendOpener] = OPENERS,
+    make_probe: Callable[[int], SmidProbe] = SmidProbe,
+) -> PartitionChecks:
+    """Open each back end, prove the sizes one by one, and close it; no failure of theirs is raised.
+
+    Args:
+        name: of the back end to check, or "auto" for all of them.
+        decode_sms: sizes of the decode lane, in SMs; empty for :func:`default_decode_sms`.
+        num_sms: of the GPU.
+        device: ordinal of the GPU; nothing else should run on it meanwhile.
+        openers: the back ends, the preferred first.
+        make_probe: of the device.
+    """
+    asked = tuple(dict.fromkeys(decode_sms))
+    sizes = asked or default_decode_sms(num_sms)
+    backends = []
+    for candidate in openers if name == AUTO else (name,):
+        # The whole GPU is all that "none" has: more only where somebody insists.
+        wanted = sizes if candidate != NoneBackend.name else asked if name != AUTO else ()
+        backends.append(_check_backend(candidate, (None, *wanted), device, openers[candidate], make_probe))
+    if name == NoneBackend.name:
+        sizes = asked
+    try:
+        partitions = [partition_of(size, num_sms=num_sms) for size in (None, *sizes)]
+        chosen, why = open_backend(name, partitions, device=device, openers=openers, make_probe=make_probe)
+        chosen.close()
+    except PartitionError as error:
+        return PartitionChecks(sizes, tuple(backends), None, str(error))
+    return PartitionChecks(sizes, tuple(backends), chosen.name, why)
+
+
+def _check_backend(
+    name: str,
+    sizes: Iterable[int | None],
+    device: int,
+    opener: BackendOpener,
+    make_probe: Callable[[int], SmidProbe],
+) -> BackendCheck:
+    granularity, checks = None, []
+    try:
+        with ExitStack() as undo:
+            probe = undo.enter_context(closing(make_probe(device)))
+            backend = undo.enter_context(closing(opener(make_probe(device))))
+            granularity = backend.granularity_sms
+            checks += [_check_size(backend, size, probe) for size in sizes]
+    except PartitionError as error:
+        return BackendCheck(name, granularity, tuple(checks), str(error))
+    return BackendCheck(name, granularity, tuple(checks))
+
+
+def _check_size(backend: PartitionBackend, decode_sms: int | None, probe: SmidProbe) -> SizeCheck:
+    try:
+        verified = verify(backend, partition_of(decode_sms, num_sms=backend.num_sms), probe)
+    except PartitionError as error:
+        return SizeCheck(decode_sms, problem=str(error))
+    return SizeCheck(decode_sms, sm_ranges(verified.decode_sms), verified.seconds)

@@ -1,0 +1,43 @@
+"""What the end-to-end tests share: a checkpoint, and executors that have steps in flight."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import write_checkpoint
+from engines import Model, make_engine
+
+from bullet_graph import Engine
+from bullet_graph.runtime.cpu import CpuExecutor
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _collect_garbage_quickly() -> Iterator[None]:
+    """Spare the collection at each engine's shutdown the million objects of ``transformers``."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A random Llama of 320 tokens with a tokenizer of 300; read it only."""
+    folder: Path = tmp_path_factory.mktemp("llama")
+    return Model(folder, write_checkpoint(folder, "llama", seed=3).eval())
+
+
+@pytest.fixture
+def engine(model: Model) -> Iterator[Engine]:
+    """An engine of that checkpoint, which must have all its blocks back after the test."""
+    with make_engine(model.folder) as engine:
+        yield engine
+        assert engine.stats().kv_blocks_used == 0
+
+
+@pytest.fixture(params=[1, 3], ids=["depth=1", "depth=3"])
+def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Steps in flight: the CPU has one by itself, a GPU more."""
+    monkeypatch.setattr(CpuExecutor, "max_in_flight", request.param)
+    return int(request.param)

@@ -1,0 +1,253 @@
+"""``bullet-graph doctor``: on this machine, on machines made up, and calibration with made-up children."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_runner import refused, run
+from fakes.machines import DRIVER, complete_machine
+
+from bullet_graph.cli import doctor
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition.calibrate import Outcome, calibrate
+from bullet_graph.partition.calibrate_child import Attempt, Verdict
+from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remembered
+from bullet_graph.partition.smctrl import identify_driver
+from bullet_graph.runtime import machine as machine_module
+from bullet_graph.runtime.machine import Machine
+
+
+def has_driver() -> bool:
+    try:
+        identify_driver()
+    except PartitionError:
+        return False
+    return True
+
+
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available() or has_driver(), reason="needs a machine without a GPU"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folders are left alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    return tmp_path / "bullet_graph" / "partition_offsets.json"
+
+
+def page(*arguments: str, exit_code: int = 0) -> dict[str, Any]:
+    result = run("doctor", "--json", *arguments)
+    assert result.exit_code == exit_code, result.output
+    assert result.stderr == ""
+    parsed: dict[str, Any] = json.loads(result.stdout)
+    assert parsed["works"] == (exit_code == 0)
+    return parsed
+
+
+def line(page: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = (finding for finding in page["findings"] if finding["name"] == name)
+    return dict(found)
+
+
+# ---- this machine ----
+
+
+@without_gpu
+def test_a_machine_without_a_gpu() -> None:
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    assert "no NVIDIA GPU: the engine runs on the CPU" in result.stdout
+    assert "The engine can run as asked, on the CPU." in result.stdout
+    assert result.stderr == ""
+
+
+@without_gpu
+def test_json_without_a_gpu() -> None:
+    found = page()
+    assert found["device"] == "cpu"
+    assert {finding["level"] for finding in found["findings"]} == {"green"}
+    assert line(found, "GPU")["found"] == "no NVIDIA GPU: the engine runs on the CPU"
+    assert found["machine"]["gpu"] is None
+    assert found["machine"]["provenance"]["versions"]["torch"] == torch.__version__
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("--device", "cuda"), "GPU"),
+        (("--partition-backend", "green"), "SM partitions"),
+        (("--decode-sms", "16,32"), "SM partitions"),
+        (("--model", "nonsense"), "nonsense"),
+    ],
+)
+def test_what_the_engine_could_not_do_without_a_gpu(arguments: tuple[str, ...], name: str) -> None:
+    found = line(page(*arguments, exit_code=1), name)
+    assert found["level"] == "red"
+    assert found["advice"]
+    assert "cannot run as asked" in run("doctor", *arguments).stdout
+
+
+def test_the_memory_of_a_model() -> None:
+    found = page("--device", "cpu", "--model", "tiny")
+    assert "weights" in line(found, "tiny")["found"]
+    assert found["machine"]["ledger"]["kv_cache_bytes"] > 0
+
+
+def test_the_memory_of_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = type("Memory", (), {"total": 10**6, "available": 10**6})
+    monkeypatch.setattr("psutil.virtual_memory", memory)
+    found = page("--device", "cpu", "--model", "tiny", exit_code=1)
+    assert "short by" in line(found, "tiny")["advice"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--partition-backend", "mig"), "mig"),
+        (("--decode-sms", "many"), "32,48,64"),
+        (("--device", "tpu"), "tpu"),
+        (("--calibrate", "--device", "cuda"), "--calibrate takes no --device"),
+        (("--calibrate", "--decode-sms", "16"), "--calibrate takes no --decode-sms"),
+    ],
+)
+def test_bad_options(arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused(run("doctor", *arguments))
+
+
+# ---- machines made up ----
+
+
+@pytest.fixture
+def look_as_if(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
+    def look_as_if(machine: Machine) -> None:
+        def look_around(_: object) -> Machine:
+            print("a library greets")
+            return machine
+
+        monkeypatch.setattr(machine_module, "look_around", look_around)
+
+    return look_as_if
+
+
+def test_a_machine_that_has_all(look_as_if: Callable[[Machine], None]) -> None:
+    look_as_if(complete_machine())
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert "580.159.04" in result.stdout
+    assert "on the GPU" in result.stdout
+    assert "→" not in result.stdout
+    as_json = run("doctor", "--json")
+    assert as_json.stderr == "a library greets\n"
+    assert json.loads(as_json.stdout)["machine"]["gpu"]["num_tpcs"] == 66
+
+
+def test_what_is_missing_is_told_word_for_word(look_as_if: Callable[[Machine], None]) -> None:
+    look_as_if(complete_machine(cuda_python=None))
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "→ pip install 'bullet-graph[cuda]'" in result.stdout
+    assert "cannot run as asked" in result.stdout
+
+
+# ---- calibration ----
+
+
+def child(attempt: Attempt, *, acting: tuple[int, ...]) -> Outcome:
+    works = not attempt.seeds or attempt.offset in acting
+    return Outcome(attempt, Verdict.HONOURED if works else Verdict.NO_EFFECT)
+
+
+def offsets_act(monkeypatch: pytest.MonkeyPatch, *acting: int, driver: DriverId = DRIVER) -> None:
+    monkeypatch.setattr(
+        doctor, "calibrate", partial(calibrate, driver=driver, run_child=partial(child, acting=acting))
+    )
+
+
+UNKNOWN = dataclasses.replace(DRIVER, cuda_version=13990)
+LINE = '(13990, "x86_64"): KnownOffset(0x600, _128),  # calibrated on 580.159.04'
+
+
+def test_a_calibration_is_remembered_and_can_be_contributed(
+    own_caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offsets_act(monkeypatch, 0x600, driver=UNKNOWN)
+    result = run("doctor", "--calibrate")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert "580.159.04 keeps stream masks at offset 0x600: proven" in result.stdout
+    assert str(own_caches) in result.stdout
+    assert "To contribute it" in result.stdout
+    assert result.stdout.endswith(f"{LINE}\n")
+    assert remembered(UNKNOWN) == KnownOffset(0x600, MaskLayout.BITS_128)
+
+
+def test_a_calibration_that_confirms_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets_act(monkeypatch, 0x51C)
+    assert "knows it already" in run("doctor", "--calibrate").stdout
+
+
+def test_a_calibration_as_json(own_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets_act(monkeypatch, 0x600, driver=UNKNOWN)
+    result = run("doctor", "--calibrate", "--json")
+    found = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert found.pop("seconds") >= 0
+    assert found == {
+        "driver": {"cuda_version": 13990, "release": "580.159.04", "machine": "x86_64"},
+        "known": {"offset": 0x600, "layout": 128},
+        "tries": 385,
+        "crashed": 0,
+        "timed_out": 0,
+        "table_line": LINE,
+        "remembered_in": str(own_caches),
+    }
+
+
+def test_a_calibration_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = doctor.tqdm
+    monkeypatch.setattr(doctor, "tqdm", lambda **settings: bar(**{**settings, "disable": False}))
+    offsets_act(monkeypatch, 0x600)
+    result = run("doctor", "--calibrate")
+    assert "385/385" in result.stderr
+    assert "385/385" not in result.stdout
+
+
+@pytest.mark.parametrize(("acting", "words"), [((), "found none"), ((0x51C, 0x600), "found 0x51c, 0x600")])
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_calibration_that_finds_none_or_two(
+    own_caches: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    acting: tuple[int, ...],
+    words: str,
+    as_json: tuple[str, ...],
+) -> None:
+    offsets_act(monkeypatch, *acting)
+    message = refused(run("doctor", "--calibrate", *as_json))
+    assert message.startswith("error: exactly one offset")
+    assert words in message
+    assert not own_caches.exists()
+
+
+def test_a_calibration_that_cannot_be_remembered(own_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_caches.parent.write_text("a file in the folder's place")
+    offsets_act(monkeypatch, 0x600)
+    assert str(own_caches) in refused(run("doctor", "--calibrate"))
+
+
+@without_gpu
+def test_a_calibration_without_a_driver() -> None:
+    message = refused(run("doctor", "--calibrate"))
+    assert message.startswith("error: ")
+    assert "no driver" in message
+    assert message.count("\n") == 1

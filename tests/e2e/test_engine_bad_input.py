@@ -1,0 +1,354 @@
+"""What an engine refuses, how it says so, and that it goes on working afterwards."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from engines import GREEDY, make_engine, run_to_end, tokens_of
+
+from bullet_graph import (
+    BulletGraphError,
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    Engine,
+    InsufficientMemoryError,
+    ModelError,
+    PromptError,
+    RequestError,
+    SamplingParams,
+    SamplingParamsError,
+    UnsupportedModelError,
+)
+
+PROMPT = [5, 17, 30, 8]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_checkpoint(folder, "llama", shards=2)
+    return folder
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint that the test may break."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "model"))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """A model of 512 tokens without a tokenizer, 64 positions."""
+    with make_engine(max_model_len=64) as engine:
+        yield engine
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# ---- requests ----
+
+BAD_PROMPTS = [
+    ([], "the prompt is empty"),
+    (np.array([], dtype=np.int32), "the prompt is empty"),
+    ([512], "token id 512 is outside the vocabulary of 512 tokens"),
+    ([1, -1], "token id -1 is outside the vocabulary"),
+    ([2**31], "outside the vocabulary"),
+    ([2**70], "integer"),
+    ([2**63, -1], "integer"),
+    ([1] * 64, "64 tokens; with max_model_len=64 it may have at most 63"),
+    ("some text", "needs a tokenizer"),
+    ("", "needs a tokenizer"),
+    ([1.0, 2.5], "integer"),
+    (np.array([1.0]), "integer"),
+    ([True, False], "integer"),
+    (["1", "2"], "integer"),
+    ([1, None], "integer"),
+    ([[1, 2], [3, 4]], "flat"),
+    ([[1, 2], [3]], "flat"),
+    (5, "flat"),
+    (None, "integer"),
+    (b"12", "integer"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=repr)
+def test_a_bad_prompt_is_refused(engine: Engine, prompt: object, message: str) -> None:
+    with pytest.raises(PromptError, match=message) as caught:
+        engine.add_request("bad", prompt)  # type: ignore[arg-type]
+    assert isinstance(caught.value, (RequestError, ValueError))
+    assert not engine.has_unfinished_requests()
+
+
+def test_the_longest_prompt_that_fits_gives_one_token(engine: Engine) -> None:
+    (output,) = engine.generate([1] * 63, GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1
+
+
+def test_bad_requests_in_a_batch_fail_alone(engine: Engine) -> None:
+    (expected,) = engine.generate(PROMPT, GREEDY, use_tqdm=False)
+    prompts = [PROMPT, *(prompt for prompt, _ in BAD_PROMPTS), PROMPT]
+    outputs = engine.generate(prompts, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+    assert len(outputs) == len(prompts)
+    for output in (outputs[0], outputs[-1]):
+        assert output.error is None
+        assert tokens_of(output) == tokens_of(expected)
+    for output, (_, message) in zip(outputs[1:-1], BAD_PROMPTS, strict=True):
+        assert isinstance(output.error, PromptError)
+        assert message in str(output.error)
+        assert output.finished
+        assert output.outputs == ()
+        assert output.metrics.token_times_s == ()
+    assert engine.stats().kv_blocks_used == 0
+
+
+def test_a_batch_of_bad_requests_alone_comes_back(engine: Engine) -> None:
+    outputs = engine.generate([[], [999]], GREEDY, use_tqdm=False)
+    assert [type(output.error) for output in outputs] == [PromptError, PromptError]
+
+
+@pytest.mark.parametrize("prompt", [[999], [1] * 100, "text"], ids=["outside", "long", "text"])
+def test_a_single_bad_prompt_raises(engine: Engine, prompt: object) -> None:
+    with pytest.raises(PromptError):
+        engine.generate(prompt, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+    assert tokens_of(engine.generate(PROMPT, GREEDY, use_tqdm=False)[0])
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(stop="x"), "stop strings need a tokenizer"),
+        (SamplingParams(stop_token_ids=[512]), "stop_token_ids holds 512, outside the vocabulary of 512"),
+        (
+            SamplingParams(stop_token_ids=list(range(17)), min_tokens=1),
+            "min_tokens can hold back at most 16 stop tokens, got 17",
+        ),
+    ],
+)
+def test_params_that_do_not_fit_the_model(engine: Engine, params: SamplingParams, message: str) -> None:
+    with pytest.raises(SamplingParamsError, match=message):
+        engine.generate(PROMPT, params, use_tqdm=False)
+    good, bad = engine.generate([PROMPT] * 2, [GREEDY, params], use_tqdm=False)
+    assert len(good.outputs[0].token_ids) == GREEDY.max_tokens
+    assert message in str(bad.error)
+
+
+def test_many_stop_tokens_are_fine_without_min_tokens(engine: Engine) -> None:
+    params = SamplingParams(stop_token_ids=list(range(500)), max_tokens=3)
+    assert engine.generate(PROMPT, params, use_tqdm=False)[0].error is None
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 3])
+def test_params_of_another_type_are_refused(engine: Engine, params: object) -> None:
+    with pytest.raises(RequestError, match="SamplingParams"):
+        engine.add_request("bad", PROMPT, params)  # type: ignore[arg-type]
+    good, bad = engine.generate([PROMPT] * 2, [GREEDY, params], use_tqdm=False)  # type: ignore[list-item]
+    assert good.error is None
+    assert "SamplingParams" in str(bad.error)
+
+
+@pytest.mark.parametrize("request_id", [None, 7, ["a"]])
+def test_request_ids_are_strings(engine: Engine, request_id: object) -> None:
+    with pytest.raises(RequestError, match="request_id must be a str"):
+        engine.add_request(request_id, PROMPT)  # type: ignore[arg-type]
+    assert not engine.has_unfinished_requests()
+
+
+def test_params_must_match_the_prompts_in_number(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="3 prompts need as many sampling params, or one for all; got 2"):
+        engine.generate([PROMPT] * 3, [GREEDY] * 2, use_tqdm=False)
+    with pytest.raises(RequestError, match="1 prompts need"):
+        engine.generate(PROMPT, [GREEDY] * 2, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, {"prompt_token_ids": [1]}, iter([[1]])], ids=["none", "int", "dict", "iterator"]
+)
+def test_prompts_of_another_type_are_refused(engine: Engine, prompts: object) -> None:
+    with pytest.raises(RequestError, match="prompts must be text, token ids, or a list of either"):
+        engine.generate(prompts, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 3])
+def test_params_for_all_of_another_type_are_refused(engine: Engine, params: object) -> None:
+    with pytest.raises(RequestError, match="sampling params"):
+        engine.generate([PROMPT] * 2, params, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_more_logprobs_than_tokens(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", vocab_size=12, tokenizer=False)
+    with make_engine(tmp_path) as engine:
+        bad, good = engine.generate(
+            [[1], [2]], [SamplingParams(logprobs=13), SamplingParams(logprobs=12)], use_tqdm=False
+        )
+    assert "logprobs must be at most the vocabulary's 12 tokens, got 13" in str(bad.error)
+    assert len((good.outputs[0].logprobs or ())[0].top) == 12
+
+
+def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
+    engine.add_request("a", PROMPT, GREEDY)
+    engine.step()
+    with pytest.raises(RequestError, match="'a' is in use"):
+        engine.add_request("a", [1], GREEDY)
+    outputs = run_to_end(engine)
+    assert outputs["a"][-1].prompt_token_ids == tuple(PROMPT)
+    # Once it has ended, its id is free.
+    engine.add_request("a", [1], GREEDY)
+    assert run_to_end(engine)["a"][-1].prompt_token_ids == (1,)
+
+
+def test_generate_needs_the_engine_to_itself(engine: Engine) -> None:
+    engine.add_request("a", PROMPT, GREEDY)
+    with pytest.raises(RequestError, match="1 requests are under way"):
+        engine.generate(PROMPT, GREEDY, use_tqdm=False)
+    assert len(run_to_end(engine)["a"][-1].outputs[0].token_ids) == GREEDY.max_tokens
+    assert tokens_of(engine.generate(PROMPT, GREEDY, use_tqdm=False)[0])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_tokens": 0}, {"max_tokens": -3}, {"temperature": math.nan}, {"top_p": 0}, {"n": 0}]
+)
+def test_bad_sampling_params_never_reach_the_engine(settings: dict[str, float]) -> None:
+    (name,) = settings
+    with pytest.raises(SamplingParamsError, match=f"^{name} must be .*, got {settings[name]!r}$"):
+        SamplingParams(**settings)  # type: ignore[arg-type]
+
+
+def test_text_with_half_a_surrogate_pair_is_a_bad_prompt(checkpoint: Path) -> None:
+    with make_engine(checkpoint) as engine:
+        good, bad = engine.generate(["fine", "\ud800"], GREEDY, use_tqdm=False)
+    assert good.error is None
+    assert isinstance(bad.error, PromptError)
+    assert "surrogate" in str(bad.error)
+
+
+# ---- engines ----
+
+
+def test_an_unknown_model_names_the_presets() -> None:
+    with pytest.raises(ModelError, match=r"'no-such-model'.*config\.json.*tiny.*llama-3\.1-8b"):
+        make_engine("no-such-model")
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        make_engine(tmp_path)
+
+
+def test_an_unsupported_architecture(folder: Path) -> None:
+    edit_config(folder, architectures=["MambaForCausalLM"])
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*MambaForCausalLM"):
+        make_engine(folder)
+
+
+def test_a_folder_without_weights(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"found neither.*dummy"):
+        make_engine(folder)
+    with make_engine(folder, load_format="dummy") as engine:
+        assert engine.generate("text", GREEDY, use_tqdm=False)[0].error is None
+
+
+def test_a_missing_shard(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        make_engine(folder)
+
+
+def test_a_truncated_shard(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=f"{shard.name} is not a complete safetensors file"):
+        make_engine(folder)
+
+
+def test_a_tensor_of_the_wrong_shape(folder: Path) -> None:
+    edit_config(folder, intermediate_size=256)
+    with pytest.raises(CheckpointError, match=r"must have shape \[256, 64\].*found \[128, 64\]"):
+        make_engine(folder)
+
+
+def test_a_broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a usable tokenizer"):
+        make_engine(folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_where_there_is_none() -> None:
+    with pytest.raises(DeviceError, match=r"device=cuda was asked for.*device=cpu"):
+        make_engine(device="cuda")
+    with make_engine(device="auto") as engine:
+        assert engine.device_name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"load_format": "safetensors"},
+            ConfigError,
+            r"'tiny' is a preset of shapes only.*load_format=dummy",
+        ),
+        ({"load_format": "pt"}, ConfigError, "load_format must be one of auto, safetensors, dummy"),
+        ({"max_model_len": 16385}, ConfigError, "max_model_len=16385 is more than .* limit of 16384"),
+        ({"max_model_len": 0}, ConfigError, "max_model_len must be an integer of at least 1, got 0"),
+        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
+        ({"max_num_batched_tokens": -5}, ConfigError, "max_num_batched_tokens"),
+        ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization"),
+        ({"dtype": "int4"}, ConfigError, "dtype"),
+        ({"device": "tpu"}, ConfigError, "device"),
+        ({"arm": "both"}, ConfigError, "unknown arm 'both'"),
+        ({"arm": "mixed:0"}, ConfigError, "CHUNK in tokens"),
+        ({"kv_cache_bytes": 1000}, InsufficientMemoryError, r"short by .*MiB.*Raise kv_cache_bytes"),
+        ({"kv_cache_bytes": 2**60}, InsufficientMemoryError, r"short by .*GiB.*Lower kv_cache_bytes"),
+        (
+            {"gpu_memory_utilization": 1e-9},
+            InsufficientMemoryError,
+            r"raise gpu_memory_utilization \(now 1e-09\)",
+        ),
+    ],
+)
+def test_bad_settings(settings: dict[str, object], error: type[BulletGraphError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_engine(**settings)
+
+
+def test_nothing_is_allocated_for_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("allocated in spite of the ledger")
+
+    monkeypatch.setattr("bullet_graph.runtime.build.KVCache", forbidden)
+    monkeypatch.setattr("bullet_graph.runtime.build.dummy_weights", forbidden)
+    with pytest.raises(InsufficientMemoryError):
+        make_engine(gpu_memory_utilization=1e-9)
+
+
+def test_the_ledger_is_told_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def check(*_: object, **__: object) -> None:
+        assert told
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr("bullet_graph.runtime.build.KVCache", check)
+    monkeypatch.setattr("bullet_graph.runtime.build.dummy_weights", check)
+    with pytest.raises(RuntimeError, match="far enough"):
+        make_engine(on_ledger=told.append)
+    assert told[0].kv_cache_bytes > 0
+
+
+def test_reading_a_model_that_is_no_str_path_works_too(folder: Path) -> None:
+    with Engine(str(folder), device="cpu", max_model_len=32, max_num_seqs=2) as engine:
+        assert engine.config.is_folder

@@ -1,0 +1,213 @@
+"""Generation on the CPU: forms of prompts, where outputs end, metrics."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import EOS_TOKEN_ID, write_checkpoint
+from engines import GREEDY, Model, at_any_depth, force_tokens, make_engine, run_to_end, tokens_of
+
+from bullet_graph import Engine, SamplingParams
+from bullet_graph.runtime.cpu import CpuExecutor
+
+PROMPT = [5, 17, 300, 8]
+PROMPTS = [[5, 17, 300, 8], [9], [44, 3, 2, 1, 250, 77, 31], list(range(60, 100))]
+
+
+# ---- forms of prompts ----
+
+
+def test_text_and_its_ids_give_the_same(engine: Engine) -> None:
+    text = "A request waits."
+    assert engine.tokenizer is not None
+    ids = engine.tokenizer.encode(text)
+    (from_text,) = engine.generate(text, GREEDY, use_tqdm=False)
+    (from_ids,) = engine.generate(ids, GREEDY, use_tqdm=False)
+    (from_array,) = engine.generate(np.array(ids), GREEDY, use_tqdm=False)
+    assert from_text.prompt_token_ids == from_ids.prompt_token_ids == tuple(ids)
+    assert tokens_of(from_text) == tokens_of(from_ids) == tokens_of(from_array)
+    assert from_text.finished
+    assert from_text.error is None
+    assert from_text.outputs[0].text == engine.tokenizer.decode(list(from_text.outputs[0].token_ids))
+
+
+def test_lists_of_text_and_ids_come_back_in_order(engine: Engine, model: Model) -> None:
+    assert engine.tokenizer is not None
+    texts = ["The dog", "你好", "queue; then"]
+    as_text = engine.generate(texts, GREEDY, use_tqdm=False)
+    as_ids = engine.generate([engine.tokenizer.encode(text) for text in texts], GREEDY, use_tqdm=False)
+    mixed = engine.generate([texts[0], (9, 9), np.array([7, 8])], GREEDY, use_tqdm=False)
+    assert [tokens_of(o) for o in as_text] == [tokens_of(o) for o in as_ids]
+    assert [o.prompt_token_ids for o in mixed][1:] == [(9, 9), (7, 8)]
+    assert tokens_of(mixed[1]) == [model.greedy([9, 9], GREEDY.max_tokens)]
+    assert len({output.request_id for output in as_text + as_ids + mixed}) == 9
+
+
+def test_no_prompts_give_no_outputs(engine: Engine) -> None:
+    assert engine.generate([], use_tqdm=False) == []
+    assert engine.generate([], [], use_tqdm=False) == []
+
+
+def test_each_prompt_may_have_its_own_params(engine: Engine, model: Model) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5, 9, 2)]
+    outputs = engine.generate(PROMPTS, params, use_tqdm=False)
+    for prompt, param, output in zip(PROMPTS, params, outputs, strict=True):
+        assert tokens_of(output) == [model.greedy(prompt, param.max_tokens)]
+
+
+def test_defaults_apply_without_params(engine: Engine) -> None:
+    (output,) = engine.generate([PROMPT], use_tqdm=False)
+    assert 1 <= len(output.outputs[0].token_ids) <= SamplingParams().max_tokens
+
+
+@at_any_depth
+def test_more_sequences_than_slots_all_finish(model: Model) -> None:
+    with make_engine(model.folder, max_num_seqs=2, arm="mixed:5") as engine:
+        outputs = engine.generate(PROMPTS * 3, GREEDY, use_tqdm=False)
+    expected = [model.greedy(prompt, GREEDY.max_tokens) for prompt in PROMPTS] * 3
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_an_engine_of_dummy_weights_is_the_same_each_time() -> None:
+    results = []
+    for seed in (0, 0, 1):
+        with make_engine(seed=seed) as engine:
+            results.append(tokens_of(engine.generate(PROMPT, GREEDY, use_tqdm=False)[0]))
+    assert results[0] == results[1]
+    assert results[0] != results[2]
+
+
+# ---- where outputs end ----
+
+
+@at_any_depth
+def test_max_model_len_ends_an_output(model: Model) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    with make_engine(model.folder, max_model_len=20) as engine:
+        outputs = engine.generate([PROMPT, list(range(2, 21))], params, use_tqdm=False)
+    assert tokens_of(outputs[0]) == [model.greedy(PROMPT, 16)]
+    assert tokens_of(outputs[1]) == [model.greedy(list(range(2, 21)), 1)]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
+
+
+@at_any_depth
+def test_end_of_sequence_ends_an_output_unless_ignored(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_tokens(monkeypatch, [40, 41, EOS_TOKEN_ID, 42, 43, 44], len(PROMPT))
+    with make_engine(model.folder) as engine:
+        ending, going_on = engine.generate(
+            [PROMPT, PROMPT],
+            [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, ignore_eos=True)],
+            use_tqdm=False,
+        )
+        assert engine.stats().kv_blocks_used == 0
+    assert ending.outputs[0].token_ids == (40, 41, EOS_TOKEN_ID)
+    assert ending.outputs[0].finish_reason == "stop"
+    assert "eos" not in ending.outputs[0].text
+    assert going_on.outputs[0].token_ids == (40, 41, EOS_TOKEN_ID, 42, 43, 44)
+    assert going_on.outputs[0].finish_reason == "length"
+    assert going_on.outputs[0].text.startswith(ending.outputs[0].text)
+
+
+@at_any_depth
+def test_stop_token_ids_end_an_output_and_are_returned(model: Model) -> None:
+    expected = model.greedy(PROMPT, 12)
+    stop = expected[6]
+    first = expected.index(stop)
+    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[stop, 319], ignore_eos=True)
+    with make_engine(model.folder) as engine:
+        (output,) = engine.generate(PROMPT, params, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected[: first + 1]
+    assert output.outputs[0].finish_reason == "stop"
+
+
+@at_any_depth
+@pytest.mark.parametrize("arm", ["serial", "mixed:3"])
+def test_min_tokens_keeps_stop_tokens_from_being_sampled(model: Model, arm: str) -> None:
+    # Stop at what comes first anyway: it must be passed over, then may come.
+    stop = model.greedy(PROMPT, 1)[0]
+    params = SamplingParams(
+        temperature=0, max_tokens=20, min_tokens=7, stop_token_ids=[stop], ignore_eos=True
+    )
+    expected = model.greedy(PROMPT, 20, masked_until={stop: 7})
+    assert stop not in expected[:7]
+    end = expected.index(stop) + 1 if stop in expected else 20
+    with make_engine(model.folder, arm=arm) as engine:
+        (output,) = engine.generate(PROMPT, params, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected[:end]
+
+
+def test_min_tokens_masks_end_of_sequence(tmp_path: Path) -> None:
+    network = write_checkpoint(tmp_path, "qwen2", seed=2).eval()
+    model = Model(tmp_path, network)
+    # Let the most probable first token end sequences.
+    eos = model.greedy(PROMPT, 1)[0]
+    for name in ("config.json", "generation_config.json"):
+        path = tmp_path / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [eos]}))
+    with make_engine(tmp_path) as engine:
+        at_once, held_back = engine.generate(
+            [PROMPT, PROMPT],
+            [
+                SamplingParams(temperature=0, max_tokens=8),
+                SamplingParams(temperature=0, max_tokens=8, min_tokens=8),
+            ],
+            use_tqdm=False,
+        )
+    assert at_once.outputs[0].token_ids == (eos,)
+    assert at_once.outputs[0].finish_reason == "stop"
+    assert held_back.outputs[0].token_ids == model.greedy(PROMPT, 8, masked_until={eos: 8})
+    assert held_back.outputs[0].finish_reason == "length"
+
+
+# ---- metrics ----
+
+
+@at_any_depth
+def test_metrics_follow_the_request(model: Model) -> None:
+    with make_engine(model.folder, max_num_seqs=1, arm="mixed:8") as engine:
+        first, second = engine.generate([list(range(2, 42)), PROMPT], GREEDY, use_tqdm=False)
+    for output in (first, second):
+        metrics = output.metrics
+        assert metrics.first_scheduled_s is not None
+        assert metrics.arrival_s <= metrics.first_scheduled_s <= metrics.token_times_s[0]
+        assert all(a <= b for a, b in pairwise(metrics.token_times_s))
+        assert len(metrics.token_times_s) == GREEDY.max_tokens
+        assert len(metrics.itl_ms) == GREEDY.max_tokens - 1
+        assert metrics.queue_ms is not None
+        assert metrics.ttft_ms is not None
+        assert metrics.e2e_ms is not None
+        assert metrics.tpot_ms is not None
+        assert 0 <= metrics.queue_ms <= metrics.ttft_ms <= metrics.e2e_ms
+        assert metrics.tpot_ms == pytest.approx(sum(metrics.itl_ms) / len(metrics.itl_ms))
+    # There is one slot: the second waits for the first to end.
+    assert second.metrics.first_scheduled_s is not None
+    assert second.metrics.first_scheduled_s >= first.metrics.token_times_s[-2]
+
+
+def test_metrics_by_a_clock_that_counts(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(1000))
+    monkeypatch.setattr(CpuExecutor, "now", lambda _: float(next(ticks)))
+    with make_engine(model.folder, arm="serial:4") as engine:
+        engine.add_request("a", list(range(2, 12)), SamplingParams(max_tokens=3, ignore_eos=True))
+        engine.add_request("b", PROMPT, SamplingParams(max_tokens=1))
+        outputs = run_to_end(engine)
+    # Arrivals at 0 and 1. Each step asks the time at its launch and at its end: (2, 3), (4, 5), (6, 7) for
+    # the prompt of ten in chunks of 4, 4 and 2 (beside 2 of the other's), (8, 9) for the rest of that; then
+    # two decode steps.
+    a, b = outputs["a"][-1].metrics, outputs["b"][-1].metrics
+    assert (a.arrival_s, a.first_scheduled_s, a.token_times_s) == (0, 2, (7, 11, 13))
+    assert (b.arrival_s, b.first_scheduled_s, b.token_times_s) == (1, 6, (9,))
+
+
+def test_stats_count_steps_and_blocks(model: Model) -> None:
+    with make_engine(model.folder, max_model_len=64) as engine:
+        assert engine.stats().num_steps == 0
+        engine.generate(list(range(2, 35)), SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        stats = engine.stats()
+    # A prompt of 33 tokens in one step, which samples, and three decode steps; 33 to 36 tokens are 3 blocks.
+    assert (stats.num_steps, stats.num_preemptions) == (4, 0)
+    assert (stats.kv_blocks_used, stats.kv_blocks_peak) == (0, 3)
+    assert stats.kv_blocks_total == engine.memory.num_kv_blocks - 1
+    assert (stats.num_running, stats.num_waiting) == (0, 0)

@@ -1,0 +1,247 @@
+"""Requests one at a time on the CPU: stop strings, cumulative and delta outputs, aborts."""
+
+from itertools import pairwise
+
+import pytest
+from checkpoints import EOS_TOKEN_ID
+from engines import GREEDY, Model, at_any_depth, force_tokens, make_engine, run_to_end, tokens_of
+
+from bullet_graph import CompletionOutput, Engine, OutputKind, RequestOutput, SamplingParams
+from bullet_graph.engine.output import TokenLogprobs
+
+PROMPT = [5, 17, 300, 8]
+TEXT = "Hello there, the quick brown fox; then the end."
+
+
+@pytest.fixture
+def script(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make the engine say TEXT; its tokens as text."""
+    assert engine.tokenizer is not None
+    ids = engine.tokenizer.encode(TEXT, add_special_tokens=False)
+    force_tokens(monkeypatch, [*ids, EOS_TOKEN_ID], len(PROMPT))
+    pieces = [engine.tokenizer.decode([token_id]) for token_id in ids]
+    assert "".join(pieces) == TEXT
+    return pieces
+
+
+def stream(engine: Engine, kind: OutputKind, params: SamplingParams) -> list[RequestOutput]:
+    engine.add_request("a", PROMPT, params, output_kind=kind)
+    outputs = run_to_end(engine)
+    assert list(outputs) == ["a"]
+    assert [output.finished for output in outputs["a"]][:-1] == [False] * (len(outputs["a"]) - 1)
+    assert outputs["a"][-1].finished
+    return outputs["a"]
+
+
+def num_tokens_until(pieces: list[str], text: str) -> int:
+    """How many pieces it takes to complete ``text``."""
+    return next(count for count in range(len(pieces) + 1) if text in "".join(pieces[:count]))
+
+
+# ---- stop strings ----
+
+
+@at_any_depth
+@pytest.mark.parametrize("stop", ["fox", "x; th", "H", "end.", ["zzz", "brown", "quick"]])
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_the_text_ends_before_the_stop_string(
+    engine: Engine, script: list[str], stop: str | list[str], kind: OutputKind
+) -> None:
+    outputs = stream(engine, kind, SamplingParams(stop=stop, max_tokens=100))
+    found = stop if isinstance(stop, str) else "quick"
+    # A token may complete more than one of them: the text ends before the first.
+    expected = TEXT[: TEXT.index(found)]
+    completions = [output.outputs[0] for output in outputs]
+    if kind is OutputKind.DELTA:
+        text = "".join(completion.text for completion in completions)
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+    else:
+        text, num_tokens = completions[-1].text, len(completions[-1].token_ids)
+    assert text == expected
+    assert completions[-1].finish_reason == "stop"
+    assert num_tokens == num_tokens_until(script, found)
+    if kind is OutputKind.FINAL_ONLY:
+        assert len(outputs) == 1
+    shown = ""
+    for completion in completions:
+        shown = shown + completion.text if kind is OutputKind.DELTA else completion.text
+        # What a stop string takes back has never been shown.
+        assert expected.startswith(shown)
+
+
+def test_a_stop_string_may_span_tokens(script: list[str]) -> None:
+    # What the tests above rely on.
+    assert not any("x; th" in piece for piece in script)
+    assert len([piece for piece in script if len(piece) > 1]) > 3
+
+
+@at_any_depth
+def test_no_stop_string_is_looked_for_before_min_tokens(engine: Engine, script: list[str]) -> None:
+    # "the" begins "there" and comes again; min_tokens ends within "there".
+    min_tokens = num_tokens_until(script, "the")
+    second = TEXT.index("the", TEXT.index("the") + 1)
+    assert len("".join(script[:min_tokens])) < second
+    params = SamplingParams(stop="the", min_tokens=min_tokens, max_tokens=100, ignore_eos=True)
+    (output,) = stream(engine, OutputKind.FINAL_ONLY, params)
+    assert output.outputs[0].text == TEXT[:second]
+    assert output.outputs[0].finish_reason == "stop"
+
+
+@at_any_depth
+def test_held_back_text_comes_when_no_stop_string_does(engine: Engine, script: list[str]) -> None:
+    params = SamplingParams(stop="fox; never", max_tokens=len(script))
+    outputs = stream(engine, OutputKind.CUMULATIVE, params)
+    assert outputs[-1].outputs[0].text == TEXT
+    assert outputs[-1].outputs[0].finish_reason == "length"
+    assert outputs[-2].outputs[0].text == "".join(script[:-1])[: -len("fox; never") + 1]
+
+
+@at_any_depth
+def test_end_of_sequence_after_the_text(engine: Engine, script: list[str]) -> None:
+    (output,) = stream(engine, OutputKind.FINAL_ONLY, SamplingParams(stop="zzz", max_tokens=100))
+    assert output.outputs[0].text == TEXT
+    assert output.outputs[0].finish_reason == "stop"
+    assert len(output.outputs[0].token_ids) == len(script) + 1
+
+
+# ---- output kinds ----
+
+
+def joined(deltas: list[CompletionOutput]) -> tuple[str, tuple[int, ...], tuple[TokenLogprobs, ...]]:
+    ids = tuple(token for delta in deltas for token in delta.token_ids)
+    logprobs = tuple(entry for delta in deltas for entry in delta.logprobs or ())
+    return "".join(delta.text for delta in deltas), ids, logprobs
+
+
+@at_any_depth
+@pytest.mark.parametrize("n", [1, 3])
+def test_deltas_join_to_the_final_output(engine: Engine, n: int) -> None:
+    params = SamplingParams(seed=3, n=n, max_tokens=20, min_tokens=2, logprobs=2, stop="e")
+    (final,) = stream(engine, OutputKind.FINAL_ONLY, params)
+    deltas = stream(engine, OutputKind.DELTA, params)
+    cumulative = stream(engine, OutputKind.CUMULATIVE, params)
+    assert cumulative[-1].outputs == final.outputs
+    for index, completion in enumerate(final.outputs):
+        assert joined([delta.outputs[index] for delta in deltas]) == (
+            completion.text,
+            completion.token_ids,
+            completion.logprobs,
+        )
+        texts = [output.outputs[index].text for output in cumulative]
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+
+def test_each_step_reports_one_token(engine: Engine, model: Model) -> None:
+    outputs = stream(engine, OutputKind.CUMULATIVE, GREEDY)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 13))
+    assert [len(output.metrics.token_times_s) for output in outputs] == list(range(1, 13))
+    assert tokens_of(outputs[-1]) == [model.greedy(PROMPT, 12)]
+
+
+@at_any_depth
+def test_requests_come_and_go_while_others_run(model: Model) -> None:
+    lengths = {"a": 12, "b": 3, "c": 7, "d": 1}
+    with make_engine(model.folder, max_num_seqs=2, arm="mixed:6") as engine:
+        finished: dict[str, RequestOutput] = {}
+        waiting = list(lengths)
+        while waiting or engine.has_unfinished_requests():
+            if waiting:
+                name = waiting.pop(0)
+                params = SamplingParams(temperature=0, max_tokens=lengths[name], ignore_eos=True)
+                engine.add_request(name, [*PROMPT, ord(name)], params)
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = output
+    for name, length in lengths.items():
+        assert tokens_of(finished[name]) == [model.greedy([*PROMPT, ord(name)], length)]
+
+
+def test_nothing_to_do_is_no_error(engine: Engine) -> None:
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
+
+
+# ---- abort ----
+
+
+@at_any_depth
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 8])
+@pytest.mark.parametrize("arm", ["serial:8", "mixed:8"])
+def test_aborting_frees_all_blocks(model: Model, num_steps: int, arm: str) -> None:
+    # Two slots: "a" prefills 20 tokens in three chunks, then decodes; "b" comes behind; "c" waits throughout.
+    long = SamplingParams(max_tokens=50, ignore_eos=True)
+    with make_engine(model.folder, max_num_seqs=2, arm=arm) as engine:
+        for name in "abc":
+            engine.add_request(name, list(range(2, 22)), long)
+        for _ in range(num_steps):
+            engine.step()
+        for name in "cab":
+            engine.abort(name)
+        outputs = run_to_end(engine)
+        assert sorted(outputs) == ["a", "b", "c"]
+        for last in outputs.values():
+            assert last[-1].finished
+            assert last[-1].outputs[0].finish_reason == "abort"
+        assert engine.stats().kv_blocks_used == 0
+        assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 0)
+        # Slots and blocks serve others.
+        again = engine.generate([PROMPT] * 3, GREEDY, use_tqdm=False)
+    assert {tokens_of(output)[0] for output in again} == {model.greedy(PROMPT, 12)}
+
+
+@at_any_depth
+def test_an_abort_keeps_what_was_generated(model: Model, engine: Engine) -> None:
+    engine.add_request("a", PROMPT, GREEDY)
+    engine.add_request("other", [9, 9], GREEDY)
+    while True:
+        (output,) = [o for o in engine.step() if o.request_id == "a"] or [None]
+        if output is not None and len(output.outputs[0].token_ids) >= 4:
+            break
+    engine.abort("a")
+    outputs = run_to_end(engine)
+    (aborted,) = outputs["a"]
+    assert aborted.outputs[0].token_ids == model.greedy(PROMPT, 12)[: len(aborted.outputs[0].token_ids)]
+    assert len(aborted.outputs[0].token_ids) >= 4
+    assert tokens_of(outputs["other"][-1]) == [model.greedy([9, 9], 12)]
+
+
+def test_aborting_the_unknown_or_the_finished_does_nothing(engine: Engine) -> None:
+    engine.abort("nobody")
+    assert not engine.has_unfinished_requests()
+    engine.add_request("a", PROMPT, GREEDY)
+    run_to_end(engine)
+    engine.abort("a")
+    assert run_to_end(engine) == {}
+
+
+def test_an_abort_ends_the_samples_that_still_run(engine: Engine) -> None:
+    params = SamplingParams(n=2, seed=1, max_tokens=3, ignore_eos=True)
+    first, second = tokens_of(engine.generate(PROMPT, params, use_tqdm=False)[0])
+    assert first[0] not in second
+    params = SamplingParams(n=2, seed=1, max_tokens=30, ignore_eos=True, stop_token_ids=[first[0]])
+    engine.add_request("a", PROMPT, params)
+    for _ in range(3):
+        engine.step()
+    engine.abort("a")
+    (output,) = run_to_end(engine)["a"]
+    assert [completion.finish_reason for completion in output.outputs] == ["stop", "abort"]
+    assert tokens_of(output) == [first[:1], second]
+
+
+def test_preemption_of_a_request_under_way_loses_nothing(model: Model) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = [[n, n + 1, n + 2] for n in range(4)]
+    with make_engine(model.folder, max_model_len=64) as probe:
+        block_bytes = probe.memory.kv_cache_bytes // probe.memory.num_kv_blocks
+    with make_engine(model.folder, max_model_len=64, kv_cache_bytes=6 * block_bytes) as engine:
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), prompt, params, output_kind=OutputKind.DELTA)
+        outputs = run_to_end(engine)
+        assert engine.stats().num_preemptions > 0
+        assert engine.stats().kv_blocks_peak == engine.stats().kv_blocks_total == 5
+    for index, prompt in enumerate(prompts):
+        text, ids, _ = joined([output.outputs[0] for output in outputs[str(index)]])
+        assert ids == model.greedy(prompt, 40)
+        assert engine.tokenizer is not None
+        assert text == engine.tokenizer.decode(ids)
+        assert len(outputs[str(index)][-1].metrics.token_times_s) == 40

@@ -1,0 +1,82 @@
+"""Small engines on the CPU, and ways to steer them, for the end-to-end tests."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bullet_graph import Engine, RequestOutput, SamplingParams
+from bullet_graph.models.sampler import SamplingState
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+at_any_depth = pytest.mark.usefixtures("depth")
+"""Run a test with one and with several steps in flight."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, and the network of ``transformers`` that it holds."""
+
+    folder: Path
+    network: PreTrainedModel
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """[len(ids), vocab_size] in float32."""
+        with torch.inference_mode():
+            return self.network(torch.tensor([list(ids)])).logits[0].float()
+
+    def greedy(
+        self, prompt: Sequence[int], count: int, masked_until: Mapping[int, int] | None = None
+    ) -> tuple[int, ...]:
+        """Greedy tokens; ``masked_until`` gives, for a token, the first output index at which it may occur."""
+        ids = list(prompt)
+        for index in range(count):
+            scores = self.logits(ids)[-1].clone()
+            for token, first in (masked_until or {}).items():
+                if index < first:
+                    scores[token] = -math.inf
+            ids.append(int(scores.argmax()))
+        return tuple(ids[len(prompt) :])
+
+
+def make_engine(model: str | Path = "tiny", **settings: object) -> Engine:
+    """An engine that is quick to build and takes little memory."""
+    defaults = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 8}
+    return Engine(str(model), **(defaults | settings))  # type: ignore[arg-type]
+
+
+def run_to_end(engine: Engine) -> dict[str, list[RequestOutput]]:
+    """Step until nothing is left; each request's outputs in order."""
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def tokens_of(output: RequestOutput) -> list[tuple[int, ...]]:
+    """Token ids of each sample."""
+    return [completion.token_ids for completion in output.outputs]
+
+
+def force_tokens(monkeypatch: pytest.MonkeyPatch, token_ids: Sequence[int], prompt_tokens: int) -> None:
+    """Make every sequence sample these tokens, then the last again; all prompts have ``prompt_tokens``."""
+    last = len(token_ids) - 1
+
+    def scripted(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
+        del logits
+        chosen = torch.tensor(
+            [token_ids[min(position - prompt_tokens, last)] for position in positions.tolist()],
+            dtype=torch.int32,
+        )
+        state.last_token[slots.long()] = chosen
+        return chosen
+
+    monkeypatch.setattr("bullet_graph.runtime.cpu.sample", scripted)

@@ -1,0 +1,242 @@
+"""What the doctor finds: partition back ends on a fake GPU, offsets, folders, and what torch tells."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes.fake_driver import CUresult, FakeDriver
+from fakes.machines import DRIVER, GPU, complete_machine, finding, not_green
+from fakes.mask_backend import MaskBackend, fake_probe
+
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition import offsets
+from bullet_graph.partition.backend import BackendOpener, NoneBackend
+from bullet_graph.partition.green import GreenBackend
+from bullet_graph.partition.masks import Lane
+from bullet_graph.partition.offsets import KnownOffset, MaskLayout
+from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.spec import SmPartition
+from bullet_graph.runtime import machine as machine_module
+from bullet_graph.runtime.cache_folders import CacheFolder, cache_folders, look_at_cache
+from bullet_graph.runtime.diagnose import Level, diagnose
+from bullet_graph.runtime.machine import Asked, MaskOffset, find_mask_offset, look_around
+from bullet_graph.runtime.partition_checks import (
+    PartitionChecks,
+    check_partitions,
+    default_decode_sms,
+)
+
+AUTO = Asked()
+
+
+class LeakyBackend(MaskBackend):
+    """Confines decode work to 16 SMs, but not to 32."""
+
+    name = "smctrl"
+
+    def stream(self, lane: Lane, partition: SmPartition) -> int:
+        leaks = lane == "decode" and partition.decode_tpcs == 16
+        self.planted = {"decode": frozenset(range(34))} if leaks else {}
+        return super().stream(lane, partition)
+
+
+OPENERS: dict[str, BackendOpener] = {"smctrl": LeakyBackend, "green": GreenBackend, "none": NoneBackend}
+
+
+@pytest.fixture
+def gpu() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def check(gpu: FakeDriver) -> Callable[..., PartitionChecks]:
+    def check(*arguments: Any, **changes: Any) -> PartitionChecks:
+        make_probe = partial(probe_of, gpu)
+        found = check_partitions(
+            *arguments, **{"num_sms": 132, "openers": OPENERS, "make_probe": make_probe, **changes}
+        )
+        # Everything is closed, and the page can be printed.
+        assert gpu.live == {}
+        assert gpu.retained == 0
+        json.dumps(dataclasses.asdict(found))
+        return found
+
+    return check
+
+
+def probe_of(gpu: FakeDriver, device: int) -> SmidProbe:
+    assert device == 0
+    return fake_probe(gpu)
+
+
+def test_masks_that_leak_and_green_contexts_that_do_not(check: Callable[..., PartitionChecks]) -> None:
+    found = check("auto", ())
+    smctrl, green, none = found.backends
+    assert found.decode_sms == (16, 32, 64)
+    assert [size.decode_sms for size in smctrl.sizes] == [None, 16, 32, 64]
+    assert [size.problem is None for size in smctrl.sizes] == [True, True, False, True]
+    assert smctrl.sizes[1].seen_sms == "0-15"
+    assert (green.granularity_sms, green.problems) == (8, ())
+    assert [size.decode_sms for size in none.sizes] == [None]
+    assert found.choice == "green"
+    assert found.why.startswith("green: 4 partitions verified; smctrl refused: ")
+
+    diagnosis = diagnose(AUTO, complete_machine(partitions=found))
+    assert diagnosis.works
+    assert not_green(diagnosis) == {"back end smctrl": Level.YELLOW}
+    line = finding(diagnosis, "back end smctrl")
+    assert "the whole GPU and 16, 64 SMs for decode verified in" in line.found
+    assert line.found.endswith("; 32 SMs for decode refused")
+    assert "outside: 32-33" in str(line.advice)
+    assert "smctrl refused" in finding(diagnosis, "--partition-backend auto").found
+
+
+def test_a_named_back_end_is_checked_alone(check: Callable[..., PartitionChecks]) -> None:
+    found = check("green", (16, 20, 16))
+    (green,) = found.backends
+    assert [size.decode_sms for size in green.sizes] == [None, 16, 20]
+    (problem,) = green.problems
+    assert "16 (8 TPCs) or 24 (12 TPCs)" in problem
+    assert found.choice is None
+
+
+@pytest.mark.parametrize(("decode_sms", "choice"), [((), "none"), ((16,), None)])
+def test_none_has_the_whole_gpu_only(
+    check: Callable[..., PartitionChecks], decode_sms: tuple[int, ...], choice: str | None
+) -> None:
+    found = check("none", decode_sms)
+    assert found.choice == choice
+    assert found.decode_sms == decode_sms
+    assert len(found.backends[0].problems) == len(decode_sms)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(17, "multiple of 2 SMs .* choose 16 or 18"), (0, "1 to 66"), (132, "1 to 66"), (-2, "1 to")],
+)
+def test_sizes_that_cannot_be(check: Callable[..., PartitionChecks], size: int, words: str) -> None:
+    found = check("smctrl", (size,))
+    assert found.choice is None
+    (problem,) = found.backends[0].problems
+    assert re.search(words, problem)
+
+
+def test_a_library_that_every_back_end_needs(check: Callable[..., PartitionChecks]) -> None:
+    def no_probe(_: int) -> SmidProbe:
+        raise PartitionError("SM partitions need cuda-python 13")
+
+    # Outside the choice of a back end, and inside: neither may get through.
+    found = check("auto", (), make_probe=no_probe)
+    assert [backend.problems for backend in found.backends] == [("SM partitions need cuda-python 13",)] * 3
+    assert (found.choice, found.why) == (None, "SM partitions need cuda-python 13")
+    levels = not_green(diagnose(AUTO, complete_machine(partitions=found)))
+    assert levels["back end none"] is Level.RED
+    assert levels["back end smctrl"] is Level.YELLOW
+
+
+def test_a_gpu_that_fails_midway_is_told(gpu: FakeDriver) -> None:
+    gpu.retained = 1  # by torch
+    gpu.fail["cuStreamDestroy"] = CUresult.CUDA_ERROR_INVALID_VALUE
+    found = check_partitions("none", (), num_sms=132, openers=OPENERS, make_probe=lambda _: fake_probe(gpu))
+    assert "cuStreamDestroy" in str(found.backends[0].problem)
+    assert found.choice is None
+
+
+@pytest.mark.parametrize(("num_sms", "sizes"), [(132, (16, 32, 64)), (108, (8, 24, 48)), (20, (8,)), (8, ())])
+def test_default_sizes(num_sms: int, sizes: tuple[int, ...]) -> None:
+    assert default_decode_sms(num_sms) == sizes
+
+
+# Offsets, folders, the GPU
+
+
+def test_where_the_offset_comes_from(tmp_path: Path) -> None:
+    cache = tmp_path / "offsets.json"
+    unknown = dataclasses.replace(DRIVER, cuda_version=13990)
+    assert find_mask_offset(DRIVER, cache) == MaskOffset("table", 0x51C, 128)
+    assert find_mask_offset(unknown, cache) == MaskOffset(None)
+    offsets.remember(unknown, KnownOffset(0x600, MaskLayout.BITS_128), cache)
+    assert find_mask_offset(unknown, cache) == MaskOffset("calibration", 0x600, 128)
+    cache.write_text("{")
+    assert str(cache) in str(find_mask_offset(DRIVER, cache).problem)
+
+
+def test_cache_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a").write_bytes(bytes(1000))
+    (tmp_path / "b").write_bytes(bytes(24))
+    assert look_at_cache("mine", tmp_path) == CacheFolder("mine", str(tmp_path), 1024, True)
+    assert look_at_cache("new", tmp_path / "x" / "y") == CacheFolder(
+        "new", str(tmp_path / "x" / "y"), 0, True
+    )
+    assert not (tmp_path / "x").exists()
+    assert not look_at_cache("a file in its place", tmp_path / "b" / "c").is_writable
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert not look_at_cache("mine", tmp_path).is_writable
+
+
+def test_the_libraries_own_settings_place_their_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "/f")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/i")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/t")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert {name: str(path) for name, path in cache_folders().items()} == {
+        "bullet_graph": "/x/bullet_graph",
+        "FlashInfer": "/f/.cache/flashinfer",
+        "Inductor": "/i",
+        "Triton": "/t",
+    }
+
+
+@pytest.fixture
+def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sees a GPU."""
+    properties = SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132, total_memory=9)
+    for name, value in {
+        "is_available": True,
+        "current_device": 0,
+        "get_device_properties": properties,
+        "mem_get_info": (5, 9),
+        "device_count": 2,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(machine_module, "_import_problem", lambda _: "ImportError: that")
+
+
+@pytest.mark.usefixtures("torch_gpu")
+def test_looking_at_a_gpu(gpu: FakeDriver) -> None:
+    asked = Asked(decode_sms=(16,), model="tiny")
+    machine = look_around(asked, openers=OPENERS, make_probe=partial(probe_of, gpu))
+    assert machine.uses_gpu
+    assert machine.gpu == dataclasses.replace(GPU, name="H200", total_bytes=9, free_bytes=5, num_gpus=2)
+    assert machine.gpu_path_problem == "ImportError: that"
+    assert machine.ledger is None
+    assert machine.partitions is not None
+    assert machine.partitions.choice == "smctrl"
+    assert machine.provenance.device_name == "H200"
+    assert not diagnose(asked, machine).works
+
+
+@pytest.mark.usefixtures("torch_gpu")
+def test_looking_at_a_gpu_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise RuntimeError("CUDA error: all devices are busy")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    machine = look_around(AUTO, openers={}, make_probe=lambda _: pytest.fail("the GPU was used"))
+    assert (machine.gpu, machine.gpu_problem) == (None, "CUDA error: all devices are busy")
+    assert not diagnose(AUTO, machine).works
+
+
+@pytest.mark.usefixtures("torch_gpu")
+def test_the_cpu_asked_for_leaves_the_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: pytest.fail("the GPU was used"))
+    machine = look_around(Asked(device="cpu"), make_probe=lambda _: pytest.fail("the GPU was used"))
+    assert (machine.uses_gpu, machine.gpu, machine.gpu_path_problem) == (False, None, None)
