@@ -24,7 +24,8 @@ from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.slots import settings_row
 from bullet_graph.runtime.step import SlotInit, Step, StepLogprobs, StepResult
 
-_GRAPH_BYTES = 25 * 1024**2
+_GRAPH_BYTES = 8 * 1024**2
+"""A captured decode step of 32 layers: 2.5 to 7 MiB measured (bench/results/h200/partitions.json)."""
 _LIBRARY_BYTES = 1024**3
 """Loaded kernels, cuBLAS workspaces and the allocator's slack."""
 

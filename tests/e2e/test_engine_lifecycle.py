@@ -76,6 +76,7 @@ def test_an_engine_that_is_dropped_gives_the_memory_back() -> None:
     assert not any(reference() is not None for reference in references)
 
 
+@at_any_depth
 def test_shutdown_twice_and_calls_afterwards(model: Model) -> None:
     engine = make_engine(model.folder)
     engine.add_request("a", PROMPT, GREEDY)
@@ -171,6 +172,11 @@ def test_an_interrupt_loses_the_requests_and_nothing_else(
             fail_after(patch, num_calls, KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 engine.generate([PROMPT] * 4, GREEDY, use_tqdm=False)
+        # What was launched has ended, so that no block serves others while it is still written.
+        executor = engine._executor
+        assert isinstance(executor, CpuExecutor)
+        assert executor._results == {}
+        del executor
         assert run_to_end(engine) == {}
         assert engine.stats().kv_blocks_used == 0
         outputs = engine.generate([PROMPT] * 5, GREEDY, use_tqdm=False)

@@ -244,4 +244,8 @@ def test_preemption_of_a_request_under_way_loses_nothing(model: Model) -> None:
         assert ids == model.greedy(prompt, 40)
         assert engine.tokenizer is not None
         assert text == engine.tokenizer.decode(ids)
-        assert len(outputs[str(index)][-1].metrics.token_times_s) == 40
+        metrics = outputs[str(index)][-1].metrics
+        assert len(metrics.token_times_s) == 40
+        # Being scheduled once more does not count as the first time.
+        assert metrics.first_scheduled_s is not None
+        assert metrics.first_scheduled_s < metrics.token_times_s[0]

@@ -169,6 +169,7 @@ def test_progress_bar_only_when_asked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = checkpoints(tmp_path)
+    capsys.readouterr()  # writing the checkpoint has a bar of its own
     load(folder, progress=progress)
     shown = capsys.readouterr().err
     assert ("Loading weights: 100%" in shown) == progress
