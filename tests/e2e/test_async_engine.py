@@ -214,12 +214,13 @@ async def test_an_unforeseen_error_raises_in_its_own_generator_only(
 
 
 async def test_an_id_in_use_is_refused_and_its_request_goes_on(engine: AsyncEngine, model: Model) -> None:
-    generator = engine.generate(PROMPT, GREEDY, "same")
+    # Long: the second request must come while the first is under way.
+    generator = engine.generate(PROMPT, LONG, "same")
     await anext(generator)
     with pytest.raises(RequestError, match="'same' is in use"):
         await collect(engine, [1], request_id="same")
     last = [output async for output in generator][-1]
-    assert tokens_of(last) == [model.greedy(PROMPT, 12)]
+    assert tokens_of(last) == [model.greedy(PROMPT, 100)]
 
 
 # ---- shutdown and failure ----
