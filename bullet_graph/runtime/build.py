@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
-from bullet_graph.errors import ConfigError, DeviceError
+from bullet_graph.errors import ConfigError, DeviceError, UnsupportedModelError
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
@@ -28,6 +28,9 @@ from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory
 
 FLASHINFER_RELEASE = "0.6.12"
 """The release whose compiled modules ``models.flashinfer_attention`` calls; pyproject.toml pins the same."""
+
+GPU_HEAD_DIMS = (64, 128, 256)
+"""Head sizes that FlashInfer's fa2 and fa3 kernels are written for."""
 
 CPU_KV_CACHE_BYTES = 1024**3
 """The KV cache's size on the CPU unless ``kv_cache_bytes`` says otherwise: host memory is not ours to fill."""
@@ -165,6 +168,11 @@ def _build_cuda(
     # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
     from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
 
+    if runtime.model.head_dim not in GPU_HEAD_DIMS:
+        raise UnsupportedModelError(
+            f"the GPU's attention kernels need heads of {', '.join(map(str, GPU_HEAD_DIMS))}, the model's have "
+            f"{runtime.model.head_dim}: pass device=cpu"
+        )
     partitions = _partitions(config, runtime.device)
     free, total = torch.cuda.mem_get_info(runtime.device)
     ledger = plan_memory(
