@@ -1,56 +1,19 @@
-"""What a partition back end offers, and the choice of one that verifies."""
+"""The back ends there are, and the choice of one that verifies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import MappingProxyType
-from typing import Protocol
 
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.green import GreenBackend
 from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.protocol import PartitionBackend
 from bullet_graph.partition.smctrl import SmctrlBackend
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 from bullet_graph.partition.verify import verify
 
 AUTO = "auto"
-
-
-class PartitionBackend(Protocol):
-    """Gives each lane a stream whose work stays on the lane's SMs.
-
-    Attributes:
-        name: as ``--partition-backend`` takes it.
-        num_sms: SMs of the GPU.
-        granularity_sms: step of a lane's size.
-    """
-
-    name: str
-    num_sms: int
-    granularity_sms: int
-
-    def stream(self, lane: Lane, partition: SmPartition) -> int:
-        """The CUstream on which the lane's work for this partition must be captured or launched.
-
-        Good until the next call for the same lane, which may bind the same stream to other SMs; graphs that
-        were captured keep theirs. :data:`~bullet_graph.partition.spec.WHOLE_GPU` gives the lane all SMs.
-
-        Raises:
-            PartitionError: the back end cannot make this partition.
-        """
-        ...
-
-    def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
-        """The SMs, as ``%smid`` names them, on which that work must run.
-
-        Raises:
-            PartitionError: the back end cannot make this partition.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free the streams, whose work must have finished."""
-        ...
 
 
 class NoneBackend:

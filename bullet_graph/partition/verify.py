@@ -2,16 +2,12 @@
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.masks import LANES, Lane, asks_for_disjoint_lanes, sm_ranges
 from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.protocol import PartitionBackend
 from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
-
-if TYPE_CHECKING:
-    # That module selects a back end by verifying it.
-    from bullet_graph.partition.backend import PartitionBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class VerifiedPartition:
     seconds: float
 
 
-def verify(backend: "PartitionBackend", partition: SmPartition, probe: SmidProbe) -> VerifiedPartition:
+def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) -> VerifiedPartition:
     """Prove a partition, for eager launches and CUDA graphs of both lanes.
 
     Each lane's graph is launched on the lane's own stream and on an unmasked one: the SMs of the capture must

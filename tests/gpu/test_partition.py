@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.backend import OPENERS, PartitionBackend, open_backend
+from bullet_graph.partition.backend import OPENERS, open_backend
 from bullet_graph.partition.green import GreenBackend
 from bullet_graph.partition.masks import LANES, Lane, TpcMask, lane_masks, sm_ranges
 from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.protocol import PartitionBackend
 from bullet_graph.partition.smctrl import SmctrlBackend, bind
 from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
 from bullet_graph.partition.verify import verify

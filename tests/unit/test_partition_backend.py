@@ -7,10 +7,11 @@ from fakes.fake_driver import CUresult, FakeDriver
 from fakes.mask_backend import MaskBackend, fake_probe
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.backend import OPENERS, NoneBackend, PartitionBackend, open_backend
+from bullet_graph.partition.backend import OPENERS, NoneBackend, open_backend
 from bullet_graph.partition.green import GreenBackend
 from bullet_graph.partition.masks import LANES, TpcMask, sm_ranges
 from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.protocol import PartitionBackend
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 from bullet_graph.partition.verify import verify
 
