@@ -10,11 +10,11 @@ from bullet_graph.partition.backend import (
     OPENERS,
     BackendOpener,
     NoneBackend,
-    PartitionBackend,
     open_backend,
 )
 from bullet_graph.partition.masks import sm_ranges
 from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.protocol import PartitionBackend
 from bullet_graph.partition.spec import partition_of
 from bullet_graph.partition.verify import verify
 

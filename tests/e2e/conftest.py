@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from async_engines import Gate
 from checkpoints import write_checkpoint
 from engines import Model, make_engine
 
 from bullet_graph import Engine
 from bullet_graph.runtime.cpu import CpuExecutor
+from bullet_graph.runtime.step import Step
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,3 +43,20 @@ def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     """Steps in flight: the CPU has one by itself, a GPU more."""
     monkeypatch.setattr(CpuExecutor, "max_in_flight", request.param)
     return int(request.param)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Holds engines back after ten steps, so that no long request ends before the test says so.
+
+    To be asked for after an engine that must be able to stop.
+    """
+    gate, launch = Gate(10), CpuExecutor.launch
+
+    def gated(self: CpuExecutor, step: Step) -> int:
+        gate.wait()
+        return launch(self, step)
+
+    monkeypatch.setattr(CpuExecutor, "launch", gated)
+    yield gate
+    gate.open()

@@ -1,0 +1,159 @@
+"""Models and settings that no engine can be built of."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from engines import GREEDY, make_engine
+
+from bullet_graph import (
+    BulletGraphError,
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    Engine,
+    InsufficientMemoryError,
+    ModelError,
+    UnsupportedModelError,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_checkpoint(folder, "llama", shards=2)
+    return folder
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint that the test may break."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_an_unknown_model_names_the_presets() -> None:
+    with pytest.raises(ModelError, match=r"'no-such-model'.*config\.json.*tiny.*llama-3\.1-8b"):
+        make_engine("no-such-model")
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        make_engine(tmp_path)
+
+
+def test_an_unsupported_architecture(folder: Path) -> None:
+    edit_config(folder, architectures=["MambaForCausalLM"])
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*MambaForCausalLM"):
+        make_engine(folder)
+
+
+def test_a_folder_without_weights(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"found neither.*dummy"):
+        make_engine(folder)
+    with make_engine(folder, load_format="dummy") as engine:
+        assert engine.generate("text", GREEDY, use_tqdm=False)[0].error is None
+
+
+def test_a_missing_shard(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        make_engine(folder)
+
+
+def test_a_truncated_shard(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=f"{shard.name} is not a complete safetensors file"):
+        make_engine(folder)
+
+
+def test_a_tensor_of_the_wrong_shape(folder: Path) -> None:
+    edit_config(folder, intermediate_size=256)
+    with pytest.raises(CheckpointError, match=r"must have shape \[256, 64\].*found \[128, 64\]"):
+        make_engine(folder)
+
+
+def test_a_broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a usable tokenizer"):
+        make_engine(folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_where_there_is_none() -> None:
+    with pytest.raises(DeviceError, match=r"device=cuda was asked for.*device=cpu"):
+        make_engine(device="cuda")
+    with make_engine(device="auto") as engine:
+        assert engine.device_name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"load_format": "safetensors"},
+            ConfigError,
+            r"'tiny' is a preset of shapes only.*load_format=dummy",
+        ),
+        ({"load_format": "pt"}, ConfigError, "load_format must be one of auto, safetensors, dummy"),
+        ({"max_model_len": 16385}, ConfigError, "max_model_len=16385 is more than .* limit of 16384"),
+        ({"max_model_len": 0}, ConfigError, "max_model_len must be an integer of at least 1, got 0"),
+        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
+        ({"max_num_batched_tokens": -5}, ConfigError, "max_num_batched_tokens"),
+        ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization"),
+        ({"dtype": "int4"}, ConfigError, "dtype"),
+        ({"device": "tpu"}, ConfigError, "device"),
+        ({"arm": "both"}, ConfigError, "unknown arm 'both'"),
+        ({"arm": "mixed:0"}, ConfigError, "CHUNK in tokens"),
+        ({"kv_cache_bytes": 1000}, InsufficientMemoryError, r"short by .*MiB.*Raise kv_cache_bytes"),
+        ({"kv_cache_bytes": 2**60}, InsufficientMemoryError, r"short by .*GiB.*Lower kv_cache_bytes"),
+        (
+            {"gpu_memory_utilization": 1e-9},
+            InsufficientMemoryError,
+            r"raise gpu_memory_utilization \(now 1e-09\)",
+        ),
+    ],
+)
+def test_bad_settings(settings: dict[str, object], error: type[BulletGraphError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_engine(**settings)
+
+
+def test_nothing_is_allocated_for_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("allocated in spite of the ledger")
+
+    monkeypatch.setattr("bullet_graph.runtime.build.KVCache", forbidden)
+    monkeypatch.setattr("bullet_graph.runtime.build.dummy_weights", forbidden)
+    with pytest.raises(InsufficientMemoryError):
+        make_engine(gpu_memory_utilization=1e-9)
+
+
+def test_the_ledger_is_told_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def check(*_: object, **__: object) -> None:
+        assert told
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr("bullet_graph.runtime.build.KVCache", check)
+    monkeypatch.setattr("bullet_graph.runtime.build.dummy_weights", check)
+    with pytest.raises(RuntimeError, match="far enough"):
+        make_engine(on_ledger=told.append)
+    assert told[0].kv_cache_bytes > 0
+
+
+def test_reading_a_model_that_is_no_str_path_works_too(folder: Path) -> None:
+    with Engine(str(folder), device="cpu", max_model_len=32, max_num_seqs=2) as engine:
+        assert engine.config.is_folder

@@ -1,0 +1,150 @@
+"""The engine's loop without an engine, for the scheduler's tests."""
+
+from collections import deque
+
+import numpy as np
+from paged_device import PagedDevice, generate_alone
+
+from bullet_graph.config import Arm
+from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
+from bullet_graph.engine.sequence import Sequence, Status
+from bullet_graph.sampling_params import SamplingParams
+
+BLOCK_TOKENS = 4
+MAX_MODEL_LEN = 40
+
+
+class Loop:
+    """Schedule, launch, retire, append, finish; checks everything on the way."""
+
+    def __init__(
+        self,
+        arm: str = "mixed",
+        *,
+        chunk_tokens: int = 16,
+        max_num_seqs: int = 4,
+        spare_blocks: int = 30,
+        depth: int = 1,
+        max_model_len: int = MAX_MODEL_LEN,
+    ) -> None:
+        blocks_per_seq = -(-max_model_len // BLOCK_TOKENS)
+        self.arm, self.chunk_tokens, self.depth = Arm.parse(arm), chunk_tokens, depth
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.pool = BlockPool(
+            num_blocks=1 + blocks_per_seq + spare_blocks,
+            num_slots=max_num_seqs,
+            max_blocks_per_seq=blocks_per_seq,
+            block_tokens=BLOCK_TOKENS,
+        )
+        self.scheduler = Scheduler(
+            arm=self.arm,
+            chunk_tokens=chunk_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            pool=self.pool,
+        )
+        self.device = PagedDevice(BLOCK_TOKENS)
+        self.in_flight: deque[ScheduledStep] = deque()
+        self.sequences: list[Sequence] = []
+        self.aborted: set[Sequence] = set()
+        self.first_admissions: list[Sequence] = []
+        self.ends: dict[Sequence, int] = {}
+        """After how many tokens each sequence must have ended."""
+
+    def add(self, prompt_tokens: int, max_tokens: int = 8, end: int | None = None) -> Sequence:
+        """Queue a sequence; ``end`` is after how many tokens an end-of-sequence token strikes."""
+        index = len(self.sequences)
+        prompt = np.arange(prompt_tokens, dtype=np.int32) + 10 * index
+        params = SamplingParams(max_tokens=max_tokens)
+        sequence = Sequence(f"request-{index}", 0, prompt, params, 100 + index, frozenset())
+        self.sequences.append(sequence)
+        limit = min(max_tokens, self.max_model_len - prompt_tokens)
+        self.ends[sequence] = limit if end is None else min(limit, end)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        self.aborted.add(sequence)
+        self.scheduler.finish(sequence)
+
+    def launch(self) -> ScheduledStep | None:
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            assert self.in_flight or not self.unfinished, "nothing runs, yet sequences wait"
+            return None
+        self.check_budget(scheduled)
+        self.first_admissions += [s for s in scheduled.admitted if s not in self.first_admissions]
+        for sequence, init in zip(scheduled.admitted, scheduled.step.admitted, strict=True):
+            assert (sequence.slot, sequence.seed) == (init.slot, init.seed)
+            assert sequence in scheduled.touched, "admitted without a chunk"
+        self.device.launch(scheduled.step)
+        self.in_flight.append(scheduled)
+        return scheduled
+
+    def retire(self) -> None:
+        scheduled = self.in_flight.popleft()
+        tokens = self.device.wait().token_ids.tolist()
+        self.scheduler.retire(scheduled)
+        for sequence, token in zip(scheduled.sampled, tokens, strict=True):
+            if sequence.status is Status.FINISHED:
+                continue
+            sequence.output_token_ids.append(token)
+            if len(sequence.output_token_ids) == self.ends[sequence]:
+                self.scheduler.finish(sequence)
+
+    def check_budget(self, scheduled: ScheduledStep) -> None:
+        prefill, decode = scheduled.step.prefill, scheduled.step.decode
+        prefill_rows = 0 if prefill is None else len(prefill.token_ids)
+        decode_rows = 0 if decode is None else len(decode.slots)
+        assert prefill_rows or decode_rows
+        assert decode_rows <= self.max_num_seqs
+        if self.arm.name == "serial":
+            assert not (prefill_rows and decode_rows)
+        if prefill_rows:
+            floor = min(self.chunk_tokens, BLOCK_TOKENS)
+            assert prefill_rows + decode_rows <= max(self.chunk_tokens, decode_rows + floor)
+
+    def check_blocks(self) -> None:
+        """No block is leaked, owned twice, or owned by a slot that nobody has."""
+        holders = {s.slot: s for s in self.sequences if s.slot >= 0}
+        assert len(holders) == sum(s.slot >= 0 for s in self.sequences), "a slot with two sequences"
+        owned = [b for slot in range(self.max_num_seqs) for b in self.pool.owned(slot)]
+        assert len(owned) == len(set(owned)) == self.pool.num_used
+        assert all(1 <= block <= self.pool.num_usable for block in owned)
+        for slot in range(self.max_num_seqs):
+            holder = holders.get(slot)
+            if holder is None:
+                assert self.pool.owned(slot) == []
+            elif holder.status is Status.FINISHED:
+                assert any(holder in step.touched for step in self.in_flight), "a leak"
+        running = [s for s in self.sequences if s.status is Status.RUNNING]
+        assert self.scheduler.num_running == len(running)
+        assert all(s.slot >= 0 for s in running)
+        waiting = [s for s in self.sequences if s.status is Status.WAITING]
+        assert self.scheduler.num_waiting == len(waiting)
+        assert all(s.slot < 0 for s in waiting)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [s for s in self.sequences if s.status is not Status.FINISHED]
+
+    def drain(self, max_steps: int = 20_000) -> None:
+        """Run to the end as the engine does, and check what came out."""
+        for _ in range(max_steps):
+            while len(self.in_flight) < self.depth and self.launch() is not None:
+                self.check_blocks()
+            if not self.in_flight:
+                break
+            self.retire()
+            self.check_blocks()
+        assert not self.unfinished
+        assert self.pool.num_used == 0
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        for sequence in self.sequences:
+            expected = generate_alone(sequence.seed, sequence.prompt_token_ids.tolist(), self.ends[sequence])
+            if sequence in self.aborted:
+                expected = expected[: len(sequence.output_token_ids)]
+            assert sequence.output_token_ids == expected
+        served = [s for s in self.sequences if s in self.first_admissions]
+        assert self.first_admissions == served, "first admissions must follow arrivals"
