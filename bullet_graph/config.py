@@ -71,7 +71,8 @@ class EngineConfig:
         device: ``auto`` takes the GPU where there is one.
         max_model_len: most tokens of a prompt and its output together; None takes the model's own limit.
         max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: most rows of one forward.
+        max_num_batched_tokens: most rows of one forward with prompt tokens in it; one block's worth of them
+            may go beside more decode rows than that.
         gpu_memory_utilization: share of the device's memory that the engine may fill, in (0, 1].
         kv_cache_bytes: fixes the KV cache's size instead of taking what memory is left.
         arm: how prefill and decode share the device.

@@ -17,7 +17,7 @@ from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.provenance import Provenance, collect_provenance
 from bullet_graph.runtime.build import Runtime
-from bullet_graph.runtime.memory import GIB, MemoryLedger
+from bullet_graph.runtime.memory import MemoryLedger, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ def open_engine(config: EngineConfig, *, quiet: bool) -> Engine:
         click.echo(
             f"partitions: {engine.partition_backend}\n"
             f"{capture.num_graphs} decode graphs: compiled in {capture.compile_seconds:.1f} s, captured in "
-            f"{capture.capture_seconds:.1f} s, {capture.num_bytes / GIB:.2f} GiB",
+            f"{capture.capture_seconds:.1f} s, {format_bytes(capture.num_bytes)}",
             err=True,
         )
     return engine
@@ -111,7 +111,7 @@ def describe_run(
 
 def _print_ledger(ledger: MemoryLedger) -> None:
     table = Table("memory", title="Memory ledger", title_justify="left")
-    table.add_column("GiB", justify="right")
+    table.add_column("size", justify="right")
     for label, num_bytes in ledger.rows():
-        table.add_row(label, f"{num_bytes / GIB:,.2f}")
+        table.add_row(label, format_bytes(num_bytes))
     Console(stderr=True).print(table)

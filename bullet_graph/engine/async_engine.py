@@ -74,7 +74,10 @@ class AsyncEngine:
         with self._lock:
             if self._failure is not None:
                 raise _copy(self._failure)
-            self._commands.put(lambda: self._add(stream, name, prompt, sampling_params, output_kind))
+            arrival_s = self.engine.now()
+            self._commands.put(
+                lambda: self._add(stream, name, prompt, sampling_params, output_kind, arrival_s)
+            )
         finished = False
         try:
             while not finished:
@@ -157,9 +160,10 @@ class AsyncEngine:
         prompt: Prompt,
         params: SamplingParams | None,
         output_kind: OutputKind,
+        arrival_s: float,
     ) -> None:
         try:
-            self.engine.add_request(request_id, prompt, params, output_kind=output_kind)
+            self.engine.add_request(request_id, prompt, params, output_kind=output_kind, arrival_s=arrival_s)
         except Exception as error:
             # Whatever it is, it concerns this request alone: adding has not touched the others.
             stream.put(error)

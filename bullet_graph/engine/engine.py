@@ -134,8 +134,12 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         *,
         output_kind: OutputKind = OutputKind.CUMULATIVE,
+        arrival_s: float | None = None,
     ) -> None:
         """Queue a request; :meth:`step` makes it progress.
+
+        Args:
+            arrival_s: when it came, on the clock of :meth:`now`, if that was earlier.
 
         Raises:
             RequestError: the request is wrong (see the subclasses); the engine is unaffected.
@@ -150,7 +154,16 @@ class Engine:
         token_ids = self._admission.token_ids(prompt)
         sequences = self._admission.sequences(request_id, token_ids, params)
         samples = [Sample(s, None if self.tokenizer is None else self.tokenizer.stream()) for s in sequences]
-        self._tracker.add(Request(request_id, token_ids, samples, output_kind, executor.now()))
+        arrival = executor.now() if arrival_s is None else arrival_s
+        self._tracker.add(Request(request_id, token_ids, samples, output_kind, arrival))
+
+    def now(self) -> float:
+        """Seconds on the clock of the requests' metrics.
+
+        Raises:
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        return self._alive().now()
 
     def abort(self, request_id: str) -> None:
         """End a request where it is; the next :meth:`step` reports it. An unknown id is ignored."""
@@ -236,7 +249,7 @@ class Engine:
                 except RequestError as error:
                     if single:
                         raise
-                    results[request_id] = RequestOutput.refused(request_id, error, self._alive().now())
+                    results[request_id] = RequestOutput.refused(request_id, error, self.now())
             with progress_bar(use_tqdm, total=len(batch), initial=len(results), unit="req") as advance:
                 while len(results) < len(batch):
                     for output in self.step():

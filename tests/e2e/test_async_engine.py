@@ -198,3 +198,12 @@ async def test_an_id_in_use_is_refused_and_its_request_goes_on(engine: AsyncEngi
     assert tokens_of(first[-1]) == [model.greedy(PROMPT, 12)]
     assert isinstance(second, RequestError)
     assert "'same' is in use" in str(second)
+
+
+# ---- metrics ----
+
+
+async def test_time_to_first_token_counts_from_the_call(engine: AsyncEngine) -> None:
+    before = engine.engine.now()
+    last = (await collect(engine, PROMPT))[-1]
+    assert before <= last.metrics.arrival_s <= last.metrics.first_scheduled_s <= last.metrics.token_times_s[0]

@@ -79,7 +79,13 @@ def test_names_that_vllm_users_know() -> None:
         "seed",
     } <= set(parameters(Engine))
     assert parameters(Engine.generate) == ["prompts", "sampling_params", "use_tqdm"]
-    assert parameters(Engine.add_request) == ["request_id", "prompt", "sampling_params", "output_kind"]
+    assert parameters(Engine.add_request) == [
+        "request_id",
+        "prompt",
+        "sampling_params",
+        "output_kind",
+        "arrival_s",
+    ]
     assert parameters(Engine.abort) == ["request_id"]
     assert parameters(Engine.step) == parameters(Engine.shutdown) == []
     assert parameters(Engine.has_unfinished_requests) == []
