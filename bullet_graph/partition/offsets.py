@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from platformdirs import user_cache_path
 
@@ -110,6 +110,30 @@ def remembered(driver: DriverId, path: Path | None = None) -> KnownOffset | None
         PartitionError: the file cannot be read, or is not what :func:`remember` writes.
     """
     return _read(path or cache_file()).get(driver)
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedOffset:
+    """An offset that may be written at, and whence: proven on this machine, or the table."""
+
+    known: KnownOffset
+    source: Literal["calibration", "table"]
+
+
+def find(driver: DriverId, path: Path | None = None) -> TrustedOffset | None:
+    """The offset proven on this machine for exactly this driver, else the table's; None where neither has it.
+
+    Args:
+        path: the file of calibrations; by default :func:`cache_file`.
+
+    Raises:
+        PartitionError: the file cannot be read, or is not what :func:`remember` writes.
+    """
+    proven = remembered(driver, path)
+    if proven is not None:
+        return TrustedOffset(proven, "calibration")
+    known = lookup(driver.cuda_version, driver.machine)
+    return None if known is None else TrustedOffset(known, "table")
 
 
 def remember(driver: DriverId, known: KnownOffset, path: Path | None = None) -> Path:

@@ -62,13 +62,13 @@ def trusted_offset(driver: DriverId, cache: Path | None = None) -> KnownOffset:
     Raises:
         PartitionError: neither has it, or the file is corrupt.
     """
-    known = offsets.remembered(driver, cache) or offsets.lookup(driver.cuda_version, driver.machine)
-    if known is None:
+    found = offsets.find(driver, cache)
+    if found is None:
         raise PartitionError(
             "stream masks need an offset that is known or proven for the driver, but there is none for driver "
             f"{driver.release} (CUDA {driver.cuda_version}, {driver.machine}): run `bullet-graph doctor --calibrate`"
         )
-    return known
+    return found.known
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def collect_provenance(device: str) -> Provenance:
         versions={
             "bullet_graph": __version__,
             "python": platform.python_version(),
-            **{name: _installed_version(distribution) for name, distribution in _DISTRIBUTIONS.items()},
+            **{name: installed_version(distribution) for name, distribution in _DISTRIBUTIONS.items()},
         },
         git_commit=None if git is None else git.commit,
         git_dirty=None if git is None else git.is_dirty,
@@ -117,7 +117,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return result.stdout.strip()
 
 
-def _installed_version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution; None: not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -134,59 +134,66 @@ def build_executor(
         DeviceError: a library that the GPU path needs is missing.
         PartitionError: the SM partitions asked for cannot be had, or do not hold.
     """
+    ledger = plan_ledger(config, runtime)
+    on_ledger(ledger)
     build = _build_cpu if runtime.device.type == "cpu" else _build_cuda
-    return build(config, runtime, progress, on_ledger)
+    return build(config, runtime, ledger, progress)
 
 
-def _build_cpu(
-    config: EngineConfig, runtime: Runtime, progress: bool, on_ledger: Callable[[MemoryLedger], None]
-) -> BuiltRuntime:
-    if config.decode_sms or config.partition_backend not in ("auto", "none"):
-        raise ConfigError(
-            "SM partitions need a GPU, but the device is the CPU: leave out decode_sms and partition_backend"
-        )
-    host = psutil.virtual_memory()
-    ledger = plan_memory(
+def plan_ledger(config: EngineConfig, runtime: Runtime) -> MemoryLedger:
+    """Divide the device's memory as an engine would; nothing is allocated.
+
+    Raises:
+        InsufficientMemoryError: it does not fit.
+        ConfigError: SM partitions were asked for on the CPU.
+        DeviceError: a library that the GPU path needs is missing.
+        UnsupportedModelError: the GPU path has no kernels for the model.
+        PartitionError: a partition's size is odd.
+    """
+    if runtime.device.type == "cpu":
+        if config.decode_sms or config.partition_backend not in ("auto", "none"):
+            raise ConfigError(
+                "SM partitions need a GPU, but the device is the CPU: leave out decode_sms and partition_backend"
+            )
+        host = psutil.virtual_memory()
+        device, workspaces, graphs, limit = DeviceMemory(host.total, host.available), 0, 0, CPU_KV_CACHE_BYTES
+    else:
+        _require_cuda_libraries()
+        # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
+        from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
+
+        if runtime.model.head_dim not in GPU_HEAD_DIMS:
+            raise UnsupportedModelError(
+                f"the GPU's attention kernels need heads of {', '.join(map(str, GPU_HEAD_DIMS))}, the model's have "
+                f"{runtime.model.head_dim}: pass device=cpu"
+            )
+        num_partitions = len(_partitions(config, runtime.device)) if config.cuda_graphs else 0
+        free, total = torch.cuda.mem_get_info(runtime.device)
+        device, limit = DeviceMemory(total, free), None
+        workspaces = CudaExecutor.workspace_bytes(runtime.model, config.max_num_seqs)
+        graphs = CudaExecutor.graph_bytes(config.max_num_seqs, num_partitions)
+    return plan_memory(
         config,
         runtime.model,
         dtype=runtime.dtype,
         max_model_len=runtime.max_model_len,
-        device=DeviceMemory(host.total, host.available),
-        workspaces_bytes=0,
-        graphs_bytes=0,
-        kv_cache_limit_bytes=CPU_KV_CACHE_BYTES,
+        device=device,
+        workspaces_bytes=workspaces,
+        graphs_bytes=graphs,
+        kv_cache_limit_bytes=limit,
     )
-    on_ledger(ledger)
+
+
+def _build_cpu(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, progress: bool) -> BuiltRuntime:
     executor = CpuExecutor(_decoder(config, runtime, ledger, progress), max_num_seqs=config.max_num_seqs)
     return BuiltRuntime(executor, ledger)
 
 
-def _build_cuda(
-    config: EngineConfig, runtime: Runtime, progress: bool, on_ledger: Callable[[MemoryLedger], None]
-) -> BuiltRuntime:
-    _require_cuda_libraries()
+def _build_cuda(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, progress: bool) -> BuiltRuntime:
     # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
     from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
 
-    if runtime.model.head_dim not in GPU_HEAD_DIMS:
-        raise UnsupportedModelError(
-            f"the GPU's attention kernels need heads of {', '.join(map(str, GPU_HEAD_DIMS))}, the model's have "
-            f"{runtime.model.head_dim}: pass device=cpu"
-        )
     partitions = _partitions(config, runtime.device)
-    free, total = torch.cuda.mem_get_info(runtime.device)
-    ledger = plan_memory(
-        config,
-        runtime.model,
-        dtype=runtime.dtype,
-        max_model_len=runtime.max_model_len,
-        device=DeviceMemory(total, free),
-        workspaces_bytes=CudaExecutor.workspace_bytes(runtime.model, config.max_num_seqs),
-        graphs_bytes=CudaExecutor.graph_bytes(config.max_num_seqs, len(partitions))
-        if config.cuda_graphs
-        else 0,
-    )
-    on_ledger(ledger)
     # Before the weights: a partition that does not hold should not cost their loading.
     backend, why = open_backend(config.partition_backend, partitions, device=torch.cuda.current_device())
     executor = CudaExecutor(

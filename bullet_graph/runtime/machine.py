@@ -1,7 +1,6 @@
 """What this machine has of what an engine needs; gathered here, judged in :mod:`bullet_graph.runtime.diagnose`."""
 
 import importlib
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -20,8 +19,8 @@ from bullet_graph.partition.offsets import DriverId
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.partition.spec import SMS_PER_TPC
-from bullet_graph.perf.provenance import Provenance, collect_provenance
-from bullet_graph.runtime.build import build_executor, resolve
+from bullet_graph.perf.provenance import Provenance, collect_provenance, installed_version
+from bullet_graph.runtime.build import plan_ledger, resolve
 from bullet_graph.runtime.cache_folders import CacheFolder, cache_folders, look_at_cache
 from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.partition_checks import PartitionChecks, check_partitions
@@ -161,7 +160,7 @@ def look_around(
     return Machine(
         platform=platform.platform(),
         provenance=collect_provenance("cpu" if gpu is None else "cuda"),
-        cuda_python=_installed_version("cuda-bindings"),
+        cuda_python=installed_version("cuda-bindings"),
         torch_cuda=torch.version.cuda,
         driver=driver,
         driver_problem=driver_problem,
@@ -179,19 +178,18 @@ def look_around(
 
 
 def find_mask_offset(driver: DriverId, cache: Path | None = None) -> MaskOffset:
-    """Where the stream mask lies, as :func:`bullet_graph.partition.smctrl.trusted_offset` decides it.
+    """Where the stream mask lies, as :func:`bullet_graph.partition.offsets.find` decides it.
 
     Args:
         cache: the file of calibrations, by default this user's.
     """
     try:
-        proven = offsets.remembered(driver, cache)
+        found = offsets.find(driver, cache)
     except PartitionError as error:
         return MaskOffset(None, problem=str(error))
-    known = proven or offsets.lookup(driver.cuda_version, driver.machine)
-    if known is None:
+    if found is None:
         return MaskOffset(None)
-    return MaskOffset("table" if proven is None else "calibration", known.offset, int(known.layout))
+    return MaskOffset(found.source, found.known.offset, int(found.known.layout))
 
 
 def _find_driver() -> tuple[DriverId | None, str | None]:
@@ -244,24 +242,7 @@ def _missing_compilers() -> tuple[str, ...]:
     return tuple(name for name, path in found.items() if path is None)
 
 
-def _installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-class _LedgerKnown(Exception):  # noqa: N818 - nothing went wrong
-    """Ends a build once its memory is planned, before anything is allocated."""
-
-    def __init__(self, ledger: MemoryLedger) -> None:
-        self.ledger = ledger
-
-
 def _plan_memory(asked: Asked, model: str) -> tuple[MemoryLedger | None, str | None]:
-    def stop(ledger: MemoryLedger) -> None:
-        raise _LedgerKnown(ledger)
-
     try:
         config = EngineConfig(
             model=model,
@@ -269,9 +250,6 @@ def _plan_memory(asked: Asked, model: str) -> tuple[MemoryLedger | None, str | N
             partition_backend=asked.partition_backend,
             decode_sms=asked.decode_sms,
         )
-        build_executor(config, resolve(config), progress=False, on_ledger=stop)
-    except _LedgerKnown as known:
-        return known.ledger, None
+        return plan_ledger(config, resolve(config)), None
     except BulletGraphError as error:
         return None, str(error)
-    raise AssertionError("an executor was built before its memory was planned")

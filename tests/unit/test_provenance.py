@@ -79,7 +79,7 @@ def test_record_on_the_cpu() -> None:
 
 
 def test_a_library_that_is_not_installed_is_none() -> None:
-    assert provenance._installed_version("no-such-distribution-anywhere") is None
+    assert provenance.installed_version("no-such-distribution-anywhere") is None
 
 
 def test_processor_name_comes_from_cpuinfo(tmp_path: Path) -> None:
