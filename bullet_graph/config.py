@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from bullet_graph.errors import ConfigError
 
@@ -10,6 +10,7 @@ DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 PartitionBackendName = Literal["auto", "smctrl", "green", "none"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+ArmChoice = Literal["serial", "sliced", "mixed", "split", "auto"]
 
 KV_BLOCK_TOKENS = 16
 """Tokens in a KV-cache block (a page in FlashInfer's words)."""
@@ -17,45 +18,62 @@ KV_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How prefill and decode share the device: the policy the scheduler follows each step.
+    """How prefill and decode share the device: the policy that the planner follows.
 
-    ``serial`` runs whole prompts and decode steps in turn; ``mixed`` puts prefill chunks and decode rows
-    into one forward.
+    ``serial`` runs whole prompts and decode steps in turn. ``mixed`` puts prefill chunks and decode rows into one
+    forward. ``sliced`` takes turns a few layers of prefill at a time. ``split`` runs both at once on disjoint SMs.
+    ``auto`` chooses among them at every step, by measured performance and latency targets.
 
     Attributes:
         name: the policy.
-        chunk_tokens: most rows of a forward (prefill chunk plus decode rows in ``mixed``); None takes the
-            engine's ``max_num_batched_tokens``.
+        chunk_tokens: most rows of a forward of ``serial`` and ``mixed``; None takes the engine's
+            ``max_num_batched_tokens``, or, in ``mixed`` under a TPOT target, what the target allows.
+        decode_sms: SMs of the decode lane in ``split``; None lets the planner choose.
 
     Raises:
         ConfigError: at construction, naming the field.
     """
 
-    name: Literal["serial", "mixed"]
+    name: ArmChoice
     chunk_tokens: int | None = None
+    decode_sms: int | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in ("serial", "mixed"):
-            raise ConfigError(f"an arm's name must be serial or mixed, got {self.name!r}")
-        if self.chunk_tokens is not None:
-            _require_count("an arm's chunk_tokens", self.chunk_tokens)
+        if self.name not in get_args(ArmChoice):
+            raise ConfigError(
+                f"an arm's name must be one of {', '.join(get_args(ArmChoice))}, got {self.name!r}"
+            )
+        for field, names in (("chunk_tokens", ("serial", "mixed")), ("decode_sms", ("split",))):
+            value = getattr(self, field)
+            if value is not None:
+                _require_count(f"an arm's {field}", value)
+                if self.name not in names:
+                    raise ConfigError(
+                        f"an arm's {field} goes with {' or '.join(names)}, not with {self.name}"
+                    )
 
     @classmethod
     def parse(cls, text: str) -> "Arm":
-        """Read ``serial``, ``mixed`` or ``mixed:CHUNK`` (``serial:CHUNK`` bounds its forwards likewise).
+        """Read a name, or ``serial:CHUNK``, ``mixed:CHUNK`` or ``split:NUM_SMS``.
 
         Raises:
             ConfigError: for any other text, with the forms allowed.
         """
-        name, colon, chunk = text.partition(":")
-        if name not in ("serial", "mixed") or (colon and not (chunk.isdecimal() and int(chunk) >= 1)):
+        name, colon, number = text.partition(":")
+        sized = {"serial": "chunk_tokens", "mixed": "chunk_tokens", "split": "decode_sms"}
+        if name not in get_args(ArmChoice) or (
+            colon and not (name in sized and number.isdecimal() and int(number) >= 1)
+        ):
             raise ConfigError(
-                f"unknown arm {text!r}: use serial, mixed, serial:CHUNK or mixed:CHUNK (CHUNK in tokens, ≥ 1)"
+                f"unknown arm {text!r}: use serial, sliced, mixed, split or auto, serial:CHUNK or mixed:CHUNK "
+                "(in tokens, ≥ 1), or split:NUM_SMS (SMs of the decode lane)"
             )
-        return cls("serial" if name == "serial" else "mixed", int(chunk) if colon else None)
+        choice = cast(ArmChoice, name)
+        return cls(choice, **{sized[name]: int(number)}) if colon else cls(choice)
 
     def __str__(self) -> str:
-        return self.name if self.chunk_tokens is None else f"{self.name}:{self.chunk_tokens}"
+        number = self.chunk_tokens or self.decode_sms
+        return self.name if number is None else f"{self.name}:{number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

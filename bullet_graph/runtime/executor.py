@@ -1,32 +1,54 @@
 """What the engine loop may ask of a device."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from bullet_graph.runtime.step import Step, StepResult
+from bullet_graph.partition.spec import SmPartition
+from bullet_graph.runtime.step import Placement, Step, StepResult
 
 
 class Executor(Protocol):
-    """Carries steps out in the order they are launched.
+    """Carries steps out on two lanes, each in the order of its launches; the lanes run at the same time.
 
-    A decode row takes the token that an earlier step sampled for its slot, so a step may be launched before
-    the tokens of the one before it have reached the host.
+    A decode row takes the token that an earlier step sampled for its slot. On the decode lane a step may be launched
+    before the tokens of the one before it have reached the host; a row whose prompt ran on the prefill lane may be
+    launched when that prompt's last slice is done.
     """
 
     @property
     def max_in_flight(self) -> int:
-        """Most steps worth launching ahead: 1 where a launch already runs to its end."""
+        """Most launches worth having ahead on each lane: 1 where a launch already runs to its end."""
 
-    def launch(self, step: Step) -> int:
-        """Enqueue a step and return its ticket; does not wait for the device."""
+    @property
+    def num_sms(self) -> int | None:
+        """SMs of the GPU; None where there is none to divide."""
+
+    @property
+    def partitions(self) -> Sequence[SmPartition]:
+        """Partitions that steps may be placed on, the whole GPU among them."""
+
+    def launch(self, step: Step, placement: Placement) -> int:
+        """Enqueue a step, or the next of its layers, and return a ticket; does not wait for the device."""
 
     def done(self, ticket: int) -> bool:
-        """Whether the step has finished, without waiting."""
+        """Whether the launch has finished, without waiting."""
+
+    def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
+        """Wait until one of the launches has finished, and return its ticket; the first of the list wins a tie.
+
+        Args:
+            tickets: at least one.
+            until_s: give up at this time of :meth:`now` and return None; None waits as long as it takes.
+        """
 
     def wait(self, ticket: int) -> StepResult:
-        """Wait for a step and read its tokens; each ticket can be read once."""
+        """Wait for a launch and read its tokens; each ticket can be read once."""
 
     def now(self) -> float:
         """Seconds on the clock that request metrics use (virtual in a simulation)."""
 
+    def sleep_until(self, time_s: float) -> None:
+        """Let time pass with nothing under way, to this time of :meth:`now`."""
+
     def shutdown(self) -> None:
-        """Give back the device memory; nothing may be launched afterwards."""
+        """Give back the device memory; nothing may be launched afterwards. Does not fail, even on a dead device."""

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bullet_graph.partition.masks import Lane
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+
 Int32Array = NDArray[np.int32]
 BoolArray = NDArray[np.bool_]
 
@@ -92,6 +95,25 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a step runs, and how much of it.
+
+    Attributes:
+        lane: whose stream, buffers and workspaces it uses. Decode rows run on the decode lane alone.
+        partition: the lane's SMs; decode steps replay the graph captured for it.
+        first_layer: where to go on with the step that this lane began; 0 begins it.
+        last_layer: stop before this layer; None runs to the end and samples.
+        takes_turns: begin, on the device, after all that the other lane was given before.
+    """
+
+    lane: Lane = "decode"
+    partition: SmPartition = WHOLE_GPU
+    first_layer: int = 0
+    last_layer: int | None = None
+    takes_turns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StepLogprobs:
     """Log-probabilities of ``n`` sampled rows.
 
@@ -111,9 +133,12 @@ class StepResult:
     """What a step sampled.
 
     Attributes:
-        token_ids: [n], first the prefill rows that sampled, in order, then the decode rows.
+        token_ids: [n], first the prefill rows that sampled, in order, then the decode rows; empty for a step
+            that was stopped before its last layer.
         logprobs: for the same rows, when asked for.
+        device_ms: time the device took, from the first kernel to the last.
     """
 
     token_ids: Int32Array
     logprobs: StepLogprobs | None
+    device_ms: float
