@@ -14,14 +14,17 @@ from bullet_graph.errors import (
     InsufficientMemoryError,
     ModelError,
     PartitionError,
+    PerfTableError,
     PromptError,
     RequestError,
     SamplingParamsError,
+    TraceError,
     UnsupportedModelError,
     WorkloadError,
 )
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.slo import Slo
 
 __all__ = [
     "Arm",
@@ -39,13 +42,16 @@ __all__ = [
     "ModelError",
     "OutputKind",
     "PartitionError",
+    "PerfTableError",
     "PromptError",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "SamplingParamsError",
+    "Slo",
     "TokenLogprobs",
+    "TraceError",
     "UnsupportedModelError",
     "WorkloadError",
     "__version__",

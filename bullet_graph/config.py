@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.slo import NO_TARGETS, Slo
 
 DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
@@ -71,6 +72,11 @@ class Arm:
         choice = cast(ArmChoice, name)
         return cls(choice, **{sized[name]: int(number)}) if colon else cls(choice)
 
+    @property
+    def uses_prefill_lane(self) -> bool:
+        """Whether prompts may run on a lane of their own."""
+        return self.name in ("sliced", "split", "auto")
+
     def __str__(self) -> str:
         number = self.chunk_tokens or self.decode_sms
         return self.name if number is None else f"{self.name}:{number}"
@@ -99,7 +105,11 @@ class EngineConfig:
         partition_backend: what confines a lane to its SMs: ``smctrl``, ``green``, ``none``, or ``auto`` for the
             first that verifies.
         decode_sms: sizes of the decode lane, in SMs, to verify and capture graphs for besides the whole GPU; the
-            prefill lane has the rest.
+            prefill lane has the rest. None given, ``auto`` and ``split`` take those of the performance table.
+        slo: latency targets of requests that have none of their own.
+        perf_table: the performance model's numbers, for arms and targets that need predictions: a table file of
+            ``bullet-graph profile``, or ``roofline`` for an unmeasured estimate; None looks for a table of this
+            GPU and model among the user's own and those that come with the package.
 
     Raises:
         ConfigError: at construction, naming the setting.
@@ -119,6 +129,8 @@ class EngineConfig:
     cuda_graphs: bool = True
     partition_backend: PartitionBackendName = "auto"
     decode_sms: tuple[int, ...] = ()
+    slo: Slo = NO_TARGETS
+    perf_table: str | None = None
 
     def __post_init__(self) -> None:
         choices = {
@@ -135,6 +147,8 @@ class EngineConfig:
         for name in ("max_model_len", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))
+        if self.perf_table is not None and not self.perf_table:
+            raise ConfigError("perf_table must be a file's name, roofline or None, got ''")
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")

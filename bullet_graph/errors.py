@@ -37,6 +37,10 @@ class PartitionError(BulletGraphError, RuntimeError):
     """An SM partition cannot be had on this machine, or was not honoured; the message tells the SMs seen."""
 
 
+class PerfTableError(BulletGraphError, ValueError):
+    """A performance table is missing, damaged, incomplete, or was measured under other conditions."""
+
+
 class RequestError(BulletGraphError, ValueError):
     """One request is wrong; other requests are not affected."""
 
@@ -51,6 +55,10 @@ class PromptError(RequestError):
 
 class WorkloadError(BulletGraphError, ValueError):
     """A trace or data set cannot be read; the message gives the file and the line or record number."""
+
+
+class TraceError(BulletGraphError, ValueError):
+    """A decision trace cannot be read or written; the message gives the file and, if it has one, the line."""
 
 
 class EngineDeadError(BulletGraphError, RuntimeError):

@@ -5,12 +5,12 @@ from all the tokens it finds through the step's block lists. So a block that is 
 left out shows as a wrong token or as a failed check.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from bullet_graph.engine.block_pool import PADDING_BLOCK
+from bullet_graph.partition.masks import Lane
 from bullet_graph.runtime.step import SlotInit, Step, StepResult
 
 VOCAB_SIZE = 1000
@@ -44,19 +44,26 @@ class _Slot:
 
 @dataclass
 class PagedDevice:
-    """Executes steps in the order of launch, each at once, and hands the tokens over when waited for."""
+    """Executes steps in the order of launch, each at once, and hands the tokens over when waited for.
+
+    What the prefill lane samples can be decoded only when it has been waited for.
+    """
 
     block_tokens: int
     slots: dict[int, _Slot] = field(default_factory=dict)
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
-    results: deque[StepResult] = field(default_factory=deque)
-    blocks_in_flight: deque[dict[int, int]] = field(default_factory=deque)
+    results: dict[int, StepResult] = field(default_factory=dict)
+    blocks_in_flight: dict[int, dict[int, int]] = field(default_factory=dict)
     """For each step in flight, the blocks it touches and the slot that each is touched for."""
+    ended_prompts: dict[int, list[int]] = field(default_factory=dict)
+    num_launched: int = 0
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: Step, lane: Lane = "decode") -> int:
+        ticket, self.num_launched = self.num_launched, self.num_launched + 1
         for init in step.admitted:
             self.slots[init.slot] = _Slot(init)
-        self.blocks_in_flight.append({})
+        self._touched = self.blocks_in_flight[ticket] = {}
+        self.ended_prompts[ticket] = []
         tokens: list[int] = []
         used_slots: list[int] = []
         if step.prefill is not None:
@@ -69,6 +76,9 @@ class PagedDevice:
                 history = self._write(slot, int(batch.starts[i]), chunk, blocks)
                 if batch.samples[i]:
                     tokens.append(self._sample(slot, history))
+                    if lane == "prefill":
+                        self.slots[slot].awaits_decode = False
+                        self.ended_prompts[ticket].append(slot)
                 used_slots.append(slot)
         if step.decode is not None:
             decode = step.decode
@@ -79,11 +89,14 @@ class PagedDevice:
                 tokens.append(self._sample(slot, history))
                 used_slots.append(slot)
         assert len(used_slots) == len(set(used_slots)), "a slot twice in one step"
-        self.results.append(StepResult(np.array(tokens, dtype=np.int32), None))
+        self.results[ticket] = StepResult(np.array(tokens, dtype=np.int32), None, device_ms=1.0)
+        return ticket
 
-    def wait(self) -> StepResult:
-        self.blocks_in_flight.popleft()
-        return self.results.popleft()
+    def wait(self, ticket: int) -> StepResult:
+        del self.blocks_in_flight[ticket]
+        for slot in self.ended_prompts.pop(ticket):
+            self.slots[slot].awaits_decode = True
+        return self.results.pop(ticket)
 
     def _write(self, slot: int, start: int, tokens: list[int], blocks: list[int]) -> list[int]:
         """Put tokens at positions from ``start`` on; all tokens that the cache then holds for the slot."""
@@ -93,11 +106,11 @@ class PagedDevice:
         assert len(blocks) == -(-state.length // self.block_tokens), "blocks do not match the length"
         assert PADDING_BLOCK not in blocks
         for block in blocks:
-            for touched in self.blocks_in_flight:
+            for touched in self.blocks_in_flight.values():
                 assert touched.get(block, slot) == slot, (
                     "a block changed hands while a step in flight uses it"
                 )
-            self.blocks_in_flight[-1][block] = slot
+            self._touched[block] = slot
         places = [(blocks[p // self.block_tokens], p % self.block_tokens) for p in range(state.length)]
         self.memory.update(zip(places[start:], tokens, strict=True))
         return [self.memory[place] for place in places]

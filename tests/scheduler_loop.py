@@ -5,7 +5,6 @@ from collections import deque
 import numpy as np
 from paged_device import PagedDevice, generate_alone
 
-from bullet_graph.config import Arm
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
 from bullet_graph.engine.sequence import Sequence, Status
@@ -15,8 +14,15 @@ BLOCK_TOKENS = 4
 MAX_MODEL_LEN = 40
 
 
+LANES_AT_ONCE = "lanes"
+"""The arm of a loop that keeps decode rows on one lane and prompts on the other."""
+
+
 class Loop:
-    """Schedule, launch, retire, append, finish; checks everything on the way."""
+    """Schedule, launch, retire, append, finish; checks everything on the way.
+
+    Its arms are as simple as can be: ``serial``, ``mixed``, or both lanes at once.
+    """
 
     def __init__(
         self,
@@ -29,7 +35,7 @@ class Loop:
         max_model_len: int = MAX_MODEL_LEN,
     ) -> None:
         blocks_per_seq = -(-max_model_len // BLOCK_TOKENS)
-        self.arm, self.chunk_tokens, self.depth = Arm.parse(arm), chunk_tokens, depth
+        self.arm, self.chunk_tokens, self.depth = arm, chunk_tokens, depth
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.pool = BlockPool(
             num_blocks=1 + blocks_per_seq + spare_blocks,
@@ -37,15 +43,9 @@ class Loop:
             max_blocks_per_seq=blocks_per_seq,
             block_tokens=BLOCK_TOKENS,
         )
-        self.scheduler = Scheduler(
-            arm=self.arm,
-            chunk_tokens=chunk_tokens,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            pool=self.pool,
-        )
+        self.scheduler = Scheduler(max_num_seqs=max_num_seqs, max_model_len=max_model_len, pool=self.pool)
         self.device = PagedDevice(BLOCK_TOKENS)
-        self.in_flight: deque[ScheduledStep] = deque()
+        self.in_flight: deque[tuple[int, ScheduledStep]] = deque()
         self.sequences: list[Sequence] = []
         self.aborted: set[Sequence] = set()
         self.first_admissions: list[Sequence] = []
@@ -69,7 +69,7 @@ class Loop:
         self.scheduler.finish(sequence)
 
     def launch(self) -> ScheduledStep | None:
-        scheduled = self.scheduler.schedule()
+        scheduled = self.schedule()
         if scheduled is None:
             assert self.in_flight or not self.unfinished, "nothing runs, yet sequences wait"
             return None
@@ -78,13 +78,36 @@ class Loop:
         for sequence, init in zip(scheduled.admitted, scheduled.step.admitted, strict=True):
             assert (sequence.slot, sequence.seed) == (init.slot, init.seed)
             assert sequence in scheduled.touched, "admitted without a chunk"
-        self.device.launch(scheduled.step)
-        self.in_flight.append(scheduled)
+        self.in_flight.append((self.device.launch(scheduled.step, scheduled.lane), scheduled))
         return scheduled
 
-    def retire(self) -> None:
-        scheduled = self.in_flight.popleft()
-        tokens = self.device.wait().token_ids.tolist()
+    def schedule(self) -> ScheduledStep | None:
+        prompts = self.scheduler.prompts(now_s=0.0, ms_per_token=0.0)
+        schedule, decoding = self.scheduler.schedule, self.scheduler.decoding()
+        if self.arm == LANES_AT_ONCE:
+            # The lane with less in flight; the other where that has nothing to do.
+            steps = [lambda: schedule(decode=True), lambda: self.schedule_prefill(prompts)]
+            if sum(s.lane == "decode" for _, s in self.in_flight) > len(self.in_flight) / 2:
+                steps.reverse()
+            return steps[0]() or steps[1]()
+        if self.arm == "serial" and prompts:
+            return schedule(decode=False, prompts=prompts, chunk_tokens=self.chunk_tokens)
+        floor = min(self.chunk_tokens, BLOCK_TOKENS)
+        chunk_tokens = max(self.chunk_tokens - len(decoding), floor)
+        return schedule(decode=True, prompts=prompts, chunk_tokens=chunk_tokens)
+
+    def schedule_prefill(self, prompts: list[Sequence]) -> ScheduledStep | None:
+        # A decode step that was tried in between may have given a prompt's blocks away.
+        return self.scheduler.schedule(
+            decode=False, prompts=prompts, chunk_tokens=self.chunk_tokens, lane="prefill"
+        )
+
+    def retire(self, lane: str | None = None) -> None:
+        """Retire the oldest step, of all or of a lane."""
+        index = next((i for i, (_, s) in enumerate(self.in_flight) if lane in (None, s.lane)), 0)
+        ticket, scheduled = self.in_flight[index]
+        del self.in_flight[index]
+        tokens = self.device.wait(ticket).token_ids.tolist()
         self.scheduler.retire(scheduled)
         for sequence, token in zip(scheduled.sampled, tokens, strict=True):
             if sequence.status is Status.FINISHED:
@@ -99,7 +122,7 @@ class Loop:
         decode_rows = 0 if decode is None else len(decode.slots)
         assert prefill_rows or decode_rows
         assert decode_rows <= self.max_num_seqs
-        if self.arm.name == "serial":
+        if self.arm != "mixed":
             assert not (prefill_rows and decode_rows)
         if prefill_rows:
             floor = min(self.chunk_tokens, BLOCK_TOKENS)
@@ -117,7 +140,7 @@ class Loop:
             if holder is None:
                 assert self.pool.owned(slot) == []
             elif holder.status is Status.FINISHED:
-                assert any(holder in step.touched for step in self.in_flight), "a leak"
+                assert any(holder in step.touched for _, step in self.in_flight), "a leak"
         running = [s for s in self.sequences if s.status is Status.RUNNING]
         assert self.scheduler.num_running == len(running)
         assert all(s.slot >= 0 for s in running)

@@ -16,8 +16,8 @@ from bullet_graph.engine.output import EngineStats
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.provenance import Provenance, collect_provenance
-from bullet_graph.runtime.build import Runtime
 from bullet_graph.runtime.memory import MemoryLedger, format_bytes
+from bullet_graph.runtime.resolve import Runtime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,8 @@ def describe_run(
             "cuda_graphs": config.cuda_graphs,
             "partition_backend": config.partition_backend,
             "decode_sms": config.decode_sms,
+            "slo": str(config.slo),
+            "perf_table": config.perf_table,
         },
         num_steps=after.num_steps - before.num_steps,
         num_preemptions=after.num_preemptions - before.num_preemptions,

@@ -8,7 +8,10 @@ from bullet_graph._version import __version__
 from bullet_graph.cli.bench import bench
 from bullet_graph.cli.doctor import doctor
 from bullet_graph.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
+from bullet_graph.cli.explain import explain
 from bullet_graph.cli.generate import generate
+from bullet_graph.cli.profile import profile
+from bullet_graph.cli.simulate import simulate
 from bullet_graph.errors import BulletGraphError, EngineDeadError
 
 
@@ -45,4 +48,7 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(doctor)
+main.add_command(explain)
 main.add_command(generate)
+main.add_command(profile)
+main.add_command(simulate)

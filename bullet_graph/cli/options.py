@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from bullet_graph.config import Arm, DeviceName, DtypeName, EngineConfig, LoadFormat, PartitionBackendName
+from bullet_graph.slo import Slo
 
 _UNITS = {"": 1, **{f"{p}b": 1000**i for i, p in enumerate(("", "k", "m", "g", "t"))}}
 _UNITS |= {f"{p}ib": 1024**i for i, p in enumerate(("k", "m", "g", "t"), start=1)}
@@ -33,6 +34,11 @@ def parse_sizes(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
         return tuple(int(part) for part in value.split(",") if part.strip())
     except ValueError:
         raise click.BadParameter(f"{value!r} is no list of numbers: write 32,48,64") from None
+
+
+def parse_slo(_: click.Context, __: click.Parameter, value: str) -> Slo:
+    """An option's callback: read targets such as ``ttft:500 tpot:15``."""
+    return Slo.parse(value.replace(",", " ").split())
 
 
 def engine_options(
@@ -73,8 +79,21 @@ def engine_options(
             "--arm",
             default=str(defaults["arm"]),
             show_default=True,
-            metavar="serial|mixed|mixed:CHUNK",
-            help="How prefill and decode share the device; CHUNK: most tokens of one forward.",
+            metavar="serial|sliced|mixed|mixed:CHUNK|split|split:NUM_SMS|auto",
+            help="How prefill and decode share the device; CHUNK: most tokens of one forward; auto: chosen at every "
+            "step from measured performance.",
+        ),
+        click.option(
+            "--slo",
+            metavar="TARGETS",
+            callback=parse_slo,
+            default="",
+            help='Latency targets in ms, such as "ttft:500 tpot:15" or "ttft:0.2ms/token".',
+        ),
+        click.option(
+            "--perf-table",
+            metavar="FILE|roofline",
+            help="Performance table of `bullet-graph profile`; roofline: an estimate.  [default: the one that fits]",
         ),
         click.option(
             "--max-num-seqs",

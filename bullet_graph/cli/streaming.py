@@ -14,7 +14,7 @@ from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
 from bullet_graph.errors import ModelError, RequestError
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.runtime.build import resolve
+from bullet_graph.runtime.resolve import resolve
 from bullet_graph.sampling_params import SamplingParams
 
 _LABEL_CHARS = 60

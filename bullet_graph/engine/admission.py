@@ -12,6 +12,7 @@ from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.runtime.step import Int32Array
 from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS, SamplingParams
+from bullet_graph.slo import NO_TARGETS, Slo
 
 Prompt = str | Sequence[int]
 
@@ -67,9 +68,19 @@ class Admission:
         return ids.astype(np.int32)
 
     def sequences(
-        self, request_id: str, prompt_token_ids: Int32Array, params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Int32Array,
+        params: SamplingParams,
+        *,
+        slo: Slo = NO_TARGETS,
+        arrival_s: float = 0.0,
     ) -> list[EngineSequence]:
         """The ``n`` sequences of a request.
+
+        Args:
+            slo: its latency targets.
+            arrival_s: when it came.
 
         Raises:
             SamplingParamsError: not SamplingParams, stop strings without a tokenizer, stop tokens outside the
@@ -97,7 +108,9 @@ class Admission:
             )
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         return [
-            EngineSequence(request_id, i, prompt_token_ids, params, (seed + i) % 2**63, stop_ids)
+            EngineSequence(
+                request_id, i, prompt_token_ids, params, (seed + i) % 2**63, stop_ids, slo, arrival_s
+            )
             for i in range(params.n)
         ]
 

@@ -1,15 +1,17 @@
 """The engine: the one loop that sees requests, scheduler, executor and outputs."""
 
+import dataclasses
 import gc
 import itertools
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import torch
 
+from bullet_graph._version import __version__
 from bullet_graph.config import (
-    KV_BLOCK_TOKENS,
     Arm,
     DeviceName,
     DtypeName,
@@ -18,18 +20,21 @@ from bullet_graph.config import (
     PartitionBackendName,
 )
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
-from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
+from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.request import Request, Sample
-from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
-from bullet_graph.engine.tracker import RequestTracker
+from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import EngineDeadError, RequestError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.runtime.build import build_executor, resolve
+from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.runtime.build import build_executor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger
+from bullet_graph.runtime.resolve import resolve
 from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.slo import NO_TARGETS, Slo
 
 
 class Engine:
@@ -40,6 +45,7 @@ class Engine:
 
     Args:
         model: a Hugging Face model folder or a preset's name.
+        trace_decisions: write every decision of the planner to this new file, for ``bullet-graph explain``.
         on_ledger: told the memory ledger before anything is allocated.
         use_tqdm: show progress while loading weights and capturing graphs.
 
@@ -67,6 +73,9 @@ class Engine:
         cuda_graphs: bool = True,
         partition_backend: PartitionBackendName = "auto",
         decode_sms: Sequence[int] = (),
+        slo: Slo = NO_TARGETS,
+        perf_table: str | None = None,
+        trace_decisions: str | Path | None = None,
         use_tqdm: bool = False,
         on_ledger: Callable[[MemoryLedger], None] | None = None,
     ) -> None:
@@ -85,6 +94,8 @@ class Engine:
             cuda_graphs=cuda_graphs,
             partition_backend=partition_backend,
             decode_sms=tuple(decode_sms),
+            slo=slo,
+            perf_table=perf_table,
         )
         runtime = resolve(self.config)
         self.model_config = runtime.model
@@ -101,29 +112,48 @@ class Engine:
         self.memory = built.memory
         self.partition_backend = built.partition_backend
         self.capture = built.capture
-        self._in_flight: deque[tuple[ScheduledStep, int]] = deque()
+        self._num_sms = built.executor.num_sms
+        self._performance = built.performance
         self._names = itertools.count()
-        self._num_steps = 0
         self._failure: BaseException | None = None
-        self._open_books()
-
-    def _open_books(self) -> None:
-        """Start with no requests and all blocks free."""
-        self._pool = BlockPool(
-            num_blocks=self.memory.num_kv_blocks,
-            num_slots=self.config.max_num_seqs,
-            max_blocks_per_seq=-(-self.max_model_len // KV_BLOCK_TOKENS),
-            block_tokens=KV_BLOCK_TOKENS,
-        )
-        self._scheduler = Scheduler(
-            arm=self.config.arm,
-            chunk_tokens=self.config.chunk_tokens,
-            max_num_seqs=self.config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            pool=self._pool,
-        )
-        self._tracker = RequestTracker(self._scheduler, max_model_len=self.max_model_len)
+        self._trace = None if trace_decisions is None else self._open_trace(Path(trace_decisions))
         self._aborted: list[RequestOutput] = []
+        self._core = self._new_core(built.executor)
+
+    def _new_core(self, executor: Executor) -> EngineCore:
+        """A loop with no requests and all blocks free."""
+        config = self.config
+        planner = Planner(
+            config.arm,
+            max_chunk_tokens=config.chunk_tokens,
+            decode_sms=[
+                SMS_PER_TPC * p.decode_tpcs for p in executor.partitions if p.decode_tpcs is not None
+            ],
+            num_layers=self.model_config.num_layers,
+            model=self._performance,
+        )
+        return EngineCore(
+            executor,
+            planner,
+            num_kv_blocks=self.memory.num_kv_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_layers=self.model_config.num_layers,
+            trace=self._trace,
+        )
+
+    def _open_trace(self, path: Path) -> DecisionTrace:
+        config = self.config
+        header = TraceHeader(
+            model=config.model,
+            device=self.device_name,
+            num_sms=self._num_sms,
+            num_layers=self.model_config.num_layers,
+            arm=str(config.arm),
+            slo=str(config.slo),
+            version=__version__,
+        )
+        return DecisionTrace.open(path, header=header, overwrite=False)
 
     # ---- one request at a time ----
 
@@ -135,11 +165,13 @@ class Engine:
         *,
         output_kind: OutputKind = OutputKind.CUMULATIVE,
         arrival_s: float | None = None,
+        slo: Slo | None = None,
     ) -> None:
         """Queue a request; :meth:`step` makes it progress.
 
         Args:
             arrival_s: when it came, on the clock of :meth:`now`, if that was earlier.
+            slo: its latency targets; those it leaves out, or all, are the engine's.
 
         Raises:
             RequestError: the request is wrong (see the subclasses); the engine is unaffected.
@@ -148,14 +180,15 @@ class Engine:
         executor = self._alive()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a str, got {request_id!r:.80}")
-        if request_id in self._tracker:
+        if request_id in self._core.tracker:
             raise RequestError(f"request id {request_id!r} is in use")
         params = SamplingParams() if sampling_params is None else sampling_params
         token_ids = self._admission.token_ids(prompt)
-        sequences = self._admission.sequences(request_id, token_ids, params)
-        samples = [Sample(s, None if self.tokenizer is None else self.tokenizer.stream()) for s in sequences]
         arrival = executor.now() if arrival_s is None else arrival_s
-        self._tracker.add(Request(request_id, token_ids, samples, output_kind, arrival))
+        targets = self.config.slo if slo is None else slo.or_else(self.config.slo)
+        sequences = self._admission.sequences(request_id, token_ids, params, slo=targets, arrival_s=arrival)
+        samples = [Sample(s, None if self.tokenizer is None else self.tokenizer.stream()) for s in sequences]
+        self._core.add(Request(request_id, token_ids, samples, output_kind, arrival, targets))
 
     def now(self) -> float:
         """Seconds on the clock of the requests' metrics.
@@ -165,18 +198,29 @@ class Engine:
         """
         return self._alive().now()
 
+    def sleep_until(self, time_s: float) -> None:
+        """Let time pass, to this time of :meth:`now`, while there is nothing to do.
+
+        Raises:
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        self._alive().sleep_until(time_s)
+
     def abort(self, request_id: str) -> None:
         """End a request where it is; the next :meth:`step` reports it. An unknown id is ignored."""
-        output = self._tracker.abort(request_id)
+        output = self._core.abort(request_id)
         if output is not None:
             self._aborted.append(output)
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do or to report."""
-        return bool(len(self._tracker) or self._in_flight or self._aborted)
+        return bool(self._core.has_work() or self._aborted)
 
-    def step(self) -> list[RequestOutput]:
-        """Launch what can be launched, retire the oldest step in flight, and report what it brought.
+    def step(self, until_s: float | None = None) -> list[RequestOutput]:
+        """Launch what can be launched, wait until a launch has finished, and report what it brought.
+
+        Args:
+            until_s: wait no longer than this time of :meth:`now`.
 
         Raises:
             EngineDeadError: the engine was shut down, or the device failed now or earlier (the cause is
@@ -186,25 +230,17 @@ class Engine:
         executor = self._alive()
         outputs, self._aborted = self._aborted, []
         try:
-            while len(self._in_flight) < executor.max_in_flight:
-                scheduled = self._scheduler.schedule()
-                if scheduled is None:
-                    break
-                self._tracker.note_scheduled(scheduled, executor.now())
-                self._in_flight.append((scheduled, executor.launch(scheduled.step)))
-            if self._in_flight:
-                scheduled, ticket = self._in_flight.popleft()
-                result = executor.wait(ticket)
-                self._num_steps += 1
-                outputs += self._tracker.retire(scheduled, result, executor.now())
+            if self._core.has_work():
+                # Nothing to wait for before what is there already has been handed out.
+                outputs += self._core.step(executor.now() if outputs else until_s)
         except BaseException as error:
             self._failure = error
             if isinstance(error, Exception):
                 raise EngineDeadError(f"the engine failed while running a step: {error}") from error
             # An interrupt may have struck anywhere: the scheduler's books can no longer be trusted.
-            while self._in_flight:
-                executor.wait(self._in_flight.popleft()[1])
-            self._open_books()
+            self._core.drain()
+            self._core = self._new_core(executor)
+            self._aborted = []
             self._failure = None
             raise
         return outputs
@@ -233,9 +269,9 @@ class Engine:
             RequestError: a single prompt is wrong, or requests added one by one are still under way.
         """
         self._alive()
-        if len(self._tracker):
+        if len(self._core.tracker):
             raise RequestError(
-                f"generate needs the engine to itself, but {len(self._tracker)} requests are under way: "
+                f"generate needs the engine to itself, but {len(self._core.tracker)} requests are under way: "
                 "finish them with step(), or abort them"
             )
         batch, params, single = normalise_batch(prompts, sampling_params)
@@ -266,15 +302,26 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and state now."""
-        return EngineStats(
-            num_steps=self._num_steps,
-            num_preemptions=self._scheduler.num_preemptions,
-            kv_blocks_total=self._pool.num_usable,
-            kv_blocks_used=self._pool.num_used,
-            kv_blocks_peak=self._pool.peak_used,
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-        )
+        return self._core.stats()
+
+    def set_policy(self, arm: str | Arm, slo: Slo = NO_TARGETS) -> None:
+        """Serve under another arm and other targets from now on, with the graphs and partitions there are.
+
+        Raises:
+            RequestError: requests are under way.
+            ConfigError: the arm needs a performance table or partitions that this engine was not made with.
+        """
+        executor = self._alive()
+        if self.has_unfinished_requests():
+            raise RequestError("the policy can change between requests only: finish or abort them first")
+        chosen = Arm.parse(arm) if isinstance(arm, str) else arm
+        config = dataclasses.replace(self.config, arm=chosen, slo=slo)
+        before, self.config = self.config, config
+        try:
+            self._core = self._new_core(executor)
+        except BaseException:
+            self.config = before
+            raise
 
     def shutdown(self) -> None:
         """Give the memory back. Requests under way are lost; calling it again does nothing.
@@ -284,16 +331,20 @@ class Engine:
         executor, self._executor = self._executor, None
         if executor is None:
             return
-        self._tracker.clear()
-        self._in_flight.clear()
+        trace, self._trace = self._trace, None
+        self._core.close()
         executor.shutdown()
         del executor
+        if trace is not None:
+            trace.close()
         if self._failure is not None:
             # Its traceback keeps the frames of the failed step alive, and they keep weights and cache.
             traceback.clear_frames(self._failure.__traceback__)
         gc.collect()
         if self.device_name == "cuda":
-            torch.cuda.empty_cache()
+            # On a device that has failed every call fails; the driver frees its memory when the process ends.
+            with suppress(RuntimeError) if self._failure is not None else nullcontext():
+                torch.cuda.empty_cache()
 
     def __enter__(self) -> "Engine":
         return self

@@ -1,11 +1,14 @@
 """What the engine gives back."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from bullet_graph.engine.plan import ArmName
 from bullet_graph.errors import RequestError
 from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.slo import NO_TARGETS, Slo
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -67,6 +70,7 @@ class RequestOutput:
         finished: no more outputs follow.
         metrics: the request's times.
         error: why the request was refused (``generate`` over a batch), else None.
+        slo: the targets it was served under.
     """
 
     request_id: str
@@ -75,6 +79,18 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: RequestError | None = None
+    slo: Slo = NO_TARGETS
+
+    @property
+    def missed_targets(self) -> tuple[Literal["ttft", "tpot"], ...]:
+        """The latency targets that the request has missed so far."""
+        ttft_ms, tpot_ms = self.metrics.ttft_ms, self.metrics.tpot_ms
+        missed: list[Literal["ttft", "tpot"]] = []
+        if ttft_ms is not None and ttft_ms > self.slo.ttft_limit_ms(len(self.prompt_token_ids)):
+            missed.append("ttft")
+        if tpot_ms is not None and self.slo.tpot_ms is not None and tpot_ms > self.slo.tpot_ms:
+            missed.append("tpot")
+        return tuple(missed)
 
     @classmethod
     def refused(cls, request_id: str, error: RequestError, now: float) -> "RequestOutput":
@@ -94,6 +110,7 @@ class EngineStats:
         kv_blocks_peak: most owned at once.
         num_running: sequences that hold blocks.
         num_waiting: sequences that wait for blocks.
+        arm_seconds: time the device spent on launches under each of the planner's arms.
     """
 
     num_steps: int
@@ -103,3 +120,4 @@ class EngineStats:
     kv_blocks_peak: int
     num_running: int
     num_waiting: int
+    arm_seconds: Mapping[ArmName, float]

@@ -1,5 +1,7 @@
 """A request under way: its samples, their text, and what has been reported."""
 
+from typing import Protocol
+
 from bullet_graph.engine.output import (
     CompletionOutput,
     FinishReason,
@@ -8,9 +10,19 @@ from bullet_graph.engine.output import (
     TokenLogprobs,
 )
 from bullet_graph.engine.sequence import Sequence
-from bullet_graph.models.tokenizer import DetokenizeStream
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.runtime.step import Int32Array, StepResult
+from bullet_graph.slo import NO_TARGETS, Slo
+
+
+class TextStream(Protocol):
+    """Turns tokens into text as they come."""
+
+    def push(self, token_id: int) -> str:
+        """Take a token; the text that is certain now."""
+
+    def flush(self) -> str:
+        """The text held back so far."""
 
 
 class Sample:
@@ -21,7 +33,7 @@ class Sample:
         stream: detokenizer, or None for a model without a tokenizer.
     """
 
-    def __init__(self, sequence: Sequence, stream: DetokenizeStream | None) -> None:
+    def __init__(self, sequence: Sequence, stream: TextStream | None) -> None:
         self.sequence = sequence
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprobs] = []
@@ -96,6 +108,7 @@ class Request:
         samples: one for each of ``n``.
         output_kind: what is reported while it runs.
         arrival_s: when it was added.
+        slo: its latency targets.
     """
 
     def __init__(
@@ -105,6 +118,7 @@ class Request:
         samples: list[Sample],
         output_kind: OutputKind,
         arrival_s: float,
+        slo: Slo = NO_TARGETS,
     ) -> None:
         self.request_id = request_id
         self.samples = samples
@@ -113,6 +127,7 @@ class Request:
         self.token_times_s: list[float] = []
         self._prompt_token_ids = tuple(prompt_token_ids.tolist())
         self._arrival_s = arrival_s
+        self._slo = slo
 
     @property
     def finished(self) -> bool:
@@ -127,6 +142,7 @@ class Request:
             outputs=tuple(sample.report(self.output_kind) for sample in self.samples),
             finished=self.finished,
             metrics=RequestMetrics(self._arrival_s, self.first_scheduled_s, tuple(self.token_times_s)),
+            slo=self._slo,
         )
 
 

@@ -1,21 +1,21 @@
-"""Decides what each step runs: continuous batching over a paged KV cache."""
+"""Keeps the books of sequences and fills steps: continuous batching over a paged KV cache."""
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-from bullet_graph.config import Arm
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.sequence import Sequence, Status
-from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, SlotInit, Step
-from bullet_graph.sampling_params import GREEDY_BELOW_TEMPERATURE
+from bullet_graph.engine.slack import QueuedPrompt, order_prompts
+from bullet_graph.partition.masks import Lane
+from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, Step
 
-_INT32_MAX = 2**31 - 1
+_NEVER = float("inf")
 
-# No vocabulary is so large that its most probable token has less, so it keeps that one alone, as less would.
-_TOP_P_MIN = 1e-9
+QUEUE_IN_SIGHT = 64
+"""Prompts at the head of the queue that a tick looks at: more than any chunk holds of usual lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,14 @@ class ScheduledStep:
 
     Attributes:
         step: what the executor runs.
+        lane: where.
         admitted: sequences that got their slot in this step.
         touched: sequences whose blocks the step reads or writes.
         sampled: sequences that get a token, in the order of the result's rows.
     """
 
     step: Step
+    lane: Lane
     admitted: tuple[Sequence, ...]
     touched: tuple[Sequence, ...]
     sampled: tuple[Sequence, ...]
@@ -44,33 +46,28 @@ class _Chunk:
 
 
 class Scheduler:
-    """Admits sequences in order of arrival, gives them blocks, and fills steps as the arm says.
+    """Queues sequences, gives them slots and blocks, and fills steps with as many rows as it is told.
 
     When blocks run out, the sequence that came last loses its blocks and is recomputed later: nothing is
     lost. Blocks of a sequence that ends while steps that touch them are in flight are given back only when
     those steps have been retired.
 
     Args:
-        arm: how prefill and decode share a step.
-        chunk_tokens: most rows of a step; at least a block's worth goes to a waiting prompt, however many
-            decode rows there are.
         max_num_seqs: most sequences running at once.
         max_model_len: most tokens of a sequence.
         pool: the KV cache's blocks; must hold one sequence of ``max_model_len``.
     """
 
-    def __init__(
-        self, *, arm: Arm, chunk_tokens: int, max_num_seqs: int, max_model_len: int, pool: BlockPool
-    ) -> None:
-        self._arm = arm
-        self._chunk_tokens = chunk_tokens
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, pool: BlockPool) -> None:
         self._max_model_len = max_model_len
         self._pool = pool
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: dict[Sequence, None] = {}
         self._running: dict[Sequence, None] = {}
         self._admitted: list[Sequence] = []
         self._held: Sequence | None = None
+        self._num_with_deadline = 0
+        self.num_waiting_tokens = 0
         self.num_preemptions = 0
 
     @property
@@ -84,13 +81,13 @@ class Scheduler:
         return len(self._running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind all others."""
-        self._waiting.append(sequence)
+        """Queue a sequence."""
+        self._enqueue(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, ended or aborted; its blocks follow once no step in flight touches them."""
         if sequence.status is Status.WAITING:
-            self._waiting.remove(sequence)
+            self._dequeue(sequence)
         elif sequence.status is Status.RUNNING:
             del self._running[sequence]
         sequence.status = Status.FINISHED
@@ -104,27 +101,89 @@ class Scheduler:
                 self._release_if_idle(sequence)
         for sequence in scheduled.sampled:
             sequence.num_in_flight -= 1
+            # On the prefill lane, decode rows had to wait for this.
+            sequence.decoding = sequence.prompt_launched
 
-    def schedule(self) -> ScheduledStep | None:
-        """The next step, or None when there is nothing to launch before a step in flight is retired."""
-        self._held = None
-        if self._arm.name == "serial":
-            chunks = self._take_prefill(self._chunk_tokens)
-            decoding = [] if chunks else self._take_decode()
+    # ---- what there is to do ----
+
+    def decoding(self) -> list[Sequence]:
+        """Running sequences that want a token now."""
+        return [s for s in self._running if s.decoding and self._wants_token(s)]
+
+    def prompts(self, now_s: float, ms_per_token: float) -> list[Sequence]:
+        """The head of the queue: prompts that a chunk could take now, in the order to serve them.
+
+        Ordered by slack (:func:`~bullet_graph.engine.slack.order_prompts`) where there are targets, else first come
+        first served. A waiting prompt counts as long as slots and blocks last for all before it.
+
+        Args:
+            ms_per_token: prefill time of a token, for predicting who will be late.
+        """
+        started = [s for s in self._running if not s.prompt_launched and not self._is_held(s)]
+        if self._num_with_deadline == 0 and not any(s.deadline_s < _NEVER for s in started):
+            # Victims were the last to come, the latest of them first.
+            preempted = [s for s in reversed(self._waiting) if s.preempted] if self.num_preemptions else []
+            fresh = (s for s in self._waiting if not s.preempted)
+            queue: Iterable[Sequence] = [*started, *preempted, *islice(fresh, QUEUE_IN_SIGHT)]
         else:
-            decoding = self._take_decode()
-            floor = min(self._chunk_tokens, self._pool.block_tokens)
-            chunks = self._take_prefill(max(self._chunk_tokens - len(decoding), floor))
+            unordered = [*started, *self._waiting]
+            order = order_prompts(
+                [
+                    QueuedPrompt(
+                        s.num_tokens - s.num_cached,
+                        s.arrival_s,
+                        s.deadline_s,
+                        started=s.status is Status.RUNNING,
+                        resumed=s.preempted,
+                    )
+                    for s in unordered
+                ],
+                now_s,
+                ms_per_token,
+            )
+            queue = (unordered[i] for i in order)
+        return list(islice(self._admissible(queue), QUEUE_IN_SIGHT))
+
+    def _admissible(self, queue: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Prompts under way, and waiting ones until the first that finds no slot or no blocks."""
+        slots, blocks, running = len(self._free_slots), self._pool.num_free, len(self._running)
+        blocked = False
+        for sequence in queue:
+            if sequence.status is Status.RUNNING:
+                yield sequence
+            elif not blocked:
+                need = self._pool.blocks_for(sequence.num_tokens)
+                # One block a running sequence is kept back, so that the newcomer is not preempted at once.
+                if slots and need + running <= blocks:
+                    slots, blocks, running = slots - 1, blocks - need, running + 1
+                    yield sequence
+                else:
+                    blocked = True
+
+    def schedule(
+        self, *, decode: bool, prompts: Iterable[Sequence] = (), chunk_tokens: int = 0, lane: Lane = "decode"
+    ) -> ScheduledStep | None:
+        """Fill a step; None when there are no rows for it.
+
+        Args:
+            decode: with a row for every sequence that decodes and finds a block.
+            prompts: as :meth:`prompts` gave them, nothing else having been called since.
+            chunk_tokens: most prompt rows.
+            lane: where the step will run; on the prefill lane there are no decode rows.
+        """
+        decoding = self._take_decode() if decode else []
+        chunks = self._take_prefill(prompts, chunk_tokens) if chunk_tokens else []
         if not chunks and not decoding:
             return None
         prefill = self._prefill_batch(chunks) if chunks else None
-        decode = self._decode_batch(decoding) if decoding else None
+        batch = self._decode_batch(decoding) if decoding else None
         sampled = tuple([c.sequence for c in chunks if c.ends_prompt] + decoding)
         touched = tuple([c.sequence for c in chunks] + decoding)
         admitted, self._admitted = tuple(self._admitted), []
         for chunk in chunks:
             chunk.sequence.num_cached = chunk.stop
-            chunk.sequence.decoding = chunk.ends_prompt
+            chunk.sequence.prompt_launched = chunk.ends_prompt
+            chunk.sequence.decoding = chunk.ends_prompt and lane == "decode"
         for sequence in decoding:
             sequence.num_cached += 1
         for sequence in touched:
@@ -132,14 +191,15 @@ class Scheduler:
         for sequence in sampled:
             sequence.num_in_flight += 1
         wanted = [s.params.logprobs for s in sampled if s.params.logprobs is not None]
-        inits = tuple(_slot_init(s) for s in admitted)
-        step = Step(inits, prefill, decode, max(wanted) if wanted else None)
-        return ScheduledStep(step, admitted, touched, sampled)
+        inits = tuple(s.slot_init() for s in admitted)
+        step = Step(inits, prefill, batch, max(wanted) if wanted else None)
+        return ScheduledStep(step, lane, admitted, touched, sampled)
 
     # ---- decode rows ----
 
     def _take_decode(self) -> list[Sequence]:
         """Running sequences that can take a token now, each with a block for it."""
+        self._held = None
         rows: list[Sequence] = []
         for sequence in list(self._running):
             if (
@@ -164,6 +224,9 @@ class Scheduler:
             self._preempt(victim)
         return sequence.status is Status.RUNNING
 
+    def _is_held(self, sequence: Sequence) -> bool:
+        return sequence is self._held and sequence.num_pending_steps > 0
+
     def _wants_token(self, sequence: Sequence) -> bool:
         return (
             sequence.decoding
@@ -180,10 +243,13 @@ class Scheduler:
 
     # ---- prefill chunks ----
 
-    def _take_prefill(self, budget: int) -> list[_Chunk]:
-        """Chunks of prompts under way, then of waiting ones while slots, blocks and budget last."""
+    def _take_prefill(self, prompts: Iterable[Sequence], budget: int) -> list[_Chunk]:
+        """Chunks of prompts in the order given, while slots, blocks and budget last."""
         chunks: list[_Chunk] = []
-        for sequence in self._prefilling():
+        for sequence in prompts:
+            # Decode rows of the same step may have taken blocks, or the sequence itself, since the order was made.
+            if self._is_held(sequence) or (sequence.status is Status.WAITING and not self._admit(sequence)):
+                continue
             target = sequence.num_tokens
             stop = min(sequence.num_cached + budget, target)
             chunks.append(_Chunk(sequence, sequence.num_cached, stop, stop == target))
@@ -193,20 +259,12 @@ class Scheduler:
                 break
         return chunks
 
-    def _prefilling(self) -> Iterator[Sequence]:
-        yield from [s for s in self._running if not s.decoding and s is not self._held]
-        while self._waiting and self._admit(self._waiting[0]):
-            yield next(reversed(self._running))
-
     def _admit(self, sequence: Sequence) -> bool:
-        """Move the head of the queue to running if a slot and the blocks of all its tokens are free.
-
-        One block a running sequence is kept back, so that the newcomer is not preempted at once.
-        """
+        """Move a waiting sequence to running if a slot and the blocks of all its tokens are free."""
         need = self._pool.blocks_for(sequence.num_tokens)
         if not self._free_slots or need + len(self._running) > self._pool.num_free:
             return False
-        self._waiting.popleft()
+        self._dequeue(sequence)
         sequence.slot = self._free_slots.pop()
         self._pool.grow(sequence.slot, sequence.num_tokens)
         sequence.status = Status.RUNNING
@@ -237,10 +295,21 @@ class Scheduler:
         self.num_preemptions += 1
         del self._running[sequence]
         self._release(sequence)
-        sequence.status = Status.WAITING
         sequence.num_cached = 0
-        sequence.decoding = False
-        self._waiting.appendleft(sequence)
+        sequence.prompt_launched = sequence.decoding = False
+        sequence.preempted = True
+        self._enqueue(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        self._waiting[sequence] = None
+        self.num_waiting_tokens += sequence.num_tokens
+        self._num_with_deadline += sequence.deadline_s < _NEVER
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        del self._waiting[sequence]
+        self.num_waiting_tokens -= sequence.num_tokens
+        self._num_with_deadline -= sequence.deadline_s < _NEVER
 
     def _release_if_idle(self, sequence: Sequence) -> None:
         if sequence.slot >= 0 and sequence.num_pending_steps == 0:
@@ -250,18 +319,3 @@ class Scheduler:
         self._pool.release(sequence.slot)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
-
-
-def _slot_init(sequence: Sequence) -> SlotInit:
-    """Settings in the device's 32-bit numbers; what these cannot hold has the same effect as their limit."""
-    params = sequence.params
-    return SlotInit(
-        slot=sequence.slot,
-        temperature=params.temperature if params.temperature >= GREEDY_BELOW_TEMPERATURE else 0.0,
-        top_k=min(max(params.top_k, 0), _INT32_MAX),
-        top_p=max(params.top_p, _TOP_P_MIN),
-        min_p=params.min_p,
-        seed=sequence.seed,
-        masked_token_ids=tuple(sorted(sequence.stop_token_ids)) if params.min_tokens else (),
-        masked_until=min(len(sequence.prompt_token_ids) + params.min_tokens, _INT32_MAX),
-    )

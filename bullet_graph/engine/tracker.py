@@ -77,6 +77,8 @@ class RequestTracker:
             num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
             if sample.finish_reason is None and num_tokens >= self._max_model_len:
                 sample.finish("length")
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now
             if sequence.index == 0:
                 request.token_times_s.append(now)
             if sample.finish_reason is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import compiled_functions
+from bullet_graph.graphs.cublas import cublas_sm_count
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, bucket_for
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
@@ -83,8 +84,8 @@ class DecodeGraphs:
         max_batch_size: most rows of a step.
         num_kv_blocks: most entries of ``kv_indices``, padding not counted.
         padding_slot: slot that padded rows read and write.
-        grid_follows_partition: size attention's grid for the partition's SMs instead of the device's; False
-            is for comparisons.
+        grid_follows_partition: lay attention and matrix products out for the partition's SMs instead of the
+            device's; False is for comparisons.
     """
 
     def __init__(
@@ -167,12 +168,12 @@ class DecodeGraphs:
         with torch.cuda.stream(stream):
             step = self._prepare(inputs, key.partition)
             # The first run loads kernels and lets the libraries allocate, which a capture may not.
-            self._run(step)
+            self._run(step, key.partition)
             graph = torch.cuda.CUDAGraph()
             # `torch.cuda.graph` would synchronize and empty the allocator's cache for every graph.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                token_ids = self._run(step)
+                token_ids = self._run(step, key.partition)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
@@ -197,7 +198,7 @@ class DecodeGraphs:
             )
         step = self._prepare(self._pad(inputs, key.batch_size), partition)
         if captured is None or not replay:
-            return self._run(step)[:rows]
+            return self._run(step, partition)[:rows]
         captured.graph.replay()
         return captured.token_ids[:rows]
 
@@ -243,13 +244,20 @@ class DecodeGraphs:
             host_kv_lens=torch.from_numpy(kv_lens),
             num_rows=rows,
         )
-        num_sms = None
-        if self._grid_follows_partition and partition.decode_tpcs is not None:
-            num_sms = SMS_PER_TPC * partition.decode_tpcs
-        attention = self._attention.plan(batch, captured=True, num_sms=num_sms)
+        attention = self._attention.plan(batch, captured=True, num_sms=self._lane_sms(partition))
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 
-    def _run(self, step: _DeviceStep) -> Tensor:
+    def _run(self, step: _DeviceStep, partition: SmPartition) -> Tensor:
+        with cublas_sm_count(self._lane_sms(partition)):
+            return self._forward(step)
+
+    def _lane_sms(self, partition: SmPartition) -> int | None:
+        """SMs to lay kernels out for, None for the device's."""
+        if not self._grid_follows_partition or partition.decode_tpcs is None:
+            return None
+        return SMS_PER_TPC * partition.decode_tpcs
+
+    def _forward(self, step: _DeviceStep) -> Tensor:
         rows = len(step.slots)
         # One row has matrix kernels of its own, between which nothing is left for a compiler to fuse.
         functions = self._single_row if rows == 1 or self._compiled is None else self._compiled

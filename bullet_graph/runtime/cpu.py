@@ -1,20 +1,34 @@
-"""The CPU executor: the same model code with reference attention, each step run to its end."""
+"""The CPU executor: the same model code with reference attention, each launch run to its end."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from bullet_graph.models.attention import ReferenceAttention
-from bullet_graph.models.decoder import Decoder, eager_functions
+from bullet_graph.models.decoder import Decoder, Hidden, eager_functions
 from bullet_graph.models.ops import TorchOps
 from bullet_graph.models.sampler import SamplingState, sample, token_logprobs
-from bullet_graph.runtime.rows import lay_out
+from bullet_graph.partition.masks import Lane
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.runtime.rows import Rows, lay_out
 from bullet_graph.runtime.slots import settings_row
-from bullet_graph.runtime.step import Step, StepLogprobs, StepResult
+from bullet_graph.runtime.step import Int32Array, Placement, Step, StepLogprobs, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward between two of its layers."""
+
+    rows: Rows
+    attention: ReferenceAttention
+    hidden: Hidden
 
 
 class CpuExecutor:
-    """Runs a decoder on the CPU.
+    """Runs a decoder on the CPU; the lanes take turns, launch by launch.
 
     Args:
         decoder: weights and cache on the CPU.
@@ -22,17 +36,48 @@ class CpuExecutor:
     """
 
     max_in_flight = 1
+    num_sms = None
+    partitions: Sequence[SmPartition] = (WHOLE_GPU,)
 
     def __init__(self, decoder: Decoder, *, max_num_seqs: int) -> None:
         self._decoder = decoder
         self._functions = eager_functions(TorchOps())
         self._state = SamplingState(max_num_seqs, torch.device("cpu"))
+        self._forwards: dict[Lane, _Forward] = {}
         self._results: dict[int, StepResult] = {}
         self._next_ticket = 0
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> int:
-        """Run the step; see :meth:`Executor.launch`."""
+    def launch(self, step: Step, placement: Placement) -> int:
+        """Run the step, or the next of its layers; see :meth:`Executor.launch`."""
+        start_s = time.perf_counter()
+        if placement.first_layer == 0:
+            self._forwards[placement.lane] = self._begin(step)
+        forward = self._forwards[placement.lane]
+        rows = forward.rows
+        hidden = self._decoder.run_layers(
+            forward.hidden,
+            torch.from_numpy(rows.positions).long(),
+            torch.from_numpy(rows.kv_slots).long(),
+            forward.attention,
+            self._functions,
+            first=placement.first_layer,
+            last=placement.last_layer,
+        )
+        token_ids: Int32Array = np.empty(0, dtype=np.int32)
+        logprobs = None
+        if placement.last_layer is None:
+            del self._forwards[placement.lane]
+            token_ids, logprobs = self._sample(rows, hidden, step.num_logprobs)
+        else:
+            self._forwards[placement.lane] = _Forward(rows, forward.attention, hidden)
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        device_ms = (time.perf_counter() - start_s) * 1e3
+        self._results[ticket] = StepResult(token_ids, logprobs, device_ms)
+        return ticket
+
+    def _begin(self, step: Step) -> _Forward:
         for init in step.admitted:
             self._state.settings[init.slot] = torch.from_numpy(settings_row(init))
         rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
@@ -44,13 +89,12 @@ class CpuExecutor:
             kv_indices=torch.from_numpy(rows.kv_indices).long(),
         )
         fed_back = self._state.last_token[torch.from_numpy(rows.decode_slots).long()]
-        hidden = self._decoder.run_layers(
-            self._decoder.embed(torch.cat((torch.from_numpy(rows.token_ids), fed_back))),
-            torch.from_numpy(rows.positions).long(),
-            torch.from_numpy(rows.kv_slots).long(),
-            attention,
-            self._functions,
-        )
+        hidden = self._decoder.embed(torch.cat((torch.from_numpy(rows.token_ids), fed_back)))
+        return _Forward(rows, attention, hidden)
+
+    def _sample(
+        self, rows: Rows, hidden: Hidden, num_logprobs: int | None
+    ) -> tuple[Int32Array, StepLogprobs | None]:
         logits = self._decoder.logits(hidden, torch.from_numpy(rows.sample_rows).long(), self._functions.ops)
         token_ids = sample(
             logits,
@@ -59,17 +103,19 @@ class CpuExecutor:
             self._state,
         )
         logprobs = None
-        if step.num_logprobs is not None:
-            chosen, top_ids, top = token_logprobs(logits, token_ids, step.num_logprobs)
+        if num_logprobs is not None:
+            chosen, top_ids, top = token_logprobs(logits, token_ids, num_logprobs)
             logprobs = StepLogprobs(chosen.numpy(), top_ids.int().numpy(), top.numpy())
-        ticket = self._next_ticket
-        self._next_ticket += 1
-        self._results[ticket] = StepResult(token_ids.numpy(), logprobs)
-        return ticket
+        return token_ids.numpy(), logprobs
 
     def done(self, ticket: int) -> bool:
         """See :meth:`Executor.done`."""
         return ticket in self._results
+
+    def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
+        """See :meth:`Executor.wait_any`."""
+        del until_s  # all launches have finished
+        return tickets[0]
 
     def wait(self, ticket: int) -> StepResult:
         """See :meth:`Executor.wait`."""
@@ -79,6 +125,11 @@ class CpuExecutor:
         """See :meth:`Executor.now`."""
         return time.perf_counter()
 
+    def sleep_until(self, time_s: float) -> None:
+        """See :meth:`Executor.sleep_until`."""
+        time.sleep(max(time_s - time.perf_counter(), 0.0))
+
     def shutdown(self) -> None:
         """See :meth:`Executor.shutdown`."""
         del self._decoder, self._state
+        self._forwards.clear()

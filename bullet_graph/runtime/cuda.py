@@ -1,7 +1,8 @@
-"""The CUDA executor: decode from captured graphs, prefill and mixed steps eagerly, on one stream."""
+"""The CUDA executor: decode from captured graphs, all else eagerly, on two lanes that run at the same time."""
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bullet_graph.errors import BulletGraphError, ConfigError
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.report import CaptureReport
@@ -17,26 +19,49 @@ from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.flashinfer_attention import decode_workspace_bytes
 from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState, token_logprobs
+from bullet_graph.partition.masks import Lane
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
-from bullet_graph.runtime.eager_lane import EagerLane
+from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
 from bullet_graph.runtime.launcher import Launcher
 from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.slots import settings_row
-from bullet_graph.runtime.step import SlotInit, Step, StepLogprobs, StepResult
+from bullet_graph.runtime.step import Placement, SlotInit, Step, StepLogprobs, StepResult
 
 _GRAPH_BYTES = 8 * 1024**2
 """A captured decode step of 32 layers: 2.5 to 7 MiB measured (bench/results/h200/partitions.json)."""
 _LIBRARY_BYTES = 1024**3
 """Loaded kernels, cuBLAS workspaces and the allocator's slack."""
+_POLL_S = 20e-6
+"""Between two looks at the device; sleeping lets other threads run, and with work ahead nothing waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A step under way: where its results will be once the event has passed."""
+    """A launch under way: where its results will be once the event has passed."""
 
+    started: torch.cuda.Event
     finished: torch.cuda.Event
-    token_ids: Tensor
+    token_ids: Tensor | None
     logprobs: tuple[Tensor, Tensor, Tensor] | None
+
+
+@dataclass(slots=True)
+class _LaneState:
+    """What belongs to one lane alone.
+
+    Attributes:
+        stream: bound to the partition of its last launch.
+        eager: buffers for eager forwards.
+        slots: uploads slot settings.
+        forward: that was stopped between two layers.
+        last: passed when all that the lane was given is done.
+    """
+
+    stream: torch.cuda.Stream
+    eager: EagerLane
+    slots: Uploader
+    forward: EagerForward | None = None
+    last: torch.cuda.Event | None = None
 
 
 class CudaExecutor:
@@ -48,7 +73,9 @@ class CudaExecutor:
         max_rows: most rows of a forward.
         num_kv_blocks: blocks of the cache.
         launcher: the lanes' streams; closed with the executor.
-        partitions: to capture decode steps for; with none, they are launched kernel by kernel.
+        partitions: that steps may be placed on, the whole GPU among them.
+        cuda_graphs: capture decode steps for them; else they are launched kernel by kernel.
+        prefill_lane: there will be steps on the prefill lane.
         progress: show a progress bar while capturing.
 
     Attributes:
@@ -66,29 +93,43 @@ class CudaExecutor:
         num_kv_blocks: int,
         launcher: Launcher,
         partitions: Sequence[SmPartition],
+        cuda_graphs: bool,
+        prefill_lane: bool,
         progress: bool,
     ) -> None:
         device = decoder.cos_sin.device
         self._decoder = decoder
         self._launcher = launcher
-        self._stream = launcher.stream("decode", WHOLE_GPU)
         self._padding_slot = max_num_seqs
         self._pending: dict[int, _Pending] = {}
         self._next_ticket = 0
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.partitions = tuple(partitions)
         torch.cuda.synchronize(device)  # weights and cache were made on the default stream
-        with torch.cuda.stream(self._stream), torch.inference_mode():
+        stream = launcher.stream("decode", WHOLE_GPU)
+        with torch.cuda.stream(stream), torch.inference_mode():
             self._state = SamplingState(max_num_seqs + 1, device)
-            self._eager = EagerLane(
-                decoder,
-                self._state,
-                max_num_seqs=max_num_seqs,
-                max_rows=max_rows,
-                num_kv_blocks=num_kv_blocks,
-            )
-            self._slot_uploader = Uploader(max_num_seqs * (self._state.settings.shape[1] + 1) + 8, device)
-            self._graphs = None
-            self.capture: CaptureReport | None = None
-            if partitions:
+
+        def lane(name: Lane, max_decode_rows: int) -> _LaneState:
+            lane_stream = launcher.stream(name, WHOLE_GPU)
+            with torch.cuda.stream(lane_stream), torch.inference_mode():
+                eager = EagerLane(
+                    decoder,
+                    self._state,
+                    max_num_seqs=max_decode_rows,
+                    max_rows=max_rows,
+                    num_kv_blocks=num_kv_blocks,
+                )
+                slots = Uploader(max_num_seqs * (self._state.settings.shape[1] + 1) + 8, device)
+            return _LaneState(lane_stream, eager, slots)
+
+        self._lanes: dict[Lane, _LaneState] = {"decode": lane("decode", max_num_seqs)}
+        if prefill_lane:
+            self._lanes["prefill"] = lane("prefill", 1)
+        self._graphs = None
+        self.capture: CaptureReport | None = None
+        if cuda_graphs:
+            with torch.cuda.stream(stream), torch.inference_mode():
                 self._graphs = DecodeGraphs(
                     decoder,
                     self._state,
@@ -99,7 +140,7 @@ class CudaExecutor:
                 self.capture = self._graphs.capture(
                     partitions, partial(launcher.stream, "decode"), progress=progress
                 )
-                launcher.stream("decode", WHOLE_GPU)  # eager steps have all SMs again
+        torch.cuda.synchronize(device)  # the lanes begin with all that both of them need
 
     @staticmethod
     def workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:
@@ -112,66 +153,120 @@ class CudaExecutor:
         return len(batch_size_buckets(max_num_seqs)) * num_partitions * _GRAPH_BYTES
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> int:
-        """See :meth:`Executor.launch`."""
-        with torch.cuda.stream(self._stream):
-            if step.admitted:
-                self._write_slots(step.admitted)
-            rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
-            if step.prefill is None and self._graphs is not None:
-                inputs = DecodeInputs(
-                    rows.decode_slots, rows.positions, rows.kv_slots, rows.kv_indptr, rows.kv_indices
-                )
-                token_ids = self._graphs.run(inputs)
-                logits = self._graphs.logits(len(token_ids))
-            else:
-                logits, token_ids = self._eager.run(rows)
-            logprobs = None
-            if step.num_logprobs is not None:
-                logprobs = token_logprobs(logits, token_ids, step.num_logprobs)
-            pending = _Pending(
-                torch.cuda.Event(),
-                _to_host(token_ids),
-                None
-                if logprobs is None
-                else (_to_host(logprobs[0]), _to_host(logprobs[1]), _to_host(logprobs[2])),
-            )
+    def launch(self, step: Step, placement: Placement) -> int:
+        """See :meth:`Executor.launch`.
+
+        Raises:
+            ConfigError: the executor was made without a prefill lane, or without graphs for the partition.
+        """
+        lane = self._lanes.get(placement.lane)
+        if lane is None:
+            raise ConfigError("this engine was made without a prefill lane: choose the arm when making it")
+        stream = self._launcher.stream(placement.lane, placement.partition)
+        if stream != lane.stream:  # green contexts have a stream for each partition
+            stream.wait_stream(lane.stream)
+            lane.stream = stream
+        with torch.cuda.stream(stream):
+            if placement.takes_turns:
+                for name, other in self._lanes.items():
+                    if name != placement.lane and other.last is not None:
+                        stream.wait_event(other.last)
+            started = torch.cuda.Event(enable_timing=True)
+            started.record()
+            pending = self._enqueue(step, placement, lane, started)
             pending.finished.record()
+        lane.last = pending.finished
         ticket = self._next_ticket
         self._next_ticket += 1
         self._pending[ticket] = pending
         return ticket
 
+    def _enqueue(
+        self, step: Step, placement: Placement, lane: _LaneState, started: torch.cuda.Event
+    ) -> _Pending:
+        finished = torch.cuda.Event(enable_timing=True)
+        if placement.first_layer == 0:
+            if step.admitted:
+                self._write_slots(lane, step.admitted)
+            rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
+            if step.prefill is None and self._graphs is not None:
+                inputs = DecodeInputs(
+                    rows.decode_slots, rows.positions, rows.kv_slots, rows.kv_indptr, rows.kv_indices
+                )
+                token_ids = self._graphs.run(inputs, placement.partition)
+                logits = self._graphs.logits(len(token_ids))
+                return _pending(started, finished, step, logits, token_ids)
+            lane.forward = lane.eager.begin(rows)
+        if lane.forward is None:
+            raise RuntimeError(f"layer {placement.first_layer} of a forward that was not begun")
+        lane.forward = lane.eager.run_layers(lane.forward, placement.first_layer, placement.last_layer)
+        if placement.last_layer is not None:
+            return _Pending(started, finished, None, None)
+        logits, token_ids = lane.eager.finish(lane.forward)
+        lane.forward = None
+        return _pending(started, finished, step, logits, token_ids)
+
     def done(self, ticket: int) -> bool:
         """See :meth:`Executor.done`."""
         return bool(self._pending[ticket].finished.query())
+
+    def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
+        """See :meth:`Executor.wait_any`."""
+        while True:
+            for ticket in tickets:
+                if self.done(ticket):
+                    return ticket
+            if until_s is not None and time.perf_counter() >= until_s:
+                return None
+            time.sleep(_POLL_S)
 
     def wait(self, ticket: int) -> StepResult:
         """See :meth:`Executor.wait`."""
         pending = self._pending.pop(ticket)
         pending.finished.synchronize()
+        device_ms = pending.started.elapsed_time(pending.finished)
+        if pending.token_ids is None:
+            return StepResult(np.empty(0, dtype=np.int32), None, device_ms)
         logprobs = None
         if pending.logprobs is not None:
             chosen, top_ids, top = pending.logprobs
             logprobs = StepLogprobs(chosen.numpy(), top_ids.int().numpy(), top.numpy())
-        return StepResult(pending.token_ids.numpy(), logprobs)
+        return StepResult(pending.token_ids.numpy(), logprobs, device_ms)
 
     def now(self) -> float:
         """See :meth:`Executor.now`."""
         return time.perf_counter()
 
+    def sleep_until(self, time_s: float) -> None:
+        """See :meth:`Executor.sleep_until`."""
+        time.sleep(max(time_s - time.perf_counter(), 0.0))
+
     def shutdown(self) -> None:
         """See :meth:`Executor.shutdown`."""
-        torch.cuda.synchronize()
         launcher = self._launcher
+        # A device that has failed fails every call from then on; what it failed of was told when it happened.
+        with suppress(RuntimeError):
+            torch.cuda.synchronize()
         self.__dict__.clear()
-        launcher.close()
+        with suppress(RuntimeError, BulletGraphError):
+            launcher.close()
 
-    def _write_slots(self, admitted: tuple[SlotInit, ...]) -> None:
+    def _write_slots(self, lane: _LaneState, admitted: tuple[SlotInit, ...]) -> None:
         slots = np.array([init.slot for init in admitted], dtype=np.int32)
         table = np.concatenate([settings_row(init) for init in admitted])
-        device_slots, device_table = self._slot_uploader.upload(slots, table)
+        device_slots, device_table = lane.slots.upload(slots, table)
         self._state.settings[device_slots] = device_table.view(len(admitted), -1)
+
+
+def _pending(
+    started: torch.cuda.Event, finished: torch.cuda.Event, step: Step, logits: Tensor, token_ids: Tensor
+) -> _Pending:
+    """Start the copies of what a step has sampled."""
+    logprobs = None
+    if step.num_logprobs is not None:
+        chosen, top_ids, top = token_logprobs(logits, token_ids, step.num_logprobs)
+        logprobs = _to_host(chosen), _to_host(top_ids), _to_host(top)
+    return _Pending(started, finished, _to_host(token_ids), logprobs)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

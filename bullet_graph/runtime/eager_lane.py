@@ -1,10 +1,13 @@
 """Eager forwards on the GPU: prefill chunks, decode rows, or both, launched kernel by kernel."""
 
+import dataclasses
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from bullet_graph.models.decoder import Decoder, eager_functions
+from bullet_graph.models.decoder import Decoder, Hidden, eager_functions
 from bullet_graph.models.flashinfer_attention import (
     AttentionLane,
     MixedAttention,
@@ -17,6 +20,29 @@ from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_ops import TritonOps, sample
 from bullet_graph.runtime.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class EagerForward:
+    """A forward between two of its layers.
+
+    Attributes:
+        hidden: activations.
+        positions: [rows].
+        kv_slots: [rows].
+        attention: planned for the rows.
+        sample_rows: [s], rows that are sampled in the end.
+        sample_slots: [s].
+        sample_positions: [s].
+    """
+
+    hidden: Hidden
+    positions: Tensor
+    kv_slots: Tensor
+    attention: MixedAttention
+    sample_rows: Tensor
+    sample_slots: Tensor
+    sample_positions: Tensor
 
 
 class EagerLane:
@@ -54,11 +80,15 @@ class EagerLane:
         self._uploader = Uploader(10 * (max_rows + 8) + num_kv_blocks, device)
 
     def run(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Enqueue a forward on the current stream.
+        """Enqueue a whole forward on the current stream.
 
         Returns:
             (logits [s, vocab_size], token ids [s]) of the rows that are sampled.
         """
+        return self.finish(self.run_layers(self.begin(rows)))
+
+    def begin(self, rows: Rows) -> "EagerForward":
+        """Enqueue the inputs of a forward; its buffers are the lane's, so one forward at a time."""
         prefill_tokens = rows.num_prefill_rows
         last_block_tokens = (rows.kv_lens - 1) % np.int32(self._decoder.cache.block_tokens) + np.int32(1)
         (
@@ -112,15 +142,33 @@ class EagerLane:
                 last_block[n:],
             )
         fed_back = self._state.last_token[decode_slots]
-        hidden = self._decoder.run_layers(
+        return EagerForward(
             self._decoder.embed(torch.cat((token_ids, fed_back))),
             positions,
             kv_slots,
             MixedAttention(prefill, decode, prefill_tokens),
-            self._functions,
+            sample_rows,
+            sample_slots,
+            sample_positions,
         )
-        logits = self._decoder.logits(hidden, sample_rows, self._functions.ops)
-        return logits, sample(logits, sample_slots, sample_positions, self._state)
+
+    def run_layers(self, forward: "EagerForward", first: int = 0, last: int | None = None) -> "EagerForward":
+        """Enqueue layers [first, last) on the current stream; None means to the end."""
+        hidden = self._decoder.run_layers(
+            forward.hidden,
+            forward.positions,
+            forward.kv_slots,
+            forward.attention,
+            self._functions,
+            first=first,
+            last=last,
+        )
+        return dataclasses.replace(forward, hidden=hidden)
+
+    def finish(self, forward: "EagerForward") -> tuple[Tensor, Tensor]:
+        """Enqueue output head and sampling, after the last layer; returns as :meth:`run`."""
+        logits = self._decoder.logits(forward.hidden, forward.sample_rows, self._functions.ops)
+        return logits, sample(logits, forward.sample_slots, forward.sample_positions, self._state)
 
     def _plan(
         self,

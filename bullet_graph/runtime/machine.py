@@ -20,10 +20,11 @@ from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.partition.spec import SMS_PER_TPC
 from bullet_graph.perf.provenance import Provenance, collect_provenance, installed_version
-from bullet_graph.runtime.build import plan_ledger, resolve
+from bullet_graph.runtime.build import plan_ledger
 from bullet_graph.runtime.cache_folders import CacheFolder, cache_folders, look_at_cache
 from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.partition_checks import PartitionChecks, check_partitions
+from bullet_graph.runtime.resolve import resolve
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from engines import Model, make_engine
 
 from bullet_graph import Engine
 from bullet_graph.runtime.cpu import CpuExecutor
-from bullet_graph.runtime.step import Step
+from bullet_graph.runtime.step import Placement, Step
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -53,9 +53,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """
     gate, launch = Gate(10), CpuExecutor.launch
 
-    def gated(self: CpuExecutor, step: Step) -> int:
+    def gated(self: CpuExecutor, step: Step, placement: Placement) -> int:
         gate.wait()
-        return launch(self, step)
+        return launch(self, step, placement)
 
     monkeypatch.setattr(CpuExecutor, "launch", gated)
     yield gate

@@ -83,10 +83,10 @@ async def test_a_failure_reaches_all_streams_and_later_ones(
     launch = CpuExecutor.launch
     calls = iter(range(4))
 
-    def failing(self: CpuExecutor, step: object) -> int:
+    def failing(self: CpuExecutor, step: object, placement: object) -> int:
         if next(calls, None) is None:
             raise error
-        return launch(self, step)  # type: ignore[arg-type]
+        return launch(self, step, placement)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CpuExecutor, "launch", failing)
     engine = AsyncEngine(make_engine(model.folder, max_num_seqs=2))

@@ -17,6 +17,7 @@ from bullet_graph import (
     Engine,
     InsufficientMemoryError,
     ModelError,
+    PerfTableError,
     UnsupportedModelError,
 )
 
@@ -115,7 +116,11 @@ def test_a_gpu_where_there_is_none() -> None:
         ({"dtype": "int4"}, ConfigError, "dtype"),
         ({"device": "tpu"}, ConfigError, "device"),
         ({"arm": "both"}, ConfigError, "unknown arm 'both'"),
-        ({"arm": "mixed:0"}, ConfigError, "CHUNK in tokens"),
+        ({"arm": "mixed:0"}, ConfigError, r"mixed:CHUNK \(in tokens"),
+        ({"arm": "split"}, ConfigError, "SM partitions need a GPU.*the arm split"),
+        ({"arm": "auto"}, PerfTableError, "perf_table='roofline'"),
+        ({"perf_table": "/nowhere/table.json"}, PerfTableError, "tables are measured on GPUs"),
+        ({"perf_table": ""}, ConfigError, "perf_table"),
         ({"kv_cache_bytes": 1000}, InsufficientMemoryError, r"short by .*MiB.*Raise kv_cache_bytes"),
         ({"kv_cache_bytes": 2**60}, InsufficientMemoryError, r"short by .*GiB.*Lower kv_cache_bytes"),
         (

@@ -193,12 +193,12 @@ def test_metrics_by_a_clock_that_counts(model: Model, monkeypatch: pytest.Monkey
         engine.add_request("a", list(range(2, 12)), SamplingParams(max_tokens=3, ignore_eos=True))
         engine.add_request("b", PROMPT, SamplingParams(max_tokens=1))
         outputs = run_to_end(engine)
-    # Arrivals at 0 and 1. Each step asks the time at its launch and at its end: (2, 3), (4, 5), (6, 7) for
-    # the prompt of ten in chunks of 4, 4 and 2 (beside 2 of the other's), (8, 9) for the rest of that; then
-    # two decode steps.
+    # Arrivals at 0 and 1. Each step asks the time when it is planned, at its launch and at its end: (2, 3, 4),
+    # (5, 6, 7), (8, 9, 10) for the prompt of ten in chunks of 4, 4 and 2 (beside 2 of the other's),
+    # (11, 12, 13) for the rest of that; then two decode steps.
     a, b = outputs["a"][-1].metrics, outputs["b"][-1].metrics
-    assert (a.arrival_s, a.first_scheduled_s, a.token_times_s) == (0, 2, (7, 11, 13))
-    assert (b.arrival_s, b.first_scheduled_s, b.token_times_s) == (1, 6, (9,))
+    assert (a.arrival_s, a.first_scheduled_s, a.token_times_s) == (0, 3, (10, 16, 19))
+    assert (b.arrival_s, b.first_scheduled_s, b.token_times_s) == (1, 9, (13,))
 
 
 def test_metrics_are_those_of_the_first_sample(model: Model) -> None:

@@ -11,7 +11,7 @@ from engines import GREEDY, Model, at_any_depth, make_engine, run_to_end, tokens
 from bullet_graph import Engine, EngineDeadError, RequestError
 from bullet_graph.models.attention import ReferenceAttention
 from bullet_graph.runtime.cpu import CpuExecutor
-from bullet_graph.runtime.step import Step
+from bullet_graph.runtime.step import Placement, Step
 
 PROMPT = [5, 17, 300, 8]
 
@@ -237,9 +237,9 @@ def test_each_ticket_is_waited_for_once_and_in_order(model: Model, monkeypatch: 
     most = 0
     launch, wait = CpuExecutor.launch, CpuExecutor.wait
 
-    def note_launch(self: CpuExecutor, step: Step) -> int:
+    def note_launch(self: CpuExecutor, step: Step, placement: Placement) -> int:
         nonlocal most
-        launched.append(launch(self, step))
+        launched.append(launch(self, step, placement))
         most = max(most, len(launched) - len(waited))
         return launched[-1]
 

@@ -85,11 +85,16 @@ def check_against_transformers(outputs: list[RequestOutput], model: Checkpoint) 
     assert torch.cat(regrets).max() < 4 * torch.cat(noise).abs().max()
 
 
-@pytest.mark.parametrize("arm", ["serial", "mixed", "mixed:64"])
+@pytest.mark.parametrize("arm", ["serial", "mixed", "mixed:64", "sliced", "split:48", "auto"])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_tokens_against_transformers(model: Checkpoint, arm: str, cuda_graphs: bool) -> None:
     with Engine(
-        str(model.folder), arm=arm, max_num_seqs=6, kv_cache_bytes=2**28, cuda_graphs=cuda_graphs
+        str(model.folder),
+        arm=arm,
+        max_num_seqs=6,
+        kv_cache_bytes=2**28,
+        cuda_graphs=cuda_graphs,
+        perf_table="roofline",
     ) as engine:
         outputs = engine.generate(prompts(), GREEDY, use_tqdm=False)
         assert [len(o.outputs[0].token_ids) for o in outputs] == [GREEDY.max_tokens] * len(LENGTHS)

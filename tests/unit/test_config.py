@@ -20,6 +20,10 @@ from bullet_graph.errors import BulletGraphError, ConfigError
         ("mixed:1", Arm("mixed", 1)),
         ("mixed:2048", Arm("mixed", 2048)),
         ("serial:64", Arm("serial", 64)),
+        ("sliced", Arm("sliced")),
+        ("split", Arm("split")),
+        ("split:48", Arm("split", decode_sms=48)),
+        ("auto", Arm("auto")),
     ],
 )
 def test_arms_are_read_and_written(text: str, arm: Arm) -> None:
@@ -29,10 +33,24 @@ def test_arms_are_read_and_written(text: str, arm: Arm) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "split", "Mixed", "mixed:", "mixed:0", "mixed:-1", "mixed:1.5", "mixed:x", "mixed:²", " mixed"],
+    [
+        "",
+        "sliced:3",
+        "auto:1",
+        "split:x",
+        "solo",
+        "Mixed",
+        "mixed:",
+        "mixed:0",
+        "mixed:-1",
+        "mixed:1.5",
+        "mixed:x",
+        "mixed:²",
+        " mixed",
+    ],
 )
 def test_other_arms_are_refused_with_the_forms_allowed(text: str) -> None:
-    with pytest.raises(ConfigError, match="serial, mixed, serial:CHUNK or mixed:CHUNK") as caught:
+    with pytest.raises(ConfigError, match="serial, sliced, mixed, split or auto") as caught:
         Arm.parse(text)
     assert repr(text) in str(caught.value)
 
@@ -50,8 +68,8 @@ def test_an_arm_s_chunk_is_checked_however_it_is_made(chunk_tokens: object) -> N
 
 
 def test_an_arm_s_name_is_checked_however_it_is_made() -> None:
-    with pytest.raises(ConfigError, match="serial or mixed, got 'split'"):
-        Arm("split")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="sliced, mixed, split, auto, got 'solo'"):
+        Arm("solo")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,16 @@ PUBLIC_NAMES = [
     "ModelError",
     "OutputKind",
     "PartitionError",
+    "PerfTableError",
     "PromptError",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "SamplingParamsError",
+    "Slo",
     "TokenLogprobs",
+    "TraceError",
     "UnsupportedModelError",
     "WorkloadError",
     "__version__",
@@ -85,9 +88,10 @@ def test_names_that_vllm_users_know() -> None:
         "sampling_params",
         "output_kind",
         "arrival_s",
+        "slo",
     ]
     assert parameters(Engine.abort) == ["request_id"]
-    assert parameters(Engine.step) == parameters(Engine.shutdown) == []
+    assert parameters(Engine.shutdown) == []
     assert parameters(Engine.has_unfinished_requests) == []
     assert parameters(AsyncEngine.generate)[:3] == ["prompt", "sampling_params", "request_id"]
     assert parameters(SamplingParams) == [

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from scheduler_loop import BLOCK_TOKENS, MAX_MODEL_LEN, Loop
+from scheduler_loop import BLOCK_TOKENS, LANES_AT_ONCE, MAX_MODEL_LEN, Loop
 
 from bullet_graph.engine.scheduler import ScheduledStep
 from bullet_graph.engine.sequence import Sequence, Status
@@ -16,7 +16,7 @@ class AnySchedule(RuleBasedStateMachine):
     """Adds, aborts, launches and retires in any order."""
 
     @initialize(
-        arm=st.sampled_from(["serial", "mixed"]),
+        arm=st.sampled_from(["serial", "mixed", LANES_AT_ONCE]),
         chunk_tokens=st.sampled_from([1, 2, 3, 5, 8, 16, 1000]),
         max_num_seqs=st.integers(1, 6),
         spare_blocks=st.integers(0, 8),
@@ -53,10 +53,10 @@ class AnySchedule(RuleBasedStateMachine):
                 self.loop.retire()
             self.loop.launch()
 
-    @rule()
-    def retire(self) -> None:
+    @rule(lane=st.sampled_from([None, "decode", "prefill"]))
+    def retire(self, lane: str | None) -> None:
         if self.loop.in_flight:
-            self.loop.retire()
+            self.loop.retire(lane)
 
     @invariant()
     def blocks_are_sound(self) -> None:
@@ -161,12 +161,12 @@ def test_no_step_is_launched_for_tokens_beyond_max_tokens_or_max_model_len() -> 
             loop.retire()
     while loop.launch() is not None:
         pass
-    assert sum(len(step.sampled) for step in loop.in_flight) <= 4
+    assert sum(len(step.sampled) for _, step in loop.in_flight) <= 4
     loop.drain()
     assert [len(s.output_token_ids) for s in loop.sequences] == [2, 2]
 
 
-@pytest.mark.parametrize("arm", ["serial", "mixed"])
+@pytest.mark.parametrize("arm", ["serial", "mixed", LANES_AT_ONCE])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_last_to_come_is_preempted_and_loses_nothing(arm: str, depth: int) -> None:
     loop = Loop(arm, spare_blocks=2, depth=depth)
@@ -266,7 +266,7 @@ def test_settings_reach_the_slot() -> None:
     )
     sequence = Sequence("a", 0, np.arange(6, dtype=np.int32), params, 77, frozenset({9, 4}))
     loop.scheduler.add(sequence)
-    scheduled = loop.scheduler.schedule()
+    scheduled = loop.schedule()
     assert scheduled is not None
     (init,) = scheduled.step.admitted
     assert (init.slot, init.temperature, init.top_k, init.top_p, init.min_p, init.seed) == (
@@ -287,7 +287,7 @@ def test_nothing_is_masked_without_min_tokens() -> None:
     params = SamplingParams(top_k=-1)
     sequence = Sequence("a", 0, np.arange(6, dtype=np.int32), params, 0, frozenset({9}))
     loop.scheduler.add(sequence)
-    scheduled = loop.scheduler.schedule()
+    scheduled = loop.schedule()
     assert scheduled is not None
     (init,) = scheduled.step.admitted
     assert init.top_k == 0
@@ -299,7 +299,7 @@ def test_settings_fit_the_device_s_32_bit_numbers() -> None:
     loop = Loop()
     params = SamplingParams(temperature=1e-9, top_k=2**40, top_p=1e-60, max_tokens=2**40, min_tokens=2**40)
     loop.scheduler.add(Sequence("a", 0, np.arange(6, dtype=np.int32), params, 0, frozenset({9})))
-    scheduled = loop.scheduler.schedule()
+    scheduled = loop.schedule()
     assert scheduled is not None
     (init,) = scheduled.step.admitted
     assert max(init.top_k, init.masked_until) < 2**31

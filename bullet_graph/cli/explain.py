@@ -1,0 +1,213 @@
+"""``bullet-graph explain``: what an engine decided, and how that went."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bullet_graph.errors import ConfigError
+from bullet_graph.perf.chrome_trace import to_chrome_trace
+from bullet_graph.perf.explain import TraceSummary, Window, summarize_trace
+from bullet_graph.perf.trace_file import read_trace
+from bullet_graph.perf.trace_records import Trace
+
+_MOST_MISSES_SHOWN = 10
+_IMAGE_FORMATS = ("svg", "png")
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option(
+    "--chrome-trace",
+    type=click.Path(path_type=Path),
+    help="Write the trace in Chrome's format, for ui.perfetto.dev or chrome://tracing.",
+)
+@click.option(
+    "--timeline",
+    type=click.Path(path_type=Path),
+    help="Draw SMs, arms, queue and times between tokens; the name ends in .svg or .png.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace files of --chrome-trace and --timeline that exist.")
+@click.option(
+    "--from", "from_s", type=float, metavar="S", help="Leave out all before this second of the trace."
+)
+@click.option("--to", "to_s", type=float, metavar="S", help="Leave out all after this second of the trace.")
+def explain(
+    file: Path,
+    as_json: bool,
+    chrome_trace: Path | None,
+    timeline: Path | None,
+    overwrite: bool,
+    from_s: float | None,
+    to_s: float | None,
+) -> None:
+    """Sum up a decision trace: time by arm, prediction errors, and why requests missed their targets.
+
+    FILE is what --trace-decisions wrote.
+
+    \b
+    Examples:
+      bullet-graph explain decisions.jsonl
+      bullet-graph explain decisions.jsonl --timeline decisions.svg --from 10 --to 12
+      bullet-graph explain decisions.jsonl --json --chrome-trace perfetto.json
+    """
+    outputs = [("--chrome-trace", chrome_trace), ("--timeline", timeline)]
+    for option, path in outputs:
+        if path is not None:
+            _check_output(option, path, file, overwrite=overwrite)
+    trace = read_trace(file)
+    window = _window(trace, from_s, to_s)
+    summary = summarize_trace(trace, window)
+    if timeline is not None:
+        _write("--timeline", timeline, _draw(trace, window, timeline.suffix[1:].lower()))
+    if chrome_trace is not None:
+        text = json.dumps(to_chrome_trace(trace, window), separators=(",", ":"), allow_nan=False)
+        _write("--chrome-trace", chrome_trace, text.encode())
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(summary), indent=2, allow_nan=False))
+    else:
+        _print(summary, [path for _, path in outputs if path is not None])
+
+
+def _window(trace: Trace, from_s: float | None, to_s: float | None) -> Window:
+    length_s = trace.end_s - trace.start_s
+    first_s = 0.0 if from_s is None else from_s
+    last_s = length_s if to_s is None else to_s
+    # A trace without events has no length, and all of it may be asked for.
+    if not (0 <= first_s < last_s or first_s == last_s == length_s == 0):
+        raise ConfigError(
+            f"--from must be at least 0 and less than --to, but they are {first_s:g} and {last_s:g}: the trace is "
+            f"{length_s:g} s long"
+        )
+    if first_s > length_s:
+        raise ConfigError(
+            f"--from {first_s:g}: the trace is only {length_s:g} s long; choose an earlier second"
+        )
+    return Window(trace.start_s + first_s, trace.end_s if last_s >= length_s else trace.start_s + last_s)
+
+
+def _draw(trace: Trace, window: Window, image_format: str) -> bytes:
+    if window.start_s == window.end_s:
+        raise ConfigError(
+            "--timeline needs a trace with events, but this one has none: trace a run with requests"
+        )
+    try:
+        # matplotlib is an extra, and takes a while to import.
+        from bullet_graph.cli.timeline import draw_timeline  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        raise ConfigError(
+            "--timeline needs matplotlib, which is not installed: pip install 'bullet-graph[bench]'"
+        ) from None
+    return draw_timeline(trace, window, image_format)
+
+
+def _check_output(option: str, path: Path, source: Path, *, overwrite: bool) -> None:
+    if option == "--timeline" and path.suffix[1:].lower() not in _IMAGE_FORMATS:
+        raise ConfigError(f"{option} {path}: the name must end in .svg or .png")
+    if path.resolve() == source.resolve():
+        raise ConfigError(f"{option} {path}: this is the trace itself; give another name")
+    if path.exists() and not overwrite:
+        raise ConfigError(f"{option} {path}: the file exists; add --overwrite or give another name")
+
+
+def _write(option: str, path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: cannot be written ({error.strerror}); give a name in a folder that exists and can be "
+            "written to"
+        ) from None
+
+
+def _print(summary: TraceSummary, written: list[Path]) -> None:
+    console = Console()
+    header = summary.header
+    console.print(f"{header.model} on {header.device}, arm {header.arm}, {header.slo}", markup=False)
+    for table in _tables(summary):
+        if table.row_count:
+            console.print(table)
+    if len(summary.misses) > _MOST_MISSES_SHOWN:
+        console.print(f"… and {len(summary.misses) - _MOST_MISSES_SHOWN:,} more (all are in the JSON)")
+    for note in summary.notes:
+        console.print(f"note: {note}", style="yellow", markup=False)
+    for path in written:
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def _tables(summary: TraceSummary) -> list[Table]:
+    lanes, requests = summary.lanes, summary.requests
+    run = _table("run", "")
+    run.add_row("time", f"{summary.duration_s:,.3f} s")
+    run.add_row("launches", f"{summary.num_launches:,}")
+    run.add_row("plans made", f"{summary.num_decisions:,}")
+    if summary.num_infeasible:
+        run.add_row("… no option could hold TPOT", f"{summary.num_infeasible:,}")
+    run.add_row("decode lane busy", _percent(lanes.decode))
+    run.add_row("prefill lane busy", _percent(lanes.prefill))
+    run.add_row("both lanes busy", _percent(lanes.both))
+    run.add_row("device idle", _percent(lanes.idle))
+
+    arms = _table("arm", "launches", "of device time", "of time passed")
+    for share in summary.arms:
+        arms.add_row(
+            Text(share.arm),
+            f"{share.num_launches:,}",
+            _percent(share.device_share),
+            _percent(share.wall_share),
+        )
+    bounds = _table("decided by", "plans", "of all")
+    for bound, count in summary.bounds.items():
+        bounds.add_row(Text(bound), f"{count:,}", _percent(count / summary.num_decisions))
+    errors = _table("prediction error", "launches", "median", "p90", "bias")
+    for error in summary.errors:
+        errors.add_row(
+            Text(f"{error.arm}, {error.lane} lane"),
+            f"{error.num_launches:,}",
+            f"{error.median_percent:.1f} %",
+            f"{error.p90_percent:.1f} %",
+            f"{error.bias_percent:+.1f} %",
+        )
+    fared = _table("requests", "")
+    for label, number in (
+        ("completed", requests.completed),
+        ("met their targets", requests.met),
+        ("missed TTFT", requests.missed_ttft),
+        ("missed TPOT", requests.missed_tpot),
+        ("had no targets", requests.without_targets),
+        ("aborted or failed", requests.cut_off),
+    ):
+        if number or label == "completed":
+            fared.add_row(label, f"{number:,}")
+    causes = _table("why targets were missed", "misses")
+    for cause, count in summary.causes.items():
+        causes.add_row(Text(cause), f"{count:,}")
+    misses = _table("worst misses", "target", "ms", "limit, ms", "why")
+    for miss in summary.misses[:_MOST_MISSES_SHOWN]:
+        shares = ", ".join(f"{cause} {_percent(share)}" for cause, share in miss.shares.items())
+        misses.add_row(
+            Text(miss.request_id),
+            miss.target.upper(),
+            f"{miss.measured_ms:,.1f}",
+            f"{miss.limit_ms:,.1f}",
+            Text(shares),
+        )
+    return [run, arms, bounds, errors, fared, causes, misses]
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or column == "why" else "right")
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")

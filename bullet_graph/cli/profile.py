@@ -1,0 +1,241 @@
+"""``bullet-graph profile``: measures a performance table on this GPU."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from bullet_graph.cli.options import parse_sizes
+from bullet_graph.config import DtypeName, EngineConfig, LoadFormat, PartitionBackendName
+from bullet_graph.perf.accuracy import ErrorReport, held_back_errors
+from bullet_graph.perf.profile_point import KINDS, ProfilePoint
+from bullet_graph.perf.profile_record import Measured, Outlier, find_outliers, from_points
+from bullet_graph.perf.table import PerfTable
+
+_MOST_OUTLIERS_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProfileResult:
+    """What ``--json`` prints.
+
+    Attributes:
+        file: the table.
+        num_points: points that predictions are made of.
+        num_held_back: points that they are judged by.
+        outliers: repeats more than 10 % off their point's median.
+        held_back_errors: of the predictions.
+        passes: how long each round over the points took, with clocks and power.
+    """
+
+    file: str
+    gpu: str
+    model: str
+    dtype: str
+    num_points: int
+    num_held_back: int
+    outliers: list[Outlier]
+    held_back_errors: ErrorReport
+    passes: list[dict[str, Any]]
+
+
+@click.command()
+@click.option("--model", required=True, help="A preset's name, or a Hugging Face model folder.")
+@click.option(
+    "--load-format",
+    type=click.Choice(get_args(LoadFormat)),
+    default="auto",
+    show_default=True,
+    help="dummy: seeded random weights; auto: dummy for a preset, safetensors for a folder.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(get_args(DtypeName)),
+    default="auto",
+    show_default=True,
+    help="auto: config.json's, or bfloat16 where that is float32.",
+)
+@click.option(
+    "--max-num-seqs", type=click.IntRange(min=1), default=512, show_default=True, help="Largest decode batch."
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="Largest prompt chunk.",
+)
+@click.option(
+    "--partition-backend",
+    type=click.Choice(get_args(PartitionBackendName)),
+    default="auto",
+    show_default=True,
+    help="What confines a lane to its SMs; auto: the first that verifies.",
+)
+@click.option(
+    "--decode-sms",
+    metavar="N,N,…",
+    callback=parse_sizes,
+    default="",
+    help="Sizes of the decode lane.  [default: 16,24,32,48,64,80,96, up to three quarters of the GPU]",
+)
+@click.option(
+    "--time-budget-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=480.0,
+    show_default=True,
+    help="For the measurements alone; a shorter one means fewer points and shorter bursts.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of dummy weights, of the order of the points and of those held back.",
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="The table's file.  [default: in your data folder]"
+)
+@click.option("--overwrite", is_flag=True, help="Replace the table if it exists.")
+@click.option("--restart", is_flag=True, help="Forget what an interrupted profile measured.")
+@click.option("--json", "as_json", is_flag=True, help="Print a summary as JSON and nothing else.")
+def profile(
+    time_budget_s: float,
+    output: Path | None,
+    overwrite: bool,
+    restart: bool,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Measure how fast this GPU decodes and prefills: alone, together, and at once on parts of it.
+
+    The table is what the planner (--arm auto and split, targets for TPOT) and the simulator predict from. Nothing
+    else should run on the GPU meanwhile. An interrupted profile goes on where it was when the same command is
+    given again.
+
+    \b
+    Examples:
+      bullet-graph profile --model llama-3.1-8b
+      bullet-graph profile --model ./Llama-3.2-1B --decode-sms 32,64 --time-budget-s 120 --output table.json
+    """
+    config = EngineConfig(**settings, device="cuda")
+    # torch takes seconds to import, and --help must not wait for it.
+    from bullet_graph.runtime.performance import table_model  # noqa: PLC0415
+    from bullet_graph.runtime.profile_setup import prepare_profile  # noqa: PLC0415
+
+    prepared = prepare_profile(config)
+
+    def tell(line: str) -> None:
+        if not as_json:
+            tqdm.write(line, file=sys.stderr)
+
+    # Libraries that greet on stdout when they are imported would spoil the JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        # Needs triton and flashinfer, which a machine without a GPU does not have.
+        from bullet_graph.runtime.profile import profile_model  # noqa: PLC0415
+
+        table, file = profile_model(
+            prepared,
+            time_budget_s=time_budget_s,
+            file=output,
+            overwrite=overwrite,
+            restart=restart,
+            progress=not as_json and sys.stderr.isatty(),
+            tell=tell,
+        )
+    errors = held_back_errors(table, table_model(table, config.max_num_seqs, prepared.runtime))
+    outliers = [*find_outliers(table.points), *find_outliers(table.held_back)]
+    if not as_json:
+        _print(table, outliers, errors)
+        click.echo(f"table: {file}")
+        return
+    result = ProfileResult(
+        file=str(file),
+        gpu=table.key.gpu,
+        model=table.key.model,
+        dtype=table.key.dtype,
+        num_points=len(from_points(table.points)),
+        num_held_back=len(from_points(table.held_back)),
+        outliers=outliers,
+        held_back_errors=errors,
+        passes=table.provenance["passes"],
+    )
+    click.echo(json.dumps(dataclasses.asdict(result), indent=2, allow_nan=False))
+
+
+def _print(table: PerfTable, outliers: list[Outlier], errors: ErrorReport) -> None:
+    console = Console()
+    key = table.key
+    console.print(_measured_table(table, f"{key.model} in {key.dtype} on {key.gpu}"))
+    shown = Table(title="Error on the points held back", title_justify="left")
+    for name in ("kind", "points", "median", "p90", "worst"):
+        shown.add_column(name, justify="left" if name in ("kind", "worst") else "right")
+    for summary in (*errors.kinds, *([] if errors.overall is None else [errors.overall])):
+        worst = summary.worst
+        shown.add_row(
+            summary.kind,
+            str(summary.num_points),
+            f"{summary.median_percent:.1f} %",
+            f"{summary.p90_percent:.1f} %",
+            f"{worst.percent:+.0f} %: {worst.point}, {worst.measured_ms:.2f} ms",
+        )
+    console.print(shown)
+    if outliers:
+        console.print(f"{len(outliers)} repeats are more than 10 % off the median of their point:")
+    for outlier in outliers[:_MOST_OUTLIERS_SHOWN]:
+        console.print(
+            f"  {_name(outlier.point)}: {outlier.lane} {outlier.repeat_ms:.2f} ms in repeat "
+            f"{outlier.number + 1}, median {outlier.median_ms:.2f} ms",
+            markup=False,
+        )
+
+
+def _measured_table(table: PerfTable, title: str) -> Table:
+    shown = Table("measured", title=title, title_justify="left")
+    for name in ("points", "held back", "repeats", "fastest ms", "slowest ms", "spread p50"):
+        shown.add_column(name, justify="right")
+    grid, held_back = from_points(table.points), from_points(table.held_back)
+    for kind in KINDS:
+        of_kind = {point: repeats for point, repeats in {**grid, **held_back}.items() if point.kind == kind}
+        if not of_kind:
+            continue
+        times = [time for repeats in of_kind.values() for repeat in repeats for time in repeat]
+        shown.add_row(
+            kind,
+            str(sum(point.kind == kind for point in grid)),
+            str(sum(point.kind == kind for point in held_back)),
+            str(sum(map(len, of_kind.values()))),
+            f"{min(times):.2f}",
+            f"{max(times):.2f}",
+            f"{100 * _median_spread(of_kind):.1f} %",
+        )
+    return shown
+
+
+def _median_spread(measured: Measured) -> float:
+    """Median over the points of (longest − shortest repeat) / shortest, of the first lane."""
+    spreads = sorted(
+        max(times) / min(times) - 1
+        for times in ([repeat[0] for repeat in repeats] for repeats in measured.values())
+    )
+    return spreads[len(spreads) // 2]
+
+
+def _name(point: ProfilePoint) -> str:
+    parts: list[str] = [point.kind]
+    if point.sms is not None:
+        parts.append(f"on {point.sms} SMs")
+    if point.batch_size:
+        parts.append(f"batch {point.batch_size} at {point.context_tokens} tokens")
+    if point.tokens:
+        parts.append(f"{point.tokens} prompt tokens")
+    if point.cached_tokens:
+        parts.append(f"after {point.cached_tokens}")
+    return ", ".join(parts)

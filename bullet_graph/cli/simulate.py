@@ -1,0 +1,249 @@
+"""``bullet-graph simulate``: what a GPU would make of a trace, in virtual time."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bullet_graph.cli.goodput import GoodputCommand, goodput_option
+from bullet_graph.cli.options import parse_size, parse_sizes, result_options
+from bullet_graph.cli.result_file import check_result_file, write_result_file
+from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.errors import ConfigError
+from bullet_graph.slo import Slo
+
+_IMAGE_FORMATS = ("svg", "png")
+_FIRST_RATE = 8.0
+_TRACE_TIMES = "trace"
+
+
+def _parse_rate(_: click.Context, __: click.Parameter, value: str) -> float | None:
+    """Requests a second; None for the trace's own times."""
+    if value == _TRACE_TIMES:
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise click.BadParameter(
+            f"{value!r} is no rate: give requests a second, inf, or {_TRACE_TIMES} for recorded times"
+        ) from None
+
+
+@click.command(cls=GoodputCommand)
+@click.option(
+    "--gpu",
+    default="h200",
+    show_default=True,
+    metavar="NAME|TABLE.json|roofline:NAME",
+    help="Whose times to use: a table that comes with the package, one that `bullet-graph profile` wrote, or an "
+    "estimate by arithmetic.",
+)
+@click.option(
+    "--model",
+    default="llama-3.1-8b",
+    show_default=True,
+    help="A preset's name, or a Hugging Face model folder.",
+)
+@click.option(
+    "--trace",
+    required=True,
+    metavar="FILE|NAME",
+    help="A trace file (Azure CSV, ShareGPT JSON, Mooncake JSONL), or azure:conv, azure:code, synthetic:conv, "
+    "synthetic:code, synthetic:longdoc.",
+)
+@click.option("--num-prompts", type=click.IntRange(min=1), help="Only the first N requests of the trace.")
+@click.option(
+    "--request-rate",
+    default="inf",
+    show_default=True,
+    metavar="RATE|inf|trace",
+    callback=_parse_rate,
+    help="Requests a second; inf: all at once; trace: when they were recorded. With --sweep, where to begin.",
+)
+@click.option(
+    "--burstiness",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="1: Poisson arrivals; less: burstier; more: steadier.",
+)
+@click.option(
+    "--time-scale",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Factor on the times of --request-rate trace.",
+)
+@click.option("--max-concurrency", type=click.IntRange(min=1), help="Most requests under way at once.")
+@goodput_option
+@click.option(
+    "--arm",
+    "arms",
+    multiple=True,
+    default=("auto",),
+    show_default="auto",
+    metavar="serial|sliced|mixed[:CHUNK]|split[:NUM_SMS]|auto",
+    help="How prefill and decode share the GPU; repeat it to compare several.",
+)
+@click.option(
+    "--decode-sms", metavar="N,N,…", callback=parse_sizes, default="", help="Sizes of the decode lane."
+)
+@click.option(
+    "--max-num-seqs", type=int, default=1024, show_default=True, help="Most sequences running at once."
+)
+@click.option(
+    "--max-num-batched-tokens", type=int, default=8192, show_default=True, help="Most tokens of one forward."
+)
+@click.option("--max-model-len", type=int, help="Most tokens of a prompt and its output together.")
+@click.option(
+    "--gpu-memory-utilization",
+    type=float,
+    default=0.9,
+    show_default=True,
+    help="Share of the GPU's memory to fill.",
+)
+@click.option(
+    "--kv-cache-bytes",
+    metavar="SIZE",
+    callback=parse_size,
+    help="Size of the KV cache, such as 8GiB.  [default: what memory is left]",
+)
+@click.option(
+    "--host-overhead-ms",
+    type=click.FloatRange(min=0),
+    default=0.2,
+    show_default=True,
+    help="What each launch costs the host.",
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of arrivals and lengths."
+)
+@click.option("--sweep", is_flag=True, help="Find the highest rate at which each arm holds the targets.")
+@click.option(
+    "--attainment",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=0.9,
+    show_default=True,
+    help="Share of requests that must meet all targets, for --sweep.",
+)
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Draw the sweep; the name ends in .svg or .png."
+)
+@click.option(
+    "--trace-decisions",
+    type=click.Path(path_type=Path),
+    help="Write every decision (see `bullet-graph explain`).",
+)
+@click.option("--save-detailed", is_flag=True, help="Put the figures of each request into the JSON as well.")
+@result_options
+def simulate(
+    gpu: str,
+    trace: str,
+    num_prompts: int | None,
+    request_rate: float | None,
+    burstiness: float,
+    time_scale: float,
+    max_concurrency: int | None,
+    arms: tuple[str, ...],
+    host_overhead_ms: float,
+    sweep: bool,
+    attainment: float,
+    plot: Path | None,
+    trace_decisions: Path | None,
+    save_detailed: bool,
+    output_json: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Serve a trace on a simulated GPU: the engine's own scheduler and planner in virtual time.
+
+    Step times come from a measured table. The same arguments give the same figures. With one arm the JSON is flat, as
+    that of vLLM's serving benchmark; with several, the field "results" holds one such object for each.
+
+    \b
+    Examples:
+      bullet-graph simulate --trace azure:conv --request-rate 20 --goodput ttft:500 tpot:15
+      bullet-graph simulate --trace azure:code --request-rate 10 --goodput ttft:500 tpot:8 \\
+          --arm mixed:2048 --arm split --arm auto --output-json code.json
+      bullet-graph simulate --trace azure:conv --goodput ttft:500 tpot:15 --sweep --plot conv.svg
+    """
+    config = EngineConfig(**settings)
+    check_result_file(output_json, overwrite=overwrite)
+    parsed = tuple(dict.fromkeys(Arm.parse(arm) for arm in arms))
+    _check_combination(parsed, config.slo, request_rate, sweep, plot, trace_decisions)
+    if plot is not None:
+        _check_plot(plot, overwrite=overwrite)
+    # Here and below: torch takes seconds to import, and --help must not wait for it.
+    from bullet_graph.cli.simulation_run import SimulationSpec, Simulator  # noqa: PLC0415
+
+    spec = SimulationSpec(
+        gpu=gpu,
+        config=config,
+        arms=parsed,
+        trace=trace,
+        num_prompts=num_prompts,
+        request_rate=request_rate,
+        time_scale=time_scale,
+        burstiness=burstiness,
+        max_concurrency=max_concurrency,
+        host_overhead_ms=host_overhead_ms,
+        attainment=attainment,
+    )
+    simulator = Simulator(spec)
+    progress = not as_json and sys.stderr.isatty()
+    if sweep:
+        from bullet_graph.cli.simulation_report import report_sweep  # noqa: PLC0415
+
+        first_rate = _FIRST_RATE if request_rate is None or math.isinf(request_rate) else request_rate
+        searches = simulator.sweep(first_rate, progress=progress)
+        fields = report_sweep(simulator, searches, plot=plot, detailed=save_detailed, quiet=as_json)
+    else:
+        from bullet_graph.cli.simulation_report import report_runs  # noqa: PLC0415
+
+        runs = simulator.compare(trace_file=trace_decisions, overwrite=overwrite, progress=progress)
+        fields = report_runs(simulator, runs, detailed=save_detailed, quiet=as_json)
+    text = json.dumps(fields, indent=2, allow_nan=False)
+    if output_json is not None:
+        write_result_file(output_json, text)
+    if as_json:
+        click.echo(text)
+
+
+def _check_combination(
+    arms: tuple[Arm, ...],
+    slo: Slo,
+    request_rate: float | None,
+    sweep: bool,
+    plot: Path | None,
+    trace_decisions: Path | None,
+) -> None:
+    if sweep and slo == Slo():
+        raise ConfigError(
+            "--sweep looks for the rate that holds the targets: give some, as --goodput ttft:500 tpot:15"
+        )
+    if sweep and request_rate is None:
+        raise ConfigError(f"--sweep chooses the rates itself: leave out --request-rate {_TRACE_TIMES}")
+    if plot is not None and not sweep:
+        raise ConfigError("--plot draws figures against the rate: add --sweep")
+    if trace_decisions is not None and (sweep or len(arms) > 1):
+        raise ConfigError("--trace-decisions writes one run: give one --arm, and no --sweep")
+
+
+def _check_plot(path: Path, *, overwrite: bool) -> None:
+    if path.suffix[1:].lower() not in _IMAGE_FORMATS:
+        raise ConfigError(f"--plot {path}: the name must end in .svg or .png")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: the folder {path.parent} does not exist; make it first")
+    if path.exists() and not overwrite:
+        raise ConfigError(f"--plot {path}: the file exists; add --overwrite or give another name")
+    try:
+        # matplotlib is an extra; better told before a long run than after it.
+        import matplotlib  # noqa: F401, PLC0415
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed: pip install 'bullet-graph[bench]'"
+        ) from None

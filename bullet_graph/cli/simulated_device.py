@@ -1,0 +1,135 @@
+"""What a simulation needs of a GPU that is not there: the performance model, and room for the KV cache."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.errors import ConfigError, PerfTableError
+from bullet_graph.graphs.key import batch_size_buckets, bucket_for
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.kv_cache import kv_block_bytes
+from bullet_graph.models.presets import resolve_model
+from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.predict import TableModel
+from bullet_graph.perf.roofline import DEVICE_SPECS, Roofline
+from bullet_graph.perf.shipped import gpu_nickname, load_table
+from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
+
+ROOFLINE_PREFIX = "roofline:"
+"""Before a GPU's name: an estimate by arithmetic, with nothing measured."""
+
+GPU_MEMORY_BYTES: Mapping[str, int] = MappingProxyType({"NVIDIA H200": 150_109_880_320})
+"""Memory that CUDA reports of known GPUs."""
+
+_RESERVED_BYTES = 5 * GIB // 2
+"""Workspaces, libraries and graphs of an engine with 1,024 sequences on an H200, as its ledger told."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedDevice:
+    """A GPU and a model on it.
+
+    Attributes:
+        gpu: the GPU's name.
+        is_measured: its times come from a measured table.
+        performance: predicts them.
+        max_model_len: most tokens of a prompt and its output together.
+        kv_cache_tokens: tokens that the KV cache holds.
+        folder: the model's folder; None for a preset.
+    """
+
+    gpu: str
+    is_measured: bool
+    performance: PerformanceModel
+    max_model_len: int
+    kv_cache_tokens: int
+    folder: Path | None
+
+
+def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
+    """Find the model and the GPU's times for it, and divide its memory as an engine would.
+
+    Args:
+        gpu: a table file of ``bullet-graph profile`` (ending in .json), a GPU's name for a table that comes with the
+            package, or ``roofline:`` and a name for an estimate.
+        config: of the engine.
+
+    Raises:
+        ModelError: the model cannot be found or used.
+        PerfTableError: there is no such table, or it is of another model or dtype.
+        ConfigError: a GPU that is not known, or settings that contradict the model.
+        InsufficientMemoryError: model and cache do not fit the GPU.
+    """
+    model, folder = resolve_model(config.model)
+    dtype = torch.bfloat16 if model.dtype is torch.float32 else model.dtype
+    limit = model.max_position_embeddings
+    max_model_len = config.max_model_len or limit
+    if max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is more than the model's own limit of {limit} positions: lower it"
+        )
+    performance: PerformanceModel
+    if gpu.startswith(ROOFLINE_PREFIX):
+        name = _known_gpu(gpu.removeprefix(ROOFLINE_PREFIX))
+        memory_bytes = GPU_MEMORY_BYTES.get(name)
+        performance = Roofline(DEVICE_SPECS[name], model, dtype_bytes=dtype.itemsize)
+    else:
+        table = load_table(gpu, model=config.model, dtype=_name(dtype))
+        name = table.key.gpu
+        if table.key.dtype != _name(dtype):
+            raise PerfTableError(
+                f"the table {gpu} was measured in {table.key.dtype}, but {config.model} runs in {_name(dtype)}: "
+                "measure one in this dtype with `bullet-graph profile`"
+            )
+        memory_bytes = table.provenance.get("device_memory_bytes", GPU_MEMORY_BYTES.get(name))
+        buckets = batch_size_buckets(config.max_num_seqs)
+        performance = TableModel(table, model, pad=partial(bucket_for, buckets=buckets))
+    tokens = _kv_cache_tokens(config, model, dtype, max_model_len, name, memory_bytes)
+    measured = isinstance(performance, TableModel)
+    return SimulatedDevice(name, measured, performance, max_model_len, tokens, folder)
+
+
+def _kv_cache_tokens(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    gpu: str,
+    memory_bytes: int | None,
+) -> int:
+    if memory_bytes is None:
+        if config.kv_cache_bytes is None:
+            raise ConfigError(
+                f"the memory of {gpu} is not known: give the KV cache's size with --kv-cache-bytes"
+            )
+        block_bytes = kv_block_bytes(model, KV_BLOCK_TOKENS, dtype)
+        return max(config.kv_cache_bytes // block_bytes - 1, 0) * KV_BLOCK_TOKENS
+    ledger = plan_memory(
+        config,
+        model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        device=DeviceMemory(memory_bytes, memory_bytes),
+        workspaces_bytes=_RESERVED_BYTES,
+        graphs_bytes=0,
+    )
+    return ledger.kv_cache_tokens
+
+
+def _known_gpu(name: str) -> str:
+    for known in DEVICE_SPECS:
+        if gpu_nickname(known) == gpu_nickname(name):
+            return known
+    raise ConfigError(
+        f"there is no estimate for the GPU {name!r}: use {ROOFLINE_PREFIX}NAME with NAME one of "
+        f"{', '.join(map(gpu_nickname, DEVICE_SPECS))}"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,203 @@
+"""Runs of ``bullet-graph simulate``: one for each arm, or a search for each arm's goodput."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from bullet_graph._version import __version__
+from bullet_graph.cli.simulated_device import SimulatedDevice, open_device
+from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.engine.output import EngineStats
+from bullet_graph.engine.simulation import SimulationSettings, simulate
+from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.models.progress import progress_bar
+from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.perf.serving import RateSearch, ServingResult, find_goodput, summarize_serving
+from bullet_graph.workloads import Workload, load_workload
+from bullet_graph.workloads.arrivals import arrival_times, trace_times
+
+BACKEND = "bullet-graph simulate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSpec:
+    """What to simulate.
+
+    Attributes:
+        gpu: see :func:`~bullet_graph.cli.simulated_device.open_device`.
+        config: of the engine; its arm is not used.
+        arms: the arms to compare.
+        trace: see :func:`~bullet_graph.workloads.load_workload`.
+        num_prompts: first so many requests, or None for all.
+        request_rate: requests a second, infinite for all at once, None for the trace's own times.
+        time_scale: factor on the trace's own times.
+        burstiness: of random arrivals.
+        max_concurrency: most requests under way at once; None is no limit.
+        host_overhead_ms: what a launch costs the host.
+        attainment: share of requests that must meet all targets, in a search.
+    """
+
+    gpu: str
+    config: EngineConfig
+    arms: tuple[Arm, ...]
+    trace: str
+    num_prompts: int | None
+    request_rate: float | None
+    time_scale: float
+    burstiness: float
+    max_concurrency: int | None
+    host_overhead_ms: float
+    attainment: float
+
+
+@dataclass(frozen=True, slots=True)
+class ArmRun:
+    """One simulated run.
+
+    Attributes:
+        result: its figures.
+        stats: the engine's counters at the end.
+    """
+
+    result: ServingResult
+    stats: EngineStats
+
+
+class Simulator:
+    """A workload, a device and an engine's settings, ready to run at any rate in any arm.
+
+    Raises:
+        BulletGraphError: for whatever is wrong with workload, model, table or settings.
+    """
+
+    def __init__(self, spec: SimulationSpec) -> None:
+        self.spec = spec
+        self.device: SimulatedDevice = open_device(spec.gpu, spec.config)
+        folder = self.device.folder
+        tokenizer = None if folder is None else Tokenizer.from_folder(folder)
+        self.workload: Workload = load_workload(
+            spec.trace,
+            num_requests=spec.num_prompts,
+            seed=spec.config.seed,
+            tokenize=None if tokenizer is None else tokenizer.encode,
+        )
+
+    def run(
+        self,
+        arm: Arm,
+        request_rate: float | None,
+        *,
+        trace: DecisionTrace | None = None,
+        on_output: Callable[[object], object] = lambda _: None,
+    ) -> ArmRun:
+        """Serve the workload once."""
+        spec, config, device = self.spec, self.spec.config, self.device
+        started = datetime.now()
+        settings = SimulationSettings(
+            arm=arm,
+            kv_cache_tokens=device.kv_cache_tokens,
+            max_model_len=device.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            decode_sms=config.decode_sms or None,
+            host_overhead_ms=spec.host_overhead_ms,
+        )
+        if request_rate is None:
+            arrivals = trace_times(self.workload, scale=spec.time_scale)
+        else:
+            arrivals = arrival_times(
+                len(self.workload.requests),
+                request_rate=request_rate,
+                burstiness=spec.burstiness,
+                seed=config.seed,
+            )
+        simulation = simulate(
+            device.performance,
+            self.workload,
+            arrivals,
+            settings,
+            slo=config.slo,
+            max_concurrency=spec.max_concurrency,
+            trace=trace,
+            on_output=on_output,
+        )
+        result = summarize_serving(
+            simulation.replay.served(simulation.requests),
+            duration_s=simulation.replay.duration_s,
+            started=started,
+            backend=BACKEND,
+            model_id=config.model,
+            request_rate=request_rate,
+            burstiness=None if request_rate is None else spec.burstiness,
+            max_concurrency=spec.max_concurrency,
+        )
+        return ArmRun(result, simulation.stats)
+
+    def compare(self, *, trace_file: Path | None, overwrite: bool, progress: bool) -> dict[str, ArmRun]:
+        """Run every arm at the rate asked for.
+
+        Args:
+            trace_file: write every decision here; for one arm only.
+            overwrite: replace that file if it exists.
+            progress: show a progress bar.
+        """
+        runs: dict[str, ArmRun] = {}
+        total = len(self.spec.arms) * len(self.workload.requests)
+        with progress_bar(progress, total=total, unit="req") as advance:
+            for arm in self.spec.arms:
+                trace = None if trace_file is None else self._open_trace(trace_file, arm, overwrite)
+                try:
+                    runs[str(arm)] = self.run(
+                        arm, self.spec.request_rate, trace=trace, on_output=lambda _: advance(1)
+                    )
+                finally:
+                    if trace is not None:
+                        trace.close()
+        return runs
+
+    def sweep(self, first_rate: float, *, progress: bool) -> dict[str, RateSearch]:
+        """Find every arm's goodput."""
+        searches: dict[str, RateSearch] = {}
+        with progress_bar(progress, unit="run") as advance:
+            for arm in self.spec.arms:
+
+                def run(rate: float, arm: Arm = arm) -> ServingResult:
+                    result = self.run(arm, rate).result
+                    advance(1)
+                    return result
+
+                searches[str(arm)] = find_goodput(run, first_rate=first_rate, attainment=self.spec.attainment)
+        return searches
+
+    def describe(self) -> dict[str, Any]:
+        """What was simulated, for the result file."""
+        spec, config, device = self.spec, self.spec.config, self.device
+        return {
+            "gpu": device.gpu,
+            "performance": "measured table" if device.is_measured else "roofline",
+            "trace": self.workload.name,
+            "seed": config.seed,
+            "slo": str(config.slo),
+            "version": __version__,
+            "max_model_len": device.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "kv_cache_tokens": device.kv_cache_tokens,
+            "decode_sms": list(config.decode_sms or device.performance.decode_sms),
+            "host_overhead_ms": spec.host_overhead_ms,
+        }
+
+    def _open_trace(self, path: Path, arm: Arm, overwrite: bool) -> DecisionTrace:
+        performance = self.device.performance
+        header = TraceHeader(
+            model=self.spec.config.model,
+            device=f"{self.device.gpu}, simulated",
+            num_sms=performance.num_sms,
+            num_layers=performance.num_layers,
+            arm=str(arm),
+            slo=str(self.spec.config.slo),
+            version=__version__,
+        )
+        return DecisionTrace.open(path, header=header, overwrite=overwrite)

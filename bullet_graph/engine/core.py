@@ -1,0 +1,378 @@
+"""The loop: plans, launches and retires steps on both lanes; knows no tokenizer, no weights and no device."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from bullet_graph.config import KV_BLOCK_TOKENS
+from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.engine.output import EngineStats, RequestOutput
+from bullet_graph.engine.plan import ArmName, ChunkLoad, DecodeLoad, Load, Plan, PromptLoad
+from bullet_graph.engine.planner import Planner
+from bullet_graph.engine.request import Request
+from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
+from bullet_graph.engine.sequence import Sequence
+from bullet_graph.engine.slack import RowProgress, decode_load
+from bullet_graph.engine.trace import DecisionTrace
+from bullet_graph.engine.tracker import RequestTracker
+from bullet_graph.partition.masks import LANES, Lane
+from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
+from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.step import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launch under way.
+
+    Attributes:
+        ticket: the executor's.
+        scheduled: the step; for a slice, the step it is part of.
+        placement: where it runs.
+        arm: that it was launched under.
+        predicted_ms: its time on the device, None without a model.
+        beside: the other lane had work when it was launched.
+    """
+
+    ticket: int
+    scheduled: ScheduledStep
+    placement: Placement
+    arm: ArmName
+    predicted_ms: float | None
+    beside: bool
+
+
+@dataclass(slots=True)
+class _ChunkUnderWay:
+    """A prefill chunk, some of whose layers are still to launch."""
+
+    scheduled: ScheduledStep
+    tokens: int
+    pairs: float
+    deadline_s: float
+    next_layer: int = 0
+
+
+class EngineCore:
+    """Runs requests on an executor as a planner says.
+
+    Args:
+        executor: carries out the steps.
+        planner: decides how they share the device.
+        num_kv_blocks: blocks of the cache, the padding block included.
+        max_num_seqs: most sequences running at once.
+        max_model_len: most tokens of a sequence.
+        num_layers: of the model.
+        trace: told of every decision and launch.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        planner: Planner,
+        *,
+        num_kv_blocks: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_layers: int,
+        trace: DecisionTrace | None = None,
+    ) -> None:
+        self.executor = executor
+        self.planner = planner
+        self.trace = trace
+        self.pool = BlockPool(
+            num_blocks=num_kv_blocks,
+            num_slots=max_num_seqs,
+            max_blocks_per_seq=-(-max_model_len // KV_BLOCK_TOKENS),
+            block_tokens=KV_BLOCK_TOKENS,
+        )
+        self.scheduler = Scheduler(max_num_seqs=max_num_seqs, max_model_len=max_model_len, pool=self.pool)
+        self.tracker = RequestTracker(self.scheduler, max_model_len=max_model_len)
+        self.num_steps = 0
+        self.arm_seconds: dict[ArmName, float] = {}
+        self._num_layers = num_layers
+        self._flights: dict[Lane, deque[_Flight]] = {lane: deque() for lane in LANES}
+        self._chunk: _ChunkUnderWay | None = None
+        self._prompts: list[Sequence] = []
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.tracker.add(request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request where it is and return its last output; None for an unknown id."""
+        output = self.tracker.abort(request_id)
+        if output is not None:
+            self._note_finished(output)
+        return output
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the device has work."""
+        return any(self._flights.values())
+
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has something to do."""
+        return len(self.tracker) > 0 or self.in_flight
+
+    def step(self, until_s: float | None = None) -> list[RequestOutput]:
+        """Launch what can be launched, wait for one launch to finish, and report what it brought.
+
+        Args:
+            until_s: wait no longer than this time of the executor's clock.
+
+        Raises:
+            RuntimeError: requests wait, yet nothing could be launched: a bug.
+        """
+        self._launch()
+        heads = [flights[0].ticket for flights in self._flights.values() if flights]
+        if not heads:
+            if len(self.tracker):
+                raise RuntimeError(
+                    f"{len(self.tracker)} requests are under way, but the planner found nothing to launch"
+                )
+            return []
+        ticket = self.executor.wait_any(heads, until_s)
+        if ticket is None:
+            return []
+        lane = next(
+            lane for lane, flights in self._flights.items() if flights and flights[0].ticket == ticket
+        )
+        return self._retire(lane)
+
+    def drain(self) -> None:
+        """Wait for everything in flight and drop its results; the books are not kept up."""
+        for flights in self._flights.values():
+            while flights:
+                self.executor.wait(flights.popleft().ticket)
+
+    def stats(self) -> EngineStats:
+        """Counters and state now."""
+        return EngineStats(
+            num_steps=self.num_steps,
+            num_preemptions=self.scheduler.num_preemptions,
+            kv_blocks_total=self.pool.num_usable,
+            kv_blocks_used=self.pool.num_used,
+            kv_blocks_peak=self.pool.peak_used,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            arm_seconds=dict(self.arm_seconds),
+        )
+
+    def close(self) -> None:
+        """Forget all requests and let go of the executor; the counters stay."""
+        self.tracker.clear()
+        for flights in self._flights.values():
+            flights.clear()
+        self._chunk = None
+        del self.executor
+
+    # ---- launching ----
+
+    def _launch(self) -> None:
+        depth = self.executor.max_in_flight
+        while any(len(flights) < depth for flights in self._flights.values()):
+            load = self._load()
+            plan = self.planner.plan(load)
+            decision = self.trace.decided(load, plan) if self.trace is not None else 0
+            launched = False
+            # Decode first: its rows may need the blocks of a prompt that is idle now.
+            for lane, launch in (("decode", self._decode_step), ("prefill", self._prefill_slice)):
+                launched |= len(self._flights[lane]) < depth and launch(plan, decision)  # type: ignore[index]
+            decode_is_full = len(self._flights["decode"]) == depth
+            if not launched or (decode_is_full and plan.prefill_lane == "decode"):
+                return
+
+    def _decode_step(self, plan: Plan, decision: int) -> bool:
+        """Launch a forward on the decode lane, if the plan has rows for it."""
+        chunk_tokens = plan.chunk_tokens if plan.prefill_lane == "decode" and self._chunk is None else 0
+        if not plan.decode and not chunk_tokens:
+            return False
+        scheduled = self.scheduler.schedule(
+            decode=plan.decode, prompts=self._prompts, chunk_tokens=chunk_tokens, lane="decode"
+        )
+        if scheduled is None:
+            return False
+        partition = plan.partition if scheduled.step.prefill is None else WHOLE_GPU
+        prefilling = self._flights["prefill"]
+        if scheduled.step.prefill is None and prefilling and not self._fits_beside("decode", partition):
+            # The last slices of a split still run: stay on its side until they are done.
+            partition = prefilling[-1].placement.partition
+        self._fly(scheduled, Placement("decode", partition), plan, plan.decode_ms, self._num_layers, decision)
+        return True
+
+    def _prefill_slice(self, plan: Plan, decision: int) -> bool:
+        """Launch the next layers of the chunk under way, or of a new chunk, if the plan says so."""
+        if plan.prefill_lane != "prefill":
+            return False
+        if self._chunk is None:
+            if not plan.chunk_tokens:
+                return False
+            scheduled = self.scheduler.schedule(
+                decode=False, prompts=self._prompts, chunk_tokens=plan.chunk_tokens, lane="prefill"
+            )
+            if scheduled is None:
+                return False
+            self._chunk = _chunk_under_way(scheduled)
+        chunk = self._chunk
+        layers = min(plan.slice_layers, self._num_layers - chunk.next_layer)
+        if layers <= 0:
+            return False
+        first, last = chunk.next_layer, chunk.next_layer + layers
+        ends = last == self._num_layers
+        chunk.next_layer = last
+        if ends:
+            self._chunk = None
+        placement = Placement("prefill", plan.partition, first, None if ends else last)
+        self._fly(chunk.scheduled, placement, plan, plan.slice_ms, layers, decision)
+        return True
+
+    def _fly(
+        self,
+        scheduled: ScheduledStep,
+        placement: Placement,
+        plan: Plan,
+        predicted_ms: float | None,
+        layers: int,
+        decision: int,
+    ) -> None:
+        lane, partition = placement.lane, placement.partition
+        takes_turns = plan.takes_turns or not self._fits_beside(lane, partition)
+        placement = Placement(lane, partition, placement.first_layer, placement.last_layer, takes_turns)
+        now = self.executor.now()
+        self.tracker.note_scheduled(scheduled, now)
+        ticket = self.executor.launch(scheduled.step, placement)
+        beside = bool(self._flights[_other(lane)])
+        self._flights[lane].append(_Flight(ticket, scheduled, placement, plan.arm, predicted_ms, beside))
+        if self.trace is not None:
+            step = scheduled.step
+            self.trace.launched(
+                ticket,
+                lane,
+                decision=decision,
+                now_s=now,
+                arm=plan.arm,
+                decode_rows=0 if step.decode is None else len(step.decode.slots),
+                prefill_rows=0 if step.prefill is None else len(step.prefill.token_ids),
+                layers=layers,
+                decode_sms=_sms(partition.decode_tpcs, self.executor.num_sms),
+                prefill_sms=_sms(partition.prefill_tpcs, self.executor.num_sms),
+                predicted_ms=predicted_ms,
+            )
+
+    def _fits_beside(self, lane: Lane, partition: SmPartition) -> bool:
+        """Whether the SMs are disjoint from those of all that is in flight on the other lane.
+
+        Two lanes on the same SMs starve each other: short decode kernels wait behind long prefill kernels, hundreds
+        of times a step.
+        """
+        others = self._flights[_other(lane)]
+        if not others:
+            return True
+        num_sms = self.executor.num_sms
+        for flight in others:
+            decode, prefill = (
+                (partition, flight.placement.partition)
+                if lane == "decode"
+                else (flight.placement.partition, partition)
+            )
+            if num_sms is None or decode.decode_tpcs is None or prefill.prefill_tpcs is None:
+                return False
+            if SMS_PER_TPC * (decode.decode_tpcs + prefill.prefill_tpcs) > num_sms:
+                return False
+        return True
+
+    # ---- what there is to do ----
+
+    def _load(self) -> Load:
+        now = self.executor.now()
+        self._prompts = self.scheduler.prompts(now, self.planner.prefill_ms_per_token)
+        chunk = self._chunk
+        return Load(
+            now_s=now,
+            decode=self._decode_load(now),
+            prompts=tuple(
+                PromptLoad(s.num_tokens - s.num_cached, s.num_cached, s.deadline_s) for s in self._prompts
+            ),
+            queued_tokens=self.scheduler.num_waiting_tokens,
+            chunk=None
+            if chunk is None
+            else ChunkLoad(chunk.tokens, chunk.pairs, self._num_layers - chunk.next_layer, chunk.deadline_s),
+        )
+
+    def _decode_load(self, now: float) -> DecodeLoad | None:
+        rows = self.scheduler.decoding()
+        if not rows:
+            return None
+        kv_tokens = sum(s.num_tokens for s in rows)
+        return decode_load(
+            (
+                RowProgress(
+                    now if s.first_token_s is None else s.first_token_s,
+                    max(len(s.output_token_ids) + s.num_in_flight, 1),
+                    s.params.max_tokens - len(s.output_token_ids) - s.num_in_flight,
+                    s.slo.tpot_ms,
+                )
+                for s in rows
+                if s.slo.tpot_ms is not None
+            ),
+            len(rows),
+            kv_tokens,
+            now,
+            solo_ms=None if self.planner.model is None else self.planner.decode_ms,
+        )
+
+    # ---- retiring ----
+
+    def _retire(self, lane: Lane) -> list[RequestOutput]:
+        flight = self._flights[lane].popleft()
+        result = self.executor.wait(flight.ticket)
+        now = self.executor.now()
+        self.arm_seconds[flight.arm] = self.arm_seconds.get(flight.arm, 0.0) + result.device_ms / 1e3
+        if self.trace is not None:
+            self.trace.retired(flight.ticket, now, result.device_ms)
+        # In a split a step that ran alone for a while says nothing of how fast it is beside the other lane.
+        alone = flight.arm == "split" and not (flight.beside and self._flights[_other(lane)])
+        if flight.predicted_ms is not None and not alone:
+            kind: Literal["step", "slice"] = "step" if lane == "decode" else "slice"
+            self.planner.observe(flight.arm, kind, flight.predicted_ms, result.device_ms)
+        if flight.placement.last_layer is not None:
+            return []
+        self.num_steps += 1
+        outputs = self.tracker.retire(flight.scheduled, result, now)
+        for output in outputs:
+            if output.finished:
+                self._note_finished(output)
+        return outputs
+
+    def _note_finished(self, output: RequestOutput) -> None:
+        if self.trace is not None:
+            self.trace.finished(
+                output.request_id,
+                output.metrics,
+                output.slo,
+                len(output.prompt_token_ids),
+                len(output.metrics.token_times_s),
+                output.outputs[0].finish_reason or "abort",
+            )
+
+
+def _chunk_under_way(scheduled: ScheduledStep) -> _ChunkUnderWay:
+    prefill = scheduled.step.prefill
+    assert prefill is not None  # the prefill lane has nothing else
+    lengths = (prefill.q_indptr[1:] - prefill.q_indptr[:-1]).tolist()
+    return _ChunkUnderWay(
+        scheduled,
+        len(prefill.token_ids),
+        sum(attention_pairs(n, cached) for n, cached in zip(lengths, prefill.starts.tolist(), strict=True)),
+        min(s.deadline_s for s in scheduled.touched),
+    )
+
+
+def _other(lane: Lane) -> Lane:
+    return "prefill" if lane == "decode" else "decode"
+
+
+def _sms(tpcs: int | None, num_sms: int | None) -> int | None:
+    return num_sms if tpcs is None else SMS_PER_TPC * tpcs

@@ -1,0 +1,300 @@
+"""Chooses at every tick how prefill and decode share the device."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from bullet_graph.config import Arm
+from bullet_graph.engine.backlog import Backlog, ChunkSizes
+from bullet_graph.engine.corrections import Corrections, ForwardKind
+from bullet_graph.engine.options import FLOOR_TOKENS, ROW_STEP, Outlook
+from bullet_graph.engine.plan import ArmName, Bound, Load, Option, Plan
+from bullet_graph.errors import ConfigError
+from bullet_graph.partition.spec import partition_of
+from bullet_graph.perf.performance import PerformanceModel
+
+STICKINESS = 1.03
+"""Another arm must be so many times better than the last one to take its place."""
+
+LANE_SHARE = 0.95
+"""What a chunk on the prefill lane is worth beside rows of a mixed step: its prompts wait for its end and then, to
+decode, for the host, and until then no other chunk can begin."""
+
+SOLO_SLICE_MS = 8.0
+"""Slices aim at this time when nothing decodes."""
+
+PAUSE_PATIENCE_S = 1.0
+"""Prefill may be paused so long, in favour of TPOT targets; then for every second tick at most."""
+
+OVERDUE_PATIENCE_S = 0.25
+"""The same once the first prompt's deadline has passed."""
+
+LEAST_RATE = 0.1
+"""When prefill must go on at the cost of TPOT, it gets at least this share of its rate alone."""
+
+RATE_WEIGHT = 0.1
+"""Weight of one plan in the prefill rate that prompts are said to be served at."""
+
+
+class Planner:
+    """Turns a load into a plan; holds corrections of the model, and what it last chose.
+
+    Args:
+        arm: the policy.
+        max_chunk_tokens: most rows of a forward with prompt tokens in it; ``ROW_STEP`` prompt rows may always go
+            beside decode rows.
+        decode_sms: sizes of the decode lane that have captured graphs and that the model knows.
+        num_layers: of the model.
+        model: of the device; ``serial`` and ``mixed`` do without.
+
+    Raises:
+        ConfigError: the arm needs a performance model or a decode lane's size that is not there.
+    """
+
+    def __init__(
+        self,
+        arm: Arm,
+        *,
+        max_chunk_tokens: int,
+        decode_sms: Sequence[int],
+        num_layers: int,
+        model: PerformanceModel | None,
+    ) -> None:
+        if model is None and arm.name not in ("serial", "mixed"):
+            raise ConfigError(
+                f"the arm {arm} needs a performance table, but there is none: measure one with `bullet-graph "
+                "profile`, or choose serial or mixed"
+            )
+        if arm.name == "split" and (
+            not decode_sms or (arm.decode_sms is not None and arm.decode_sms not in decode_sms)
+        ):
+            raise ConfigError(
+                f"the arm {arm} needs a decode lane of {arm.decode_sms or 'some'} SMs, but those that are captured "
+                f"and measured are {', '.join(map(str, decode_sms)) or 'none'}: choose one of them, or add it to "
+                "decode_sms and to the performance table"
+            )
+        self.arm = arm
+        self.model = model
+        self._max_chunk_tokens = max_chunk_tokens
+        self._fixed_chunk_tokens = min(arm.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
+        self._decode_sms = tuple(sorted(decode_sms if arm.decode_sms is None else (arm.decode_sms,)))
+        self._num_layers = num_layers
+        self._corrections = Corrections()
+        self._ms_per_token = 0.0
+        if model is not None:
+            self._sizes = ChunkSizes.of(model, max_chunk_tokens, self._decode_sms)
+            whole = self._sizes.whole
+            self._ms_per_token = model.prefill(whole, whole * whole / 2).ms / whole
+        self._last: tuple[ArmName, int | None] | None = None
+        self._now_s = 0.0
+        self._paused = False
+        self._paused_s = 0.0
+
+    @property
+    def corrections(self) -> Mapping[tuple[ArmName, ForwardKind], float]:
+        """Measured over predicted time, for each arm and kind of forward; 1 before anything was measured."""
+        return self._corrections.as_dict()
+
+    @property
+    def prefill_ms_per_token(self) -> float:
+        """Time of a prompt token at the rate planned lately, beside decode as it is; 0 without a model."""
+        return self._ms_per_token
+
+    def decode_ms(self, batch_size: int, kv_tokens: int) -> float:
+        """Predicted time of a decode step alone on the whole GPU; there must be a model."""
+        assert self.model is not None
+        return self.model.decode(batch_size, kv_tokens).ms * self._corrections["solo", "step"]
+
+    def observe(self, arm: ArmName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
+        """Correct later predictions by one measurement; times of 0 say nothing.
+
+        Args:
+            arm: of the plan.
+            kind: ``step`` for a forward with decode rows, ``slice`` for prompt rows alone, on whichever lane.
+            predicted_ms: as the plan said, so corrected already.
+            measured_ms: on the device.
+        """
+        self._corrections.observe(arm, kind, predicted_ms, measured_ms)
+
+    def plan(self, load: Load) -> Plan:
+        """How the next launches share the device; the same loads in the same order give the same plans."""
+        contended = load.decode is not None and bool(load.prompts or load.chunk)
+        elapsed_s = load.now_s - self._now_s
+        self._now_s = load.now_s
+        self._paused_s += elapsed_s if self._paused else -elapsed_s
+        self._paused_s = max(self._paused_s, 0.0) if contended else 0.0
+        plan = self._choose(load)
+        self._paused = contended and plan.chunk_tokens == 0 and plan.slice_layers == 0
+        return plan
+
+    def _choose(self, load: Load) -> Plan:
+        decode, name = load.decode, self.arm.name
+        if not load.prompts and load.chunk is None:
+            if decode is None or self.model is None:
+                return Plan("solo", decode=decode is not None)
+            return Plan("solo", decode=True, decode_ms=self.decode_ms(decode.batch_size, decode.kv_tokens))
+        if self.model is None or name == "serial":
+            return self._by_rule(load)
+        backlog = Backlog(load, max_chunk_tokens=self._max_chunk_tokens, num_layers=self._num_layers)
+        if decode is None:
+            return self._prefill_only(load, backlog, self.model)
+        outlook = Outlook(
+            load,
+            decode,
+            backlog,
+            model=self.model,
+            sizes=self._sizes,
+            corrections=self._corrections,
+            max_chunk_tokens=self._max_chunk_tokens,
+        )
+        if name == "auto":
+            return self._best(outlook, load)
+        return self._plan_of(self._forced(outlook, load), outlook, load, "forced")
+
+    # ---- no model, one phase, or an arm that is forced ----
+
+    def _by_rule(self, load: Load) -> Plan:
+        """``serial``, and ``mixed`` where nothing is predicted."""
+        rows = self._fixed_chunk_tokens
+        if self.arm.name == "serial":
+            ms: float | None = None
+            if self.model is not None:
+                backlog = Backlog(load, max_chunk_tokens=self._max_chunk_tokens, num_layers=self._num_layers)
+                rows = min(rows, backlog.tokens)
+                ms = self._prefill_ms(backlog, rows, "serial", self.model)
+            return Plan("serial", decode=False, chunk_tokens=rows, decode_ms=ms, bound="forced")
+        if load.decode is None:
+            return Plan("solo", decode=False, chunk_tokens=rows)
+        rows = max(rows - load.decode.batch_size, ROW_STEP)
+        return Plan("mixed", decode=True, chunk_tokens=rows, bound="forced")
+
+    def _prefill_only(self, load: Load, backlog: Backlog, model: PerformanceModel) -> Plan:
+        """Whole chunks on the decode lane; slices where ``sliced`` is forced or a chunk is on the prefill lane."""
+        sliced = self.arm.name == "sliced"
+        if load.chunk is None and not sliced:
+            tokens = min(backlog.lane_chunk(self._sizes.whole), self._fixed_chunk_tokens)
+            ms = self._prefill_ms(backlog, tokens, "solo", model)
+            return Plan("solo", decode=False, chunk_tokens=tokens, decode_ms=ms)
+        arm: ArmName = "sliced" if sliced else "solo"
+        tokens = backlog.lane_chunk(self._sizes.lane)
+        layer_ms = self._prefill_ms(backlog, tokens, arm, model) / self._num_layers
+        layers = min(max(round(SOLO_SLICE_MS / layer_ms), 1), backlog.layers_left)
+        return Plan(
+            arm,
+            decode=False,
+            prefill_lane="prefill",
+            chunk_tokens=tokens if load.chunk is None else 0,
+            slice_layers=layers,
+            takes_turns=sliced,
+            slice_ms=layers * layer_ms,
+        )
+
+    def _prefill_ms(self, backlog: Backlog, tokens: int, arm: ArmName, model: PerformanceModel) -> float:
+        ms = model.prefill(tokens, backlog.pairs(tokens)).ms * self._corrections[arm, "slice"]
+        self._note_rate(tokens / ms)
+        return ms
+
+    def _forced(self, outlook: Outlook, load: Load) -> Option:
+        """``sliced``, ``mixed`` or ``split`` as well as they can."""
+        if self.arm.name == "sliced":
+            return outlook.sliced()
+        if self.arm.name == "split":
+            options = [outlook.split(sms) for sms in self._decode_sms]
+            # The fewest SMs that hold the target; where none do, what is fastest for decode.
+            return next((o for o in options if o.holds_tpot), None) or min(options, key=_interval)
+        if self.arm.chunk_tokens is not None:
+            return outlook.mixed(self._fixed_chunk_tokens - outlook.batch_size)
+        largest = outlook.largest_mixed()
+        if largest is None:
+            return outlook.alone() if self._may_pause(load) else outlook.mixed(FLOOR_TOKENS)
+        return largest
+
+    # ---- the best of all arms ----
+
+    def _best(self, outlook: Outlook, load: Load) -> Plan:
+        alone, options = outlook.alone(), self._prefilling(outlook, load)
+        weighed = [alone, *options]
+        holding = [option for option in options if option.holds_tpot or outlook.infeasible]
+        on_time = [option for option in holding if option.holds_ttft]
+        bound: Bound = "ttft"
+        if on_time:
+            option = self._pick(on_time, _throughput)
+            bound = "throughput" if outlook.limit_ms == math.inf else "tpot"
+        elif (rescue := self._rescue(outlook)) is not None:
+            option = rescue
+            weighed.append(rescue)
+        elif holding:
+            option = self._pick(holding, _rate)
+        elif self._may_pause(load):
+            option, bound = alone, "tpot"
+        else:
+            least = LEAST_RATE * 1e3 / outlook.prefill_ms_per_token
+            fast = [option for option in options if option.prefill_tokens_per_s >= least]
+            option = min(fast, key=_interval) if fast else max(options, key=_rate)
+        return self._plan_of(option, outlook, load, bound, weighed)
+
+    def _prefilling(self, outlook: Outlook, load: Load) -> list[Option]:
+        """One option for each way to prefill beside decode; a chunk on the prefill lane stays there."""
+        options = [outlook.sliced()]
+        if load.chunk is None:
+            options.extend(outlook.mixed_sizes())
+        options.extend(outlook.split(sms) for sms in self._decode_sms)
+        return options
+
+    @staticmethod
+    def _rescue(outlook: Outlook) -> Option | None:
+        """One slice as long as the slack allows, if that saves the deadline which asks for the most."""
+        option = outlook.sliced(outlook.slack_ms)
+        if not outlook.demand.tokens or option.interval_ms > outlook.slack_ms:
+            return None
+        done = (option.interval_ms - outlook.decode_ms) / outlook.prefill_ms_per_token
+        return option if done >= outlook.demand.tokens else None
+
+    def _may_pause(self, load: Load) -> bool:
+        """Whether the prompts can wait for decode to catch up: no pause goes on for ever."""
+        overdue = (load.chunk or load.prompts[0]).deadline_s < load.now_s
+        return self._paused_s < (OVERDUE_PATIENCE_S if overdue else PAUSE_PATIENCE_S)
+
+    def _pick(self, options: list[Option], key: Callable[[Option], float]) -> Option:
+        """The best, or the last choice again where it is nearly as good."""
+        best = max(options, key=key)
+        for option in options:
+            if (option.arm, option.decode_sms) == self._last and STICKINESS * key(option) >= key(best):
+                return option
+        return best
+
+    def _plan_of(
+        self, option: Option, outlook: Outlook, load: Load, bound: Bound, weighed: Sequence[Option] = ()
+    ) -> Plan:
+        self._last = option.arm, option.decode_sms
+        if option.prefill_tokens_per_s:
+            self._note_rate(option.prefill_tokens_per_s / 1e3)
+        on_prefill_lane = load.chunk is not None or option.arm in ("sliced", "split")
+        decode_ms, slice_ms = outlook.lane_ms(option)
+        return Plan(
+            option.arm,
+            decode=True,
+            prefill_lane="prefill" if on_prefill_lane else "decode",
+            chunk_tokens=0 if load.chunk is not None else option.chunk_tokens,
+            slice_layers=option.slice_layers,
+            partition=partition_of(option.decode_sms, num_sms=outlook.num_sms),
+            takes_turns=option.arm == "sliced",
+            decode_ms=decode_ms,
+            slice_ms=slice_ms,
+            bound=bound,
+            options=tuple(weighed) or (option,),
+        )
+
+    def _note_rate(self, tokens_per_ms: float) -> None:
+        self._ms_per_token += RATE_WEIGHT * (1 / tokens_per_ms - self._ms_per_token)
+
+
+def _interval(option: Option) -> float:
+    return option.interval_ms
+
+
+def _rate(option: Option) -> float:
+    return option.prefill_tokens_per_s * (LANE_SHARE if option.slice_layers else 1.0)
+
+
+def _throughput(option: Option) -> float:
+    return option.throughput * (LANE_SHARE if option.slice_layers else 1.0)

@@ -1,0 +1,174 @@
+"""Replays requests at the times they arrive, in real or virtual time alike."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bullet_graph.engine.output import OutputKind, RequestOutput
+from bullet_graph.errors import ConfigError, PromptError, RequestError
+from bullet_graph.perf.serving import ServedRequest
+from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.slo import NO_TARGETS, Slo
+
+
+class ReplayEngine(Protocol):
+    """What a replay needs; :class:`~bullet_graph.engine.engine.Engine` has it all."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
+
+    def now(self) -> float:
+        """Seconds on the clock of the requests' metrics."""
+
+    def sleep_until(self, time_s: float) -> None:
+        """Let time pass, to this time of :meth:`now`, with nothing to do."""
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        output_kind: OutputKind,
+        arrival_s: float,
+        slo: Slo,
+    ) -> None:
+        """Queue a request that came at ``arrival_s`` of :meth:`now`; RequestError if it is wrong."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether :meth:`step` has something to do."""
+
+    def step(self, until_s: float | None) -> list[RequestOutput]:
+        """Work until something has happened, to ``until_s`` of :meth:`now` at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """A request and when it comes.
+
+    Attributes:
+        arrival_s: seconds after the start of the replay.
+        prompt_token_ids: at least one.
+        params: sampling settings.
+        slo: its targets.
+    """
+
+    arrival_s: float
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    slo: Slo = NO_TARGETS
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a replay brought.
+
+    Attributes:
+        outputs: the last output of each request, in the order given; one that was refused has ``error`` set.
+        start_s: when it began, on the engine's clock.
+        end_s: when the last token reached the host.
+    """
+
+    outputs: tuple[RequestOutput, ...]
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the start to the last token."""
+        return self.end_s - self.start_s
+
+    def served(self, requests: Sequence[TimedRequest]) -> list[ServedRequest]:
+        """What became of each of the requests replayed."""
+        return [
+            ServedRequest(
+                len(request.prompt_token_ids),
+                sum(len(sample.token_ids) for sample in output.outputs),
+                output.metrics,
+                request.slo,
+                None if output.error is None else str(output.error),
+            )
+            for request, output in zip(requests, self.outputs, strict=True)
+        ]
+
+
+def replay(
+    engine: ReplayEngine,
+    requests: Sequence[TimedRequest],
+    *,
+    max_concurrency: int | None = None,
+    on_output: Callable[[RequestOutput], object] = lambda _: None,
+) -> Replay:
+    """Send each request when its time has come, and step until all are done.
+
+    A request that the engine refuses fails alone, as does one whose output cannot reach its length. A request's
+    latency counts from its arrival, even if the engine's loop was busy at that moment; with ``max_concurrency``,
+    from when it was let in (as in vLLM's serving benchmark, where waiting for a place is the client's own).
+
+    Args:
+        engine: with no other requests.
+        requests: in order of arrival.
+        max_concurrency: most requests under way at once; None is no limit.
+        on_output: told of each request's last output as it comes.
+
+    Raises:
+        ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
+        EngineDeadError: the engine failed.
+    """
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ConfigError(f"max_concurrency must be at least 1, or None for no limit, got {max_concurrency}")
+    if any(later.arrival_s < earlier.arrival_s for earlier, later in itertools.pairwise(requests)):
+        raise ConfigError("a replay needs its requests in order of arrival: sort them by arrival_s")
+    outputs: dict[str, RequestOutput] = {}
+    start_s = engine.now()
+    pending = deque(enumerate(requests))
+    num_under_way = 0
+    let_in_s = start_s
+
+    def take(output: RequestOutput) -> None:
+        outputs[output.request_id] = output
+        on_output(output)
+
+    while pending or engine.has_unfinished_requests():
+        has_room = max_concurrency is None or num_under_way < max_concurrency
+        next_s = start_s + pending[0][1].arrival_s if pending and has_room else None
+        if next_s is not None and next_s <= engine.now():
+            index, request = pending.popleft()
+            arrival_s = max(next_s, let_in_s)
+            try:
+                _send(engine, str(index), request, arrival_s)
+                num_under_way += 1
+            except RequestError as error:
+                take(RequestOutput.refused(str(index), error, arrival_s))
+        elif engine.has_unfinished_requests():
+            for output in engine.step(next_s):
+                take(output)
+                num_under_way -= 1
+            if not has_room:
+                let_in_s = engine.now()
+        elif next_s is not None:
+            engine.sleep_until(next_s)
+    end_s = max(
+        (o.metrics.token_times_s[-1] for o in outputs.values() if o.metrics.token_times_s), default=start_s
+    )
+    return Replay(tuple(outputs[str(index)] for index in range(len(requests))), start_s, end_s)
+
+
+def _send(engine: ReplayEngine, request_id: str, request: TimedRequest, arrival_s: float) -> None:
+    num_prompt, num_output = len(request.prompt_token_ids), request.params.max_tokens
+    if num_prompt + num_output > engine.max_model_len:
+        raise PromptError(
+            f"prompt and output have {num_prompt} + {num_output} tokens, more than "
+            f"max_model_len={engine.max_model_len}"
+        )
+    engine.add_request(
+        request_id,
+        request.prompt_token_ids,
+        request.params,
+        output_kind=OutputKind.FINAL_ONLY,
+        arrival_s=arrival_s,
+        slo=request.slo,
+    )

@@ -1,0 +1,210 @@
+"""Serving in virtual time: the engine's own loop, scheduler and planner over a simulated device. No torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bullet_graph.config import KV_BLOCK_TOKENS, Arm
+from bullet_graph.engine.core import EngineCore
+from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
+from bullet_graph.engine.planner import Planner
+from bullet_graph.engine.replay import Replay, TimedRequest, replay
+from bullet_graph.engine.request import Request, Sample
+from bullet_graph.engine.sequence import Sequence as EngineSequence
+from bullet_graph.engine.trace import DecisionTrace
+from bullet_graph.errors import ConfigError
+from bullet_graph.partition.spec import partition_of
+from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.runtime.simulated import SimulatedExecutor
+from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.slo import NO_TARGETS, Slo
+from bullet_graph.workloads import Workload
+from bullet_graph.workloads.arrivals import Times
+
+HOST_OVERHEAD_MS = 0.2
+"""What a launch costs the host unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSettings:
+    """The engine that is simulated.
+
+    Attributes:
+        arm: how prefill and decode share the device.
+        kv_cache_tokens: tokens that the KV cache holds, at least ``max_model_len``.
+        max_model_len: most tokens of a prompt and its output together.
+        max_num_seqs: most sequences running at once.
+        max_num_batched_tokens: most rows of one forward with prompt tokens in it.
+        decode_sms: sizes of the decode lane to choose from; None for all that the performance model knows.
+        host_overhead_ms: what a launch costs the host.
+
+    Raises:
+        ConfigError: at construction, for numbers out of range.
+    """
+
+    arm: Arm
+    kv_cache_tokens: int
+    max_model_len: int
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+    decode_sms: tuple[int, ...] | None = None
+    host_overhead_ms: float = HOST_OVERHEAD_MS
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.host_overhead_ms >= 0:
+            raise ConfigError(f"host_overhead_ms must not be negative, got {self.host_overhead_ms}")
+        if self.num_kv_blocks <= -(-self.max_model_len // KV_BLOCK_TOKENS):
+            raise ConfigError(
+                f"the KV cache must hold one sequence of max_model_len={self.max_model_len} tokens, but it holds "
+                f"{self.kv_cache_tokens}: make it larger, or lower max_model_len"
+            )
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks of the cache, the padding block included."""
+        return self.kv_cache_tokens // KV_BLOCK_TOKENS + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a simulation brought.
+
+    Attributes:
+        requests: what was sent.
+        replay: what came back; times are virtual, from 0 on.
+        stats: the engine's counters at the end.
+    """
+
+    requests: tuple[TimedRequest, ...]
+    replay: Replay
+    stats: EngineStats
+
+
+class SimulatedEngine:
+    """An engine in virtual time, without weights, tokenizer or text.
+
+    Args:
+        model: tells how long each step takes, and the planner what to expect.
+        settings: of the engine.
+        trace: told of every decision, launch and finished request.
+
+    Raises:
+        ConfigError: the arm needs a size of the decode lane that the model does not know.
+    """
+
+    def __init__(
+        self, model: PerformanceModel, settings: SimulationSettings, *, trace: DecisionTrace | None = None
+    ) -> None:
+        decode_sms = tuple(model.decode_sms if settings.decode_sms is None else settings.decode_sms)
+        unknown = sorted(set(decode_sms) - set(model.decode_sms))
+        if unknown:
+            raise ConfigError(
+                f"a decode lane of {unknown[0]} SMs is not in the performance table, which has "
+                f"{', '.join(map(str, model.decode_sms)) or 'none'}: choose among these, or measure it"
+            )
+        self.max_model_len = settings.max_model_len
+        self._executor = SimulatedExecutor(
+            model,
+            partitions=[partition_of(sms, num_sms=model.num_sms) for sms in decode_sms],
+            host_overhead_ms=settings.host_overhead_ms,
+        )
+        planner = Planner(
+            settings.arm,
+            max_chunk_tokens=settings.max_num_batched_tokens,
+            decode_sms=decode_sms,
+            num_layers=model.num_layers,
+            model=model,
+        )
+        self._core = EngineCore(
+            self._executor,
+            planner,
+            num_kv_blocks=settings.num_kv_blocks,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            num_layers=model.num_layers,
+            trace=trace,
+        )
+
+    def now(self) -> float:
+        """Virtual seconds since the engine was made."""
+        return self._executor.now()
+
+    def sleep_until(self, time_s: float) -> None:
+        """Let time pass with nothing to do."""
+        self._executor.sleep_until(time_s)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        output_kind: OutputKind = OutputKind.FINAL_ONLY,
+        arrival_s: float | None = None,
+        slo: Slo = NO_TARGETS,
+    ) -> None:
+        """Queue a request; of its prompt only the length matters, and every output token is 0."""
+        arrival = self.now() if arrival_s is None else arrival_s
+        token_ids = np.zeros(len(prompt), dtype=np.int32)
+        sequence = EngineSequence(
+            request_id, 0, token_ids, sampling_params, 0, frozenset(), slo=slo, arrival_s=arrival
+        )
+        self._core.add(Request(request_id, token_ids, [Sample(sequence, None)], output_kind, arrival, slo))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether :meth:`step` has something to do."""
+        return self._core.has_work()
+
+    def step(self, until_s: float | None = None) -> list[RequestOutput]:
+        """Launch what can be launched, let time pass until a launch is done or ``until_s``, and report."""
+        return self._core.step(until_s)
+
+    def stats(self) -> EngineStats:
+        """Counters and state now."""
+        return self._core.stats()
+
+
+def simulate(
+    model: PerformanceModel,
+    workload: Workload,
+    arrivals: Times,
+    settings: SimulationSettings,
+    *,
+    slo: Slo = NO_TARGETS,
+    max_concurrency: int | None = None,
+    trace: DecisionTrace | None = None,
+    on_output: Callable[[RequestOutput], object] = lambda _: None,
+) -> Simulation:
+    """Serve a workload in virtual time; the same arguments give the same result.
+
+    Every request has its recorded lengths and the same targets.
+
+    Args:
+        model: of the device.
+        workload: lengths of the requests.
+        arrivals: seconds, one for each, not decreasing.
+        settings: of the engine.
+        slo: targets of every request.
+        max_concurrency: most requests under way at once; None is no limit.
+        trace: told of every decision.
+        on_output: told of each request's last output as it comes.
+
+    Raises:
+        ConfigError: settings that contradict each other or the performance model.
+    """
+    requests = tuple(
+        TimedRequest(
+            float(arrival_s),
+            range(request.prompt_tokens),
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_tokens),
+            slo,
+        )
+        for request, arrival_s in zip(workload.requests, arrivals, strict=True)
+    )
+    engine = SimulatedEngine(model, settings, trace=trace)
+    result = replay(engine, requests, max_concurrency=max_concurrency, on_output=on_output)
+    return Simulation(requests, result, engine.stats())

@@ -1,0 +1,244 @@
+"""Writes decision traces: what the planner decided, what was launched, and how long it took."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+from bullet_graph.engine.plan import Load, Option, Plan
+from bullet_graph.errors import ConfigError, TraceError
+from bullet_graph.partition.masks import Lane
+from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.perf.trace_records import TRACE_FORMAT, TRACE_FORMAT_VERSION, TraceHeader
+from bullet_graph.slo import Slo
+
+__all__ = ["DecisionTrace", "TraceHeader"]
+
+# A write gives up the interpreter lock, which another thread may then keep for milliseconds: write seldom. The
+# buffer is larger than any run of lines between two flushes, so only whole lines reach the file.
+_FLUSH_CHARS = 1 << 16
+_BUFFER_BYTES = 1 << 22
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+class DecisionTrace:
+    """A trace file under way; :meth:`open` begins one.
+
+    Every method that writes raises TraceError when the file system refuses.
+    """
+
+    def __init__(self, path: Path, file: TextIO, header: TraceHeader) -> None:
+        self._path = path
+        self._file = file
+        self._unflushed_chars = 0
+        self._num_decisions = 0
+        self._last_key: tuple[object, ...] = ()
+        self._last_s = 0.0
+        self._repeats = 0
+        # Flushed at once: a disk that takes nothing is better known before the run.
+        self._write(
+            {"type": "header", "format": TRACE_FORMAT, "format_version": TRACE_FORMAT_VERSION}
+            | asdict(header)
+        )
+        self._flush()
+
+    @classmethod
+    def open(cls, path: Path, *, header: TraceHeader, overwrite: bool) -> "DecisionTrace":
+        """Begin a trace file.
+
+        Raises:
+            ConfigError: the file exists and ``overwrite`` is unset, or it cannot be made.
+            TraceError: nothing can be written to it.
+        """
+        try:
+            file = path.open("w" if overwrite else "x", buffering=_BUFFER_BYTES, encoding="utf-8")
+        except FileExistsError:
+            raise ConfigError(
+                f"the trace file {path} exists: allow overwriting it, or give another name"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"the trace file {path} cannot be made ({error.strerror}): give a name in a folder that exists and "
+                "can be written to"
+            ) from None
+        return cls(path, file, header)
+
+    def decided(self, load: Load, plan: Plan) -> int:
+        """Note a plan, and return the number of its decision.
+
+        Plans in a row that differ in predictions alone, with as much to do, are one decision, counted.
+        """
+        decode = load.decode
+        running = 0 if decode is None else decode.batch_size
+        key = (
+            plan.arm,
+            plan.decode,
+            plan.partition,
+            plan.chunk_tokens,
+            plan.slice_layers,
+            plan.bound,
+            running,
+            len(load.prompts),
+        )
+        self._last_s = load.now_s
+        if key == self._last_key:
+            self._repeats += 1
+            return self._num_decisions - 1
+        self._write_repeats()
+        self._last_key = key
+        number = self._num_decisions
+        self._num_decisions += 1
+        self._write(
+            {
+                "type": "decision",
+                "decision": number,
+                "time_s": load.now_s,
+                "running": running,
+                "waiting": len(load.prompts),
+                "kv_tokens": 0 if decode is None else decode.kv_tokens,
+                "queued_tokens": load.queued_tokens,
+                "budget_ms": None if decode is None else _finite(decode.budget_ms),
+                "slack_ms": None if decode is None else _finite(decode.slack_ms),
+                "arm": plan.arm,
+                "decode": plan.decode,
+                "chunk_tokens": plan.chunk_tokens,
+                "slice_layers": plan.slice_layers,
+                "decode_sms": _sms(plan.partition.decode_tpcs),
+                "prefill_sms": _sms(plan.partition.prefill_tpcs),
+                "bound": plan.bound,
+                "options": [_option(option) for option in plan.options],
+            }
+        )
+        return number
+
+    def launched(
+        self,
+        ticket: int,
+        lane: Lane,
+        *,
+        decision: int,
+        now_s: float,
+        arm: str,
+        decode_rows: int,
+        prefill_rows: int,
+        layers: int,
+        decode_sms: int | None,
+        prefill_sms: int | None,
+        predicted_ms: float | None,
+    ) -> None:
+        """Note a launch; SMs of both lanes at the time, None for all of them."""
+        self._write(
+            {
+                "type": "launch",
+                "ticket": ticket,
+                "lane": lane,
+                "decision": decision,
+                "time_s": now_s,
+                "arm": arm,
+                "decode_rows": decode_rows,
+                "prefill_rows": prefill_rows,
+                "layers": layers,
+                "decode_sms": decode_sms,
+                "prefill_sms": prefill_sms,
+                "predicted_ms": _finite(predicted_ms),
+            }
+        )
+
+    def retired(self, ticket: int, now_s: float, device_ms: float) -> None:
+        """Note that a launch is over."""
+        self._write({"type": "retire", "ticket": ticket, "time_s": now_s, "device_ms": device_ms})
+
+    def finished(
+        self,
+        request_id: str,
+        metrics: RequestMetrics,
+        slo: Slo,
+        prompt_tokens: int,
+        output_tokens: int,
+        reason: str,
+    ) -> None:
+        """Note a request that ended, with the targets that held for it."""
+        arrival_s = metrics.arrival_s
+        self._write(
+            {
+                "type": "request",
+                "request_id": request_id,
+                "reason": reason,
+                "prompt_tokens": prompt_tokens,
+                "output_tokens": output_tokens,
+                "arrival_s": arrival_s,
+                "first_scheduled_s": metrics.first_scheduled_s,
+                # Whole numbers are short, and quick to write for long outputs.
+                "token_us": [round((time_s - arrival_s) * 1e6) for time_s in metrics.token_times_s],
+                "ttft_limit_ms": _finite(slo.ttft_limit_ms(prompt_tokens)),
+                "tpot_limit_ms": slo.tpot_ms,
+            }
+        )
+
+    def close(self) -> None:
+        """Write what is left; further calls do nothing, and nothing may be noted afterwards."""
+        if self._file.closed:
+            return
+        self._write_repeats()
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _write_repeats(self) -> None:
+        if self._repeats:
+            self._write(
+                {
+                    "type": "repeat",
+                    "decision": self._num_decisions - 1,
+                    "count": self._repeats,
+                    "time_s": self._last_s,
+                }
+            )
+            self._repeats = 0
+
+    def _write(self, record: dict[str, object]) -> None:
+        line = _encode(record)
+        self._file.write(line + "\n")
+        self._unflushed_chars += len(line)
+        if self._unflushed_chars > _FLUSH_CHARS:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._unflushed_chars = 0
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> TraceError:
+        return TraceError(
+            f"{self._path}: the decision trace cannot be written ({error.strerror}); make room, or write it elsewhere"
+        )
+
+
+def _option(option: Option) -> dict[str, object]:
+    return {
+        "arm": option.arm,
+        "decode_sms": option.decode_sms,
+        "chunk_tokens": option.chunk_tokens,
+        "slice_layers": option.slice_layers,
+        "interval_ms": _finite(option.interval_ms),
+        "prefill_tokens_per_s": _finite(option.prefill_tokens_per_s),
+        "throughput": _finite(option.throughput),
+        "measured": option.measured,
+        "holds_tpot": option.holds_tpot,
+        "holds_ttft": option.holds_ttft,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity: no limit is null."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _sms(tpcs: int | None) -> int | None:
+    return None if tpcs is None else tpcs * SMS_PER_TPC

@@ -1,0 +1,299 @@
+"""What a decision trace tells in a few numbers: who had the device, how predictions did, why targets were missed."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bullet_graph.perf.occupancy import FloatArray, Occupancy
+from bullet_graph.perf.trace_records import LaneName, Launch, Trace, TracedRequest, TraceHeader
+
+IDLE = "idle"
+"""Where an arm's name could stand: no launch was on the device."""
+
+# Shares are sums of floats: less than this is nothing.
+_NEGLIGIBLE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a trace.
+
+    Attributes:
+        start_s: on the engine's clock.
+        end_s: likewise.
+    """
+
+    start_s: float
+    end_s: float
+
+    def holds(self, time_s: float) -> bool:
+        """Whether the time is in it."""
+        return self.start_s <= time_s <= self.end_s
+
+
+@dataclass(frozen=True, slots=True)
+class ArmShare:
+    """What an arm had of the run.
+
+    Attributes:
+        arm: its name.
+        num_launches: that ended in the window.
+        device_share: of the device time of all launches.
+        wall_share: of the time that passed; where two arms ran at once, each has half.
+    """
+
+    arm: str
+    num_launches: int
+    device_share: float
+    wall_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class LaneShares:
+    """Of the time that passed, the share in which launches were on the device.
+
+    Attributes:
+        decode: the decode lane was busy.
+        prefill: the prefill lane was busy.
+        both: both were.
+        idle: neither was.
+    """
+
+    decode: float
+    prefill: float
+    both: float
+    idle: float
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionError:
+    """Predicted against measured device time of an arm's launches on a lane.
+
+    Attributes:
+        arm: the arm.
+        lane: the lane.
+        num_launches: those with a prediction.
+        median_percent: median absolute error, of the measured time.
+        p90_percent: its 90th percentile.
+        bias_percent: how much all predictions together exceed all measurements together; negative: too short.
+    """
+
+    arm: str
+    lane: LaneName
+    num_launches: int
+    median_percent: float
+    p90_percent: float
+    bias_percent: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """Requests that ended.
+
+    Attributes:
+        completed: all that were not cut off.
+        cut_off: aborted or failed; not judged.
+        without_targets: completed, with no target to meet.
+        met: completed within all of their targets.
+        missed_ttft: completed, the first token late.
+        missed_tpot: completed, with too much time between tokens; may be among ``missed_ttft`` as well.
+    """
+
+    completed: int
+    cut_off: int
+    without_targets: int
+    met: int
+    missed_ttft: int
+    missed_tpot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A target that a request missed.
+
+    Attributes:
+        request_id: the request.
+        target: ``ttft`` or ``tpot``.
+        measured_ms: what it took.
+        limit_ms: the target.
+        cause: TTFT: ``queued`` or ``prefill``, whichever took longer. TPOT: the arm that ran longest in the gaps
+            between its tokens that exceeded the target, or ``idle``.
+        shares: of the time to the first token, or of those gaps, by cause, largest first.
+    """
+
+    request_id: str
+    target: str
+    measured_ms: float
+    limit_ms: float
+    cause: str
+    shares: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """A trace, or a part of it, summed up.
+
+    Attributes:
+        header: where the trace comes from.
+        duration_s: time that passed.
+        num_launches: that ended in it.
+        num_decisions: ticks at which a plan was made.
+        num_infeasible: those at which options were weighed and none held the TPOT budget.
+        bounds: ticks by what decided.
+        arms: largest wall share first.
+        lanes: how busy they were.
+        errors: by arm and lane.
+        requests: how they fared.
+        causes: misses by ``target: cause``, most frequent first.
+        misses: the worst first, as a multiple of the target.
+        notes: what the file lacks.
+    """
+
+    header: TraceHeader
+    duration_s: float
+    num_launches: int
+    num_decisions: int
+    num_infeasible: int
+    bounds: dict[str, int]
+    arms: tuple[ArmShare, ...]
+    lanes: LaneShares
+    errors: tuple[PredictionError, ...]
+    requests: RequestCounts
+    causes: dict[str, int]
+    misses: tuple[Miss, ...]
+    notes: tuple[str, ...]
+
+
+def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
+    """Sum up the decisions made, and the launches and requests that ended, in the window; None takes all."""
+    window = window or Window(trace.start_s, trace.end_s)
+    occupancy = Occupancy.of(trace.launches)
+    decisions = [d for d in trace.decisions if window.holds(d.time_s)]
+    bounds: Counter[str] = Counter()
+    for decision in decisions:
+        bounds[decision.bound] += decision.count
+    ended = [
+        launch
+        for launch, end_s in zip(occupancy.launches, occupancy.end_s, strict=True)
+        if window.holds(float(end_s))
+    ]
+    requests = [r for r in trace.requests if window.holds(_last_event_s(r))]
+    completed = [r for r in requests if r.reason not in ("abort", "error")]
+    weights = {arm: occupancy.of_arm(arm) for arm in occupancy.arms}
+    targeted = [r for r in completed if r.ttft_limit_ms is not None or r.tpot_limit_ms is not None]
+    missed = [found for r in targeted if (found := _misses(r, occupancy, weights))]
+    misses = sorted(chain.from_iterable(missed), key=lambda miss: -miss.measured_ms / miss.limit_ms)
+    targets = Counter(miss.target for miss in misses)
+    return TraceSummary(
+        header=trace.header,
+        duration_s=window.end_s - window.start_s,
+        num_launches=len(ended),
+        num_decisions=sum(d.count for d in decisions),
+        num_infeasible=sum(
+            d.count for d in decisions if d.options and not any(o.get("holds_tpot") for o in d.options)
+        ),
+        bounds=dict(bounds.most_common()),
+        arms=_arm_shares(ended, occupancy, window),
+        lanes=_lane_shares(occupancy, window),
+        errors=_prediction_errors(ended),
+        requests=RequestCounts(
+            completed=len(completed),
+            cut_off=len(requests) - len(completed),
+            without_targets=len(completed) - len(targeted),
+            met=len(targeted) - len(missed),
+            missed_ttft=targets["ttft"],
+            missed_tpot=targets["tpot"],
+        ),
+        causes=dict(Counter(f"{miss.target}: {miss.cause}" for miss in misses).most_common()),
+        misses=tuple(misses),
+        notes=trace.notes,
+    )
+
+
+def _last_event_s(request: TracedRequest) -> float:
+    return request.arrival_s + (request.token_us[-1] / 1e6 if request.token_us else 0.0)
+
+
+def _arm_shares(ended: list[Launch], occupancy: Occupancy, window: Window) -> tuple[ArmShare, ...]:
+    device_ms: defaultdict[str, float] = defaultdict(float)
+    for launch in ended:
+        device_ms[launch.arm] += launch.device_ms or 0.0
+    total_ms = sum(device_ms.values())
+    counts = Counter(launch.arm for launch in ended)
+    shares = [
+        ArmShare(
+            arm=arm,
+            num_launches=counts[arm],
+            device_share=device_ms[arm] / total_ms if total_ms else 0.0,
+            wall_share=occupancy.share(occupancy.of_arm(arm), window.start_s, window.end_s),
+        )
+        for arm in occupancy.arms
+    ]
+    return tuple(sorted(shares, key=lambda share: -share.wall_share))
+
+
+def _lane_shares(occupancy: Occupancy, window: Window) -> LaneShares:
+    def share(busy: NDArray[np.bool_]) -> float:
+        return occupancy.share(busy.astype(np.float64), window.start_s, window.end_s)
+
+    decode, prefill = occupancy.active["decode"] >= 0, occupancy.active["prefill"] >= 0
+    return LaneShares(share(decode), share(prefill), share(decode & prefill), 1.0 - share(decode | prefill))
+
+
+def _prediction_errors(ended: list[Launch]) -> tuple[PredictionError, ...]:
+    pairs: defaultdict[tuple[str, LaneName], list[tuple[float, float]]] = defaultdict(list)
+    for launch in ended:
+        if launch.predicted_ms is not None and launch.device_ms:
+            pairs[launch.arm, launch.lane].append((launch.predicted_ms, launch.device_ms))
+    errors = []
+    for (arm, lane), values in sorted(pairs.items()):
+        predicted, measured = np.array(values).T
+        median, p90 = np.percentile(np.abs(predicted / measured - 1) * 100, (50, 90))
+        bias = (predicted.sum() / measured.sum() - 1) * 100
+        errors.append(PredictionError(arm, lane, len(values), float(median), float(p90), float(bias)))
+    return tuple(errors)
+
+
+def _misses(request: TracedRequest, occupancy: Occupancy, weights: dict[str, FloatArray]) -> list[Miss]:
+    """The targets that a request missed; the weights are the arms' parts of the stretches of time."""
+    misses = []
+    ttft, tpot = request.ttft_ms, request.tpot_ms
+    if ttft is not None and request.ttft_limit_ms is not None and ttft > request.ttft_limit_ms:
+        shares = _ttft_shares(request, ttft)
+        misses.append(_miss(request, "ttft", ttft, request.ttft_limit_ms, shares))
+    if tpot is not None and request.tpot_limit_ms is not None and tpot > request.tpot_limit_ms:
+        shares = _late_gap_shares(request, request.tpot_limit_ms, occupancy, weights)
+        misses.append(_miss(request, "tpot", tpot, request.tpot_limit_ms, shares))
+    return misses
+
+
+def _miss(
+    request: TracedRequest, target: str, measured_ms: float, limit_ms: float, shares: dict[str, float]
+) -> Miss:
+    ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
+    return Miss(request.request_id, target, measured_ms, limit_ms, next(iter(ordered)), ordered)
+
+
+def _ttft_shares(request: TracedRequest, ttft_ms: float) -> dict[str, float]:
+    waited_s = 0.0 if request.first_scheduled_s is None else request.first_scheduled_s - request.arrival_s
+    queued = min(max(waited_s * 1e3 / ttft_ms, 0.0), 1.0)
+    return {"queued": queued, "prefill": 1.0 - queued}
+
+
+def _late_gap_shares(
+    request: TracedRequest, limit_ms: float, occupancy: Occupancy, weights: dict[str, FloatArray]
+) -> dict[str, float]:
+    """Who had the device in the gaps between tokens that were longer than the target: there is at least one."""
+    token_us = np.array(request.token_us)
+    late = np.diff(token_us) / 1e3 > limit_ms
+    late_s = np.diff(token_us)[late].sum() / 1e6
+    shares = {}
+    for arm, of_arm in weights.items():
+        until_token_s = occupancy.accumulated(of_arm, request.arrival_s + token_us / 1e6)
+        shares[arm] = float(np.diff(until_token_s)[late].sum() / late_s)
+    shares = {arm: share for arm, share in shares.items() if share > _NEGLIGIBLE}
+    idle = 1.0 - sum(shares.values())
+    return shares | {IDLE: idle} if idle > _NEGLIGIBLE else shares

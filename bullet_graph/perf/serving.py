@@ -1,0 +1,281 @@
+"""What a serving benchmark reports, with the names of vLLM's, and how each figure is defined."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.perf.summary import summarize_ms
+from bullet_graph.slo import NO_TARGETS, Slo
+
+SLOWEST_RATE = 0.01
+"""Requests a second at which nearly all are served alone: slower arrivals change nothing."""
+
+FASTEST_RATE = 1e4
+"""Requests a second at which they come as good as all at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """One request of a benchmark, after it.
+
+    Attributes:
+        input_tokens: length of its prompt.
+        output_tokens: tokens generated; 0 for one that failed.
+        metrics: its times.
+        slo: its targets.
+        error: why it failed, or None.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    metrics: RequestMetrics
+    slo: Slo = NO_TARGETS
+    error: str | None = None
+
+    @property
+    def meets_slo(self) -> bool:
+        """Whether it was served within every target it has; an output of one token has no TPOT to miss."""
+        ttft_ms, tpot_ms = self.metrics.ttft_ms, self.metrics.tpot_ms
+        if self.error is not None or ttft_ms is None:
+            return False
+        tpot_limit_ms = math.inf if self.slo.tpot_ms is None else self.slo.tpot_ms
+        return ttft_ms <= self.slo.ttft_limit_ms(self.input_tokens) and (tpot_ms or 0.0) <= tpot_limit_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingDetails:
+    """Figures of each request, in the order of the workload, times in seconds.
+
+    Attributes:
+        input_lens: prompt tokens.
+        output_lens: generated tokens, 0 for a request that failed.
+        ttfts: time to first token, 0 for a request that failed.
+        itls: gaps between one token and the next.
+        start_times: arrivals, on the clock of the engine.
+        errors: why a request failed, empty for the others.
+    """
+
+    input_lens: tuple[int, ...]
+    output_lens: tuple[int, ...]
+    ttfts: tuple[float, ...]
+    itls: tuple[tuple[float, ...], ...]
+    start_times: tuple[float, ...]
+    errors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingResult:
+    """A serving benchmark's figures, flat, with the field names of vLLM's serving benchmark.
+
+    Latencies are over completed requests; ``std`` is the population's, percentiles are interpolated linearly. A figure
+    of nothing is None, where vLLM writes 0.
+
+    Attributes:
+        date: when the run began, as ``YYYYMMDD-HHMMSS``.
+        backend: what served.
+        model_id: the model.
+        num_prompts: requests sent.
+        request_rate: mean arrivals a second, ``inf`` where all came at once, ``trace`` for recorded times.
+        burstiness: shape of the gaps between arrivals, ``inf`` where they are equal; None for recorded times.
+        max_concurrency: most requests under way at once; None is no limit.
+        duration: seconds from the start of the run to the last token.
+        completed: requests served to their end.
+        failed: the others.
+        total_input_tokens: prompt tokens of completed requests.
+        total_output_tokens: tokens generated for them.
+        request_throughput: completed requests a second of ``duration``.
+        request_goodput: completed requests that met all their targets, a second of ``duration``; None where no
+            request has a target.
+        slo_attainment: those requests as a share of all that were sent, the failed ones included; None likewise.
+        output_throughput: output tokens a second.
+        total_token_throughput: prompt and output tokens a second.
+        mean_ttft_ms: time to first token, from arrival, or from when ``max_concurrency`` let the request in.
+        mean_tpot_ms: time per output token after the first, by request: (e2e − TTFT) / (tokens − 1).
+        mean_itl_ms: inter-token latency: all gaps between tokens, of all requests together.
+        mean_e2el_ms: end-to-end latency: from arrival to the last token.
+    """
+
+    date: str
+    backend: str
+    model_id: str
+    num_prompts: int
+    request_rate: float | str
+    burstiness: float | str | None
+    max_concurrency: int | None
+    duration: float
+    completed: int
+    failed: int
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    request_goodput: float | None
+    slo_attainment: float | None
+    output_throughput: float
+    total_token_throughput: float
+    mean_ttft_ms: float | None
+    median_ttft_ms: float | None
+    std_ttft_ms: float | None
+    p90_ttft_ms: float | None
+    p99_ttft_ms: float | None
+    mean_tpot_ms: float | None
+    median_tpot_ms: float | None
+    std_tpot_ms: float | None
+    p90_tpot_ms: float | None
+    p99_tpot_ms: float | None
+    mean_itl_ms: float | None
+    median_itl_ms: float | None
+    std_itl_ms: float | None
+    p90_itl_ms: float | None
+    p99_itl_ms: float | None
+    mean_e2el_ms: float | None
+    median_e2el_ms: float | None
+    std_e2el_ms: float | None
+    p90_e2el_ms: float | None
+    p99_e2el_ms: float | None
+    details: ServingDetails
+
+    def fields(self, *, detailed: bool = False) -> dict[str, Any]:
+        """The figures for a JSON file, with ``detailed`` those of each request beside them."""
+        flat = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "details"}
+        return flat | dataclasses.asdict(self.details) if detailed else flat
+
+
+def summarize_serving(
+    requests: Sequence[ServedRequest],
+    *,
+    duration_s: float,
+    started: datetime,
+    backend: str,
+    model_id: str,
+    request_rate: float | None,
+    burstiness: float | None,
+    max_concurrency: int | None = None,
+) -> ServingResult:
+    """Work the figures out; see :class:`ServingResult` for what each means.
+
+    Args:
+        requests: at least one, in the order of the workload.
+        duration_s: from the start of the run to the last token, above 0 if a request completed.
+        started: when the run began.
+        request_rate: infinite for all at once, None for recorded times.
+        burstiness: None for recorded times.
+    """
+    done = [request for request in requests if request.error is None]
+    metrics = [request.metrics for request in done]
+    num_input = sum(request.input_tokens for request in done)
+    num_output = sum(request.output_tokens for request in done)
+    has_targets = any(request.slo != NO_TARGETS for request in requests)
+    num_good = sum(request.meets_slo for request in requests)
+    samples = {
+        "ttft": (m.ttft_ms for m in metrics if m.ttft_ms is not None),
+        "tpot": (m.tpot_ms for m in metrics if m.tpot_ms is not None),
+        "itl": (gap for m in metrics for gap in m.itl_ms),
+        "e2el": (m.e2e_ms for m in metrics if m.e2e_ms is not None),
+    }
+    latencies: dict[str, Any] = {}
+    for name, sample in samples.items():
+        summary = summarize_ms(sample)
+        for label, field in (
+            ("mean", "mean"),
+            ("median", "p50"),
+            ("std", "std"),
+            ("p90", "p90"),
+            ("p99", "p99"),
+        ):
+            latencies[f"{label}_{name}_ms"] = None if summary is None else getattr(summary, field)
+
+    def per_second(count: int) -> float:
+        return count / duration_s if count else 0.0
+
+    return ServingResult(
+        date=started.strftime("%Y%m%d-%H%M%S"),
+        backend=backend,
+        model_id=model_id,
+        num_prompts=len(requests),
+        request_rate="trace" if request_rate is None else _finite(request_rate),
+        burstiness=None if burstiness is None else _finite(burstiness),
+        max_concurrency=max_concurrency,
+        duration=duration_s,
+        completed=len(done),
+        failed=len(requests) - len(done),
+        total_input_tokens=num_input,
+        total_output_tokens=num_output,
+        request_throughput=per_second(len(done)),
+        request_goodput=per_second(num_good) if has_targets else None,
+        slo_attainment=num_good / len(requests) if has_targets else None,
+        output_throughput=per_second(num_output),
+        total_token_throughput=per_second(num_input + num_output),
+        **latencies,
+        details=ServingDetails(
+            input_lens=tuple(r.input_tokens for r in requests),
+            output_lens=tuple(r.output_tokens for r in requests),
+            ttfts=tuple((r.metrics.ttft_ms or 0.0) / 1e3 for r in requests),
+            itls=tuple(tuple(gap / 1e3 for gap in r.metrics.itl_ms) for r in requests),
+            start_times=tuple(r.metrics.arrival_s for r in requests),
+            errors=tuple(r.error or "" for r in requests),
+        ),
+    )
+
+
+def _finite(value: float) -> float | str:
+    """The number, or text where JSON has no number for it."""
+    return value if math.isfinite(value) else "inf"
+
+
+@dataclass(frozen=True, slots=True)
+class RateSearch:
+    """The rates tried on the way to a goodput.
+
+    Attributes:
+        goodput: the highest rate tried, in requests a second, at which the share was reached; None: at none.
+        results: of all rates tried, lowest rate first.
+    """
+
+    goodput: float | None
+    results: tuple[ServingResult, ...]
+
+
+def find_goodput(
+    run: Callable[[float], ServingResult],
+    *,
+    first_rate: float,
+    attainment: float = 0.9,
+    tolerance: float = 0.02,
+    max_runs: int = 20,
+) -> RateSearch:
+    """Find the highest rate at which enough requests meet their targets.
+
+    The rate is doubled, or halved, until one that does and one that does not are found; the gap between them is then
+    halved until it is small. Attainment is taken to fall as the rate rises. No rate beyond ``SLOWEST_RATE`` or
+    ``FASTEST_RATE`` is tried.
+
+    Args:
+        run: serves at a rate; its requests must have targets.
+        first_rate: where to begin, in requests a second.
+        attainment: the share of requests that must meet all targets.
+        tolerance: stop when the two rates are this close, relative to the lower one.
+        max_runs: stop after so many runs at the latest.
+    """
+    tried: dict[float, ServingResult] = {}
+    good: float | None = None
+    bad: float | None = None
+    rate = first_rate
+    while len(tried) < max_runs:
+        tried[rate] = run(rate)
+        if (tried[rate].slo_attainment or 0.0) >= attainment:
+            good = rate
+        else:
+            bad = rate
+        if good is None or bad is None:
+            rate = rate * 2 if bad is None else rate / 2
+            if not SLOWEST_RATE <= rate <= FASTEST_RATE:
+                break
+        elif bad - good > tolerance * good:
+            rate = (good + bad) / 2
+        else:
+            break
+    return RateSearch(good, tuple(tried[key] for key in sorted(tried)))

@@ -1,0 +1,201 @@
+"""A monotone surface through measured times: bilinear between nodes, filled where nothing was measured."""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+Reference = Callable[[float, float], float]
+"""Time at (x, y) by another model, to carry the form of the surface where it was not measured."""
+
+NOTHING_MEASURED = (math.inf, -math.inf)
+"""The measured range of a surface without measured points."""
+
+_FAR_YS = (1 << 14, 1 << 16, 1 << 18, 1 << 22)
+"""Nodes beyond the measured depths, the last beyond any context: a look-up never leaves the surface that way."""
+
+_LEAST_SHARE = 0.25
+"""An extrapolation downwards stops at this share of the row's smallest time: no work is free."""
+
+
+class Surface:
+    """Milliseconds over rows x (batch size, or tokens of a chunk) and depth y (tokens that a row attends to).
+
+    Never falling in x at the same y, nor in y at the same x.
+
+    Args:
+        xs: nodes, rising, at least two.
+        ys: nodes, rising, at least two.
+        cells: ``cells[i][j]`` is the time at ``xs[i]``, ``ys[j]``.
+        measured_range: least and greatest x with measured points near.
+    """
+
+    __slots__ = ("_cells", "_last_x", "_last_y", "measured_range", "xs", "ys")
+
+    def __init__(
+        self,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        cells: Sequence[Sequence[float]],
+        measured_range: tuple[float, float],
+    ) -> None:
+        self.xs = list(xs)
+        self.ys = list(ys)
+        self.measured_range = measured_range
+        self._cells = _never_falling(cells)
+        self._last_x = len(self.xs) - 1
+        self._last_y = len(self.ys) - 1
+
+    def __call__(self, x: float, y: float) -> float:
+        """Time at (x, y); beyond the nodes, the last slope goes on."""
+        xs, ys = self.xs, self.ys
+        i = bisect_right(xs, x, 1, self._last_x)
+        j = bisect_right(ys, y, 1, self._last_y)
+        x0, y0 = xs[i - 1], ys[j - 1]
+        v = (y - y0) / (ys[j] - y0)
+        low, high = self._cells[i - 1], self._cells[i]
+        a = low[j - 1]
+        a += (low[j] - a) * v
+        b = high[j - 1]
+        b += (high[j] - b) * v
+        return a + (b - a) * (x - x0) / (xs[i] - x0)
+
+    def is_measured(self, x: float) -> bool:
+        """Whether x lies within the measured range."""
+        least, greatest = self.measured_range
+        return least <= x <= greatest
+
+
+def fill_surface(
+    points: Iterable[tuple[float, float, float]],
+    reference: Reference,
+    *,
+    xs: Iterable[float],
+    ys: Iterable[float] = (),
+    reference_from: float = math.inf,
+) -> Surface:
+    """Make a surface of scattered points.
+
+    A row measured at several depths goes on along its own slopes; one measured at a single depth takes the slope
+    of the nearest row that has one (attention costs rows × depth), else the reference's. Rows that were not measured
+    are the reference, scaled to agree with the rows beside them.
+
+    Args:
+        points: (x, y, milliseconds); several at the same place count as their mean.
+        reference: positive everywhere.
+        xs: nodes to have besides the points' own.
+        ys: likewise.
+        reference_from: least x where the reference is itself measured: from there up to the points' largest x,
+            times count as measured. Infinite for a reference that is arithmetic.
+    """
+    rows = _group(points)
+    all_xs = sorted({*map(float, xs), *rows})
+    near_ys = {0.0, *map(float, ys), *(y for row in rows.values() for y in row)}
+    all_ys = sorted({*near_ys, *(float(y) for y in _FAR_YS if y > max(near_ys))})
+    lines = {x: _row_line(x, rows, reference) for x in rows}
+    nodes = sorted(rows)
+    filled = [[_fill(x, y, lines, nodes, reference) for y in all_ys] for x in all_xs]
+    measured = [[rows.get(x, {}).get(y) for y in all_ys] for x in all_xs]
+    measured_range = (min(nodes[0], reference_from), nodes[-1]) if nodes else NOTHING_MEASURED
+    return Surface(all_xs, all_ys, clamp_cells(filled, measured), measured_range)
+
+
+def nodes_around(measured: Sequence[float], end: float) -> list[float]:
+    """Nodes on both sides of the measured ones: powers of two below the least, doubles of the largest, past ``end``."""
+    least = min(measured, default=end)
+    below = [float(1 << power) for power in range(math.ceil(math.log2(least)))]
+    above = [2 * max(measured, default=end)]
+    while above[-1] < end:
+        above.append(2 * above[-1])
+    return [*below, *above]
+
+
+def _group(points: Iterable[tuple[float, float, float]]) -> dict[float, dict[float, float]]:
+    repeats: dict[float, dict[float, list[float]]] = {}
+    for x, y, ms in points:
+        repeats.setdefault(float(x), {}).setdefault(float(y), []).append(ms)
+    return {x: {y: sum(all_ms) / len(all_ms) for y, all_ms in row.items()} for x, row in repeats.items()}
+
+
+def _row_line(
+    x: float, rows: Mapping[float, Mapping[float, float]], reference: Reference
+) -> Callable[[float], float]:
+    """Time along one measured row."""
+    row = rows[x]
+    least_ms = _LEAST_SHARE * min(row.values())
+    if len(row) > 1:
+        ys = sorted(row)
+        line = _line(ys, [row[y] for y in ys])
+        return lambda y: max(line(y), least_ms)
+    ((y0, ms),) = row.items()
+    sloped = [other for other, values in rows.items() if len(values) > 1]
+    if not sloped:
+        scale = ms / reference(x, y0)
+        return lambda y: scale * reference(x, y)
+    nearest = min(sloped, key=lambda other: abs(math.log(other / x)))
+    ys = sorted(rows[nearest])
+    line = _line(ys, [rows[nearest][y] for y in ys])
+    return lambda y: max(ms + (line(y) - line(y0)) * x / nearest, least_ms)
+
+
+def _line(ys: Sequence[float], values: Sequence[float]) -> Callable[[float], float]:
+    """Through all points, going on along the outer slopes (a falling one is noise, and taken as flat)."""
+
+    def value(y: float) -> float:
+        j = min(max(bisect_left(ys, y), 1), len(ys) - 1)
+        slope = (values[j] - values[j - 1]) / (ys[j] - ys[j - 1])
+        if y < ys[0]:
+            return values[0] + max(slope, 0.0) * (y - ys[0])
+        if y > ys[-1]:
+            return values[-1] + max(slope, 0.0) * (y - ys[-1])
+        return values[j - 1] + slope * (y - ys[j - 1])
+
+    return value
+
+
+def _fill(
+    x: float,
+    y: float,
+    lines: Mapping[float, Callable[[float], float]],
+    nodes: Sequence[float],
+    reference: Reference,
+) -> float:
+    if x in lines:
+        return lines[x](y)
+    if not nodes:
+        return reference(x, y)
+    i = bisect_left(nodes, x)
+    low, high = nodes[max(i - 1, 0)], nodes[min(i, len(nodes) - 1)]
+    scale = lines[low](y) / reference(low, y)
+    if low != high:
+        share = math.log(x / low) / math.log(high / low)
+        # Outside the measured rows the nearest one's scale holds on.
+        share = min(max(share, 0.0), 1.0)
+        scale += (lines[high](y) / reference(high, y) - scale) * share
+    return scale * reference(x, y)
+
+
+def clamp_cells(
+    filled: Sequence[Sequence[float]], measured: Sequence[Sequence[float | None]]
+) -> list[list[float]]:
+    """Measured cells, and filled ones kept between those below and above them, so that measured ones stay."""
+    lowest = _never_falling([[0.0 if ms is None else ms for ms in row] for row in measured])
+    turned = [[-math.inf if ms is None else -ms for ms in reversed(row)] for row in reversed(measured)]
+    highest = [[-ms for ms in reversed(row)] for row in reversed(_never_falling(turned))]
+    return [
+        [min(max(cell, low), high) if ms is None else ms for cell, ms, low, high in zip(*rows, strict=True)]
+        for rows in zip(filled, measured, lowest, highest, strict=True)
+    ]
+
+
+def _never_falling(cells: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The running maximum along both axes."""
+    result: list[list[float]] = []
+    for row in cells:
+        above = result[-1] if result else [-math.inf] * len(row)
+        greatest = -math.inf
+        line = []
+        for cell, ms in zip(row, above, strict=True):
+            greatest = max(greatest, cell, ms)
+            line.append(greatest)
+        result.append(line)
+    return result

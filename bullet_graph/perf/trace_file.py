@@ -1,0 +1,236 @@
+"""Reads decision traces: what an engine decided, launched and measured, a JSON object a line."""
+
+import dataclasses
+import json
+import math
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from bullet_graph.errors import TraceError
+from bullet_graph.perf.trace_records import (
+    TRACE_FORMAT,
+    TRACE_FORMAT_VERSION,
+    Decision,
+    Launch,
+    Trace,
+    TracedRequest,
+    TraceHeader,
+)
+
+# Larger is no count and no time; and beyond it floats no longer hold whole microseconds.
+_LIMIT = 2**53
+
+_Record = TypeVar("_Record")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Repeat:
+    decision: int
+    count: int
+    time_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Retirement:
+    ticket: int
+    time_s: float
+    device_ms: float
+
+
+_RECORDS = {
+    "decision": Decision,
+    "repeat": _Repeat,
+    "launch": Launch,
+    "retire": _Retirement,
+    "request": TracedRequest,
+}
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace file; a last line that a crash cut short is left out, with a note.
+
+    Raises:
+        TraceError: the file cannot be read, is no trace or one of another version, or a line is broken; with the
+            file and line.
+    """
+    reader = _Reader(path)
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                reader.take(number, line)
+    except OSError as error:
+        raise TraceError(
+            f"{path}: cannot be read ({error.strerror}); name a file that --trace-decisions wrote"
+        ) from None
+    return reader.trace()
+
+
+class _Reader:
+    """What the lines so far told."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._number = 0
+        self._header: TraceHeader | None = None
+        self._decisions: dict[int, Decision] = {}
+        self._launches: list[Launch] = []
+        self._pending: dict[int, int] = {}
+        self._requests: list[TracedRequest] = []
+        self._notes: list[str] = []
+        self._last_s = -math.inf
+
+    def take(self, number: int, line: bytes) -> None:
+        self._number = number
+        try:
+            content = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            if self._header is not None and not line.endswith(b"\n"):
+                self._notes.append(f"line {number}, the last, was cut short and is left out")
+                return
+            raise self._error(
+                "must hold one JSON object, but does not; the file is no trace, or is damaged"
+            ) from None
+        if self._header is None:
+            self._header = self._read_header(content)
+            return
+        kind = content.get("type") if isinstance(content, dict) else None
+        record_type = _RECORDS.get(kind) if isinstance(kind, str) else None
+        if record_type is None:
+            raise self._error(f"must have a type among {', '.join(_RECORDS)}, but has {kind!r}")
+        self._add(self._parse(record_type, content))
+
+    def trace(self) -> Trace:
+        if self._header is None:
+            raise TraceError(
+                f"{self._path}: the file is empty; name a file that bullet-graph's --trace-decisions wrote"
+            )
+        if self._pending:
+            self._notes.append(
+                f"launches that were never seen to end, and are left out: {len(self._pending)}"
+            )
+        decisions = tuple(self._decisions.values())
+        starts = [
+            *(d.time_s for d in decisions[:1]),
+            *(launch.time_s for launch in self._launches[:1]),
+            *(r.arrival_s for r in self._requests),
+        ]
+        start_s = min(starts, default=0.0)
+        return Trace(
+            self._header,
+            decisions,
+            tuple(self._launches),
+            tuple(self._requests),
+            tuple(self._notes),
+            start_s,
+            max(self._last_s, start_s),
+        )
+
+    def _read_header(self, content: object) -> TraceHeader:
+        if not isinstance(content, dict) or content.get("format") != TRACE_FORMAT:
+            raise self._error("does not begin a decision trace; name a file that --trace-decisions wrote")
+        if (found := content.get("format_version")) != TRACE_FORMAT_VERSION:
+            raise self._error(
+                f"format version {TRACE_FORMAT_VERSION} is required, but the trace has {found!r}; read it with the "
+                f"bullet-graph that wrote it ({content.get('version')})"
+            )
+        return self._parse(TraceHeader, content)
+
+    def _parse(self, record_type: type[_Record], content: dict[str, object]) -> _Record:
+        fields: dict[str, Any] = {}
+        for name, wanted, fits in _CHECKS[record_type]:
+            value = content.get(name)
+            if not fits(value):
+                raise self._error(f"{name} must be {wanted}, but is {json.dumps(value)[:80]}")
+            fields[name] = tuple(value) if isinstance(value, list) else value
+        return record_type(**fields)
+
+    def _add(self, record: object) -> None:
+        match record:
+            case Decision():
+                if record.decision in self._decisions:
+                    raise self._error(f"decision {record.decision} is there twice; the file is damaged")
+                self._decisions[record.decision] = record
+                self._last_s = max(self._last_s, record.time_s)
+            case _Repeat():
+                decision = self._known_decision(record.decision)
+                self._decisions[record.decision] = dataclasses.replace(
+                    decision, count=decision.count + record.count
+                )
+                self._last_s = max(self._last_s, record.time_s)
+            case Launch():
+                self._known_decision(record.decision)
+                if record.ticket in self._pending:
+                    raise self._error(f"ticket {record.ticket} is under way already; the file is damaged")
+                self._pending[record.ticket] = len(self._launches)
+                self._launches.append(record)
+                self._last_s = max(self._last_s, record.time_s)
+            case _Retirement():
+                self._retire(record)
+            case TracedRequest():
+                self._requests.append(record)
+                if record.token_us:
+                    self._last_s = max(self._last_s, record.arrival_s + record.token_us[-1] / 1e6)
+
+    def _retire(self, record: _Retirement) -> None:
+        index = self._pending.pop(record.ticket, None)
+        if index is None:
+            raise self._error(f"ticket {record.ticket} ends, but is not under way; the file is damaged")
+        if record.device_ms < 0:
+            raise self._error(f"device_ms must not be negative, but is {record.device_ms}")
+        self._launches[index] = dataclasses.replace(
+            self._launches[index], retired_s=record.time_s, device_ms=record.device_ms
+        )
+        self._last_s = max(self._last_s, record.time_s)
+
+    def _known_decision(self, number: int) -> Decision:
+        decision = self._decisions.get(number)
+        if decision is None:
+            raise self._error(f"decision {number} is on no line before; the file is damaged")
+        return decision
+
+    def _error(self, problem: str) -> TraceError:
+        return TraceError(f"{self._path}, line {self._number}: {problem}")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _field_checks(record_type: Any) -> Iterator[tuple[str, str, Callable[[object], bool]]]:
+    hints = get_type_hints(record_type)
+    for field in dataclasses.fields(record_type):
+        if field.default is dataclasses.MISSING:
+            yield (field.name, *_check(hints[field.name]))
+
+
+def _check(hint: Any) -> tuple[str, Callable[[object], bool]]:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        parts = [_check(argument) for argument in arguments]
+        return " or ".join(wanted for wanted, _ in parts), lambda v: any(fits(v) for _, fits in parts)
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}", lambda v: v in arguments
+    if origin is tuple:
+        wanted, fits = _check(arguments[0])
+        return f"a list, each of it {wanted}", lambda v: isinstance(v, list) and all(map(fits, v))
+    return _PLAIN[origin or hint]
+
+
+_PLAIN: dict[object, tuple[str, Callable[[object], bool]]] = {
+    int: ("an integer", lambda v: isinstance(v, int) and not isinstance(v, bool) and abs(v) < _LIMIT),
+    float: (
+        "a number",
+        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < _LIMIT,
+    ),
+    bool: ("true or false", lambda v: isinstance(v, bool)),
+    str: ("a text", lambda v: isinstance(v, str)),
+    dict: ("an object", lambda v: isinstance(v, dict)),
+    types.NoneType: ("null", lambda v: v is None),
+}
+
+# Name, form in words and test of each field that a line of the type must have.
+_CHECKS: dict[type, tuple[tuple[str, str, Callable[[object], bool]], ...]] = {
+    record_type: tuple(_field_checks(record_type)) for record_type in (TraceHeader, *_RECORDS.values())
+}

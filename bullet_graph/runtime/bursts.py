@@ -1,0 +1,270 @@
+"""Short sustained measurements on the GPU: each lane's stream is kept fed, and its work timed by events."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bullet_graph.config import KV_BLOCK_TOKENS
+from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
+from bullet_graph.graphs.key import GraphKey, bucket_for
+from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.progress import progress_bar
+from bullet_graph.models.sampler import SamplingState
+from bullet_graph.partition.backend import open_backend
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition, partition_of
+from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S
+from bullet_graph.perf.profile_point import ProfileLimits, ProfilePoint
+from bullet_graph.runtime.build import build_decoder, partitions_of
+from bullet_graph.runtime.eager_lane import EagerLane
+from bullet_graph.runtime.launcher import Launcher
+from bullet_graph.runtime.profile_setup import Prepared
+from bullet_graph.runtime.rows import lay_out
+from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
+
+_AHEAD = 2
+"""Steps in flight on each lane, as the engine has."""
+
+
+class FedLane:
+    """Keeps a stream fed and notes when each piece of work finished.
+
+    Args:
+        stream: bound to its SMs for as long as the lane is fed.
+        launch: enqueues one piece of work on the current stream.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, launch: Callable[[], object]) -> None:
+        self._stream = stream
+        self._launch = launch
+        self._pending: deque[torch.cuda.Event] = deque()
+        self._done: list[tuple[torch.cuda.Event, float]] = []
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether the fewest intervals have been measured."""
+        return len(self._done) > MIN_INTERVALS
+
+    def poll(self) -> None:
+        """Note what has finished."""
+        while self._pending and self._pending[0].query():
+            self._done.append((self._pending.popleft(), time.perf_counter()))
+
+    def feed(self, until_s: float) -> None:
+        """Launch if there is room and what is under way may finish before ``until_s``."""
+        if len(self._pending) == _AHEAD or (
+            self._launched > MIN_INTERVALS and self._busy_until_s() > until_s
+        ):
+            return
+        with torch.cuda.stream(self._stream):
+            self._launch()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self._pending.append(event)
+
+    def interval_ms(self, from_s: float) -> float:
+        """Mean time between one finish and the next, of those from ``from_s`` on or else of the last few."""
+        ends = [event for event, at_s in self._done if at_s >= from_s]
+        if len(ends) <= MIN_INTERVALS:
+            ends = [event for event, _ in self._done[-MIN_INTERVALS - 1 :]]
+        return float(ends[0].elapsed_time(ends[-1])) / (len(ends) - 1)
+
+    @property
+    def _launched(self) -> int:
+        return len(self._done) + len(self._pending)
+
+    def _busy_until_s(self) -> float:
+        if len(self._done) < 2:
+            return 0.0
+        (_, before_s), (_, last_s) = self._done[-2:]
+        return last_s + len(self._pending) * (last_s - before_s)
+
+
+def run_burst(lanes: Sequence[FedLane], burst_s: float) -> tuple[float, ...]:
+    """Feed the lanes side by side for ``burst_s`` after a warm-up, and longer where steps are slow.
+
+    Returns:
+        Time of a lane's step, in ms, for each lane.
+    """
+    start_s = time.perf_counter()
+    end_s = start_s + WARM_S + burst_s
+    while (now_s := time.perf_counter()) < end_s or not all(lane.has_enough for lane in lanes):
+        for lane in lanes:
+            lane.poll()
+            # A lane that is done goes on for the other's sake: what is wanted is both at once.
+            needed = any(not other.has_enough for other in lanes if other is not lane)
+            lane.feed(float("inf") if needed else max(end_s, now_s))
+    torch.cuda.synchronize()
+    return tuple(lane.interval_ms(start_s + WARM_S) for lane in lanes)
+
+
+class Workbench:
+    """A model, its cache, and both lanes' buffers, to measure points with.
+
+    Args:
+        decoder: weights and cache on the GPU; the cache is filled with random numbers.
+        launcher: the lanes' streams.
+        num_kv_blocks: blocks of the cache.
+        limits: of the points that will be measured.
+        seed: of the prompts and of the order of the blocks.
+    """
+
+    def __init__(
+        self, decoder: Decoder, launcher: Launcher, *, num_kv_blocks: int, limits: ProfileLimits, seed: int
+    ) -> None:
+        device = decoder.cos_sin.device
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._launcher = launcher
+        max_batch_size = limits.max_batch_size
+        for layer in range(decoder.config.num_layers):
+            for half in decoder.cache.layer(layer):
+                half.normal_()
+        state = SamplingState(max_batch_size + 2, device)
+        self._prefill_slot = max_batch_size + 1
+        self._graphs = DecodeGraphs(
+            decoder,
+            state,
+            max_batch_size=max_batch_size,
+            num_kv_blocks=num_kv_blocks,
+            padding_slot=max_batch_size,
+        )
+        self._eager = EagerLane(
+            decoder,
+            state,
+            max_num_seqs=max_batch_size,
+            max_rows=limits.max_tokens + max_batch_size,
+            num_kv_blocks=num_kv_blocks,
+        )
+        rng = np.random.default_rng(seed)
+        # In random order, as a cache has its blocks after hours of service; block 0 is padding.
+        self._blocks = (1 + rng.permutation(num_kv_blocks - 1)).astype(np.int32)
+        self._tokens = rng.integers(0, decoder.config.vocab_size, limits.max_tokens).astype(np.int32)
+        torch.cuda.synchronize()
+
+    def capture(self, points: Sequence[ProfilePoint], *, progress: bool) -> int:
+        """Compile, and capture the decode graphs that these points replay; returns how many."""
+
+        def stream_for(partition: SmPartition) -> torch.cuda.Stream:
+            return self._launcher.stream("decode", partition)
+
+        keys = {
+            GraphKey(bucket_for(point.batch_size, self._graphs.batch_sizes), self._partition(point))
+            for point in points
+            if point.kind in ("decode", "split")
+        }
+        self._graphs.capture([], stream_for, progress=False)
+        # The largest first: the smaller then find room in its memory.
+        ordered = sorted(keys, key=lambda key: (-key.batch_size, key.partition.decode_tpcs or 0))
+        with progress_bar(progress, total=len(keys), desc="Capturing decode graphs", unit="graph") as advance:
+            for key in ordered:
+                self._graphs.capture_one(key, stream_for(key.partition))
+                advance(1)
+        torch.cuda.synchronize()
+        return len(keys)
+
+    def measure(self, point: ProfilePoint, burst_s: float) -> tuple[float, ...]:
+        """Measure a point once.
+
+        Returns:
+            The step's time in ms; for a split that of a decode step and that of a prefill forward.
+        """
+        partition = self._partition(point)
+        lanes: list[FedLane] = []
+        if point.kind in ("decode", "split"):
+            inputs = self._decode_inputs(point)
+            stream = self._launcher.stream("decode", partition)
+            lanes.append(FedLane(stream, lambda: self._graphs.run(inputs, partition)))
+        if point.kind == "mixed":
+            # A forward with decode rows in it runs on the decode lane, as in the engine.
+            rows = lay_out(self._chunk(point), self._decode_batch(point), KV_BLOCK_TOKENS)
+            stream = self._launcher.stream("decode", partition)
+            lanes.append(FedLane(stream, lambda: self._eager.run(rows)))
+        if point.kind in ("prefill", "split"):
+            lanes.append(self.prefill_lane([point], partition))
+        return run_burst(lanes, burst_s)
+
+    def prefill_lane(self, chunks: Sequence[ProfilePoint], partition: SmPartition) -> FedLane:
+        """The prefill lane on its SMs of the partition, each piece of its work being these chunks in turn."""
+        forwards = [lay_out(self._chunk(chunk), None, KV_BLOCK_TOKENS) for chunk in chunks]
+
+        def launch() -> None:
+            for rows in forwards:
+                self._eager.run(rows)
+
+        return FedLane(self._launcher.stream("prefill", partition), launch)
+
+    def _partition(self, point: ProfilePoint) -> SmPartition:
+        if point.sms is None:
+            return WHOLE_GPU
+        decode_sms = self.num_sms - point.sms if point.kind == "prefill" else point.sms
+        return partition_of(decode_sms, num_sms=self.num_sms)
+
+    def _decode_batch(self, point: ProfilePoint) -> DecodeBatch:
+        rows = point.batch_size
+        blocks_per_seq = -(-point.context_tokens // KV_BLOCK_TOKENS)
+        return DecodeBatch(
+            slots=np.arange(rows, dtype=np.int32),
+            positions=np.full(rows, point.context_tokens - 1, dtype=np.int32),
+            kv_indptr=np.arange(rows + 1, dtype=np.int32) * np.int32(blocks_per_seq),
+            kv_indices=self._blocks[: rows * blocks_per_seq],
+        )
+
+    def _decode_inputs(self, point: ProfilePoint) -> DecodeInputs:
+        rows = lay_out(None, self._decode_batch(point), KV_BLOCK_TOKENS)
+        return DecodeInputs(rows.decode_slots, rows.positions, rows.kv_slots, rows.kv_indptr, rows.kv_indices)
+
+    def _chunk(self, point: ProfilePoint) -> PrefillBatch:
+        num_blocks = -(-(point.cached_tokens + point.tokens) // KV_BLOCK_TOKENS)
+        return PrefillBatch(
+            slots=np.array([self._prefill_slot], dtype=np.int32),
+            token_ids=self._tokens[: point.tokens],
+            q_indptr=np.array([0, point.tokens], dtype=np.int32),
+            starts=np.array([point.cached_tokens], dtype=np.int32),
+            kv_indptr=np.array([0, num_blocks], dtype=np.int32),
+            # From the end, where the decode rows' are not.
+            kv_indices=self._blocks[len(self._blocks) - num_blocks :],
+            samples=np.ones(1, dtype=np.bool_),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWorkbench:
+    """A model ready to be measured.
+
+    Attributes:
+        bench: measures points.
+        partition_backend: what confines the lanes, and why.
+    """
+
+    bench: Workbench
+    partition_backend: str
+
+
+@contextmanager
+def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[OpenWorkbench]:
+    """Verify the partitions, load the weights and make a workbench; its streams are closed after the block.
+
+    Raises:
+        PartitionError: the partitions cannot be had.
+        CheckpointError: the weights cannot be read.
+    """
+    config, runtime, ledger = prepared.config, prepared.runtime, prepared.ledger
+    partitions = partitions_of(config, runtime)
+    # Before the weights: a partition that does not hold should not cost their loading.
+    backend, why = open_backend(config.partition_backend, partitions, device=torch.cuda.current_device())
+    with closing(Launcher(backend, runtime.device)) as launcher:
+        bench = Workbench(
+            build_decoder(config, runtime, ledger, progress),
+            launcher,
+            num_kv_blocks=ledger.num_kv_blocks,
+            limits=prepared.limits,
+            seed=config.seed,
+        )
+        try:
+            yield OpenWorkbench(bench, why)
+        finally:
+            torch.cuda.synchronize()  # streams are closed only when their work has finished

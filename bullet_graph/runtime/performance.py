@@ -1,0 +1,81 @@
+"""Finds the performance model of a runtime: measured where there is a table, estimated where that is asked for."""
+
+from functools import partial
+from pathlib import Path
+
+from bullet_graph.config import EngineConfig
+from bullet_graph.errors import PerfTableError
+from bullet_graph.graphs.key import batch_size_buckets, bucket_for
+from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.predict import TableModel
+from bullet_graph.perf.roofline import Roofline, device_spec
+from bullet_graph.perf.shipped import list_tables
+from bullet_graph.perf.table import PerfTable, require_match
+from bullet_graph.perf.table_file import read_table
+from bullet_graph.runtime.perf_tables import table_key, user_table_file
+from bullet_graph.runtime.resolve import Runtime
+
+ROOFLINE = "roofline"
+"""The ``perf_table`` that asks for an estimate from arithmetic instead of measured numbers."""
+
+
+def find_performance(config: EngineConfig, runtime: Runtime) -> PerformanceModel | None:
+    """The performance model that the configuration needs or names; None where it needs none.
+
+    Raises:
+        PerfTableError: the table named cannot be read or is of another GPU, model, dtype or kernels; or one is needed
+            and none fits.
+    """
+    name = config.perf_table
+    if name == ROOFLINE:
+        gpu, num_sms = _device(runtime)
+        return Roofline(device_spec(gpu, num_sms), runtime.model, dtype_bytes=runtime.dtype.itemsize)
+    needed = config.arm.name in ("sliced", "split", "auto")
+    if name is None and not needed and config.slo.tpot_ms is None:
+        return None
+    if runtime.device.type == "cpu":
+        if name is None and not needed:
+            return None
+        raise PerfTableError(
+            f"the arm {config.arm} needs a performance table, and tables are measured on GPUs, but the device is the "
+            "CPU: pass perf_table='roofline' for an estimate, or choose serial or mixed"
+        )
+    table = _find_table(config, runtime) if name is None else read_table(Path(name))
+    if table is None:
+        if not needed:
+            return None
+        key = table_key(runtime, config.model)
+        raise PerfTableError(
+            f"the arm {config.arm} needs a performance table of {key.model} in {key.dtype} on {key.gpu}, but there is "
+            f"none at {user_table_file(key)} nor among those that come with the package "
+            f"({', '.join(path.name for path in list_tables()) or 'none'}): run `bullet-graph profile --model "
+            f"{config.model}` once, or pass perf_table='roofline' for an estimate"
+        )
+    require_match(table, table_key(runtime, config.model))
+    return table_model(table, config.max_num_seqs, runtime)
+
+
+def table_model(table: PerfTable, max_num_seqs: int, runtime: Runtime) -> TableModel:
+    """Predictions from a table, batches padded as the engine's graphs pad them."""
+    buckets = batch_size_buckets(max_num_seqs)
+    return TableModel(table, runtime.model, pad=partial(bucket_for, buckets=buckets))
+
+
+def _find_table(config: EngineConfig, runtime: Runtime) -> PerfTable | None:
+    """The user's own table of this GPU and model, or one that comes with the package."""
+    key = table_key(runtime, config.model)
+    own = user_table_file(key)
+    if own.is_file():
+        return read_table(own)
+    for path in list_tables():
+        table = read_table(path)
+        if (table.key.gpu, table.key.shape, table.key.dtype) == (key.gpu, key.shape, key.dtype):
+            return table
+    return None
+
+
+def _device(runtime: Runtime) -> tuple[str, int]:
+    if runtime.device.type == "cpu":
+        return "generic", 64
+    key = table_key(runtime, "")
+    return key.gpu, key.num_sms

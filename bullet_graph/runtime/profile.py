@@ -1,0 +1,220 @@
+"""Measures a performance table on this machine's GPU: sustained, interleaved, and resumable."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bullet_graph.errors import ConfigError, PerfTableError
+from bullet_graph.models.progress import progress_bar
+from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
+from bullet_graph.perf.profile_plan import ProfilePlan, StepCosts, plan_profile
+from bullet_graph.perf.profile_point import ProfilePoint
+from bullet_graph.perf.profile_record import from_points, to_points
+from bullet_graph.perf.provenance import collect_provenance
+from bullet_graph.perf.table import PerfTable, TableKey, require_match
+from bullet_graph.perf.table_file import read_table, write_table
+from bullet_graph.perf.traffic import decode_weight_bytes, kv_cache_bytes_per_token
+from bullet_graph.runtime.bursts import Workbench, open_workbench
+from bullet_graph.runtime.perf_tables import table_key, user_table_file
+from bullet_graph.runtime.profile_setup import Prepared
+from bullet_graph.runtime.resolve import Runtime
+
+_HEAT_S = 3.0
+_LEAST_BURST_S = 0.1
+
+Repeats = dict[ProfilePoint, list[tuple[float, ...]]]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One round over all points.
+
+    Attributes:
+        seconds: it took.
+        burst_s: measured part of a burst.
+        num_points: measured in it; fewer where an earlier run had done some.
+        device: clocks and power meanwhile.
+    """
+
+    seconds: float
+    burst_s: float
+    num_points: int
+    device: DeviceReport
+
+
+@torch.inference_mode()
+def profile_model(
+    prepared: Prepared,
+    *,
+    time_budget_s: float,
+    file: Path | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    progress: bool = False,
+    tell: Tell = lambda _: None,
+) -> tuple[PerfTable, Path]:
+    """Measure a table and write it; returns it and its file.
+
+    What was measured is kept beside the file after each pass and when interrupted, and the next call goes on
+    from there.
+
+    Args:
+        prepared: model, dtype, limits, partitions and seed.
+        time_budget_s: for the measurements; loading and capturing come on top.
+        file: to write the table to; None for this user's own of GPU, model and dtype.
+        overwrite: replace the file if it is there.
+        restart: measure all anew instead of going on.
+        progress: show progress bars.
+        tell: told what goes on, a line at a time.
+
+    Raises:
+        ConfigError: the budget is too short, the file cannot be written, or what was measured before cannot be read
+            or does not belong to the same plan.
+        BulletGraphError: see :func:`open_workbench`.
+    """
+    config, runtime = prepared.config, prepared.runtime
+    key = table_key(runtime, config.model)
+    file = user_table_file(key) if file is None else file
+    _check_file(file, overwrite=overwrite)
+    plan = plan_profile(
+        num_sms=key.num_sms,
+        decode_sms=sorted(set(config.decode_sms)),
+        limits=prepared.limits,
+        costs=_costs(runtime),
+        time_budget_s=time_budget_s,
+        seed=config.seed,
+    )
+    tell(
+        f"{len(plan.points)} points, {len(plan.held_back)} of them held back, {plan.num_passes} bursts of "
+        f"{plan.burst_s:g} s each: about {plan.guessed_s:.0f} s"
+    )
+    partial = file.with_name(f"{file.stem}.partial.json")
+    measured: Repeats = {point: [] for point in plan.points}
+    provenance: dict[str, Any] = {**dataclasses.asdict(collect_provenance("cuda")), "passes": []}
+    if partial.exists() and not restart:
+        before, measured = _resume(partial, key, plan)
+        provenance["passes"] = list(before.provenance.get("passes", ()))
+        tell(f"going on with {partial}: {sum(map(len, measured.values()))} bursts are done")
+    provenance |= {
+        "seed": config.seed,
+        "load_format": config.load_format,
+        "decode_sms": list(config.decode_sms),
+        "time_budget_s": time_budget_s,
+    }
+
+    def table(*, complete: bool) -> PerfTable:
+        return PerfTable(
+            key=key,
+            num_layers=runtime.model.num_layers,
+            points=to_points(measured, plan.grid),
+            held_back=to_points(measured, plan.held_back),
+            provenance=provenance,
+            complete=complete,
+        )
+
+    with open_workbench(prepared, progress=progress) as opened:
+        provenance["partition_backend"] = opened.partition_backend
+        tell(f"partitions: {opened.partition_backend}")
+        num_graphs = opened.bench.capture(plan.points, progress=progress)
+        tell(f"{num_graphs} decode graphs captured")
+        try:
+            for done in _measure(opened.bench, plan, measured, time_budget_s, progress):
+                provenance["passes"].append(dataclasses.asdict(done))
+                tell(_describe(done))
+                write_table(table(complete=False), partial)
+        except BaseException:
+            # Ctrl-C above all: what was measured is worth minutes.
+            write_table(table(complete=False), partial)
+            raise
+    finished = table(complete=True)
+    write_table(finished, file)
+    partial.unlink(missing_ok=True)
+    return finished, file
+
+
+def _measure(
+    bench: Workbench, plan: ProfilePlan, measured: Repeats, time_budget_s: float, progress: bool
+) -> Iterator[Pass]:
+    """Go round all points, shortening the bursts where they take longer than was guessed."""
+    num_points, burst_s = len(plan.points), plan.burst_s
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    done, total = sum(map(len, measured.values())), plan.num_passes * num_points
+    spent_s = time_budget_s * done / total
+    if done < total:
+        # The clocks of a GPU that was idle are not those that it keeps.
+        bench.measure(max(plan.grid, key=lambda point: (point.kind == "prefill", point.tokens)), _HEAT_S)
+    with progress_bar(progress, total=total, initial=done, desc="Measuring", unit="burst") as advance:
+        for number in range(plan.num_passes):
+            todo = [point for point in plan.order(number) if len(measured[point]) <= number]
+            if not todo:
+                continue
+            start_s = time.perf_counter()
+            with DeviceMonitor.for_gpu(uuid) as monitor:
+                for point in todo:
+                    measured[point].append(bench.measure(point, burst_s))
+                    advance(1)
+            seconds = time.perf_counter() - start_s
+            yield Pass(seconds, burst_s, len(todo), monitor.report)
+            spent_s += seconds
+            left = plan.num_passes - number - 1
+            if left:
+                too_long_s = seconds * num_points / len(todo) - (time_budget_s - spent_s) / left
+                burst_s = min(burst_s, max(_LEAST_BURST_S, burst_s - too_long_s / num_points))
+
+
+def _check_file(file: Path, *, overwrite: bool) -> None:
+    if file.is_dir():
+        raise ConfigError(f"--output {file}: this is a folder; give a file name")
+    if file.exists() and not overwrite:
+        raise ConfigError(
+            f"there is a performance table {file} already: add --overwrite, or --output for another"
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {file}: its folder cannot be made: {error}") from error
+    if not os.access(file.parent, os.W_OK):
+        raise ConfigError(f"--output {file}: no permission to write into {file.parent}")
+
+
+def _resume(partial: Path, key: TableKey, plan: ProfilePlan) -> tuple[PerfTable, Repeats]:
+    try:
+        before = read_table(partial)
+        require_match(before, key)
+    except PerfTableError as error:
+        raise ConfigError(
+            f"cannot go on with what an interrupted profile measured: {error}. --restart measures all anew"
+        ) from error
+    known = {**from_points(before.points), **from_points(before.held_back)}
+    if foreign := known.keys() - set(plan.points):
+        raise ConfigError(
+            f"{partial} holds {len(foreign)} points that are not in this plan: it was begun with other options. Give "
+            "the same ones to go on, or --restart to measure all anew"
+        )
+    return before, {point: list(known.get(point, ())) for point in plan.points}
+
+
+def _costs(runtime: Runtime) -> StepCosts:
+    size = runtime.dtype.itemsize
+    weights = decode_weight_bytes(runtime.model, batch_size=1, dtype_bytes=size)
+    return StepCosts(
+        flops_per_token=2 * weights / size,
+        weight_bytes=weights,
+        kv_bytes_per_token=kv_cache_bytes_per_token(runtime.model, dtype_bytes=size),
+    )
+
+
+def _describe(done: Pass) -> str:
+    clock, power = done.device.sm_clock_mhz, done.device.power_w
+    return f"{done.num_points} bursts in {done.seconds:.0f} s" + "".join(
+        f", {values.mean:,.0f} {unit} ({values.min:,.0f}–{values.max:,.0f})"
+        for values, unit in ((clock, "MHz"), (power, "W"))
+        if values is not None
+    )

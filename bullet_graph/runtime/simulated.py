@@ -1,0 +1,261 @@
+"""The simulated executor: two lanes in virtual time, their speed told by a performance model. No torch."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition.masks import LANES, Lane, lane_tpcs
+from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
+from bullet_graph.perf.performance import PerformanceModel, attention_pairs
+from bullet_graph.runtime.step import Placement, Step, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a step asks of the device, in the performance model's terms."""
+
+    tokens: int
+    pairs: float
+    batch_size: int
+    kv_tokens: int
+    num_sampled: int
+
+
+@dataclass(slots=True)
+class _Job:
+    """A launch on its way through a lane.
+
+    Attributes:
+        alone_ms: time of its whole step, all layers, with the device to itself.
+        left: share of its step's layers still to run.
+        start_s: when it began; None before.
+    """
+
+    ticket: int
+    placement: Placement
+    work: _Work
+    alone_ms: float
+    left: float
+    start_s: float | None = None
+
+
+class SimulatedExecutor:
+    """Carries steps out in virtual time, which passes while the caller launches, waits or sleeps.
+
+    Each lane runs its launches in order. A launch has the speed that the model predicts for it alone, or, while both
+    lanes run on parts of the GPU, beside the other. Two launches of which one may use the whole GPU, and neither takes
+    turns, get half of its time each. Sampled tokens are all 0, log-probabilities are never given.
+
+    Args:
+        model: predicts step times.
+        partitions: that steps may be placed on; the whole GPU always is.
+        host_overhead_ms: what a launch costs the host; the device goes on meanwhile.
+    """
+
+    max_in_flight = 2
+
+    def __init__(
+        self,
+        model: PerformanceModel,
+        *,
+        partitions: Sequence[SmPartition] = (),
+        host_overhead_ms: float = 0.0,
+    ) -> None:
+        self._model = model
+        self._partitions = tuple(dict.fromkeys((WHOLE_GPU, *partitions)))
+        self._host_overhead_s = host_overhead_ms / 1e3
+        self._now_s = 0.0
+        self._lanes: dict[Lane, deque[_Job]] = {lane: deque() for lane in LANES}
+        self._next_layer: dict[Lane, int] = dict.fromkeys(LANES, 0)
+        self._next_ticket = 0
+        self._results: dict[int, StepResult] = {}
+        self._pair: tuple[int, int] | None = None
+        self._pair_ms: dict[Lane, float] = {}
+
+    @property
+    def num_sms(self) -> int:
+        """See :attr:`Executor.num_sms`."""
+        return self._model.num_sms
+
+    @property
+    def partitions(self) -> Sequence[SmPartition]:
+        """See :attr:`Executor.partitions`."""
+        return self._partitions
+
+    def launch(self, step: Step, placement: Placement) -> int:
+        """Enqueue a step; see :meth:`Executor.launch`.
+
+        Raises:
+            PartitionError: the partition is none of :attr:`partitions`, or has no time for this kind of step.
+            ValueError: the layers do not follow those that the lane ran last, or decode rows are on the prefill lane.
+        """
+        if placement.partition not in self._partitions:
+            raise PartitionError(
+                f"a step was placed on {placement.partition}, but this device has {list(self._partitions)}: "
+                "name the partition when the executor is made"
+            )
+        lane, num_layers = placement.lane, self._model.num_layers
+        stop = num_layers if placement.last_layer is None else placement.last_layer
+        if placement.first_layer != self._next_layer[lane] or not placement.first_layer <= stop <= num_layers:
+            raise ValueError(
+                f"the {lane} lane goes on at layer {self._next_layer[lane]} of {num_layers}, but layers "
+                f"{placement.first_layer} to {stop} were launched"
+            )
+        self._next_layer[lane] = 0 if placement.last_layer is None else stop
+        work = _measure(step, samples=placement.last_layer is None)
+        alone_ms = self._alone_ms(work, placement)
+        self._advance(self._now_s + self._host_overhead_s)
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        share = (stop - placement.first_layer) / num_layers
+        self._lanes[lane].append(_Job(ticket, placement, work, alone_ms, share))
+        return ticket
+
+    def done(self, ticket: int) -> bool:
+        """See :meth:`Executor.done`."""
+        return ticket in self._results
+
+    def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
+        """See :meth:`Executor.wait_any`.
+
+        Raises:
+            KeyError: none of the tickets is under way or waits to be read.
+        """
+        while True:
+            for ticket in tickets:
+                if ticket in self._results:
+                    return ticket
+            next_s = self._next_completion_s()
+            if until_s is not None and (next_s is None or next_s > until_s):
+                self._advance(until_s)
+                return None
+            if next_s is None:
+                raise KeyError(f"none of the launches {list(tickets)} is under way")
+            self._advance(next_s)
+
+    def wait(self, ticket: int) -> StepResult:
+        """See :meth:`Executor.wait`."""
+        self.wait_any([ticket], None)
+        return self._results.pop(ticket)
+
+    def now(self) -> float:
+        """Virtual seconds since the start."""
+        return self._now_s
+
+    def sleep_until(self, time_s: float) -> None:
+        """See :meth:`Executor.sleep_until`."""
+        self._advance(time_s)
+
+    def shutdown(self) -> None:
+        """Drop what is under way; see :meth:`Executor.shutdown`."""
+        for jobs in self._lanes.values():
+            jobs.clear()
+        self._results.clear()
+
+    # ---- how long things take ----
+
+    def _alone_ms(self, work: _Work, placement: Placement) -> float:
+        lane, partition = placement.lane, placement.partition
+        if work.batch_size and lane == "prefill":
+            raise ValueError(
+                "decode rows were launched on the prefill lane: they run on the decode lane alone"
+            )
+        if work.tokens and lane == "decode" and partition != WHOLE_GPU:
+            raise PartitionError(
+                f"prompt rows were placed on {partition} in the decode lane, but the performance model knows them "
+                "there on the whole GPU only: place them on it, or in the prefill lane"
+            )
+        tpcs = lane_tpcs(partition, lane)
+        sms = None if tpcs is None else tpcs * SMS_PER_TPC
+        if not work.batch_size:
+            return self._model.prefill(work.tokens, work.pairs, sms).ms
+        if not work.tokens:
+            return self._model.decode(work.batch_size, work.kv_tokens, sms).ms
+        return self._model.mixed(work.tokens, work.pairs, work.batch_size, work.kv_tokens).ms
+
+    def _beside_ms(self, decode: _Job, prefill: _Job) -> dict[Lane, float]:
+        """Times of both lanes' whole steps while both run.
+
+        Right after a change of the split the lanes may still be on two partitions: each then has the time that
+        its own promises.
+        """
+        decode_tpcs = decode.placement.partition.decode_tpcs
+        prefill_tpcs = prefill.placement.partition.prefill_tpcs
+        if decode_tpcs is None or prefill_tpcs is None:
+            return {"decode": 2 * decode.alone_ms, "prefill": 2 * prefill.alone_ms}
+        rows, prompts = decode.work, prefill.work
+        first, second = (
+            self._model.split(decode_sms, rows.batch_size, rows.kv_tokens, prompts.tokens, prompts.pairs)
+            for decode_sms in (decode_tpcs * SMS_PER_TPC, self.num_sms - prefill_tpcs * SMS_PER_TPC)
+        )
+        return {"decode": first.decode_ms, "prefill": second.prefill_ms}
+
+    # ---- the passing of time ----
+
+    def _active(self) -> list[tuple[_Job, float]]:
+        """What runs at this moment, and how long its whole step takes at its present speed, in ms."""
+        heads = {lane: jobs[0] for lane, jobs in self._lanes.items() if jobs}
+        if len(heads) == 1:
+            (job,) = heads.values()
+            return [(job, job.alone_ms)]
+        running = {
+            lane: job
+            for lane, job in heads.items()
+            if not (job.placement.takes_turns and any(other.ticket < job.ticket for other in heads.values()))
+        }
+        if len(running) < 2:
+            return [(job, job.alone_ms) for job in running.values()]
+        decode, prefill = running["decode"], running["prefill"]
+        if self._pair != (decode.ticket, prefill.ticket):
+            self._pair = (decode.ticket, prefill.ticket)
+            self._pair_ms = self._beside_ms(decode, prefill)
+        return [(job, self._pair_ms[lane]) for lane, job in running.items()]
+
+    def _next_completion_s(self) -> float | None:
+        return min((self._now_s + job.left * ms / 1e3 for job, ms in self._active()), default=None)
+
+    def _advance(self, until_s: float) -> None:
+        """Let the lanes run to this time; one that has passed changes nothing."""
+        while active := self._active():
+            for job, _ in active:
+                if job.start_s is None:
+                    job.start_s = self._now_s
+            ends = [self._now_s + job.left * ms / 1e3 for job, ms in active]
+            end_s = min(ends)
+            if end_s > until_s:
+                break
+            self._run(active, end_s)
+            self._complete(active[ends.index(end_s)][0])
+        if until_s > self._now_s:
+            self._run(active, until_s)
+
+    def _run(self, active: list[tuple[_Job, float]], until_s: float) -> None:
+        for job, ms in active:
+            if job.left:
+                job.left = max(job.left - (until_s - self._now_s) * 1e3 / ms, 0.0)
+        self._now_s = until_s
+
+    def _complete(self, job: _Job) -> None:
+        self._lanes[job.placement.lane].popleft()
+        started_s = self._now_s if job.start_s is None else job.start_s
+        self._results[job.ticket] = StepResult(
+            token_ids=np.zeros(job.work.num_sampled, dtype=np.int32),
+            logprobs=None,
+            device_ms=(self._now_s - started_s) * 1e3,
+        )
+
+
+def _measure(step: Step, *, samples: bool) -> _Work:
+    tokens, pairs, batch_size, kv_tokens, num_sampled = 0, 0.0, 0, 0, 0
+    if step.prefill is not None:
+        tokens = len(step.prefill.token_ids)
+        lengths = np.diff(step.prefill.q_indptr).tolist()
+        pairs = sum(map(attention_pairs, lengths, step.prefill.starts.tolist()))
+        num_sampled = int(np.count_nonzero(step.prefill.samples))
+    if step.decode is not None:
+        batch_size = len(step.decode.slots)
+        kv_tokens = int(step.decode.positions.sum()) + batch_size
+    return _Work(tokens, pairs, batch_size, kv_tokens, num_sampled + batch_size if samples else 0)

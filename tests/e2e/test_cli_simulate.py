@@ -1,0 +1,269 @@
+"""``bullet-graph simulate``, end to end; no GPU and no engine on a device is needed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runner import refused, run
+from click.testing import Result
+from fakes.perf_tables import h200_table, interrupted_table
+
+from bullet_graph.cli.goodput import spread_targets
+from bullet_graph.perf.table_file import write_table
+from bullet_graph.perf.trace_file import read_trace
+
+TARGETS = ("--goodput", "ttft:500", "tpot:15")
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tables") / "h200.json"
+    write_table(h200_table(), path)
+    return path
+
+
+def simulate(*arguments: str, trace: str = "azure:conv", gpu: object = "roofline:h200") -> Result:
+    return run("simulate", "--gpu", str(gpu), "--trace", trace, "--num-prompts", "30", *arguments)
+
+
+def fields(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    parsed: dict[str, Any] = json.loads(result.stdout)
+    return parsed
+
+
+def without_date(flat: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flat.items() if name != "date"}
+
+
+def test_one_arm_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    result = simulate(
+        *("--request-rate", "20", *TARGETS, "--arm", "auto", "--output-json", str(output), "--json"),
+        gpu=table,
+    )
+    flat = fields(result)
+    assert json.loads(output.read_text()) == flat
+    latencies = {
+        f"{label}_{name}_ms"
+        for label in ("mean", "median", "std", "p90", "p99")
+        for name in ("ttft", "tpot", "itl", "e2el")
+    }
+    assert latencies < set(flat)
+    assert {name: flat[name] for name in ("backend", "model_id", "num_prompts", "completed", "failed")} == {
+        "backend": "bullet-graph simulate",
+        "model_id": "llama-3.1-8b",
+        "num_prompts": 30,
+        "completed": 30,
+        "failed": 0,
+    }
+    assert (flat["request_rate"], flat["burstiness"], flat["max_concurrency"]) == (20, 1, None)
+    assert flat["request_throughput"] == pytest.approx(30 / flat["duration"])
+    assert 0 < flat["request_goodput"] <= flat["request_throughput"]
+    assert 0 < flat["median_tpot_ms"] < flat["median_ttft_ms"] < flat["median_e2el_ms"]
+    assert (flat["arm"], flat["slo"], flat["performance"]) == (
+        "auto",
+        "ttft:500ms tpot:15ms",
+        "measured table",
+    )
+    assert sum(flat["arm_shares"].values()) == pytest.approx(1)
+    assert "ttfts" not in flat
+    # Of the H200's memory, as an engine there would have it.
+    assert flat["kv_cache_tokens"] == pytest.approx(868_000, rel=0.01)
+
+
+def test_the_same_arguments_give_the_same_figures() -> None:
+    arguments = ("--request-rate", "20", "--arm", "auto", *TARGETS, "--save-detailed", "--json")
+    first, again, other = (
+        without_date(fields(simulate(*arguments, "--seed", seed))) for seed in ("0", "0", "1")
+    )
+    assert first == again
+    assert first["start_times"] != other["start_times"]
+    assert len(first["ttfts"]) == len(first["itls"]) == 30
+    assert sum(first["output_lens"]) == first["total_output_tokens"]
+
+
+def test_several_arms_stand_side_by_side() -> None:
+    arms = ("--arm", "mixed:2048", "--arm", "split", "--arm", "mixed:2048")
+    both = fields(simulate(*arms, "--request-rate", "20", *TARGETS, "--json"))
+    assert [flat["arm"] for flat in both["results"]] == ["mixed:2048", "split"], "each arm once"
+    assert set(both["results"][1]["arm_shares"]) <= {"split", "solo"}
+    assert both["gpu"] == "NVIDIA H200"
+    shown = simulate(*arms, "--request-rate", "20", *TARGETS)
+    assert shown.exit_code == 0
+    for text in ("mixed:2048", "split", "TTFT, median, ms", "met all targets, %"):
+        assert text in shown.stdout
+
+
+def test_recorded_arrivals_and_failed_requests() -> None:
+    flat = fields(
+        simulate("--request-rate", "trace", "--time-scale", "0.1", "--max-model-len", "1500", "--json")
+    )
+    assert (flat["request_rate"], flat["burstiness"]) == ("trace", None)
+    assert flat["failed"] > 0
+    assert flat["completed"] + flat["failed"] == 30
+    assert (flat["request_goodput"], flat["slo_attainment"]) == (None, None)
+    shown = simulate("--request-rate", "trace", "--max-model-len", "1500")
+    assert "more than max_model_len=1500" in shown.stdout
+
+
+def test_all_at_once_under_a_limit() -> None:
+    flat = fields(simulate("--max-concurrency", "2", "--arm", "mixed", "--json", trace="synthetic:conv"))
+    assert (flat["request_rate"], flat["max_concurrency"]) == ("inf", 2)
+    assert flat["kv_blocks_peak"] < flat["kv_blocks_total"] / 50
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ("--goodput", "ttft:500", "tpot:15"),
+        ("--goodput", "ttft:500 tpot:15"),
+        ("--goodput", "ttft:500,tpot:15"),
+        ("--goodput", "tpot:15ms", "--goodput", "ttft:500ms"),
+        ("--goodput=ttft:500", "tpot:15"),
+    ],
+)
+def test_targets_can_be_written_in_several_ways(targets: tuple[str, ...]) -> None:
+    result = run(
+        *(
+            "simulate",
+            "--gpu",
+            "roofline:h200",
+            "--trace",
+            "azure:conv",
+            *targets,
+            "--num-prompts",
+            "2",
+            "--json",
+        )
+    )
+    assert fields(result)["slo"] == "ttft:500ms tpot:15ms"
+
+
+def test_only_targets_follow_the_option() -> None:
+    assert spread_targets(["--goodput", "ttft:1", "tpot:2", "--arm", "mixed:8", "x:1"]) == [
+        *("--goodput", "ttft:1", "--goodput", "tpot:2", "--arm", "mixed:8", "x:1")
+    ]
+    assert spread_targets(["--arm", "mixed:8"]) == ["--arm", "mixed:8"]
+    assert spread_targets(["--goodput", "--goodput"]) == ["--goodput", "--goodput"]
+    assert spread_targets(["--goodput"]) == ["--goodput"]
+
+
+def test_decisions_are_traced(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    result = simulate("--request-rate", "20", *TARGETS, "--trace-decisions", str(path), "--json")
+    flat = fields(result)
+    trace = read_trace(path)
+    assert (trace.header.arm, trace.header.num_sms) == ("auto", 132)
+    assert len(trace.requests) == 30
+    assert {request.tpot_limit_ms for request in trace.requests} == {15}
+    assert trace.end_s == pytest.approx(flat["duration"])
+    again = simulate("--trace-decisions", str(path))
+    assert "exists" in refused(again)
+
+
+def test_a_sweep_finds_each_arms_goodput_and_draws_it(table: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot, output = tmp_path / "sweep.svg", tmp_path / "sweep.json"
+    result = simulate(
+        *(*TARGETS, "--sweep", "--arm", "mixed:2048", "--arm", "auto", "--request-rate", "30"),
+        *("--attainment", "0.8", "--plot", str(plot), "--output-json", str(output)),
+        gpu=table,
+    )
+    assert result.exit_code == 0, result.output
+    assert "mixed:2048" in result.stdout
+    assert plot.read_text().lstrip().startswith("<?xml")
+    swept = json.loads(output.read_text())
+    assert swept["attainment"] == 0.8
+    for arm in swept["arms"].values():
+        rates = [flat["request_rate"] for flat in arm["results"]]
+        assert rates == sorted(rates)
+        best = next(flat for flat in arm["results"] if flat["request_rate"] == arm["goodput"])
+        assert best["slo_attainment"] >= 0.8
+        assert all(f["slo_attainment"] < 0.8 for f in arm["results"] if f["request_rate"] > arm["goodput"])
+    assert "the file exists" in refused(simulate(*TARGETS, "--sweep", "--plot", str(plot)))
+
+
+def test_a_sweep_that_holds_nowhere_says_so() -> None:
+    result = simulate("--goodput", "ttft:0.001", "--sweep", "--arm", "mixed", "--request-rate", "4")
+    assert result.exit_code == 0, result.output
+    assert "none" in result.stdout
+    found = fields(simulate("--goodput", "ttft:0.001", "--sweep", "--arm", "mixed", "--json"))
+    assert found["arms"]["mixed"]["goodput"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--request-rate", "0"), "request_rate must be a number above 0"),
+        (("--request-rate", "-2"), "request_rate must be a number above 0"),
+        (("--request-rate", "nan"), "request_rate must be a number above 0"),
+        (("--request-rate", "often"), "is no rate"),
+        (("--request-rate", "5", "--burstiness", "0"), "burstiness must be a number above 0"),
+        (("--request-rate", "trace", "--time-scale", "0"), "scale"),
+        (("--goodput", "ttft:500", "e2el:100"), "'e2el:100' is no latency target"),
+        (("--goodput", "ttft=500"), "is no latency target"),
+        (("--goodput", "ttft:500", "ttft:600"), "given twice"),
+        (("--goodput", "tpot:0"), "positive number"),
+        (("--arm", "fast"), "unknown arm 'fast'"),
+        (("--arm", "split:50"), "50"),
+        (("--arm", "split", "--decode-sms", "30"), "30 SMs is not in the performance table"),
+        (("--sweep",), "give some"),
+        (("--sweep", *TARGETS, "--request-rate", "trace"), "leave out"),
+        (("--plot", "x.svg"), "add --sweep"),
+        (("--sweep", *TARGETS, "--plot", "x.pdf"), ".svg or .png"),
+        (("--sweep", *TARGETS, "--plot", "missing/x.svg"), "make it first"),
+        (("--trace-decisions", "t", "--arm", "mixed", "--arm", "auto"), "one run"),
+        (("--model", "gpt-9"), "unknown model 'gpt-9'"),
+        (("--model", "qwen3-0.6b", "--max-model-len", "50000"), "model's own limit"),
+        (("--max-num-seqs", "0"), "max_num_seqs"),
+        (("--kv-cache-bytes", "1MiB"), "KV cache for one sequence"),
+        (("--output-json", "missing/r.json"), "does not exist"),
+    ],
+)
+def test_bad_input_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(simulate(*arguments))
+
+
+def test_a_workload_without_times_needs_a_rate() -> None:
+    result = simulate("--request-rate", "trace", trace="synthetic:conv")
+    assert "has no arrival times" in refused(result)
+
+
+def test_an_output_file_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text("old")
+    assert "add --overwrite" in refused(simulate("--output-json", str(path)))
+    assert path.read_text() == "old"
+    assert simulate("--output-json", str(path), "--overwrite").exit_code == 0
+    assert json.loads(path.read_text())["completed"] == 30
+
+
+@pytest.mark.parametrize("gpu", ["roofline:abacus", "abacus", "missing.json"])
+def test_an_unknown_gpu_is_refused(gpu: str) -> None:
+    message = refused(simulate(gpu=gpu))
+    assert gpu.removeprefix("roofline:") in message
+
+
+def test_a_table_that_does_not_fit_is_refused(table: Path, tmp_path: Path) -> None:
+    assert "another model" in refused(simulate("--model", "qwen3-8b", gpu=table))
+    unfinished = tmp_path / "unfinished.json"
+    write_table(interrupted_table(), unfinished)
+    assert "interrupted" in refused(simulate(gpu=unfinished))
+    edited = tmp_path / "edited.json"
+    edited.write_text(table.read_text().replace('"ms": ', '"ms": 1', 1))
+    assert "edited" in refused(simulate(gpu=edited))
+
+
+def test_a_gpu_of_unknown_memory_needs_the_caches_size() -> None:
+    assert "--kv-cache-bytes" in refused(simulate(gpu="roofline:generic"))
+    flat = fields(simulate("--kv-cache-bytes", "20GiB", "--json", gpu="roofline:generic"))
+    # 2 MiB a block of 16 tokens, one of them padding.
+    assert flat["kv_cache_tokens"] == (20 * 512 - 1) * 16
+
+
+def test_help_shows_the_options() -> None:
+    result = run("simulate", "--help")
+    assert result.exit_code == 0
+    assert "--goodput" in result.stdout

@@ -1,0 +1,208 @@
+"""A performance table like one measured on an H200 with Llama-3.1-8B, made by formulas.
+
+The formulas are fitted to ``bench/results/h200/sm_scaling_smctrl.json`` and to the decode steps of
+``bench/LOG.md``; what was never measured (other batches beside prefill, mixed forwards) is plausible only.
+"""
+
+import random
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.perf.table import (
+    DecodePoint,
+    MixedPoint,
+    PerfTable,
+    Points,
+    PrefillPoint,
+    SplitPoint,
+    TableKey,
+    shape_numbers,
+)
+
+NUM_SMS = 132
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Llama-3.1-8B, unless told otherwise."""
+
+    vocab_size: int = 128256
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_layers: int = 32
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+LLAMA_8B = Shape()
+
+H200_KEY = TableKey(
+    gpu="NVIDIA H200",
+    num_sms=NUM_SMS,
+    model="llama-3.1-8b",
+    shape=shape_numbers(LLAMA_8B),
+    dtype="bfloat16",
+    kernels={"torch": "2.11.0", "triton": "3.6.0", "flashinfer": "0.6.12", "bullet_graph_kernels": "1"},
+)
+
+# By SMs of the decode lane, batch 64, context 1,000, 2,048-token prompts: decode step alone and beside prefill
+# in milliseconds, prefill on the other SMs alone and beside decode in tokens per second.
+_MEASURED = {
+    16: (24.108, 30.315, 32723.7, 29376.5),
+    24: (17.342, 22.269, 32189.6, 27516.3),
+    32: (13.700, 17.873, 31535.2, 25923.8),
+    48: (10.531, 13.728, 30374.6, 23503.5),
+    64: (8.876, 11.475, 28092.2, 20127.4),
+    80: (8.659, 10.537, 20871.7, 14998.0),
+    96: (8.167, 9.491, 15209.9, 10544.9),
+    112: (7.941, 8.675, 8611.8, 5923.0),
+}
+_WHOLE_DECODE_MS = 7.318
+_WHOLE_PREFILL_TOKENS_PER_S = 42095.1
+
+# A decode step without its attention, by batch size; at a context of 1,000 the measured steps come out.
+_STEP_MS = ((1, 4.204), (8, 4.869), (64, 4.988), (256, 6.76), (512, 12.5), (1024, 24.0))
+_KV_TOKEN_MS = 3.64e-5
+_PAIR_MS = 1.165e-6
+_ROW_MS = 0.021587
+
+
+def decode_ms(batch_size: int, context_tokens: int, sms: int | None = None) -> float:
+    """A decode step, alone."""
+    whole = _step_ms(batch_size) + batch_size * context_tokens * _KV_TOKEN_MS
+    return whole if sms is None else whole * _MEASURED[sms][0] / _WHOLE_DECODE_MS
+
+
+def prefill_ms(tokens: int, cached_tokens: int = 0, sms: int | None = None) -> float:
+    """A prefill forward, alone, on so many SMs of the prefill lane."""
+    whole = _rows_ms(tokens) + attention_pairs(tokens, cached_tokens) * _PAIR_MS
+    return whole if sms is None else whole * _WHOLE_PREFILL_TOKENS_PER_S / _MEASURED[NUM_SMS - sms][2]
+
+
+def mixed_ms(tokens: int, batch_size: int, context_tokens: int) -> float:
+    """A forward of a prompt chunk and decode rows."""
+    attention = attention_pairs(tokens) * _PAIR_MS + batch_size * context_tokens * _KV_TOKEN_MS
+    return _rows_ms(tokens + batch_size) + attention + 0.8
+
+
+def split_ms(decode_sms: int, batch_size: int, context_tokens: int, tokens: int) -> tuple[float, float]:
+    """A decode step and a prefill forward, beside each other; larger batches slow prefill a little more."""
+    alone_ms, beside_ms, alone_rate, beside_rate = _MEASURED[decode_sms]
+    return (
+        decode_ms(batch_size, context_tokens, decode_sms) * beside_ms / alone_ms,
+        prefill_ms(tokens, sms=NUM_SMS - decode_sms)
+        * (alone_rate / beside_rate)
+        * (batch_size * context_tokens / 64000) ** 0.02,
+    )
+
+
+def h200_table(
+    *,
+    key: TableKey = H200_KEY,
+    decode_sms: tuple[int, ...] = tuple(_MEASURED),
+    mixed: bool = True,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> PerfTable:
+    """The table.
+
+    Args:
+        key: what it holds for.
+        decode_sms: partitions measured, of 16, 24, 32, 48, 64, 80, 96 and 112; none gives a table without
+            partitions.
+        mixed: with mixed forwards.
+        noise: each time is off by a factor between 1 − noise and 1 + noise.
+        seed: of the noise.
+    """
+    factor = random.Random(seed)
+
+    def noisy(ms: float) -> float:
+        return ms * (1 + factor.uniform(-noise, noise))
+
+    def decode(batch_size: int, context_tokens: int, sms: int | None) -> DecodePoint:
+        ms = noisy(decode_ms(batch_size, context_tokens, sms))
+        return DecodePoint(batch_size, context_tokens, sms, ms, (ms,))
+
+    def prefill(tokens: int, cached_tokens: int, sms: int | None) -> PrefillPoint:
+        ms = noisy(prefill_ms(tokens, cached_tokens, sms))
+        return PrefillPoint(tokens, cached_tokens, sms, ms, (ms,))
+
+    def mixed_point(tokens: int, batch_size: int, context_tokens: int) -> MixedPoint:
+        ms = noisy(mixed_ms(tokens, batch_size, context_tokens))
+        return MixedPoint(tokens, batch_size, context_tokens, ms, (ms,))
+
+    def split(sms: int, batch_size: int, context_tokens: int, tokens: int) -> SplitPoint:
+        beside_ms, forward_ms = map(noisy, split_ms(sms, batch_size, context_tokens, tokens))
+        return SplitPoint(
+            sms, batch_size, context_tokens, tokens, beside_ms, forward_ms, (beside_ms,), (forward_ms,)
+        )
+
+    lanes = (None, *decode_sms)
+    prefill_lanes = (None, *(NUM_SMS - sms for sms in decode_sms))
+    points = Points(
+        decode=tuple(
+            decode(batch_size, context_tokens, sms)
+            for sms in lanes
+            for batch_size in (1, 8, 32, 64, 128, 256, 512)
+            for context_tokens in (250, 1000, 4000)
+            # What fits into the KV cache of such a GPU.
+            if batch_size * context_tokens <= 800_000
+        ),
+        prefill=tuple(
+            prefill(tokens, cached_tokens, sms)
+            for sms in prefill_lanes
+            for tokens in (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+            for cached_tokens in ((0, 8192) if tokens in (256, 2048) else (0,))
+        ),
+        mixed=tuple(
+            mixed_point(tokens, batch_size, 1000)
+            for tokens in (64, 128, 256, 512, 1024, 2048, 4096)
+            for batch_size in (16, 64, 128, 256)
+            if mixed
+        ),
+        split=tuple(
+            split(sms, batch_size, 1000, tokens)
+            for sms in decode_sms
+            for batch_size, tokens in ((64, 2048), (256, 2048), (64, 8192), (16, 512))
+        ),
+    )
+    held_back = Points(
+        decode=(
+            decode(96, 1500, None),
+            decode(16, 600, None),
+            *(decode(96, 1500, sms) for sms in decode_sms),
+        ),
+        prefill=(prefill(1536, 0, None), prefill(3000, 2000, None)),
+        mixed=(mixed_point(768, 96, 1000), mixed_point(384, 192, 1500)) if mixed else (),
+        split=tuple(split(sms, 96, 1200, 2048) for sms in decode_sms),
+    )
+    provenance = {"driver_version": "580.159.04", "note": "made by formulas, for tests"}
+    return PerfTable(
+        key=key,
+        num_layers=key.shape["num_layers"],
+        points=points,
+        held_back=held_back,
+        provenance=provenance,
+    )
+
+
+def interrupted_table() -> PerfTable:
+    """A profile that has measured decode only."""
+    table = h200_table()
+    return replace(table, points=Points(decode=table.points.decode), held_back=Points(), complete=False)
+
+
+def _step_ms(batch_size: int) -> float:
+    sizes = [size for size, _ in _STEP_MS]
+    index = min(max(bisect_left(sizes, batch_size), 1), len(sizes) - 1)
+    (low, low_ms), (high, high_ms) = _STEP_MS[index - 1 : index + 1]
+    return low_ms + (high_ms - low_ms) * (batch_size - low) / (high - low)
+
+
+def _rows_ms(rows: int) -> float:
+    """The forward's matrix products; a few rows cost what reading the weights costs."""
+    return max(5.0, 2.0 + rows * _ROW_MS)

@@ -1,0 +1,113 @@
+"""Both lanes at once on the GPU: they really overlap, change sides, and fail together."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bullet_graph import Engine, SamplingParams, Slo
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = {
+    "load_format": "dummy",
+    "max_model_len": 16384,
+    "max_num_seqs": 32,
+    "gpu_memory_utilization": 0.5,
+    "perf_table": "roofline",
+}
+
+
+def serve(arm: str, trace: Path, slo: Slo) -> list[dict[str, object]]:
+    """Sixteen sequences decode while two long prompts come; the trace's records."""
+    rng = np.random.default_rng(0)
+    with Engine("qwen3-0.6b", arm=arm, slo=slo, trace_decisions=trace, **SETTINGS) as engine:  # type: ignore[arg-type]
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        for index in range(16):
+            engine.add_request(str(index), rng.integers(0, 1000, 100).tolist(), params)
+        while engine.stats().num_waiting or any(not s.decoding for s in engine._core.scheduler._running):
+            engine.step()
+        for index in (16, 17):
+            engine.add_request(str(index), rng.integers(0, 1000, 12000).tolist(), params)
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert engine.stats().kv_blocks_used == 0
+    return [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+
+
+def launches(records: list[dict[str, object]], lane: str) -> list[tuple[float, float, dict[str, object]]]:
+    """(launched, retired, launch) on one lane."""
+    retired = {r["ticket"]: r["time_s"] for r in records if r["type"] == "retire"}
+    return [
+        (r["time_s"], retired[r["ticket"]], r)  # type: ignore[misc]
+        for r in records
+        if r["type"] == "launch" and r["lane"] == lane
+    ]
+
+
+def test_decode_steps_go_on_while_a_prompt_is_prefilled(tmp_path: Path) -> None:
+    records = serve("split:64", tmp_path / "trace.jsonl", Slo())
+    slices = launches(records, "prefill")
+    steps = [s for s in launches(records, "decode") if s[2]["decode_sms"] == 64]
+    assert slices
+    first, last = min(s[0] for s in slices), max(s[1] for s in slices)
+    beside = [s for s in steps if first < s[0] and s[1] < last]
+    # Two prompts of 12,000 tokens take far longer than a step of a 0.6B model.
+    assert len(beside) > 10
+    assert {s[2]["prefill_sms"] for s in slices} == {132 - 64}
+
+
+def test_slices_and_steps_take_turns(tmp_path: Path) -> None:
+    records = serve("sliced", tmp_path / "trace.jsonl", Slo(tpot_ms=10))
+    slices, steps = launches(records, "prefill"), launches(records, "decode")
+    first, last = min(s[0] for s in slices), max(s[1] for s in slices)
+    assert len([s for s in steps if first < s[0] and s[1] < last]) > 10
+    assert any(s[2]["layers"] < 28 for s in slices)
+
+
+def test_auto_changes_sides_and_loses_nothing(tmp_path: Path) -> None:
+    records = serve("auto", tmp_path / "trace.jsonl", Slo(ttft_ms=2000, tpot_ms=8))
+    assert sum(r["type"] == "request" for r in records) == 18
+
+
+def test_a_lane_that_fails_takes_its_requests_along_and_gives_up_cleanly() -> None:
+    # In a process of its own: a CUDA error of this kind leaves the whole process without a GPU.
+    script = """
+        import torch
+        from bullet_graph import Engine, EngineDeadError, SamplingParams
+
+        engine = Engine("qwen3-0.6b", load_format="dummy", max_model_len=512, max_num_seqs=2, arm="sliced",
+                        perf_table="roofline", gpu_memory_utilization=0.3)
+        engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
+        for _ in range(5):
+            engine.step()
+        stream = engine._core.executor._lanes["prefill"].stream
+        with torch.cuda.stream(stream):
+            torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")]  # a device-side assertion
+        try:
+            while engine.has_unfinished_requests():
+                engine.step()
+        except EngineDeadError as error:
+            print("dead:", type(error.__cause__).__name__)
+        try:
+            engine.add_request("b", [1], SamplingParams())
+        except EngineDeadError as error:
+            print("refused")
+        engine.shutdown()
+        print("shut down")
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert "dead:" in process.stdout, process.stderr[-2000:]
+    assert "refused" in process.stdout
+    assert "shut down" in process.stdout
+    assert process.returncode in (0, -6), process.stderr[-2000:]

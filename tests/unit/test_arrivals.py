@@ -1,0 +1,91 @@
+"""Arrival times: their rate, their spread, and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+
+from bullet_graph.errors import ConfigError, WorkloadError
+from bullet_graph.workloads import Workload, WorkloadRequest, load_workload
+from bullet_graph.workloads.arrivals import arrival_times, trace_times
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0, math.inf])
+def test_the_mean_rate_is_exact_for_every_seed(burstiness: float, seed: int) -> None:
+    times = arrival_times(400, request_rate=20, burstiness=burstiness, seed=seed)
+    assert times.shape == (400,)
+    assert times.dtype == np.float64
+    assert times[-1] == pytest.approx(400 / 20)
+    assert times[0] > 0
+    assert (np.diff(times) >= 0).all()
+
+
+def test_one_request_comes_after_one_mean_gap() -> None:
+    assert arrival_times(1, request_rate=4).tolist() == [0.25]
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gaps_spread_as_a_gamma_distribution(burstiness: float) -> None:
+    gaps = np.diff(arrival_times(200_000, request_rate=3, burstiness=burstiness, seed=7), prepend=0.0)
+    assert gaps.mean() == pytest.approx(1 / 3)
+    # A gamma distribution of shape k has a coefficient of variation of 1/√k and a skewness of 2/√k.
+    deviation = gaps.std()
+    assert deviation / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.02)
+    skewness = ((gaps - gaps.mean()) ** 3).mean() / deviation**3
+    assert skewness == pytest.approx(2 * burstiness**-0.5, rel=0.1)
+
+
+def test_infinite_burstiness_is_a_steady_stream() -> None:
+    times = arrival_times(5, request_rate=2, burstiness=math.inf)
+    assert times == pytest.approx([0.5, 1, 1.5, 2, 2.5])
+
+
+def test_an_infinite_rate_lets_all_come_at_once() -> None:
+    assert arrival_times(3, request_rate=math.inf).tolist() == [0, 0, 0]
+
+
+def test_the_pattern_follows_from_the_seed_and_scales_with_the_rate() -> None:
+    once = arrival_times(50, request_rate=10, seed=3)
+    assert arrival_times(50, request_rate=10, seed=3).tolist() == once.tolist()
+    assert arrival_times(50, request_rate=5, seed=3) == pytest.approx(2 * once)
+    assert arrival_times(50, request_rate=10, seed=4) != pytest.approx(once)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"request_rate": 0.0}, "request_rate"),
+        ({"request_rate": -1.0}, "request_rate"),
+        ({"request_rate": math.nan}, "request_rate"),
+        ({"burstiness": 0.0}, "burstiness"),
+        ({"burstiness": math.nan}, "burstiness"),
+        ({"burstiness": 1e-9}, "take more of it"),
+        ({"num_requests": 0}, "at least 1 request"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments: dict[str, float], message: str) -> None:
+    settings = {"num_requests": 2, "request_rate": 1.0, "burstiness": 1.0, "seed": 0} | arguments
+    with pytest.raises(ConfigError, match=message):
+        arrival_times(settings.pop("num_requests"), **settings)
+
+
+def test_a_traces_own_times() -> None:
+    workload = load_workload("azure:conv", num_requests=20)
+    times = trace_times(workload)
+    assert times[0] == 0
+    assert times.tolist() == [request.arrival_s for request in workload.requests]
+    assert trace_times(workload, scale=0.5) == pytest.approx(times / 2)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_a_scale_out_of_range_is_refused(scale: float) -> None:
+    with pytest.raises(ConfigError, match="scale"):
+        trace_times(load_workload("azure:conv", num_requests=2), scale=scale)
+
+
+def test_a_workload_without_times_has_none_to_replay() -> None:
+    workload = Workload("chat", (WorkloadRequest(3, 4, 0.0), WorkloadRequest(3, 4, None)))
+    with pytest.raises(WorkloadError, match=r"chat has no arrival times.*request rate"):
+        trace_times(workload)

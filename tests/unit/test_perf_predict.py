@@ -1,0 +1,260 @@
+"""The table's model: exact where measured, sensible between, honest beyond."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from fakes import perf_tables
+from fakes.perf_tables import H200_KEY, LLAMA_8B, Shape, h200_table, interrupted_table
+
+from bullet_graph.errors import PerfTableError
+from bullet_graph.perf.performance import PerformanceModel, attention_pairs
+from bullet_graph.perf.predict import TableModel
+from bullet_graph.perf.table import DecodePoint, MixedPoint, PerfTable, Points, PrefillPoint, SplitPoint
+
+H200 = h200_table()
+MODEL = TableModel(H200, LLAMA_8B)
+PAIRS = attention_pairs(2048)
+
+SPARSE = replace(
+    H200,
+    points=Points(
+        decode=(DecodePoint(64, 1000, None, 7.3, ()), DecodePoint(64, 1000, 32, 13.7, ())),
+        prefill=(PrefillPoint(2048, 0, None, 48.6, ()), PrefillPoint(2048, 0, 100, 65.0, ())),
+        split=(
+            SplitPoint(32, 64, 1000, 2048, 17.9, 79.0, (), ()),
+            SplitPoint(64, 64, 1000, 2048, 11.5, 101.8, (), ()),
+        ),
+    ),
+)
+
+
+def with_points(**kinds: tuple[object, ...]) -> TableModel:
+    return TableModel(replace(H200, points=replace(H200.points, **kinds)), LLAMA_8B)  # type: ignore[arg-type]
+
+
+def test_exact_at_every_measured_point() -> None:
+    points = H200.points
+    for d in points.decode:
+        predicted = MODEL.decode(d.batch_size, d.batch_size * d.context_tokens, d.sms)
+        assert (predicted.ms, predicted.measured) == (pytest.approx(d.ms), True)
+    for p in points.prefill:
+        predicted = MODEL.prefill(p.tokens, attention_pairs(p.tokens, p.cached_tokens), p.sms)
+        assert (predicted.ms, predicted.measured) == (pytest.approx(p.ms), True)
+    for m in points.mixed:
+        kv_tokens = m.batch_size * m.context_tokens
+        predicted = MODEL.mixed(m.tokens, attention_pairs(m.tokens), m.batch_size, kv_tokens)
+        assert (predicted.ms, predicted.measured) == (pytest.approx(m.ms), True)
+    for s in points.split:
+        kv_tokens = s.batch_size * s.context_tokens
+        both = MODEL.split(s.decode_sms, s.batch_size, kv_tokens, s.tokens, attention_pairs(s.tokens))
+        assert both.decode_ms == pytest.approx(s.decode_ms)
+        assert both.prefill_ms == pytest.approx(s.prefill_ms)
+        assert both.measured
+
+
+def test_what_the_table_tells_of_the_machine() -> None:
+    model: PerformanceModel = MODEL
+    assert (model.num_sms, model.num_layers) == (132, 32)
+    assert tuple(model.decode_sms) == (16, 24, 32, 48, 64, 80, 96, 112)
+
+
+@pytest.mark.parametrize("context", [100, 600, 2500, 6000])
+@pytest.mark.parametrize("batch_size", [3, 48, 100])
+def test_decode_between_the_measured_points(batch_size: int, context: int) -> None:
+    predicted = MODEL.decode(batch_size, batch_size * context)
+    assert predicted.ms == pytest.approx(perf_tables.decode_ms(batch_size, context), rel=0.02)
+    assert predicted.measured
+
+
+def test_batches_are_padded_to_their_graph() -> None:
+    model = TableModel(H200, LLAMA_8B, pad=lambda batch_size: 64 if batch_size <= 64 else 128)
+    assert model.decode(33, 33_000).ms == MODEL.decode(64, 33_000).ms
+    split = (33_000, 2048, PAIRS)
+    assert model.split(64, 33, *split) == MODEL.split(64, 64, *split)
+
+
+@pytest.mark.parametrize("sms", [20, 28, 40, 72])
+def test_sizes_between_measured_ones_are_interpolated(sms: int) -> None:
+    smaller = max(size for size in MODEL.decode_sms if size < sms)
+    larger = min(size for size in MODEL.decode_sms if size > sms)
+    predicted = MODEL.decode(64, 64_000, sms)
+    assert MODEL.decode(64, 64_000, larger).ms < predicted.ms < MODEL.decode(64, 64_000, smaller).ms
+    assert predicted.measured
+
+
+def test_prefill_pays_for_the_pairs_it_has() -> None:
+    # 8 prompts of 256 tokens have fewer pairs than one of 2,048, a chunk after a long prefix has more.
+    short = MODEL.prefill(2048, 8 * attention_pairs(256)).ms
+    alone = MODEL.prefill(2048, attention_pairs(2048)).ms
+    later = MODEL.prefill(1000, attention_pairs(1000, 3000)).ms
+    assert short < alone
+    assert short == pytest.approx(
+        perf_tables.prefill_ms(2048) - (attention_pairs(2048) - 8 * attention_pairs(256)) * 1.165e-6, rel=0.01
+    )
+    assert later == pytest.approx(perf_tables.prefill_ms(1000, 3000), rel=0.02)
+
+
+def test_mixed_takes_context_and_cached_prefix_into_account() -> None:
+    predicted = MODEL.mixed(700, attention_pairs(700, 2000), 100, 100 * 3000).ms
+    more_pairs_ms = 700 * 2000 * 1.165e-6
+    assert predicted == pytest.approx(perf_tables.mixed_ms(700, 100, 3000) + more_pairs_ms, rel=0.03)
+
+
+def test_mixed_points_at_two_contexts_give_the_slope() -> None:
+    points = tuple(
+        MixedPoint(tokens, 64, context, 10.0 + tokens / 50 + context / 500, ())
+        for tokens in (256, 1024)
+        for context in (1000, 3000)
+    )
+    model = with_points(mixed=points)
+    predicted = model.mixed(256, attention_pairs(256), 64, 64 * 2000)
+    assert predicted.ms == pytest.approx(10 + 256 / 50 + 4)
+    assert predicted.measured
+
+
+def test_without_mixed_points_the_parts_are_added_up_and_flagged() -> None:
+    model = TableModel(h200_table(mixed=False), LLAMA_8B)
+    predicted = model.mixed(1024, attention_pairs(1024), 64, 64_000)
+    assert predicted.ms == pytest.approx(perf_tables.mixed_ms(1024, 64, 1000), rel=0.06)
+    assert not predicted.measured
+
+
+def test_a_mixed_forward_without_decode_rows_is_nearly_a_prefill() -> None:
+    assert MODEL.mixed(2048, PAIRS, 0, 0).ms == pytest.approx(MODEL.prefill(2048, PAIRS).ms, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "predict",
+    [
+        lambda m: m.decode(600, 60_000),
+        lambda m: m.decode(64, 64_000, 8),
+        lambda m: m.prefill(16, 136),
+        lambda m: m.prefill(20_000, attention_pairs(20_000)),
+        lambda m: m.prefill(2048, PAIRS, 10),
+        lambda m: m.mixed(8192, attention_pairs(8192), 64, 64_000),
+        lambda m: m.mixed(1024, attention_pairs(1024), 400, 400_000),
+        lambda m: m.split(64, 600, 60_000, 2048, PAIRS),
+        lambda m: m.split(64, 64, 64_000, 20_000, attention_pairs(20_000)),
+        lambda m: m.split(72, 64, 64_000, 2048, PAIRS),
+    ],
+)
+def test_what_lies_outside_the_measured_range_is_flagged(
+    predict: Callable[[PerformanceModel], object],
+) -> None:
+    predicted = predict(MODEL)
+    assert not predicted.measured  # type: ignore[attr-defined]
+
+
+def test_beyond_the_measured_range_the_rate_goes_on() -> None:
+    largest, beyond = MODEL.prefill(8192, 8192 * 1000.0).ms, MODEL.prefill(32768, 32768 * 1000.0).ms
+    assert beyond == pytest.approx(4 * largest, rel=0.1)
+    assert MODEL.decode(1024, 1024 * 500).ms == pytest.approx(perf_tables.decode_ms(1024, 500), rel=0.25)
+
+
+def test_a_split_that_was_not_measured_takes_the_slowdown_of_its_neighbour() -> None:
+    both, near = MODEL.split(68, 64, 64_000, 2048, PAIRS), MODEL.split(64, 64, 64_000, 2048, PAIRS)
+    slowdown = near.decode_ms / MODEL.decode(64, 64_000, 64).ms
+    assert both.decode_ms == pytest.approx(slowdown * MODEL.decode(64, 64_000, 68).ms)
+    assert both.prefill_ms > near.prefill_ms
+
+
+def test_a_table_without_partitions() -> None:
+    model = TableModel(h200_table(decode_sms=()), LLAMA_8B)
+    assert model.decode_sms == ()
+    both = model.split(64, 64, 64_000, 2048, PAIRS)
+    assert both.decode_ms > model.decode(64, 64_000, 64).ms > model.decode(64, 64_000).ms
+    assert not both.measured
+    assert not model.decode(64, 64_000, 64).measured
+
+
+def test_a_single_point_of_each_kind_is_enough() -> None:
+    model = TableModel(SPARSE, LLAMA_8B)
+    assert model.decode(64, 64_000).ms == pytest.approx(7.3)
+    assert model.decode(64, 64_000, 32).ms == pytest.approx(13.7)
+    # Elsewhere the roofline's form, through the point.
+    assert model.decode(64, 128_000).ms == pytest.approx(7.3 + 2.4, rel=0.1)
+    assert model.prefill(1024, attention_pairs(1024)).ms == pytest.approx(24, rel=0.1)
+    both = model.split(64, 64, 64_000, 2048, PAIRS)
+    assert (both.decode_ms, both.prefill_ms) == (pytest.approx(11.5), pytest.approx(101.8))
+    smaller = model.split(32, 32, 32_000, 1024, attention_pairs(1024))
+    assert 10 < smaller.decode_ms < 17.9
+    assert 35 < smaller.prefill_ms < 50
+
+
+def test_an_empty_table_is_a_roofline() -> None:
+    model = TableModel(replace(H200, points=Points()), LLAMA_8B)
+    predicted = model.decode(64, 64_000)
+    assert predicted.ms == pytest.approx(7.3, rel=0.15)
+    assert not predicted.measured
+    assert not model.prefill(512, attention_pairs(512)).measured
+
+
+def test_groups_of_split_points_are_told_apart() -> None:
+    # A chunk of 512 rows leaves decode faster than one of 2,048; each group is met, and the middle lies between.
+    points = tuple(
+        SplitPoint(64, batch_size, 1000, tokens, decode_ms, 100.0 * tokens / 2048, (), ())
+        for batch_size, tokens, decode_ms in ((64, 2048, 11.5), (128, 2048, 14.0), (64, 512, 10.0))
+    )
+    model = with_points(split=points)
+
+    def beside(tokens: int) -> float:
+        return model.split(64, 64, 64_000, tokens, attention_pairs(tokens)).decode_ms
+
+    assert beside(2048) == pytest.approx(11.5)
+    assert beside(512) == pytest.approx(10.0)
+    assert beside(1024) == pytest.approx(10.75)
+    assert beside(8192) == pytest.approx(11.5)
+
+
+def test_chunks_follow_measured_rates_where_there_are_enough() -> None:
+    assert MODEL.wave_chunk_tokens(2048) == 2048
+    assert MODEL.wave_chunk_tokens(2000) == 1984
+    assert MODEL.wave_chunk_tokens(30) == 30
+    # A size measured to be slow is not taken.
+    slow = tuple(
+        replace(p, ms=p.ms * 1.5) if (p.tokens, p.sms) == (4096, None) else p for p in H200.points.prefill
+    )
+    points = tuple(p for p in slow if p.tokens <= 4096 or p.sms is not None)
+    assert with_points(prefill=points).wave_chunk_tokens(4096) == 2048
+
+
+def test_chunks_follow_the_waves_where_too_little_was_measured() -> None:
+    assert with_points(prefill=H200.points.prefill[:2]).wave_chunk_tokens(2000, 96) == 1536
+    assert MODEL.wave_chunk_tokens(700, 40) == 640
+
+
+def test_an_interrupted_table_is_refused() -> None:
+    with pytest.raises(
+        PerfTableError, match=r"interrupted profile: run `bullet-graph profile` again to resume"
+    ):
+        TableModel(interrupted_table(), LLAMA_8B)
+
+
+def test_a_table_of_another_model_is_refused() -> None:
+    with pytest.raises(PerfTableError, match="another model than the one to predict"):
+        TableModel(H200, Shape(hidden_size=5120))
+
+
+def test_a_table_of_an_unknown_dtype_is_refused() -> None:
+    table: PerfTable = replace(H200, key=replace(H200_KEY, dtype="int3"))
+    with pytest.raises(PerfTableError, match=r"one of bfloat16, float16, float32, found 'int3'"):
+        TableModel(table, LLAMA_8B)
+
+
+def test_an_unknown_gpu_takes_the_generic_roofline_scaled_to_its_points() -> None:
+    table = replace(H200, key=replace(H200_KEY, gpu="Some GPU"))
+    model = TableModel(table, LLAMA_8B)
+    assert model.decode(64, 64_000).ms == MODEL.decode(64, 64_000).ms
+    assert model.prefill(16384, 16384 * 1000.0).ms == pytest.approx(
+        MODEL.prefill(16384, 16384 * 1000.0).ms, rel=0.1
+    )
+
+
+def test_a_prediction_costs_microseconds() -> None:
+    start_s = time.perf_counter()
+    for _ in range(1000):
+        MODEL.split(64, 70, 70_000, 1500, 1e6)
+    # Generous, for a loaded machine; some 3 µs on an idle one.
+    assert (time.perf_counter() - start_s) / 1000 < 100e-6

@@ -1,0 +1,253 @@
+"""Performance tables: their numbers, their file, what they hold for, and where they are found."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.perf_tables import H200_KEY, LLAMA_8B, h200_table, interrupted_table
+
+from bullet_graph.errors import PerfTableError
+from bullet_graph.perf import shipped
+from bullet_graph.perf.shipped import find_table, gpu_nickname, list_tables, load_table, table_file_name
+from bullet_graph.perf.table import (
+    DecodePoint,
+    MixedPoint,
+    PrefillPoint,
+    SplitPoint,
+    require_match,
+    shape_numbers,
+)
+from bullet_graph.perf.table_file import _checksum, read_table, write_table
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "table.json"
+    write_table(h200_table(), path)
+    return path
+
+
+def change(path: Path, edit: Change, *, sign: bool = True) -> None:
+    """Edit a table's file; with ``sign`` its checksum is made to fit again."""
+    content = json.loads(path.read_text())
+    edit(content)
+    if sign:
+        content.pop("checksum", None)
+        content["checksum"] = _checksum(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("table", [h200_table(noise=0.1), interrupted_table()], ids=["whole", "interrupted"])
+def test_what_is_written_is_read(tmp_path: Path, table: Any) -> None:
+    write_table(table, tmp_path / "table.json")
+    assert read_table(tmp_path / "table.json") == table
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_writing_replaces_a_file(path: Path) -> None:
+    write_table(interrupted_table(), path)
+    assert not read_table(path).complete
+
+
+def test_writing_fails_without_leaving_a_file(tmp_path: Path) -> None:
+    (tmp_path / "table.json").mkdir()
+    with pytest.raises(PerfTableError, match="cannot write the performance table"):
+        write_table(h200_table(), tmp_path / "table.json")
+    with pytest.raises(PerfTableError, match="cannot write the performance table"):
+        write_table(h200_table(), tmp_path / "missing" / "table.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(PerfTableError, match=r"there is no performance table .*bullet-graph profile"):
+        read_table(tmp_path / "table.json")
+
+
+def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(PerfTableError, match="cannot read the performance table"):
+        read_table(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+def test_a_truncated_file(path: Path, share: float) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(PerfTableError, match=r"not valid JSON .*truncated.*bullet-graph profile"):
+        read_table(path)
+
+
+def test_bytes_that_are_no_text(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\xfa{}")
+    with pytest.raises(PerfTableError, match="not valid JSON"):
+        read_table(path)
+
+
+def test_an_edited_time_is_found_out(path: Path) -> None:
+    change(path, lambda content: content["points"]["decode"][0].update(ms=1.0), sign=False)
+    with pytest.raises(PerfTableError, match="checksum does not fit"):
+        read_table(path)
+
+
+def test_a_removed_checksum_is_found_out(path: Path) -> None:
+    change(path, lambda content: content.pop("checksum"), sign=False)
+    with pytest.raises(PerfTableError, match="checksum does not fit"):
+        read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: c.update(format="something"), "is required; this is something else"),
+        (lambda c: c.update(version=2), "version 1 of the format is required, found 2"),
+        (lambda c: c.pop("points"), "the table lacks points"),
+        (lambda c: c.update(colour="red"), "the table has unknown entries: colour"),
+        (lambda c: c["key"].pop("gpu"), "key lacks gpu"),
+        (lambda c: c["key"].update(num_sms="132"), "key.num_sms must be of type int, found '132'"),
+        (lambda c: c["key"].update(shape=[1]), r"key.shape must be of type dict, found \[1\]"),
+        (lambda c: c.update(key=None), "key must be of type dict, found None"),
+        (lambda c: c.update(complete=1), "complete must be of type bool, found 1"),
+        (lambda c: c.update(num_layers=31), "num_layers of a table must be its shape's 32, got 31"),
+        (lambda c: c["points"].pop("mixed"), "points lacks mixed"),
+        (lambda c: c["points"].update(decode={}), "points.decode must be of type list, found {}"),
+        (lambda c: c["points"]["split"][1].pop("tokens"), r"points.split\[1\] lacks tokens"),
+        (lambda c: c["points"]["decode"].append(3), r"points.decode\[\d+\] must be of type dict, found 3"),
+        (
+            lambda c: c["points"]["decode"][0].update(ms=-1.0),
+            "DecodePoint.ms must be a finite number above 0",
+        ),
+        (lambda c: c["held_back"]["prefill"][0].update(tokens=0), "PrefillPoint.tokens must be an integer"),
+    ],
+)
+def test_bad_content_with_a_fitting_checksum(path: Path, edit: Change, message: str) -> None:
+    change(path, edit)
+    with pytest.raises(PerfTableError, match=message) as error:
+        read_table(path)
+    assert str(path) in str(error.value)
+    assert "bullet-graph profile" in str(error.value)
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_a_constant_that_json_has_not(path: Path, constant: str) -> None:
+    path.write_text(path.read_text().replace('"num_sms": 132', f'"num_sms": {constant}', 1))
+    with pytest.raises(PerfTableError, match=f"it holds {constant} where a finite number is required"):
+        read_table(path)
+
+
+def test_something_that_is_no_object(path: Path) -> None:
+    path.write_text("[]")
+    with pytest.raises(PerfTableError, match="this is something else"):
+        read_table(path)
+
+
+@pytest.mark.parametrize("ms", [math.nan, math.inf, 0.0, -1.0, True, "1"])
+def test_no_point_holds_a_bad_time(ms: Any) -> None:
+    for make in (
+        lambda: DecodePoint(1, 1, None, ms, ()),
+        lambda: PrefillPoint(1, 0, 16, 1.0, (1.0, ms)),
+        lambda: MixedPoint(1, 1, 1, ms, ()),
+        lambda: SplitPoint(16, 1, 1, 1, 1.0, ms, (), ()),
+        lambda: SplitPoint(16, 1, 1, 1, 1.0, 1.0, (ms,), ()),
+    ):
+        with pytest.raises(PerfTableError, match="above 0"):
+            make()
+
+
+def test_no_point_holds_a_bad_count() -> None:
+    for make in (
+        lambda: DecodePoint(0, 1, None, 1.0, ()),
+        lambda: DecodePoint(1, 1.5, None, 1.0, ()),  # type: ignore[arg-type]
+        lambda: DecodePoint(1, None, None, 1.0, ()),  # type: ignore[arg-type]
+        lambda: DecodePoint(1, 1, 0, 1.0, ()),
+        lambda: PrefillPoint(1, -1, None, 1.0, ()),
+        lambda: SplitPoint(None, 1, 1, 1, 1.0, 1.0, (), ()),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(PerfTableError, match="must be an integer of at least"):
+            make()
+
+
+def test_a_table_of_these_conditions_matches() -> None:
+    require_match(h200_table(), H200_KEY)
+    # A checkpoint of the same shape takes the same time, whatever it is called.
+    require_match(h200_table(), replace(H200_KEY, model="my-finetune"))
+
+
+def test_every_difference_is_named() -> None:
+    shape = {**H200_KEY.shape, "num_layers": 36, "hidden_size": 5120}
+    kernels = {"torch": "2.12.0", "triton": "3.6.0", "flashinfer": "0.6.12"}
+    key = replace(
+        H200_KEY, gpu="NVIDIA H100", num_sms=114, model="other", shape=shape, dtype="float16", kernels=kernels
+    )
+    with pytest.raises(PerfTableError) as error:
+        require_match(h200_table(), key)
+    for text in (
+        "gpu 'NVIDIA H100' required, 'NVIDIA H200' found",
+        "num_sms 114 required, 132 found",
+        "dtype 'float16' required, 'bfloat16' found",
+        "model 'other' required, 'llama-3.1-8b' found",
+        "hidden_size 5120 required, 4096 found; num_layers 36 required, 32 found",
+        "kernels: bullet_graph_kernels None required, '1' found",
+        "kernels: torch '2.12.0' required, '2.11.0' found",
+        "bullet-graph profile",
+    ):
+        assert text in str(error.value)
+    assert "triton" not in str(error.value)
+
+
+def test_the_driver_is_not_compared() -> None:
+    require_match(replace(h200_table(), provenance={"driver_version": "999"}), H200_KEY)
+
+
+def test_shape_numbers_are_plain_integers() -> None:
+    assert shape_numbers(LLAMA_8B)["qkv_bias"] == 0
+    assert all(type(number) is int for number in shape_numbers(LLAMA_8B).values())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "nickname"),
+    [("NVIDIA H200", "h200"), ("h200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3")],
+)
+def test_nicknames(gpu: str, nickname: str) -> None:
+    assert gpu_nickname(gpu) == nickname
+    assert table_file_name(gpu, "/models/tiny", "float32") == f"{nickname}_tiny_float32.json"
+
+
+def test_tables_are_found_by_name_or_path(tmp_path: Path) -> None:
+    path = tmp_path / "h200_llama-3.1-8b_bfloat16.json"
+    write_table(h200_table(), path)
+    (tmp_path / "plan.toml").touch()
+    assert list_tables(tmp_path) == (path,)
+    assert find_table("NVIDIA H200", "llama-3.1-8b", "bfloat16", folder=tmp_path) == path
+    assert load_table("h200", model="llama-3.1-8b", folder=tmp_path) == h200_table()
+    assert load_table(path, model="whatever") == load_table(str(path), model="whatever") == h200_table()
+
+
+def test_a_table_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
+    write_table(h200_table(), tmp_path / "h200_llama-3.1-8b_bfloat16.json")
+    with pytest.raises(PerfTableError) as error:
+        load_table("h100", model="llama-3.1-8b", folder=tmp_path)
+    assert "h100_llama-3.1-8b_bfloat16.json" in str(error.value)
+    assert "there: h200_llama-3.1-8b_bfloat16.json" in str(error.value)
+    with pytest.raises(PerfTableError, match="there: none"):
+        find_table("h200", "tiny", "float32", folder=tmp_path / "missing")
+
+
+def test_an_installed_package_looks_inside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "bullet_graph"
+    package.mkdir()
+    monkeypatch.setattr(shipped, "_PACKAGE_FOLDER", package)
+    assert shipped.shipped_folder() == tmp_path / "capture"
+    (package / "_capture").mkdir()
+    assert shipped.shipped_folder() == package / "_capture"
+
+
+def test_every_shipped_table_can_be_read() -> None:
+    for path in list_tables():
+        table = read_table(path)
+        assert path.name == table_file_name(table.key.gpu, table.key.model, table.key.dtype)
+        assert table.complete

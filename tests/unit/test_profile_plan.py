@@ -1,0 +1,190 @@
+"""The points of a profile: deterministic, within the budget, covering what predictions need."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bullet_graph.errors import ConfigError
+from bullet_graph.perf.profile_plan import (
+    MIN_INTERVALS,
+    WARM_S,
+    ProfilePlan,
+    StepCosts,
+    burst_seconds,
+    plan_profile,
+)
+from bullet_graph.perf.profile_point import KINDS, ProfileLimits, ProfilePoint
+from bullet_graph.perf.profile_record import Measured, find_outliers, from_points, to_points
+
+NUM_SMS = 132
+DECODE_SMS = (16, 24, 32, 48, 64, 80, 96)
+H200 = ProfileLimits(max_batch_size=512, max_tokens=8192, max_model_len=16384, kv_tokens=800_000)
+LLAMA_8B = StepCosts(flops_per_token=15e9, weight_bytes=15e9, kv_bytes_per_token=131072)
+
+
+def plan(
+    *,
+    decode_sms: tuple[int, ...] = DECODE_SMS,
+    limits: ProfileLimits = H200,
+    budget_s: float = 480.0,
+    seed: int = 0,
+) -> ProfilePlan:
+    return plan_profile(
+        num_sms=NUM_SMS,
+        decode_sms=decode_sms,
+        limits=limits,
+        costs=LLAMA_8B,
+        time_budget_s=budget_s,
+        seed=seed,
+    )
+
+
+limits_strategy = st.builds(
+    ProfileLimits,
+    max_batch_size=st.integers(64, 600),
+    max_tokens=st.integers(512, 10_000),
+    max_model_len=st.integers(4096, 20_000),
+    kv_tokens=st.integers(100_000, 2_000_000),
+)
+sizes_strategy = st.sets(st.integers(8, 60).map(lambda tpcs: 2 * tpcs), max_size=5).map(
+    lambda sizes: tuple(sorted(sizes))
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(limits_strategy, sizes_strategy, st.integers(0, 2**32), st.floats(400, 3000))
+def test_every_plan(limits: ProfileLimits, decode_sms: tuple[int, ...], seed: int, budget_s: float) -> None:
+    made = plan(limits=limits, decode_sms=decode_sms, seed=seed, budget_s=budget_s)
+    assert made == plan(limits=limits, decode_sms=decode_sms, seed=seed, budget_s=budget_s)
+    assert len(set(made.points)) == len(made.points)
+    assert not set(made.held_back) & set(made.grid)
+    assert all(limits.allows(point) for point in made.points)
+    assert made.num_passes >= 3
+    total_s = made.num_passes * sum(
+        burst_seconds(point, made.burst_s, LLAMA_8B, NUM_SMS) for point in made.points
+    )
+    assert total_s <= budget_s
+    assert total_s == pytest.approx(made.guessed_s)
+    for kind in KINDS:
+        grid_sms = {point.sms for point in made.grid if point.kind == kind}
+        if kind == "prefill":
+            assert grid_sms == {None, *(NUM_SMS - size for size in decode_sms)}
+        elif kind == "split":
+            assert grid_sms == set(decode_sms)
+        else:
+            assert grid_sms >= {None}
+        assert {point.sms for point in made.held_back if point.kind == kind} <= grid_sms
+    assert {point.sms for point in made.grid if point.kind == "decode"} == {None, *decode_sms}
+
+
+def test_the_default_budget_buys_every_kind_and_an_eighth_held_back() -> None:
+    made = plan()
+    assert 200 < len(made.grid) < 300
+    share = len(made.held_back) / len(made.points)
+    assert 0.1 < share < 0.15
+    for kind in KINDS:
+        held_back = [point for point in made.held_back if point.kind == kind]
+        of_kind = [point for point in made.points if point.kind == kind]
+        assert len(held_back) >= 2
+        assert 0.08 < len(held_back) / len(of_kind) < 0.2
+
+
+def test_held_back_points_lie_inside_the_grid() -> None:
+    made = plan(seed=3)
+    for point in made.held_back:
+        alike = [other for other in made.grid if (other.kind, other.sms) == (point.kind, point.sms)]
+        for name in ("batch_size", "context_tokens", "tokens", "cached_tokens"):
+            values = [getattr(other, name) for other in alike]
+            assert min(values) <= getattr(point, name) <= max(values)
+
+
+def test_a_shorter_budget_buys_fewer_points_and_a_longer_one_more_passes() -> None:
+    assert set(plan(budget_s=200).grid) < set(plan().grid)
+    assert set(plan(budget_s=200).grid) >= {
+        ProfilePoint("split", 16, 64, 1000, 2048),
+        ProfilePoint("decode", None, 64, 1000),
+    }
+    assert plan(budget_s=1000).grid == plan().grid
+    assert plan(budget_s=1000).num_passes > plan().num_passes == 3
+
+
+def test_the_longest_context_that_fits_stands_in_for_one_that_does_not() -> None:
+    contexts = {
+        point.context_tokens for point in plan().grid if (point.kind, point.batch_size) == ("decode", 512)
+    }
+    assert contexts == {250, 1000, 1500}
+    # A few blocks more or less do not change the plan: an interrupted profile could not go on.
+    assert plan(limits=dataclasses.replace(H200, kv_tokens=H200.kv_tokens - 500)) == plan()
+
+
+def test_passes_come_in_different_orders() -> None:
+    made = plan()
+    orders = [made.order(number) for number in range(3)]
+    assert all(sorted(map(repr, order)) == sorted(map(repr, made.points)) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+    assert orders[0] == plan().order(0) != plan(seed=1).order(0)
+
+
+def test_slow_points_take_longer_than_the_burst() -> None:
+    slow, fast = ProfilePoint("prefill", 36, tokens=8192), ProfilePoint("decode", None, 1, 250)
+    assert burst_seconds(fast, 0.2, LLAMA_8B, NUM_SMS) == pytest.approx(WARM_S + 0.2, abs=0.05)
+    assert burst_seconds(slow, 0.2, LLAMA_8B, NUM_SMS) > (MIN_INTERVALS + 1) * LLAMA_8B.guess_s(slow, NUM_SMS)
+
+
+@pytest.mark.parametrize(
+    ("point", "allowed"),
+    [
+        (ProfilePoint("decode", None, 10, 100), True),
+        (ProfilePoint("decode", None, 11, 100), False),
+        (ProfilePoint("decode", None, 1, 501), False),
+        (ProfilePoint("prefill", None, tokens=201), False),
+        (ProfilePoint("prefill", None, tokens=200, cached_tokens=301), False),
+        # Ten rows of 100 tokens take 70 blocks; the cache has 100.
+        (ProfilePoint("mixed", None, 10, 100, 200), True),
+        (ProfilePoint("split", 16, 10, 144, 200), False),
+    ],
+)
+def test_limits(point: ProfilePoint, allowed: bool) -> None:
+    limits = ProfileLimits(max_batch_size=10, max_tokens=200, max_model_len=500, kv_tokens=1600)
+    assert limits.allows(point) is allowed
+
+
+@pytest.mark.parametrize(
+    ("limits", "budget_s", "message"),
+    [
+        (H200, 20, r"needs about \d+ s, but --time-budget-s is 20"),
+        (ProfileLimits(8, 8192, 16384, 800_000), 480, "a few split points"),
+        (ProfileLimits(512, 32, 16384, 800_000), 480, "a few prefill points"),
+    ],
+)
+def test_a_plan_that_cannot_be(limits: ProfileLimits, budget_s: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(limits=limits, budget_s=budget_s)
+
+
+def test_no_partitions_no_split() -> None:
+    made = plan(decode_sms=())
+    assert {point.kind for point in made.points} == {"decode", "prefill", "mixed"}
+    assert all(point.sms is None for point in made.points)
+
+
+def test_a_record_survives_the_way_through_a_table() -> None:
+    points = plan().points
+    measured: Measured = {
+        point: [(1.0 + number, 20.0)[: 2 if point.kind == "split" else 1] for number in range(3)]
+        for point in points[::2]
+    }
+    table_points = to_points(measured, points)
+    assert from_points(table_points) == measured
+    assert all(point.ms == 2.0 for point in table_points.decode)
+    assert all((point.decode_ms, point.prefill_ms) == (2.0, 20.0) for point in table_points.split)
+
+
+def test_outliers_are_the_repeats_far_off_the_median() -> None:
+    steady, odd = ProfilePoint("decode", None, 1, 250), ProfilePoint("split", 16, 64, 1000, 2048)
+    measured: Measured = {steady: [(1.0,), (1.05,), (0.95,)], odd: [(5.0, 50.0), (5.1, 50.0), (5.0, 70.0)]}
+    (found,) = find_outliers(to_points(measured, (steady, odd)))
+    assert (found.point, found.lane, found.number) == (odd, "prefill", 2)
+    assert (found.median_ms, found.repeat_ms) == (50.0, 70.0)

@@ -1,0 +1,384 @@
+"""The simulated executor against schedules worked by hand."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bullet_graph.errors import PartitionError
+from bullet_graph.partition.masks import Lane
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.perf.performance import Prediction, SplitPrediction
+from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.simulated import SimulatedExecutor
+from bullet_graph.runtime.step import DecodeBatch, Placement, PrefillBatch, Step
+
+NUM_LAYERS = 4
+NARROW, WIDE = SmPartition(16, 34), SmPartition(32, 18)
+"""Of 100 SMs, 32 or 64 to decode."""
+
+
+class FakeModel:
+    """100 SMs; prefill takes 1 ms a token and decode 10 ms a row on all of them, both in proportion on fewer."""
+
+    num_sms = 100
+    num_layers = NUM_LAYERS
+    decode_sms: Sequence[int] = (32, 64)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
+        self.asked.append(("decode", batch_size, kv_tokens, sms))
+        return Prediction(batch_size * 10 * 100 / (sms or 100), True)
+
+    def prefill(self, tokens: int, pairs: float, sms: int | None = None) -> Prediction:
+        self.asked.append(("prefill", tokens, pairs, sms))
+        return Prediction(tokens * 100 / (sms or 100), True)
+
+    def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
+        self.asked.append(("mixed", tokens, pairs, batch_size, kv_tokens))
+        return Prediction(tokens + batch_size, True)
+
+    def split(
+        self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
+    ) -> SplitPrediction:
+        self.asked.append(("split", decode_sms, batch_size, kv_tokens, tokens, pairs))
+        # Each half as fast again as alone on the same SMs.
+        return SplitPrediction(batch_size * 15 * 100 / decode_sms, tokens * 150 / (100 - decode_sms), True)
+
+    def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:  # noqa: ARG002 - the protocol's
+        return max_tokens
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def decode_step(*positions: int) -> Step:
+    n = len(positions)
+    return Step((), None, DecodeBatch(ints(*range(n)), ints(*positions), ints(*[0] * (n + 1)), ints()), None)
+
+
+def prefill_step(*lengths: int, starts: Sequence[int] | None = None, samples: bool = True) -> Step:
+    return Step((), prefill_batch(lengths, starts or [0] * len(lengths), samples), None, None)
+
+
+def prefill_batch(lengths: Sequence[int], starts: Sequence[int], samples: bool) -> PrefillBatch:
+    n = len(lengths)
+    return PrefillBatch(
+        slots=ints(*range(n)),
+        token_ids=ints(*[0] * sum(lengths)),
+        q_indptr=np.cumsum([0, *lengths], dtype=np.int32),
+        starts=ints(*starts),
+        kv_indptr=ints(*[0] * (n + 1)),
+        kv_indices=ints(),
+        samples=np.array([samples] * n),
+    )
+
+
+def executor(*, host_overhead_ms: float = 0.0) -> SimulatedExecutor:
+    return SimulatedExecutor(FakeModel(), partitions=(NARROW, WIDE), host_overhead_ms=host_overhead_ms)
+
+
+def on(
+    lane: Lane,
+    partition: SmPartition = WHOLE_GPU,
+    *,
+    layers: tuple[int, int] | None = None,
+    turns: bool = False,
+) -> Placement:
+    first, last = layers or (0, NUM_LAYERS)
+    return Placement(lane, partition, first, None if last == NUM_LAYERS else last, turns)
+
+
+def finish_ms(device: Executor, ticket: int) -> float:
+    device.wait(ticket)
+    return device.now() * 1e3
+
+
+def test_a_lane_alone_runs_its_launches_in_order() -> None:
+    device = executor()
+    first, second = (
+        device.launch(decode_step(5), on("decode")),
+        device.launch(decode_step(5, 6), on("decode")),
+    )
+    assert not device.done(first)
+    assert finish_ms(device, first) == pytest.approx(10)
+    assert not device.done(second)
+    assert finish_ms(device, second) == pytest.approx(30)
+
+
+def test_the_model_is_asked_with_what_the_step_holds() -> None:
+    model = FakeModel()
+    device = SimulatedExecutor(model, partitions=(NARROW,))
+    device.launch(decode_step(5, 9), on("decode", NARROW))
+    # Chunks of 3 tokens from position 0 and of 2 from position 10: 1 + 2 + 3 and 11 + 12 pairs.
+    device.launch(prefill_step(3, 2, starts=(0, 10)), on("prefill", NARROW))
+    batch = prefill_batch((3,), (0,), True)
+    device.launch(Step((), batch, decode_step(7).decode, None), on("decode"))
+    device.sleep_until(1)
+    assert model.asked[:3] == [("decode", 2, 16, 32), ("prefill", 5, 29.0, 68), ("mixed", 3, 6.0, 1, 8)]
+    assert ("split", 32, 2, 16, 5, 29.0) in model.asked[3:]
+
+
+def test_prompt_rows_alone_on_the_decode_lane_are_prefill() -> None:
+    device = executor()
+    assert finish_ms(device, device.launch(prefill_step(20), on("decode"))) == pytest.approx(20)
+
+
+def test_tokens_are_zeros_of_the_right_count() -> None:
+    device = executor()
+    batch = prefill_batch((3, 4), (0, 0), True)
+    mixed = device.wait(device.launch(Step((), batch, decode_step(1, 2, 3).decode, 5), on("decode")))
+    assert mixed.token_ids.tolist() == [0] * 5
+    assert mixed.token_ids.dtype == np.int32
+    assert mixed.logprobs is None
+    assert mixed.device_ms == pytest.approx(7 + 3)
+    unfinished = device.wait(device.launch(prefill_step(8, samples=False), on("prefill")))
+    assert unfinished.token_ids.tolist() == []
+
+
+def test_slices_share_the_time_of_their_forward() -> None:
+    device = executor()
+    step = prefill_step(40)
+    first, rest = (device.launch(step, on("prefill", layers=layers)) for layers in ((0, 1), (1, 4)))
+    result = device.wait(first)
+    assert device.now() == pytest.approx(0.010)
+    assert (result.token_ids.tolist(), result.device_ms) == ([], pytest.approx(10))
+    result = device.wait(rest)
+    assert device.now() == pytest.approx(0.040)
+    assert (result.token_ids.tolist(), result.device_ms) == ([0], pytest.approx(30))
+
+
+def test_a_split_runs_both_lanes_at_their_speed_beside_each_other() -> None:
+    device = executor()
+    # One row on 64 SMs: 15.625 ms alone, 23.4375 beside. 54 tokens on 36: 150 alone, 225 beside.
+    prefill = device.launch(prefill_step(54), on("prefill", WIDE))
+    decode = device.launch(decode_step(1), on("decode", WIDE))
+    assert finish_ms(device, decode) == pytest.approx(23.4375)
+    # It had done 23.4375 / 225 of its work; the rest runs alone.
+    assert finish_ms(device, prefill) == pytest.approx(23.4375 + 150 * (1 - 23.4375 / 225))
+
+
+def test_a_launch_that_joins_late_slows_the_other_from_then_on() -> None:
+    device = executor()
+    prefill = device.launch(prefill_step(54), on("prefill", WIDE))
+    device.sleep_until(0.075)
+    decode = device.launch(decode_step(1), on("decode", WIDE))
+    assert device.wait(decode).device_ms == pytest.approx(23.4375)
+    assert device.now() == pytest.approx(0.0984375)
+    result = device.wait(prefill)
+    # Half of it alone, 23.4375 / 225 beside, the rest alone.
+    assert result.device_ms == pytest.approx(75 + 23.4375 + 150 * (0.5 - 23.4375 / 225))
+
+
+def test_between_two_splits_each_lane_has_its_own_ones_speed() -> None:
+    device = executor()
+    prefill = device.launch(prefill_step(54), on("prefill", WIDE))
+    decode = device.launch(decode_step(1), on("decode", NARROW))
+    assert finish_ms(device, decode) == pytest.approx(1500 / 32)
+    done = 1500 / 32 / 225
+    assert finish_ms(device, prefill) == pytest.approx(1500 / 32 + 150 * (1 - done))
+
+
+def test_lanes_on_the_same_sms_get_half_of_them_each() -> None:
+    device = executor()
+    prefill = device.launch(prefill_step(40), on("prefill"))
+    decode = device.launch(decode_step(1), on("decode"))
+    assert finish_ms(device, decode) == pytest.approx(20)
+    assert finish_ms(device, prefill) == pytest.approx(50)
+
+
+def test_one_lane_on_the_whole_gpu_overlaps_the_other_on_its_part() -> None:
+    device = executor()
+    prefill = device.launch(prefill_step(36), on("prefill", WIDE))
+    decode = device.launch(decode_step(1), on("decode"))
+    assert finish_ms(device, decode) == pytest.approx(20)
+    assert finish_ms(device, prefill) == pytest.approx(110)
+
+
+def test_taking_turns_waits_for_what_the_other_lane_was_given_before() -> None:
+    device = executor()
+    step = prefill_step(40)
+    first = device.launch(step, on("prefill", layers=(0, 2), turns=True))
+    decode = device.launch(decode_step(1), on("decode", turns=True))
+    last = device.launch(step, on("prefill", layers=(2, 4), turns=True))
+    assert finish_ms(device, first) == pytest.approx(20)
+    assert finish_ms(device, decode) == pytest.approx(30)
+    result = device.wait(last)
+    assert device.now() == pytest.approx(0.050)
+    assert result.device_ms == pytest.approx(20), "waiting is not running"
+
+
+def test_taking_turns_does_not_wait_for_what_came_later() -> None:
+    device = executor()
+    turns = device.launch(decode_step(1), on("decode", turns=True))
+    free = device.launch(prefill_step(10), on("prefill"))
+    assert finish_ms(device, turns) == pytest.approx(20)
+    assert finish_ms(device, free) == pytest.approx(20)
+
+
+def test_waiting_for_any() -> None:
+    device = executor()
+    prefill = device.launch(prefill_step(50), on("prefill", turns=True))
+    decode = device.launch(decode_step(1), on("decode", turns=True))
+    assert device.wait_any([decode, prefill], 0.02) is None
+    assert device.now() == 0.02
+    assert device.wait_any([decode, prefill], 0.01) is None
+    assert device.now() == 0.02, "time does not run backwards"
+    assert device.wait_any([decode, prefill], 1.0) == prefill
+    assert device.now() == pytest.approx(0.05)
+    # What is done stays so until it is read, and costs no time.
+    assert device.wait_any([decode, prefill], None) == prefill
+    device.wait(prefill)
+    assert device.wait_any([decode], None) == decode
+    assert device.now() == pytest.approx(0.06)
+
+
+def test_a_launch_that_ends_just_then_is_in_time() -> None:
+    device = executor()
+    ticket = device.launch(decode_step(1), on("decode"))
+    assert device.wait_any([ticket], 0.01) == ticket
+    assert device.now() == 0.01
+
+
+def test_the_first_of_the_list_wins_a_tie() -> None:
+    for winner in (0, 1):
+        device = executor()
+        tickets = [
+            device.launch(prefill_step(10), on("prefill")),
+            device.launch(decode_step(1), on("decode")),
+        ]
+        tickets = tickets[winner:] + tickets[:winner]
+        assert device.wait_any(tickets, None) == tickets[0]
+        assert all(device.done(ticket) for ticket in tickets)
+
+
+def test_a_launch_costs_the_host_time_that_the_device_uses() -> None:
+    device = executor(host_overhead_ms=4)
+    first = device.launch(decode_step(1), on("decode"))
+    assert device.now() == pytest.approx(0.004)
+    second = device.launch(decode_step(1), on("decode"))
+    assert device.now() == pytest.approx(0.008)
+    assert finish_ms(device, first) == pytest.approx(14)
+    assert finish_ms(device, second) == pytest.approx(24)
+    device.sleep_until(0.1)
+    assert finish_ms(device, device.launch(decode_step(1), on("decode"))) == pytest.approx(114)
+
+
+def test_time_passes_with_nothing_under_way() -> None:
+    device = executor()
+    device.sleep_until(2.5)
+    assert device.now() == 2.5
+    device.sleep_until(1.0)
+    assert device.now() == 2.5
+
+
+def test_the_device_says_what_it_has() -> None:
+    device = SimulatedExecutor(FakeModel(), partitions=(NARROW, WHOLE_GPU, NARROW))
+    assert (device.num_sms, device.partitions) == (100, (WHOLE_GPU, NARROW))
+
+
+def test_a_partition_it_does_not_have_is_refused() -> None:
+    with pytest.raises(PartitionError, match="SmPartition"):
+        executor().launch(decode_step(1), on("decode", SmPartition(1, 49)))
+
+
+def test_prompt_rows_of_the_decode_lane_need_the_whole_gpu() -> None:
+    mixed = Step((), prefill_batch((3,), (0,), True), decode_step(1).decode, None)
+    for step in (mixed, prefill_step(3)):
+        with pytest.raises(PartitionError, match="whole GPU"):
+            executor().launch(step, on("decode", WIDE))
+
+
+def test_decode_rows_on_the_prefill_lane_are_refused() -> None:
+    with pytest.raises(ValueError, match="decode lane alone"):
+        executor().launch(decode_step(1), on("prefill"))
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (2, 5), (2, 1), (0, 4)])
+def test_layers_that_do_not_follow_are_refused(layers: tuple[int, int]) -> None:
+    device = executor()
+    device.launch(prefill_step(8), on("prefill", layers=(0, 2)))
+    placement = Placement("prefill", WHOLE_GPU, *layers)
+    with pytest.raises(ValueError, match="goes on at layer 2 of 4"):
+        device.launch(prefill_step(8), placement)
+    device.launch(prefill_step(8), on("prefill", layers=(2, 4)))
+    device.launch(prefill_step(8), on("prefill"))
+
+
+def test_a_ticket_is_read_once() -> None:
+    device = executor()
+    ticket = device.launch(decode_step(1), on("decode"))
+    device.wait(ticket)
+    with pytest.raises(KeyError, match="under way"):
+        device.wait(ticket)
+
+
+def test_nothing_is_left_after_shutdown() -> None:
+    device = executor()
+    ticket = device.launch(decode_step(1), on("decode"))
+    device.shutdown()
+    device.shutdown()
+    with pytest.raises(KeyError):
+        device.wait(ticket)
+
+
+LAUNCHES = st.lists(
+    st.tuples(st.sampled_from(["decode", "prefill"]), st.integers(1, 9), st.booleans(), st.integers(0, 30)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(LAUNCHES, st.booleans())
+def test_on_the_whole_gpu_no_time_is_lost_or_won(
+    launches: list[tuple[Lane, int, bool, int]], with_pauses: bool
+) -> None:
+    """Shares always add up to 1: work ends when it would have ended in any other order."""
+    device = executor()
+    tickets: dict[Lane, list[int]] = {"decode": [], "prefill": []}
+    free_s = 0.0
+    for lane, size, turns, pause_ms in launches:
+        if with_pauses:
+            device.sleep_until(device.now() + pause_ms / 1e3)
+        step, work_ms = (
+            (decode_step(*[1] * size), 10 * size) if lane == "decode" else (prefill_step(size), size)
+        )
+        tickets[lane].append(device.launch(step, on(lane, turns=turns)))
+        free_s = max(free_s, device.now()) + work_ms / 1e3
+    order = {lane: [] for lane in tickets}
+    waiting = [ticket for lane_tickets in tickets.values() for ticket in lane_tickets]
+    while waiting:
+        ticket = device.wait_any(waiting, None)
+        assert ticket is not None
+        waiting.remove(ticket)
+        lane = next(lane for lane, lane_tickets in tickets.items() if ticket in lane_tickets)
+        order[lane].append(ticket)
+        device.wait(ticket)
+    assert device.now() == pytest.approx(free_s)
+    assert order == tickets, "each lane is first in, first out"
+
+
+@given(LAUNCHES, st.lists(st.sampled_from([WHOLE_GPU, NARROW, WIDE]), min_size=12, max_size=12))
+def test_the_same_launches_take_the_same_time(
+    launches: list[tuple[Lane, int, bool, int]], partitions: list[SmPartition]
+) -> None:
+    ends = []
+    for stride_s in (None, 0.001):
+        device = executor()
+        tickets = [
+            device.launch(
+                decode_step(*[1] * size) if lane == "decode" else prefill_step(size),
+                on(lane, partition, turns=turns),
+            )
+            for (lane, size, turns, _), partition in zip(launches, partitions, strict=False)
+        ]
+        # Looking on the way changes nothing.
+        while stride_s is not None and not all(map(device.done, tickets)):
+            device.sleep_until(device.now() + stride_s)
+        ends.append([device.wait(ticket).device_ms for ticket in tickets])
+    assert ends[0] == pytest.approx(ends[1])

@@ -1,0 +1,223 @@
+"""The engine's own loop, scheduler and planner in virtual time."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.perf_tables import LLAMA_8B
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bullet_graph.config import Arm
+from bullet_graph.engine.simulation import SimulatedEngine, Simulation, SimulationSettings, simulate
+from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.errors import ConfigError
+from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.perf.roofline import DEVICE_SPECS, Roofline
+from bullet_graph.perf.trace_file import read_trace
+from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.slo import NO_TARGETS, Slo
+from bullet_graph.workloads import Workload, WorkloadRequest, load_workload
+from bullet_graph.workloads.arrivals import arrival_times
+
+ARMS = ("serial", "serial:512", "sliced", "mixed", "mixed:256", "split", "split:32", "auto")
+MODEL = Roofline(DEVICE_SPECS["NVIDIA H200"], LLAMA_8B)
+SETTINGS = SimulationSettings(
+    arm=Arm("auto"), kv_cache_tokens=100_000, max_model_len=8192, max_num_seqs=64, host_overhead_ms=0.0
+)
+TIGHT = Slo(ttft_ms=500, tpot_ms=15)
+
+
+def workload(*lengths: tuple[int, int]) -> Workload:
+    return Workload("test", tuple(WorkloadRequest(prompt, output, None) for prompt, output in lengths))
+
+
+def run(
+    lengths: list[tuple[int, int]], arrivals_s: list[float], *, slo: Slo = NO_TARGETS, **changes: Any
+) -> Simulation:
+    return simulate(MODEL, workload(*lengths), np.array(arrivals_s), replace(SETTINGS, **changes), slo=slo)
+
+
+def output_lens(simulation: Simulation) -> list[int]:
+    return [row.output_tokens for row in simulation.replay.served(simulation.requests)]
+
+
+@pytest.mark.parametrize("arm", ["serial", "mixed", "auto"])
+def test_a_request_alone_takes_the_predicted_times(arm: str) -> None:
+    simulation = run([(1000, 3)], [2.0], arm=Arm.parse(arm))
+    (output,) = simulation.replay.outputs
+    prefill_ms = MODEL.prefill(1000, attention_pairs(1000)).ms
+    first_ms, second_ms = MODEL.decode(1, 1001).ms, MODEL.decode(1, 1002).ms
+    assert output.metrics.arrival_s == 2.0
+    assert output.metrics.ttft_ms == pytest.approx(prefill_ms)
+    assert output.metrics.itl_ms == pytest.approx((first_ms, second_ms))
+    assert simulation.replay.duration_s == pytest.approx(2 + (prefill_ms + first_ms + second_ms) / 1e3)
+    assert simulation.stats.num_steps == 3
+
+
+def test_the_hosts_time_is_told_apart_from_the_devices() -> None:
+    free, costly = (run([(1000, 50)], [0.0], host_overhead_ms=ms).replay for ms in (0.0, 1.0))
+    ttft_ms, free_ttft_ms = (r.outputs[0].metrics.ttft_ms or 0.0 for r in (costly, free))
+    # A launch before the prefill; later ones hide behind the device's work.
+    assert ttft_ms == pytest.approx(free_ttft_ms + 1)
+    assert costly.duration_s == pytest.approx(free.duration_s + 0.001)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("slo", [NO_TARGETS, TIGHT], ids=str)
+def test_every_arm_serves_every_request_to_its_end(arm: str, slo: Slo) -> None:
+    conv = load_workload("azure:conv", num_requests=60)
+    arrivals = arrival_times(60, request_rate=25)
+    first, again = (
+        simulate(MODEL, conv, arrivals, replace(SETTINGS, arm=Arm.parse(arm)), slo=slo) for _ in range(2)
+    )
+    assert output_lens(first) == [request.output_tokens for request in conv.requests]
+    assert first == again, "the same arguments give the same result"
+    assert first.stats.kv_blocks_used == 0
+    assert {output.slo for output in first.replay.outputs} == {slo}
+    forced = arm.partition(":")[0]
+    assert forced == "auto" or set(first.stats.arm_seconds) <= {forced, "solo"}
+
+
+def test_the_split_runs_on_the_size_that_was_asked_for(tmp_path: Path) -> None:
+    header = TraceHeader("m", "d", 132, 32, "split:48", "no targets", "0")
+    trace = DecisionTrace.open(tmp_path / "trace.jsonl", header=header, overwrite=False)
+    conv = load_workload("azure:conv", num_requests=40)
+    arrivals = arrival_times(40, request_rate=25)
+    simulate(MODEL, conv, arrivals, replace(SETTINGS, arm=Arm.parse("split:48")), slo=TIGHT, trace=trace)
+    trace.close()
+    read = read_trace(tmp_path / "trace.jsonl")
+    assert {launch.decode_sms for launch in read.launches if launch.arm == "split"} == {48}
+    assert len(read.requests) == 40
+    assert {request.ttft_limit_ms for request in read.requests} == {500}
+
+
+def test_deadlines_count_from_arrival() -> None:
+    conv = load_workload("azure:conv", num_requests=20)
+    slo = Slo(ttft_ms=200, tpot_ms=8)
+    soon, late = (
+        simulate(MODEL, conv, np.full(20, at_s), SETTINGS, slo=slo).replay for at_s in (0.0, 1000.0)
+    )
+    assert [o.metrics.ttft_ms for o in late.outputs] == pytest.approx(
+        [o.metrics.ttft_ms for o in soon.outputs]
+    )
+
+
+def test_a_full_cache_preempts_and_still_serves_all() -> None:
+    simulation = run([(300, 400)] * 12, [0.0] * 12, kv_cache_tokens=2048, max_model_len=1024)
+    assert simulation.stats.num_preemptions > 0
+    assert simulation.stats.kv_blocks_peak <= simulation.stats.kv_blocks_total == 128
+    assert output_lens(simulation) == [400] * 12
+
+
+def test_what_does_not_fit_is_refused_and_the_rest_is_served() -> None:
+    simulation = run([(8000, 192), (8000, 193), (9000, 1)], [0.0, 0.0, 0.1])
+    served = simulation.replay.served(simulation.requests)
+    assert [row.error is None for row in served] == [True, False, False]
+    assert output_lens(simulation) == [192, 0, 0]
+
+
+def test_concurrency_is_limited() -> None:
+    free = run([(100, 50)] * 4, [0.0] * 4)
+    requests = workload(*[(100, 50)] * 4)
+    single = simulate(MODEL, requests, np.zeros(4), SETTINGS, max_concurrency=1)
+    assert single.replay.duration_s > 3 * free.replay.duration_s
+    ends = [output.metrics.token_times_s[-1] for output in single.replay.outputs]
+    arrivals = [output.metrics.arrival_s for output in single.replay.outputs]
+    assert arrivals == [0.0, *ends[:-1]]
+
+
+def test_progress_is_told() -> None:
+    seen: list[str] = []
+    simulate(
+        MODEL,
+        workload((10, 2), (10, 9000)),
+        np.zeros(2),
+        SETTINGS,
+        on_output=lambda output: seen.append(output.request_id),
+    )
+    assert sorted(seen) == ["0", "1"]
+
+
+def test_the_engine_can_be_driven_by_hand() -> None:
+    engine = SimulatedEngine(MODEL, SETTINGS)
+    engine.sleep_until(1.0)
+    engine.add_request("a", [5, 6], SamplingParams(max_tokens=2))
+    assert engine.step(1.0001) == []
+    assert engine.now() == pytest.approx(1.0001)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    (output,) = outputs
+    assert (output.request_id, output.outputs[0].token_ids) == ("a", (0, 0))
+    assert output.metrics.arrival_s == 1.0
+    assert output.prompt_token_ids == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_tokens": 8191}, "max_model_len=8192"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+        ({"host_overhead_ms": -1.0}, "host_overhead_ms"),
+        ({"host_overhead_ms": math.nan}, "host_overhead_ms"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SETTINGS, **changes)
+
+
+def test_sizes_that_the_model_does_not_know_are_refused() -> None:
+    with pytest.raises(ConfigError, match="50 SMs is not in the performance table"):
+        SimulatedEngine(MODEL, replace(SETTINGS, decode_sms=(32, 50)))
+    with pytest.raises(ConfigError, match="split:48"):
+        SimulatedEngine(MODEL, replace(SETTINGS, arm=Arm.parse("split:48"), decode_sms=(32,)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 120)), min_size=1, max_size=12),
+    arm=st.sampled_from(ARMS),
+    rate=st.sampled_from([1.0, 30.0, math.inf]),
+    seed=st.integers(0, 5),
+    slo=st.sampled_from([NO_TARGETS, TIGHT, Slo(tpot_ms=3), Slo(ttft_ms=20)]),
+    cache_tokens=st.sampled_from([1024, 2000, 20_000]),
+    max_num_seqs=st.sampled_from([1, 3, 64]),
+    chunk_tokens=st.sampled_from([64, 500, 8192]),
+)
+def test_whatever_comes_is_served_within_the_caches_bounds(
+    lengths: list[tuple[int, int]],
+    arm: str,
+    rate: float,
+    seed: int,
+    slo: Slo,
+    cache_tokens: int,
+    max_num_seqs: int,
+    chunk_tokens: int,
+) -> None:
+    """No request starves, whatever the targets, the arm and the room there is."""
+    simulation = run(
+        lengths,
+        arrival_times(len(lengths), request_rate=rate, seed=seed).tolist(),
+        slo=slo,
+        arm=Arm.parse(arm),
+        kv_cache_tokens=cache_tokens,
+        max_model_len=1024,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=chunk_tokens,
+        host_overhead_ms=0.1,
+    )
+    assert output_lens(simulation) == [output for _, output in lengths]
+    assert simulation.stats.kv_blocks_peak <= simulation.stats.kv_blocks_total
+    assert simulation.stats.kv_blocks_used == 0
+    for output in simulation.replay.outputs:
+        times = (output.metrics.arrival_s, *output.metrics.token_times_s)
+        assert list(times) == sorted(times)
+        # No token can come sooner than weights are read.
+        assert all(gap_ms > 3 for gap_ms in output.metrics.itl_ms)

@@ -1,0 +1,245 @@
+"""Writing decision traces, and reading back what was written."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bullet_graph.engine.plan import DecodeLoad, Load, Option, Plan, PromptLoad
+from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.errors import ConfigError, TraceError
+from bullet_graph.partition.spec import SmPartition
+from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.perf.trace_file import read_trace
+from bullet_graph.slo import NO_TARGETS, Slo
+
+HEADER = TraceHeader("tiny", "cpu", 132, 4, "auto", "tpot:15ms", "1.0")
+DECODE = DecodeLoad(batch_size=3, kv_tokens=300, budget_ms=12.5, slack_ms=math.inf, target_ms=15.0)
+LOAD = Load(7.0, DECODE, (PromptLoad(100, 0, math.inf), PromptLoad(50, 16, 9.0)), 150, None)
+OPTION = Option("split", 32, 2048, 4, 11.5, math.inf, 1.2, True, True, False)
+PLAN = Plan(
+    "split",
+    decode=True,
+    prefill_lane="prefill",
+    chunk_tokens=2048,
+    slice_layers=4,
+    partition=SmPartition(16, 50),
+    bound="tpot",
+    options=(OPTION,),
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "decisions.jsonl"
+
+
+def begin(path: Path, *, overwrite: bool = False) -> DecisionTrace:
+    return DecisionTrace.open(path, header=HEADER, overwrite=overwrite)
+
+
+def launch(trace: DecisionTrace, ticket: int, decision: int, *, predicted_ms: float | None = 9.0) -> None:
+    trace.launched(
+        ticket,
+        "decode",
+        decision=decision,
+        now_s=7.25,
+        arm="split",
+        decode_rows=3,
+        prefill_rows=0,
+        layers=4,
+        decode_sms=32,
+        prefill_sms=100,
+        predicted_ms=predicted_ms,
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_what_is_written_is_read_back(path: Path) -> None:
+    trace = begin(path)
+    assert trace.decided(LOAD, PLAN) == 0
+    launch(trace, 5, 0)
+    trace.retired(5, 7.5, 8.5)
+    trace.finished(
+        "r", RequestMetrics(6.0, 6.5, (7.0, 7.25)), Slo(ttft_ms=100, ttft_ms_per_token=2), 10, 2, "stop"
+    )
+    trace.close()
+    read = read_trace(path)
+    assert read.header == HEADER
+    assert read.notes == ()
+    assert (read.start_s, read.end_s) == (6.0, 7.5)
+    (decision,) = read.decisions
+    assert (decision.time_s, decision.running, decision.waiting, decision.count) == (7.0, 3, 2, 1)
+    assert (decision.kv_tokens, decision.queued_tokens) == (300, 150)
+    assert (decision.arm, decision.bound, decision.decode) == ("split", "tpot", True)
+    assert (decision.decode_sms, decision.prefill_sms) == (32, 100)
+    assert (decision.chunk_tokens, decision.slice_layers) == (2048, 4)
+    # What has no limit is null: JSON has no infinity.
+    assert (decision.budget_ms, decision.slack_ms) == (12.5, None)
+    (option,) = decision.options
+    assert option == {
+        "arm": "split",
+        "decode_sms": 32,
+        "chunk_tokens": 2048,
+        "slice_layers": 4,
+        "interval_ms": 11.5,
+        "prefill_tokens_per_s": None,
+        "throughput": 1.2,
+        "measured": True,
+        "holds_tpot": True,
+        "holds_ttft": False,
+    }
+    (step,) = read.launches
+    assert (step.ticket, step.lane, step.decision, step.time_s) == (5, "decode", 0, 7.25)
+    assert (step.arm, step.decode_rows, step.prefill_rows, step.layers) == ("split", 3, 0, 4)
+    assert (step.decode_sms, step.prefill_sms) == (32, 100)
+    assert (step.predicted_ms, step.device_ms, step.retired_s) == (9.0, 8.5, 7.5)
+    (request,) = read.requests
+    assert (request.request_id, request.reason) == ("r", "stop")
+    assert (request.prompt_tokens, request.output_tokens) == (10, 2)
+    assert (request.arrival_s, request.first_scheduled_s) == (6.0, 6.5)
+    assert request.token_us == (1_000_000, 1_250_000)
+    assert (request.ttft_ms, request.tpot_ms) == (1000.0, 250.0)
+    assert (request.ttft_limit_ms, request.tpot_limit_ms) == (120.0, None)
+
+
+def test_decisions_that_say_the_same_are_counted(path: Path) -> None:
+    trace = begin(path)
+    longer = replace(DECODE, kv_tokens=303, budget_ms=12.0)
+    numbers = [
+        trace.decided(LOAD, PLAN),
+        trace.decided(replace(LOAD, now_s=7.1, decode=longer), replace(PLAN, decode_ms=9.5)),
+        trace.decided(replace(LOAD, now_s=7.2), PLAN),
+        trace.decided(replace(LOAD, now_s=7.3), replace(PLAN, arm="mixed")),
+        trace.decided(replace(LOAD, now_s=7.4), PLAN),
+        trace.decided(replace(LOAD, now_s=7.5), PLAN),
+    ]
+    trace.close()
+    assert numbers == [0, 0, 0, 1, 2, 2]
+    read = read_trace(path)
+    assert [(d.arm, d.count) for d in read.decisions] == [("split", 3), ("mixed", 1), ("split", 2)]
+    assert read.end_s == 7.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arm": "mixed"},
+        {"decode": False},
+        {"partition": SmPartition(17, 49)},
+        {"chunk_tokens": 1024},
+        {"slice_layers": 2},
+        {"bound": "ttft"},
+    ],
+)
+def test_every_change_of_the_plan_is_a_decision(path: Path, change: dict[str, Any]) -> None:
+    trace = begin(path)
+    assert [trace.decided(LOAD, PLAN), trace.decided(LOAD, replace(PLAN, **change))] == [0, 1]
+    trace.close()
+
+
+@pytest.mark.parametrize("change", [{"decode": None}, {"prompts": LOAD.prompts[:1]}])
+def test_another_amount_to_do_is_a_decision(path: Path, change: dict[str, Any]) -> None:
+    trace = begin(path)
+    assert [trace.decided(LOAD, PLAN), trace.decided(replace(LOAD, **change), PLAN)] == [0, 1]
+    trace.close()
+
+
+def test_nothing_to_decode_and_no_targets(path: Path) -> None:
+    trace = begin(path)
+    launch(trace, 1, trace.decided(replace(LOAD, decode=None), PLAN), predicted_ms=None)
+    trace.finished("r", RequestMetrics(1.0, None, ()), NO_TARGETS, 10, 0, "abort")
+    trace.close()
+    read = read_trace(path)
+    assert (read.decisions[0].running, read.decisions[0].budget_ms) == (0, None)
+    assert read.launches[0].predicted_ms is None
+    assert read.launches[0].device_ms is None
+    assert read.notes == ("launches that were never seen to end, and are left out: 1",)
+    assert (read.requests[0].ttft_ms, read.requests[0].tpot_ms) == (None, None)
+    assert (read.requests[0].ttft_limit_ms, read.requests[0].tpot_limit_ms) == (None, None)
+
+
+def test_infinite_predictions_are_null(path: Path) -> None:
+    trace = begin(path)
+    launch(trace, 1, trace.decided(LOAD, PLAN), predicted_ms=math.inf)
+    trace.close()
+    assert "Infinity" not in path.read_text(encoding="utf-8")
+    assert read_trace(path).launches[0].predicted_ms is None
+
+
+def test_any_request_id_can_be_written(path: Path) -> None:
+    trace = begin(path)
+    request_id = 'é "quoted"\n\ud800'
+    trace.finished(request_id, RequestMetrics(1.0, None, ()), NO_TARGETS, 10, 0, "abort")
+    trace.close()
+    assert read_trace(path).requests[0].request_id == request_id
+
+
+def test_an_existing_file_is_kept(path: Path) -> None:
+    path.write_text("precious", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"decisions\.jsonl exists: allow overwriting"):
+        begin(path)
+    assert path.read_text(encoding="utf-8") == "precious"
+
+
+def test_an_existing_file_is_overwritten_when_asked(path: Path) -> None:
+    path.write_text("precious\n" * 1000, encoding="utf-8")
+    begin(path, overwrite=True).close()
+    assert [line["type"] for line in lines(path)] == ["header"]
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be made .*No such file"):
+        begin(tmp_path / "no" / "decisions.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told() -> None:
+    with pytest.raises(TraceError, match=r"/dev/full: .* cannot be written \(No space left"):
+        begin(Path("/dev/full"), overwrite=True)
+
+
+def test_close_twice(path: Path) -> None:
+    trace = begin(path)
+    trace.decided(LOAD, PLAN)
+    trace.close()
+    trace.close()
+    assert len(lines(path)) == 2
+
+
+def test_only_whole_lines_reach_the_file_before_it_is_closed(path: Path) -> None:
+    trace = begin(path)
+    written = 0
+    for number in range(3000):
+        launch(trace, number, trace.decided(LOAD, PLAN))
+        if number % 100 == 0:
+            text = path.read_text(encoding="utf-8")
+            assert text.endswith("}\n")
+            written = len(text)
+    # It is not all kept back until the end.
+    assert written > 100_000
+    trace.close()
+    assert len(read_trace(path).launches) == 3000
+
+
+def test_a_run_that_ends_without_closing_loses_nothing(path: Path) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_trace import LOAD, PLAN, begin, launch
+trace = begin(Path({str(path)!r}))
+launch(trace, 1, trace.decided(LOAD, PLAN))
+raise RuntimeError("the engine failed")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "the engine failed" in done.stderr
+    assert len(read_trace(path).launches) == 1
