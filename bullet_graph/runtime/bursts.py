@@ -145,6 +145,10 @@ class Workbench:
         self._tokens = rng.integers(0, decoder.config.vocab_size, limits.max_tokens).astype(np.int32)
         torch.cuda.synchronize()
 
+    def close(self) -> None:
+        """Give the memory back. Before the streams are closed: torch asks them about pinned buffers it frees."""
+        self.__dict__.clear()
+
     def capture(self, points: Sequence[ProfilePoint], *, progress: bool) -> int:
         """Compile, and capture the decode graphs that these points replay; returns how many."""
 
@@ -268,3 +272,4 @@ def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[OpenWorkbe
             yield OpenWorkbench(bench, why)
         finally:
             torch.cuda.synchronize()  # streams are closed only when their work has finished
+            bench.close()

@@ -1,0 +1,243 @@
+"""Slack of running sequences against a loop over their tokens, and the order of prompts against brute force."""
+
+import math
+from itertools import combinations, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bullet_graph.engine.slack import (
+    BUDGET_HORIZON_TOKENS,
+    PATIENCE_ALLOWANCES,
+    PATIENCE_S,
+    SAFETY_MARGIN,
+    QueuedPrompt,
+    RowProgress,
+    decode_load,
+    order_prompts,
+)
+
+SOLO_MS = 5.0
+
+
+def solo(_batch_size: int, _kv_tokens: int) -> float:
+    return SOLO_MS
+
+
+def load_of(*rows: RowProgress, now_s: float = 10.0, solo_ms=solo):
+    return decode_load(rows, len(rows), 1000 * len(rows), now_s, solo_ms=solo_ms)
+
+
+def average_ms(row: RowProgress, now_s: float, intervals_ms: list[float]) -> float:
+    """TPOT of the row if its next tokens come at these intervals from now on."""
+    elapsed_ms = (now_s - row.first_token_s) * 1e3 + sum(intervals_ms)
+    return elapsed_ms / (row.num_tokens - 1 + len(intervals_ms))
+
+
+class TestDecodeLoad:
+    def test_without_targets_nothing_binds(self) -> None:
+        load = load_of(RowProgress(9.0, 5, 10, None))
+        assert (load.batch_size, load.kv_tokens) == (1, 1000)
+        assert load.budget_ms == load.slack_ms == load.target_ms == math.inf
+
+    def test_a_fresh_row_has_its_target_less_the_margin(self) -> None:
+        load = load_of(RowProgress(10.0, 1, None, 15.0))
+        assert load.budget_ms == pytest.approx(15.0 * (1 - SAFETY_MARGIN))
+        assert load.target_ms == 15.0
+
+    def test_a_lead_and_a_lag_are_spread_over_the_horizon(self) -> None:
+        level = load_of(RowProgress(10.0 - 0.15, 11, None, 15.0)).budget_ms
+        ahead = load_of(RowProgress(10.0 - 0.15 + 0.064, 11, None, 15.0)).budget_ms
+        behind = load_of(RowProgress(10.0 - 0.15 - 0.064, 11, None, 15.0)).budget_ms
+        assert ahead - level == pytest.approx(64 / BUDGET_HORIZON_TOKENS)
+        assert level - behind == pytest.approx(64 / BUDGET_HORIZON_TOKENS)
+
+    def test_the_tightest_row_binds(self) -> None:
+        rows = [RowProgress(10.0, 1, None, tpot) for tpot in (30.0, 12.0, 20.0)]
+        load = load_of(*rows)
+        assert load.target_ms == 12.0
+        assert load.budget_ms == pytest.approx(12.0 * (1 - SAFETY_MARGIN))
+
+    def test_a_lost_row_binds_nothing(self) -> None:
+        lost = RowProgress(8.0, 3, 20, 15.0)  # two seconds late, and 20 tokens win back 200 ms at most
+        assert load_of(lost).budget_ms == load_of(lost).slack_ms == load_of(lost).target_ms == math.inf
+        kept = RowProgress(10.0, 1, None, 20.0)
+        assert load_of(lost, kept) == decode_load([kept], 2, 2000, 10.0, solo_ms=solo)
+
+    def test_a_target_below_the_solo_step_is_lost_from_the_start(self) -> None:
+        assert load_of(RowProgress(10.0, 1, None, 4.0)).budget_ms == math.inf
+
+    def test_a_row_that_wants_no_more_tokens_binds_nothing(self) -> None:
+        assert load_of(RowProgress(10.0, 5, 0, 15.0)).budget_ms == math.inf
+
+    def test_without_a_solo_time_no_row_is_lost_and_slack_is_the_budget(self) -> None:
+        load = load_of(RowProgress(8.0, 3, 20, 15.0), solo_ms=None)
+        assert load.slack_ms == load.budget_ms < 0
+
+    def test_the_solo_time_is_asked_for_once_with_the_whole_batch(self) -> None:
+        asked = []
+
+        def solo_ms(batch_size: int, kv_tokens: int) -> float:
+            asked.append((batch_size, kv_tokens))
+            return SOLO_MS
+
+        decode_load([RowProgress(10.0, 1, None, 15.0)] * 3, 7, 7000, 10.0, solo_ms=solo_ms)
+        assert asked == [(7, 7000)]
+
+    rows = st.builds(
+        RowProgress,
+        first_token_s=st.floats(9.0, 10.0),
+        num_tokens=st.integers(1, 300),
+        tokens_left=st.one_of(st.none(), st.integers(1, 500)),
+        tpot_ms=st.floats(1.0, 100.0),
+    )
+
+    @given(st.lists(rows, min_size=1, max_size=6))
+    def test_keeping_to_the_budget_keeps_every_row_on_target_that_decode_alone_could_keep(
+        self, rows: list[RowProgress]
+    ) -> None:
+        load = load_of(*rows)
+        for row in rows:
+            far = min(row.tokens_left or 256, 256)
+            assert row.tpot_ms is not None
+            if average_ms(row, 10.0, [SOLO_MS] * far) > row.tpot_ms:
+                continue
+            near = min(far, BUDGET_HORIZON_TOKENS)
+            assert average_ms(row, 10.0, [load.budget_ms] * near) <= row.tpot_ms + 1e-6
+            reach = min(far, 64)
+            wait = [load.slack_ms] + [SOLO_MS] * (reach - 1)
+            assert average_ms(row, 10.0, wait) <= row.tpot_ms + 1e-6
+
+    @given(rows)
+    def test_the_budget_is_no_tighter_than_the_margin_asks(self, row: RowProgress) -> None:
+        load = load_of(row)
+        if load.budget_ms < math.inf:
+            near = min(row.tokens_left or 256, BUDGET_HORIZON_TOKENS)
+            assert row.tpot_ms is not None
+            average = average_ms(row, 10.0, [load.budget_ms] * near)
+            assert average >= row.tpot_ms * (1 - SAFETY_MARGIN) - 1e-6
+
+
+def prompt(
+    tokens: int, arrival: float, allowance: float = math.inf, *, started: bool = False, resumed: bool = False
+) -> QueuedPrompt:
+    return QueuedPrompt(tokens, arrival, arrival + allowance, started, resumed)
+
+
+def num_on_time(prompts: list[QueuedPrompt], order: list[int], now_s: float, ms_per_token: float) -> int:
+    count, end_s = 0, now_s
+    for i in order:
+        end_s += prompts[i].tokens_left * ms_per_token / 1e3
+        count += end_s <= prompts[i].deadline_s
+    return count
+
+
+class TestOrderPrompts:
+    def test_nothing(self) -> None:
+        assert order_prompts([], 0.0, 0.02) == []
+
+    def test_without_deadlines_resumed_then_started_then_by_arrival(self) -> None:
+        prompts = [
+            prompt(10, 3.0),
+            prompt(10, 1.0),
+            prompt(10, 2.5, started=True),
+            prompt(10, 2.0, resumed=True),
+            prompt(10, 0.5, resumed=True),
+        ]
+        assert order_prompts(prompts, 4.0, 0.02) == [4, 3, 2, 1, 0]
+
+    def test_earliest_deadline_first_where_all_can_be_met(self) -> None:
+        prompts = [prompt(100, 0.0, 3.0), prompt(100, 0.0, 1.0), prompt(100, 0.0), prompt(100, 0.0, 2.0)]
+        assert order_prompts(prompts, 0.0, 1.0) == [1, 3, 0, 2]
+
+    def test_the_longest_is_given_up_and_the_late_go_last_by_arrival(self) -> None:
+        prompts = [
+            prompt(900, 0.2, 1.0),
+            prompt(100, 0.3, 1.0),
+            prompt(200, 0.4, 1.0),
+            prompt(50, 0.1, 0.2),
+        ]
+        # At 1 ms a token from 0.5 s on; the last one's deadline has passed.
+        assert order_prompts(prompts, 0.5, 1.0) == [1, 2, 3, 0]
+
+    def test_resumed_prompts_go_before_deadlines_and_take_their_time(self) -> None:
+        prompts = [prompt(500, 0.0, 0.6), prompt(400, 0.0, resumed=True), prompt(100, 0.0, 0.9)]
+        assert order_prompts(prompts, 0.0, 1.0) == [1, 2, 0]
+
+    def test_patience_ends(self) -> None:
+        late, fresh = prompt(100, 0.0, 0.5), prompt(100, PATIENCE_S, 0.5)
+        assert order_prompts([fresh, late], PATIENCE_S - 0.1, 1.0) == [0, 1]
+        assert order_prompts([fresh, late], PATIENCE_S + 0.1, 1.0) == [1, 0]
+
+    def test_patience_grows_with_what_the_target_allows(self) -> None:
+        allowance = PATIENCE_S
+        late, now = prompt(100, 0.0, allowance), PATIENCE_ALLOWANCES * allowance
+        fresh = prompt(100, now, 0.5)
+        assert order_prompts([fresh, late], now - 0.1, 1.0) == [0, 1]
+        assert order_prompts([fresh, late], now + 0.1, 1.0) == [1, 0]
+
+    def test_prompts_without_a_target_do_not_starve_among_those_with_one(self) -> None:
+        free, fresh = prompt(100, 0.0), prompt(100, PATIENCE_S + 1, 0.5)
+        assert order_prompts([fresh, free], PATIENCE_S + 1, 1.0) == [1, 0]
+
+    queues = st.lists(
+        st.builds(
+            prompt,
+            tokens=st.integers(1, 500),
+            arrival=st.floats(0.0, 1.0),
+            allowance=st.one_of(st.just(math.inf), st.floats(0.1, 3.0)),
+            started=st.booleans(),
+            resumed=st.booleans(),
+        ),
+        max_size=6,
+    )
+
+    @given(queues, st.floats(0.0, 2.0))
+    def test_every_prompt_once(self, prompts: list[QueuedPrompt], ms_per_token: float) -> None:
+        order = order_prompts(prompts, 1.0, ms_per_token)
+        assert sorted(order) == list(range(len(prompts)))
+        resumed = [prompts[i].resumed for i in order]
+        assert resumed == sorted(resumed, reverse=True)
+
+    @settings(deadline=None)
+    @given(queues, st.floats(0.1, 3.0))
+    def test_no_order_meets_more_deadlines(self, prompts: list[QueuedPrompt], ms_per_token: float) -> None:
+        prompts = [p for p in prompts if not p.resumed][:5]
+        order = order_prompts(prompts, 1.0, ms_per_token)
+        best = max(num_on_time(prompts, list(o), 1.0, ms_per_token) for o in permutations(range(len(prompts))))
+        assert num_on_time(prompts, order, 1.0, ms_per_token) == best
+
+    @settings(deadline=None, max_examples=30)
+    @given(
+        victims=st.lists(st.integers(50, 400), min_size=1, max_size=4),
+        tokens=st.integers(10, 300),
+        allowance=st.floats(0.2, 1.0),
+        load=st.floats(0.8, 3.0),
+    )
+    def test_nobody_starves_in_an_endless_stream_of_prompts_on_time(
+        self, victims: list[int], tokens: int, allowance: float, load: float
+    ) -> None:
+        """Prompts that can be met come at up to three times the rate at which they can be served."""
+        now, ms_per_token = 1.0, 1.0
+        queue = [prompt(n, 0.0, 0.01) for n in victims]  # late already
+        waiting = set(map(id, queue))
+        gap_s = tokens * ms_per_token / 1e3 / load
+        next_s = now
+        limit_s = now + max(PATIENCE_S, PATIENCE_ALLOWANCES * allowance) + sum(victims) / 1e3 + 1.0
+        while waiting:
+            while next_s <= now:
+                queue.append(prompt(tokens, next_s, allowance))
+                next_s += gap_s
+            served = queue.pop(order_prompts(queue, now, ms_per_token)[0]) if queue else None
+            if served is None:
+                now = next_s
+                continue
+            waiting.discard(id(served))
+            now += served.tokens_left * ms_per_token / 1e3
+            assert now <= limit_s
+
+    def test_brute_force_itself_tells_orders_apart(self) -> None:
+        prompts = [prompt(900, 0.0, 1.0), prompt(100, 0.0, 1.0), prompt(200, 0.0, 1.0)]
+        counts = {num_on_time(prompts, [a, b, 3 - a - b], 0.5, 1.0) for a, b in combinations(range(3), 2)}
+        assert counts == {0, 2} or len(counts) > 1
