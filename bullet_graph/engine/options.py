@@ -121,8 +121,8 @@ class Outlook:
         tokens = self._backlog.lane_chunk(self._sizes.lane)
         ms, measured = self._lane_prefill(tokens)
         layer_ms = ms / self._model.num_layers
-        if 0 < room_ms < layer_ms and self._load.chunk is None:
-            tokens = min(tokens, _multiple(tokens * room_ms / layer_ms))
+        while 0 < room_ms < layer_ms and tokens > LEAST_CHUNK_TOKENS and self._load.chunk is None:
+            tokens = _multiple(tokens * room_ms / layer_ms)
             ms, measured = self._lane_prefill(tokens)
             layer_ms = ms / self._model.num_layers
         most = self._backlog.layers_left

@@ -163,6 +163,8 @@ class SmctrlBackend:
             for lane in LANES:
                 self._streams[lane] = probe.driver.create_stream(urgent=lane == "decode")
                 undo.callback(probe.driver.call, "cuStreamDestroy", self._streams[lane])
+                # The driver makes new streams of old ones, and a mask would stay in them.
+                undo.callback(write_words, self._streams[lane], self.where, MaskWords(0, 0, 0))
             self._check_apart()
             self._resources = undo.pop_all()
 

@@ -1,8 +1,8 @@
 """The CUDA executor: decode from captured graphs, all else eagerly, on two lanes that run at the same time."""
 
+import ctypes
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.report import CaptureReport
@@ -243,13 +243,18 @@ class CudaExecutor:
 
     def shutdown(self) -> None:
         """See :meth:`Executor.shutdown`."""
-        launcher = self._launcher
-        # A device that has failed fails every call from then on; what it failed of was told when it happened.
-        with suppress(RuntimeError):
+        try:
             torch.cuda.synchronize()
+        except RuntimeError:
+            # The device has failed, for good and for the whole process; what of was told when it happened. Freeing a
+            # graph or a pinned buffer would abort the process, so they are kept for ever: the driver takes the
+            # memory back when the process ends.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.__dict__.copy()))
+            self.__dict__.clear()
+            return
+        launcher = self._launcher
         self.__dict__.clear()
-        with suppress(RuntimeError, BulletGraphError):
-            launcher.close()
+        launcher.close()
 
     def _write_slots(self, lane: _LaneState, admitted: tuple[SlotInit, ...]) -> None:
         slots = np.array([init.slot for init in admitted], dtype=np.int32)

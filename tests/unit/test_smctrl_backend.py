@@ -8,7 +8,7 @@ from fakes.fake_streams import OBJECT_BYTES, RELEASE, FakeDriver, FakeLibcuda, F
 
 from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.masks import GpcLayout
+from bullet_graph.partition.masks import LANES, GpcLayout
 from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remember
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import SmctrlBackend, identify_driver
@@ -117,6 +117,17 @@ def test_closing_destroys_both_streams_and_the_probe(
     backend.close()
     assert sorted(probe.driver.destroyed) == sorted(probe.driver.streams)
     assert probe.closed
+
+
+def test_no_mask_is_left_in_a_stream_that_is_given_back(
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path
+) -> None:
+    """The driver makes new streams of old ones: whoever gets them next would be confined without knowing it."""
+    backend = open_smctrl(probe, libcuda, cache)
+    streams = [backend.stream(lane, PARTITION) for lane in LANES]
+    assert all(object_bytes(stream) != bytes(OBJECT_BYTES) for stream in streams)
+    backend.close()
+    assert all(object_bytes(stream) == bytes(OBJECT_BYTES) for stream in streams)
 
 
 def test_an_unknown_driver_is_refused_before_anything_is_written(

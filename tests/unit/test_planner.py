@@ -1,0 +1,278 @@
+"""Plans of each forced arm over a table like an H200's, and corrections."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planner_loads import ARMS, LAYERS, MAX_CHUNK, chunk_of, decoding, load_of, model, modelless, planner
+
+from bullet_graph.config import Arm
+from bullet_graph.engine.backlog import Backlog
+from bullet_graph.engine.options import FLOOR_TOKENS, ROW_STEP
+from bullet_graph.engine.plan import Load, Plan, PromptLoad
+from bullet_graph.engine.planner import PAUSE_PATIENCE_S, Planner
+from bullet_graph.errors import ConfigError
+from bullet_graph.partition.spec import WHOLE_GPU, partition_of
+from bullet_graph.perf.performance import attention_pairs
+
+
+class TestWithoutChoice:
+    @pytest.mark.parametrize("arm", ARMS)
+    def test_nothing_to_do(self, arm: str) -> None:
+        assert planner(arm).plan(load_of()) == Plan("solo", decode=False)
+
+    @pytest.mark.parametrize("arm", ARMS)
+    def test_decode_only(self, arm: str) -> None:
+        plan = planner(arm).plan(load_of(decoding(64)))
+        assert (plan.arm, plan.decode, plan.chunk_tokens) == ("solo", True, 0)
+        assert plan.decode_ms == pytest.approx(7.32, abs=0.1)
+        assert plan.bound == "nothing"
+
+    @pytest.mark.parametrize("arm", ["mixed", "split", "auto"])
+    def test_prompts_only_run_as_whole_chunks_on_the_decode_lane(self, arm: str) -> None:
+        plan = planner(arm).plan(load_of(None, 1000, 2000))
+        assert (plan.arm, plan.decode, plan.prefill_lane) == ("solo", False, "decode")
+        assert plan.chunk_tokens == 3000
+        pairs = attention_pairs(1000) + attention_pairs(2000)
+        assert plan.decode_ms == model().prefill(3000, pairs).ms
+
+    def test_prompts_only_in_slices(self) -> None:
+        plan = planner("sliced").plan(load_of(None, 2000))
+        assert (plan.arm, plan.decode, plan.prefill_lane, plan.takes_turns) == (
+            "sliced",
+            False,
+            "prefill",
+            True,
+        )
+        assert plan.slice_ms == pytest.approx(8.0, abs=1.0)
+
+    @pytest.mark.parametrize("arm", ["split", "auto"])
+    def test_a_chunk_under_way_goes_on_alone(self, arm: str) -> None:
+        plan = planner(arm).plan(load_of(None, 500, chunk=chunk_of(2048, 3)))
+        assert (plan.arm, plan.prefill_lane, plan.chunk_tokens) == ("solo", "prefill", 0)
+        assert plan.slice_layers == 3
+        assert plan.partition == WHOLE_GPU
+        assert not plan.takes_turns
+
+
+class TestWithoutModel:
+    def test_serial(self) -> None:
+        both = load_of(decoding(8), 100)
+        assert modelless("serial:512").plan(both) == Plan(
+            "serial", decode=False, chunk_tokens=512, bound="forced"
+        )
+        assert modelless("serial").plan(both).chunk_tokens == 2048
+
+    def test_mixed_takes_what_decode_rows_leave(self) -> None:
+        plan = modelless("mixed:512").plan(load_of(decoding(100, tpot=1.0), 1000))
+        assert plan == Plan("mixed", decode=True, chunk_tokens=412, bound="forced")
+        assert modelless("mixed").plan(load_of(decoding(100), 1000)).chunk_tokens == 1948
+
+    def test_a_prompt_always_gets_some_rows(self) -> None:
+        assert modelless("mixed:64").plan(load_of(decoding(60), 1000)).chunk_tokens == ROW_STEP
+
+    def test_decode_alone_has_no_prediction(self) -> None:
+        assert modelless("mixed").plan(load_of(decoding(4))) == Plan("solo", decode=True)
+
+    def test_prompts_alone(self) -> None:
+        plan = modelless("mixed:512").plan(load_of(None, 100))
+        assert plan == Plan("solo", decode=False, chunk_tokens=512)
+
+    def test_no_rate_is_known(self) -> None:
+        assert modelless("mixed").prefill_ms_per_token == 0.0
+
+    @pytest.mark.parametrize("arm", ["sliced", "split", "split:48", "auto"])
+    def test_other_arms_ask_for_a_table(self, arm: str) -> None:
+        with pytest.raises(ConfigError, match=f"arm {arm} needs a performance table.*profile"):
+            modelless(arm)
+
+
+class TestBadSplits:
+    def test_a_size_that_is_not_captured(self) -> None:
+        with pytest.raises(ConfigError, match=r"split:40 needs .* 40 SMs.* 16, 48"):
+            Planner(
+                Arm.parse("split:40"),
+                max_chunk_tokens=8,
+                decode_sms=(16, 48),
+                num_layers=32,
+                model=model(),
+            )
+
+    def test_no_sizes_at_all(self) -> None:
+        with pytest.raises(ConfigError, match=r"some SMs.* none"):
+            Planner(Arm.parse("split"), max_chunk_tokens=8, decode_sms=(), num_layers=32, model=model())
+
+    def test_auto_does_without_splits(self) -> None:
+        lone = Planner(Arm("auto"), max_chunk_tokens=2048, decode_sms=(), num_layers=32, model=model())
+        plan = lone.plan(load_of(decoding(64, tpot=20.0), 4000))
+        assert {o.arm for o in plan.options} == {"solo", "sliced", "mixed"}
+
+
+class TestSerialAndMixed:
+    def test_serial_predicts_its_chunk(self) -> None:
+        plan = planner("serial").plan(load_of(decoding(8), 1000))
+        assert (plan.decode, plan.chunk_tokens, plan.bound) == (False, 1000, "forced")
+        assert plan.decode_ms == model().prefill(1000, attention_pairs(1000)).ms
+
+    def test_a_fixed_chunk_ignores_targets(self) -> None:
+        plan = planner("mixed:512").plan(load_of(decoding(64, tpot=1.0), 4000))
+        assert (plan.arm, plan.decode, plan.chunk_tokens) == ("mixed", True, 448)
+        assert plan.decode_ms == model().mixed(448, attention_pairs(448), 64, 64000).ms
+
+    def test_without_targets_all_rows_are_used(self) -> None:
+        assert planner("mixed").plan(load_of(decoding(64), 20000)).chunk_tokens == MAX_CHUNK - 64
+
+    def test_a_chunk_is_cut_across_prompts_with_their_contexts(self) -> None:
+        load = Load(
+            0.0,
+            decoding(16),
+            (PromptLoad(300, 700, math.inf), PromptLoad(5000, 0, math.inf)),
+            5300,
+            None,
+        )
+        backlog = Backlog(load, max_chunk_tokens=MAX_CHUNK, num_layers=LAYERS)
+        assert backlog.pairs(200) == attention_pairs(200, 700)
+        assert backlog.pairs(300) == attention_pairs(300, 700)
+        assert backlog.pairs(1000) == attention_pairs(300, 700) + attention_pairs(700)
+        plan = planner("mixed:1000").plan(load)
+        assert plan.decode_ms == model().mixed(984, backlog.pairs(984), 16, 16000).ms
+
+    @given(st.integers(1, 256), st.floats(8.0, 60.0), st.integers(16, 20000))
+    def test_the_chunk_is_the_largest_that_fits_the_target(
+        self, batch_size: int, tpot: float, tokens: int
+    ) -> None:
+        decode = decoding(batch_size, tpot=tpot)
+        plan = planner("mixed").plan(load_of(decode, tokens))
+
+        def step_ms(rows: int) -> float:
+            return model().mixed(rows, attention_pairs(rows), batch_size, decode.kv_tokens).ms
+
+        if plan.chunk_tokens == 0:
+            assert step_ms(min(ROW_STEP, tokens)) > tpot
+        elif plan.options[0].holds_tpot:
+            assert step_ms(plan.chunk_tokens) <= tpot
+            more = (plan.chunk_tokens // ROW_STEP + 1) * ROW_STEP
+            if more <= min(tokens, MAX_CHUNK - batch_size):
+                assert step_ms(more) > tpot
+        else:  # nothing could hold the target, so it counts for nothing
+            assert model().decode(batch_size, decode.kv_tokens).ms > tpot
+            assert plan.chunk_tokens == min(tokens, MAX_CHUNK - batch_size)
+
+    def test_prefill_pauses_for_decode_to_catch_up_but_not_for_ever(self) -> None:
+        mixed = planner("mixed")
+        late = decoding(64, tpot=15.0, budget=4.0)
+        rows = [
+            mixed.plan(load_of(late, 4000, now_s=50.0 + i * PAUSE_PATIENCE_S / 5)).chunk_tokens
+            for i in range(8)
+        ]
+        assert rows[:5] == [0] * 5
+        assert FLOOR_TOKENS in rows[5:]
+
+
+class TestSliced:
+    @given(st.integers(1, 256), st.floats(5.0, 80.0), st.integers(1, 20000))
+    def test_the_longest_slice_that_fits(self, batch_size: int, tpot: float, tokens: int) -> None:
+        decode = decoding(batch_size, tpot=tpot)
+        plan = planner("sliced").plan(load_of(decode, tokens))
+        step_ms = model().decode(batch_size, decode.kv_tokens).ms
+        layer_ms = model().prefill(plan.chunk_tokens, attention_pairs(plan.chunk_tokens)).ms / LAYERS
+        assert plan.decode_ms == step_ms
+        assert plan.slice_ms == pytest.approx(plan.slice_layers * layer_ms)
+        if step_ms > tpot:
+            return  # no slice fits, and none is any worse
+        if plan.slice_layers > 1:
+            assert step_ms + plan.slice_ms <= tpot + 1e-9
+        if plan.slice_layers < LAYERS:
+            assert step_ms + plan.slice_ms + layer_ms > tpot - 1e-9
+
+    def test_a_small_rest_joins_the_chunk(self) -> None:
+        assert planner("sliced").plan(load_of(decoding(8), 2400)).chunk_tokens == 2400
+        assert planner("sliced").plan(load_of(decoding(8), 4000)).chunk_tokens <= 2048
+
+    def test_a_tight_target_takes_a_smaller_chunk(self) -> None:
+        plan = planner("sliced").plan(load_of(decoding(64, tpot=8.0), 8000))
+        assert plan.slice_layers == 1
+        assert 256 <= plan.chunk_tokens < 1024
+        assert plan.decode_ms + plan.slice_ms <= 8.0
+
+
+class TestSplit:
+    @given(st.integers(1, 256), st.floats(5.0, 80.0))
+    def test_the_fewest_sms_that_hold_the_target(self, batch_size: int, tpot: float) -> None:
+        decode = decoding(batch_size, tpot=tpot)
+        plan = planner("split").plan(load_of(decode, 8000))
+        assert plan.arm == "split"
+        option = plan.options[0]
+
+        def step_ms(sms: int) -> float:
+            rows = planner("split")._sizes.beside[sms]
+            return model().split(sms, batch_size, decode.kv_tokens, rows, attention_pairs(rows)).decode_ms
+
+        smaller = [sms for sms in model().decode_sms if sms < option.decode_sms]
+        if option.holds_tpot:
+            assert step_ms(option.decode_sms) <= tpot
+            assert all(step_ms(sms) > tpot for sms in smaller)
+        else:
+            assert all(step_ms(sms) >= option.interval_ms - 1e-9 for sms in model().decode_sms)
+
+    def test_a_forced_size(self) -> None:
+        plan = planner("split:48").plan(load_of(decoding(64, tpot=1.0), 8000))
+        assert plan.partition == partition_of(48, num_sms=132)
+        assert plan.prefill_lane == "prefill"
+        assert not plan.takes_turns
+
+    def test_slices_are_short_and_chunks_follow_the_sms(self) -> None:
+        few, many = (planner(f"split:{sms}").plan(load_of(decoding(64), 8000)) for sms in (96, 16))
+        assert few.chunk_tokens < many.chunk_tokens <= 2048
+        for plan in (few, many):
+            assert 2.5 <= plan.slice_ms <= 7.5
+
+
+class TestCorrections:
+    def test_they_follow_measurements_slowly_within_limits(self) -> None:
+        auto = planner()
+        assert set(auto.corrections.values()) == {1.0}
+        auto.observe("split", "step", 10.0, 12.0)
+        assert auto.corrections["split", "step"] == pytest.approx(1.2**0.05)
+        assert auto.corrections["split", "slice"] == 1.0
+        for _ in range(1000):
+            auto.observe("split", "step", 10.0, 1000.0)
+            auto.observe("mixed", "step", 10.0, 0.001)
+        assert auto.corrections["split", "step"] == 2.0
+        assert auto.corrections["mixed", "step"] == 0.5
+
+    def test_they_converge_on_the_ratio(self) -> None:
+        auto = planner()
+        for _ in range(300):
+            predicted = auto.plan(load_of(decoding(64))).decode_ms
+            assert predicted is not None
+            auto.observe("solo", "step", predicted, 9.0)
+        assert auto.plan(load_of(decoding(64))).decode_ms == pytest.approx(9.0, rel=0.01)
+        assert auto.decode_ms(64, 64000) == pytest.approx(9.0, rel=0.01)
+
+    @pytest.mark.parametrize(("predicted", "measured"), [(0.0, 5.0), (5.0, 0.0)])
+    def test_times_of_nothing_say_nothing(self, predicted: float, measured: float) -> None:
+        auto = planner()
+        auto.observe("solo", "step", predicted, measured)
+        assert set(auto.corrections.values()) == {1.0}
+
+    def test_a_slow_mixed_step_gets_fewer_rows(self) -> None:
+        mixed = planner("mixed")
+        load = load_of(decoding(64, tpot=15.0), 8000)
+        before = mixed.plan(load)
+        for _ in range(5):
+            mixed.observe("mixed", "step", 10.0, 14.0)
+        after = mixed.plan(load)
+        assert after.chunk_tokens < before.chunk_tokens
+        assert after.decode_ms <= 15.0
+
+
+def test_the_rate_for_ordering_prompts_follows_the_plans() -> None:
+    mixed = planner("mixed")
+    alone = mixed.prefill_ms_per_token
+    assert alone == pytest.approx(1 / 42, rel=0.15)
+    for _ in range(100):
+        plan = mixed.plan(load_of(decoding(128, tpot=15.0), 8000))
+    assert mixed.prefill_ms_per_token == pytest.approx(1e3 / plan.options[0].prefill_tokens_per_s, rel=0.01)
+    assert mixed.prefill_ms_per_token > 1.5 * alone

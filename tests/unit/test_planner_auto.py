@@ -1,0 +1,232 @@
+"""The arm that ``auto`` chooses, and properties of every plan."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planner_loads import ARMS, LAYERS, MAX_CHUNK, chosen, chunk_of, decoding, load_of, model, planner
+
+from bullet_graph.config import Arm
+from bullet_graph.engine.options import BUDGET_CAP
+from bullet_graph.engine.plan import DecodeLoad, Load, PromptLoad
+from bullet_graph.engine.planner import Planner
+from bullet_graph.partition.spec import WHOLE_GPU, partition_of
+
+
+class TestAuto:
+    def test_no_target_takes_the_highest_throughput_with_both_phases(self) -> None:
+        plan = planner().plan(load_of(decoding(64), 8192))
+        assert plan.bound == "throughput"
+        assert plan.decode
+        assert plan.chunk_tokens
+        best = max(o.throughput * (0.95 if o.slice_layers else 1) for o in plan.options)
+        assert chosen(plan).throughput == pytest.approx(best)
+
+    def test_a_few_rows_do_not_hold_up_the_many_that_wait(self) -> None:
+        """With 4 rows decoding and 60 prompts waiting, what counts is prefill."""
+        plan = planner().plan(load_of(decoding(4), *[1000] * 60))
+        assert chosen(plan).prefill_tokens_per_s >= 0.95 * max(o.prefill_tokens_per_s for o in plan.options)
+
+    def test_a_middling_target_takes_a_mixed_chunk_of_a_few_hundred(self) -> None:
+        plan = planner().plan(load_of(decoding(64, tpot=15.0), 1000, 1000, ttft_ms=500))
+        assert plan.arm == "mixed"
+        assert 128 <= plan.chunk_tokens <= 1024
+        assert plan.bound == "tpot"
+
+    def test_where_no_mixed_step_holds_the_target_another_arm_must(self) -> None:
+        plan = planner().plan(load_of(decoding(64, tpot=7.7), 2000))
+        assert not next(o for o in plan.options if o.arm == "mixed").holds_tpot
+        assert plan.arm == "sliced"
+        assert chosen(plan).holds_tpot
+
+    def test_a_nearing_deadline_takes_sms_back(self) -> None:
+        """A split that holds TPOT but is too slow gives way to one with more SMs for prefill."""
+        lanes = Planner(
+            Arm("auto"), max_chunk_tokens=MAX_CHUNK, decode_sms=(48, 64, 96), num_layers=LAYERS, model=model()
+        )
+        chunk = chunk_of(2048, LAYERS)
+        calm = lanes.plan(load_of(decoding(64, tpot=16.0), chunk=chunk))
+        rushed = lanes.plan(
+            load_of(
+                decoding(64, tpot=16.0), chunk=dataclasses.replace(chunk, deadline_s=50.0 + 0.100), now_s=50.0
+            )
+        )
+        assert (calm.partition.decode_tpcs, rushed.partition.decode_tpcs) == (32, 24)
+
+    def test_slack_saves_a_deadline(self) -> None:
+        tight = decoding(64, tpot=8.0, slack=60.0)
+        plan = planner().plan(load_of(tight, 1500, ttft_ms=60.0))
+        assert (plan.arm, plan.bound) == ("sliced", "ttft")
+        assert plan.slice_layers == LAYERS
+        assert chosen(plan).interval_ms <= 60.0
+        # Not where the deadline is lost anyway, nor where there is no such slack.
+        assert planner().plan(load_of(tight, 1500, ttft_ms=20.0)).slice_layers < LAYERS
+        short = decoding(64, tpot=8.0, slack=30.0)
+        assert planner().plan(load_of(short, 1500, ttft_ms=60.0)).slice_layers < LAYERS
+
+    def test_targets_that_nothing_holds_count_for_nothing(self) -> None:
+        plan = planner().plan(load_of(decoding(64, tpot=4.0), 8192))
+        free = planner().plan(load_of(decoding(64), 8192))
+        assert plan.bound == "throughput"
+        assert (plan.arm, plan.chunk_tokens, plan.partition) == (free.arm, free.chunk_tokens, free.partition)
+        assert not any(o.holds_tpot for o in plan.options)
+
+    def test_prefill_pauses_while_decode_catches_up(self) -> None:
+        auto = planner()
+        plan = auto.plan(load_of(decoding(64, tpot=15.0, budget=4.0), 4000))
+        assert (plan.arm, plan.decode, plan.chunk_tokens, plan.bound) == ("solo", True, 0, "tpot")
+        with_chunk = auto.plan(load_of(decoding(64, tpot=15.0, budget=4.0), chunk=chunk_of(2048, 9)))
+        assert (with_chunk.prefill_lane, with_chunk.slice_layers, with_chunk.chunk_tokens) == (
+            "prefill",
+            0,
+            0,
+        )
+
+    def test_a_pause_ends_and_the_prompts_are_not_forgotten_by_a_gap(self) -> None:
+        auto = planner()
+        late = decoding(64, tpot=15.0, budget=4.0)
+        auto.plan(load_of(late, 4000, now_s=50.0))
+        auto.plan(load_of(late, now_s=50.5))  # nothing waits: the count begins anew
+        paused = [auto.plan(load_of(late, 4000, now_s=60.0 + i * 0.1)).chunk_tokens == 0 for i in range(30)]
+        assert all(paused[:10])
+        assert paused[12:].count(False) >= 8
+
+    def test_a_lead_is_not_spent_on_longer_intervals(self) -> None:
+        plan = planner().plan(load_of(decoding(64, tpot=15.0, budget=200.0), 8000))
+        assert chosen(plan).interval_ms <= BUDGET_CAP * 15.0
+
+    def test_small_differences_do_not_change_the_arm(self) -> None:
+        auto = planner()
+        load = load_of(decoding(64, tpot=20.0), 8192)
+        first = auto.plan(load)
+        rival = max(
+            (o for o in first.options if o.arm != first.arm and o.holds_tpot), key=lambda o: o.throughput
+        )
+        for kind in ("step", "slice"):  # bring the rival up to 2 % ahead, all things counted
+            gap = chosen(first).throughput * 1.02 / (rival.throughput * 0.95)
+            auto._corrections._factors[rival.arm, kind] = 1 / gap
+        assert auto.plan(load).arm == first.arm
+        fresh = planner()
+        fresh._corrections._factors = auto._corrections._factors
+        assert fresh.plan(load).arm == rival.arm
+
+    def test_a_plan_costs_few_predictions(self) -> None:
+        class Counting:
+            calls = 0
+
+            def __getattr__(self, name: str) -> object:
+                value = getattr(model(), name)
+                if callable(value):
+                    Counting.calls += 1
+                return value
+
+        counting = Planner(
+            Arm("auto"),
+            max_chunk_tokens=MAX_CHUNK,
+            decode_sms=model().decode_sms,
+            num_layers=LAYERS,
+            model=Counting(),  # type: ignore[arg-type]
+        )
+        Counting.calls = 0
+        counting.plan(load_of(decoding(64, tpot=15.0), *[2000] * 64, ttft_ms=500))
+        assert Counting.calls <= 30
+
+
+decodes = st.one_of(
+    st.none(),
+    st.builds(
+        lambda batch, context, tpot, lead, slack: DecodeLoad(
+            batch,
+            batch * context,
+            math.inf if tpot == math.inf else tpot + lead,
+            math.inf if tpot == math.inf else tpot + lead + slack,
+            tpot,
+        ),
+        st.integers(1, 256),
+        st.integers(1, 3000),
+        st.one_of(st.just(math.inf), st.floats(1.0, 100.0)),
+        st.floats(-20.0, 60.0),
+        st.floats(0.0, 300.0),
+    ),
+)
+deadlines = st.one_of(st.just(math.inf), st.floats(45.0, 60.0))
+loads = st.builds(
+    lambda decode, prompts, chunk: Load(
+        50.0, decode, tuple(prompts), sum(p.tokens_left for p in prompts), chunk
+    ),
+    decodes,
+    st.lists(st.builds(PromptLoad, st.integers(1, 9000), st.integers(0, 9000), deadlines), max_size=5),
+    st.one_of(
+        st.none(),
+        st.builds(chunk_of, st.integers(1, 4096), st.integers(1, LAYERS), deadlines),
+    ),
+)
+
+
+@given(st.sampled_from(ARMS), loads)
+def test_plans_are_consistent(arm: str, load: Load) -> None:
+    if arm.startswith(("serial", "mixed")):
+        load = dataclasses.replace(load, chunk=None)
+    plan = planner(arm).plan(load)
+    waits = bool(load.prompts)
+    assert plan.chunk_tokens <= max(sum(p.tokens_left for p in load.prompts), 0)
+    if load.chunk is not None:
+        assert (plan.prefill_lane, plan.chunk_tokens) == ("prefill", 0)
+        assert plan.arm in ("sliced", "split", "solo")
+    if plan.chunk_tokens:
+        assert waits
+    left = LAYERS if load.chunk is None else load.chunk.layers_left
+    assert 0 <= plan.slice_layers <= left
+    if plan.prefill_lane == "prefill" and (plan.chunk_tokens or load.chunk) and plan.bound != "tpot":
+        assert plan.slice_layers >= 1
+    if plan.arm == "sliced":
+        assert plan.prefill_lane == "prefill"
+        assert plan.takes_turns
+        assert plan.slice_layers >= 1
+    if plan.arm == "split":
+        assert plan.partition in [partition_of(sms, num_sms=132) for sms in model().decode_sms]
+        assert plan.prefill_lane == "prefill"
+        assert plan.slice_layers >= 1
+        assert not plan.takes_turns
+    else:
+        assert plan.partition == WHOLE_GPU
+    if plan.arm == "mixed":
+        assert (plan.prefill_lane, plan.slice_layers) == ("decode", 0)
+        assert plan.chunk_tokens
+    assert (plan.slice_ms is not None) == (plan.slice_layers > 0)
+    assert plan.decode == (load.decode is not None and not (arm.startswith("serial") and waits))
+    if load.decode is None and not waits and load.chunk is None:
+        assert not plan.decode
+    if plan.decode:
+        assert plan.decode_ms > 0
+
+
+@given(loads)
+def test_tpot_is_not_planned_over_target_where_an_option_holds_it(load: Load) -> None:
+    plan = planner().plan(load)
+    if not any(o.holds_tpot for o in plan.options):
+        return
+    option = chosen(plan)
+    if plan.bound == "ttft" and not option.holds_tpot:
+        assert option.interval_ms <= load.decode.slack_ms  # a wait that decode alone makes good for
+    else:
+        assert option.interval_ms <= load.decode.budget_ms
+
+
+@given(loads)
+def test_both_targets_are_held_where_an_option_holds_both(load: Load) -> None:
+    plan = planner().plan(load)
+    if any(o.holds_tpot and o.holds_ttft and o.prefill_tokens_per_s for o in plan.options):
+        option = chosen(plan)
+        assert option.holds_tpot
+        assert option.holds_ttft
+
+
+@given(st.sampled_from(ARMS), st.lists(loads, max_size=4))
+def test_the_same_loads_give_the_same_plans(arm: str, some: list[Load]) -> None:
+    if arm.startswith(("serial", "mixed")):
+        some = [dataclasses.replace(load, chunk=None) for load in some]
+    one, other = planner(arm), planner(arm)
+    assert [one.plan(load) for load in some] == [other.plan(load) for load in some]
