@@ -13,6 +13,7 @@ from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import EngineDeadError
 from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.slo import Slo
 
 
 class _Stream:
@@ -59,11 +60,15 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         output_kind: OutputKind = OutputKind.CUMULATIVE,
+        slo: Slo | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's outputs as they come.
 
         Leaving the generator early (cancelling its task, ``aclose``, ``break``) aborts the request and frees
         its KV blocks.
+
+        Args:
+            slo: latency targets of this request; those it leaves out, or all, are the engine's.
 
         Raises:
             RequestError: the request is wrong.
@@ -76,7 +81,7 @@ class AsyncEngine:
                 raise _copy(self._failure)
             arrival_s = self.engine.now()
             self._commands.put(
-                lambda: self._add(stream, name, prompt, sampling_params, output_kind, arrival_s)
+                lambda: self._add(stream, name, prompt, sampling_params, output_kind, arrival_s, slo)
             )
         finished = False
         try:
@@ -161,9 +166,12 @@ class AsyncEngine:
         params: SamplingParams | None,
         output_kind: OutputKind,
         arrival_s: float,
+        slo: Slo | None,
     ) -> None:
         try:
-            self.engine.add_request(request_id, prompt, params, output_kind=output_kind, arrival_s=arrival_s)
+            self.engine.add_request(
+                request_id, prompt, params, output_kind=output_kind, arrival_s=arrival_s, slo=slo
+            )
         except Exception as error:
             # Whatever it is, it concerns this request alone: adding has not touched the others.
             stream.put(error)

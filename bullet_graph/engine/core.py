@@ -1,11 +1,11 @@
 """The loop: plans, launches and retires steps on both lanes; knows no tokenizer, no weights and no device."""
 
 from collections import deque
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.engine.corrections import ForwardKind
 from bullet_graph.engine.output import EngineStats, RequestOutput
 from bullet_graph.engine.plan import ArmName, ChunkLoad, DecodeLoad, Load, Plan, PromptLoad
 from bullet_graph.engine.planner import Planner
@@ -114,7 +114,8 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do."""
-        return len(self.tracker) > 0 or self.in_flight
+        # A chunk whose prompts were all aborted goes on to its last layer: only then are their blocks free.
+        return len(self.tracker) > 0 or self.in_flight or self._chunk is not None
 
     def step(self, until_s: float | None = None) -> list[RequestOutput]:
         """Launch what can be launched, wait for one launch to finish, and report what it brought.
@@ -157,7 +158,9 @@ class EngineCore:
             kv_blocks_peak=self.pool.peak_used,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
+            num_decoding=len(self.scheduler.decoding()),
             arm_seconds=dict(self.arm_seconds),
+            corrections=self.planner.corrections,
         )
 
     def close(self) -> None:
@@ -174,15 +177,24 @@ class EngineCore:
         depth = self.executor.max_in_flight
         while any(len(flights) < depth for flights in self._flights.values()):
             load = self._load()
-            plan = self.planner.plan(load)
-            decision = self.trace.decided(load, plan) if self.trace is not None else 0
-            launched = False
-            # Decode first: its rows may need the blocks of a prompt that is idle now.
-            for lane, launch in (("decode", self._decode_step), ("prefill", self._prefill_slice)):
-                launched |= len(self._flights[lane]) < depth and launch(plan, decision)  # type: ignore[index]
+            plan, launched = self._follow(load)
+            if not launched and self._chunk is not None and not self.in_flight:
+                # Decode waits for blocks of the chunk's prompts, which none can take before its last layer: no pause.
+                plan, launched = self._follow(replace(load, decode=None))
             decode_is_full = len(self._flights["decode"]) == depth
             if not launched or (decode_is_full and plan.prefill_lane == "decode"):
                 return
+
+    def _follow(self, load: Load) -> tuple[Plan, bool]:
+        """Launch on each lane what the plan for this load says; whether there was anything."""
+        depth = self.executor.max_in_flight
+        plan = self.planner.plan(load)
+        decision = self.trace.decided(load, plan) if self.trace is not None else 0
+        launched = False
+        # Decode first: its rows may need the blocks of a prompt that is idle now.
+        for lane, launch in (("decode", self._decode_step), ("prefill", self._prefill_slice)):
+            launched |= len(self._flights[lane]) < depth and launch(plan, decision)  # type: ignore[index]
+        return plan, launched
 
     def _decode_step(self, plan: Plan, decision: int) -> bool:
         """Launch a forward on the decode lane, if the plan has rows for it."""
@@ -335,7 +347,7 @@ class EngineCore:
         # In a split a step that ran alone for a while says nothing of how fast it is beside the other lane.
         alone = flight.arm == "split" and not (flight.beside and self._flights[_other(lane)])
         if flight.predicted_ms is not None and not alone:
-            kind: Literal["step", "slice"] = "step" if lane == "decode" else "slice"
+            kind: ForwardKind = "slice" if flight.scheduled.step.decode is None else "step"
             self.planner.observe(flight.arm, kind, flight.predicted_ms, result.device_ms)
         if flight.placement.last_layer is not None:
             return []

@@ -116,9 +116,16 @@ class Engine:
         self._performance = built.performance
         self._names = itertools.count()
         self._failure: BaseException | None = None
-        self._trace = None if trace_decisions is None else self._open_trace(Path(trace_decisions))
+        self._trace: DecisionTrace | None = None
         self._aborted: list[RequestOutput] = []
-        self._core = self._new_core(built.executor)
+        try:
+            self._core = self._new_core(built.executor)
+            if trace_decisions is not None:
+                self._trace = self._core.trace = self._open_trace(Path(trace_decisions))
+        except BaseException:
+            # The error's traceback would keep the device's memory for as long as the caller keeps the error.
+            built.executor.shutdown()
+            raise
 
     def _new_core(self, executor: Executor) -> EngineCore:
         """A loop with no requests and all blocks free."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from bullet_graph.engine.corrections import ForwardKind
 from bullet_graph.engine.plan import ArmName
 from bullet_graph.errors import RequestError
 from bullet_graph.perf.metrics import RequestMetrics
@@ -110,7 +111,9 @@ class EngineStats:
         kv_blocks_peak: most owned at once.
         num_running: sequences that hold blocks.
         num_waiting: sequences that wait for blocks.
+        num_decoding: running sequences whose prompts are done.
         arm_seconds: time the device spent on launches under each of the planner's arms.
+        corrections: measured over predicted time, by arm and kind of forward, as the planner has learned it.
     """
 
     num_steps: int
@@ -120,4 +123,6 @@ class EngineStats:
     kv_blocks_peak: int
     num_running: int
     num_waiting: int
+    num_decoding: int
     arm_seconds: Mapping[ArmName, float]
+    corrections: Mapping[tuple[ArmName, ForwardKind], float]

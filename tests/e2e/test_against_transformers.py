@@ -9,7 +9,8 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
-from bullet_graph import Engine, EngineStats, SamplingParams
+from bullet_graph import Engine, EngineStats, SamplingParams, Slo
+from bullet_graph.slo import NO_TARGETS
 
 PROMPT_LENGTHS = (1, 2, 5, 16, 17, 31, 40, 70, 3, 64, 9, 23, 33, 12, 48, 80)
 OUTPUT_TOKENS = 24
@@ -66,20 +67,40 @@ def test_greedy_tokens_and_logprobs_equal(oracle: Oracle, arm: str, chunk: int |
     check(oracle, outputs)
 
 
+@pytest.mark.parametrize("arm", ["sliced", "auto"])
+@pytest.mark.parametrize("chunk", [7, 64, 8192])
+@pytest.mark.parametrize(
+    "slo", [NO_TARGETS, Slo(ttft_ms=1e6, tpot_ms=50), Slo(ttft_ms=1e-3, tpot_ms=1e-3)], ids=str
+)
+def test_greedy_tokens_and_logprobs_equal_under_a_planner(
+    oracle: Oracle, arm: str, chunk: int, slo: Slo
+) -> None:
+    outputs, _ = generate(
+        oracle, 16, arm=arm, max_num_batched_tokens=chunk, max_num_seqs=6, slo=slo, perf_table="roofline"
+    )
+    check(oracle, outputs)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_batches_of_other_sizes(oracle: Oracle, count: int) -> None:
     outputs, _ = generate(oracle, count, arm="mixed:16", max_num_seqs=3)
     check(oracle, outputs)
 
 
-@pytest.mark.parametrize("arm", ["serial", "mixed:7"])
+@pytest.mark.parametrize("arm", ["serial", "mixed:7", "sliced", "auto"])
 def test_forced_preemption_changes_nothing(oracle: Oracle, arm: str) -> None:
     block_bytes = 0
     with Engine(str(oracle.folder), device="cpu", max_model_len=112) as probe:
         block_bytes = probe.memory.kv_cache_bytes // probe.memory.num_kv_blocks
     # Ten blocks besides the padding block: one sequence of 112 tokens fits, sixteen do not.
     outputs, stats = generate(
-        oracle, 16, arm=arm, max_num_seqs=16, max_model_len=112, kv_cache_bytes=11 * block_bytes
+        oracle,
+        16,
+        arm=arm,
+        max_num_seqs=16,
+        max_model_len=112,
+        kv_cache_bytes=11 * block_bytes,
+        perf_table="roofline",
     )
     check(oracle, outputs)
     assert stats.num_preemptions > 0

@@ -177,6 +177,7 @@ class TestSliced:
         plan = planner("sliced").plan(load_of(decode, tokens))
         step_ms = model().decode(batch_size, decode.kv_tokens).ms
         layer_ms = model().prefill(plan.chunk_tokens, attention_pairs(plan.chunk_tokens)).ms / LAYERS
+        assert (plan.prefill_lane, plan.takes_turns) == ("prefill", True)
         assert plan.decode_ms == step_ms
         assert plan.slice_ms == pytest.approx(plan.slice_layers * layer_ms)
         if step_ms > tpot:

@@ -64,7 +64,7 @@ class TestAuto:
         # Not where the deadline is lost anyway, nor where there is no such slack.
         assert planner().plan(load_of(tight, 1500, ttft_ms=20.0)).slice_layers < LAYERS
         short = decoding(64, tpot=8.0, slack=30.0)
-        assert planner().plan(load_of(short, 1500, ttft_ms=60.0)).slice_layers < LAYERS
+        assert chosen(planner().plan(load_of(short, 1500, ttft_ms=60.0))).holds_tpot
 
     def test_targets_that_nothing_holds_count_for_nothing(self) -> None:
         plan = planner().plan(load_of(decoding(64, tpot=4.0), 8192))
@@ -87,15 +87,30 @@ class TestAuto:
     def test_a_pause_ends_and_the_prompts_are_not_forgotten_by_a_gap(self) -> None:
         auto = planner()
         late = decoding(64, tpot=15.0, budget=4.0)
-        auto.plan(load_of(late, 4000, now_s=50.0))
-        auto.plan(load_of(late, now_s=50.5))  # nothing waits: the count begins anew
-        paused = [auto.plan(load_of(late, 4000, now_s=60.0 + i * 0.1)).chunk_tokens == 0 for i in range(30)]
+        assert not any(auto.plan(load_of(late, 4000, now_s=50.0 + i * 0.1)).chunk_tokens for i in range(10))
+        auto.plan(load_of(late, now_s=51.0))  # nothing waits: the count begins anew
+        paused = [auto.plan(load_of(late, 4000, now_s=51.1 + i * 0.1)).chunk_tokens == 0 for i in range(30)]
         assert all(paused[:10])
         assert paused[12:].count(False) >= 8
 
     def test_a_lead_is_not_spent_on_longer_intervals(self) -> None:
         plan = planner().plan(load_of(decoding(64, tpot=15.0, budget=200.0), 8000))
+        mixed = next(o for o in plan.options if o.arm == "mixed")
+        assert 15.0 < mixed.interval_ms <= BUDGET_CAP * 15.0
         assert chosen(plan).interval_ms <= BUDGET_CAP * 15.0
+
+    def test_a_first_token_comes_when_its_whole_chunk_is_done(self) -> None:
+        """A short prompt that is due soon shares a lane's chunk with a long one."""
+        prompts = (PromptLoad(200, 0, 50.040), PromptLoad(2000, 0, math.inf))
+        plan = planner().plan(Load(50.0, decoding(16, tpot=20.0), prompts, 2200, None))
+        sliced = next(o for o in plan.options if o.arm == "sliced")
+        assert sliced.chunk_tokens == 2200
+        assert sliced.prefill_tokens_per_s > 200 / 0.038
+        assert not sliced.holds_ttft
+        # Once all but one of its layers are done, the same chunk ends in time.
+        chunk = chunk_of(2200, 1, 50.040)
+        ending = planner().plan(load_of(decoding(16, tpot=20.0), chunk=chunk, now_s=50.0))
+        assert next(o for o in ending.options if o.arm == "sliced").holds_ttft
 
     def test_small_differences_do_not_change_the_arm(self) -> None:
         auto = planner()

@@ -12,6 +12,8 @@ from bullet_graph.engine.slack import (
     PATIENCE_ALLOWANCES,
     PATIENCE_S,
     SAFETY_MARGIN,
+    SAFETY_TOKENS,
+    SLACK_HORIZON_TOKENS,
     QueuedPrompt,
     RowProgress,
     decode_load,
@@ -52,6 +54,18 @@ class TestDecodeLoad:
         behind = load_of(RowProgress(10.0 - 0.15 - 0.064, 11, None, 15.0)).budget_ms
         assert ahead - level == pytest.approx(64 / BUDGET_HORIZON_TOKENS)
         assert level - behind == pytest.approx(64 / BUDGET_HORIZON_TOKENS)
+
+    def test_the_reserve_stops_growing(self) -> None:
+        level = load_of(RowProgress(10.0 - 0.015 * 999, 1000, None, 15.0))
+        reserve_ms = SAFETY_MARGIN * SAFETY_TOKENS * 15.0
+        assert level.budget_ms == pytest.approx(15.0 - reserve_ms / BUDGET_HORIZON_TOKENS)
+
+    def test_slack_is_one_long_wait_and_then_solo_steps(self) -> None:
+        row = RowProgress(10.0, 1, 10, 15.0)
+        assert load_of(row).slack_ms == pytest.approx(10 * 15.0 * (1 - SAFETY_MARGIN) - 9 * SOLO_MS)
+        far = load_of(RowProgress(10.0, 1, None, 15.0)).slack_ms
+        reach, reserve_ms = SLACK_HORIZON_TOKENS, BUDGET_HORIZON_TOKENS * 15.0 * SAFETY_MARGIN
+        assert far == pytest.approx(reach * 15.0 - reserve_ms - (reach - 1) * SOLO_MS)
 
     def test_the_tightest_row_binds(self) -> None:
         rows = [RowProgress(10.0, 1, None, tpot) for tpot in (30.0, 12.0, 20.0)]
@@ -153,12 +167,13 @@ class TestOrderPrompts:
 
     def test_the_longest_is_given_up_and_the_late_go_last_by_arrival(self) -> None:
         prompts = [
-            prompt(900, 0.2, 1.0),
+            prompt(600, 0.2, 1.0),
             prompt(100, 0.3, 1.0),
-            prompt(200, 0.4, 1.0),
+            prompt(200, 0.4, 0.9),
             prompt(50, 0.1, 0.2),
         ]
-        # At 1 ms a token from 0.5 s on; the last one's deadline has passed.
+        # At 1 ms a token from 0.5 s on: the first would be done at 1.1 s, and the others then not by 1.3 s.
+        # The last one's deadline has passed.
         assert order_prompts(prompts, 0.5, 1.0) == [1, 2, 3, 0]
 
     def test_resumed_prompts_go_before_deadlines_and_take_their_time(self) -> None:

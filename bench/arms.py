@@ -1,0 +1,290 @@
+"""Every arm on the same arrivals, one after the other in one process, and what a long prompt does to running requests.
+
+    python bench/arms.py --output-json bench/results/h200/arms.json
+
+Requests come with Poisson gaps; the share that meets both targets, latencies, energy and clocks are told for each arm.
+`bench/simulation_error.py` then holds the simulator's predictions against these figures. With `--steady`, 64 requests
+decode at a context of about 1,000 tokens while a prompt of 8,192 comes every 400 ms; with `--host`, 128 requests
+decode, and the host's own time for each step is told.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bullet_graph import Engine, SamplingParams, Slo
+from bullet_graph.engine.output import OutputKind
+from bullet_graph.engine.replay import TimedRequest, replay
+from bullet_graph.perf.energy import DeviceMonitor
+from bullet_graph.perf.provenance import collect_provenance
+from bullet_graph.perf.serving import summarize_serving
+from bullet_graph.perf.summary import summarize_ms
+from bullet_graph.workloads import load_workload, make_prompt_token_ids
+from bullet_graph.workloads.arrivals import arrival_times
+
+SETTINGS = (
+    "azure:conv 600 20 ttft:500 tpot:15",
+    "azure:conv 600 24 ttft:500 tpot:15",
+    "azure:code 400 10 ttft:500 tpot:15",
+    "azure:code 400 10 ttft:500 tpot:8",
+)
+ARMS = "serial,mixed,mixed:512,mixed:2048,sliced,split,auto"
+STEADY_ARMS = ("mixed:2048", "auto", "sliced", "split", "mixed")
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def serve(engine: Engine, setting: str, arm: str, seed: int) -> dict[str, Any]:
+    """One workload in one arm: vLLM's flat fields, time by arm, and the device meanwhile."""
+    trace, num_prompts, rate, *targets = setting.split()
+    slo = Slo.parse(targets)
+    workload = load_workload(trace, num_requests=int(num_prompts))
+    vocab_size = engine.model_config.vocab_size
+    requests = [
+        TimedRequest(
+            float(arrival_s),
+            make_prompt_token_ids(request, index, vocab_size, seed).tolist(),
+            SamplingParams(max_tokens=request.output_tokens, **GREEDY),
+            slo,
+        )
+        for index, (request, arrival_s) in enumerate(
+            zip(
+                workload.requests,
+                arrival_times(int(num_prompts), request_rate=float(rate), seed=seed),
+                strict=True,
+            )
+        )
+    ]
+    engine.set_policy(arm, slo)
+    started = datetime.now()
+    with watch() as monitor:
+        run = replay(engine, requests)
+    result = summarize_serving(
+        run.served(requests),
+        duration_s=run.duration_s,
+        started=started,
+        backend="bullet_graph",
+        model_id=engine.config.model,
+        request_rate=float(rate),
+        burstiness=1.0,
+    )
+    stats = engine.stats()
+    return {
+        "setting": setting,
+        "arm": arm,
+        "seed": seed,
+        **result.fields(),
+        "arm_seconds": dict(stats.arm_seconds),
+        "num_preemptions": stats.num_preemptions,
+        "corrections": corrections(engine),
+        "device": dataclasses.asdict(monitor.report),
+    }
+
+
+def corrections(engine: Engine) -> dict[str, float]:
+    """What the planner has learned of its predictions' errors: measured over predicted time."""
+    factors = engine.stats().corrections
+    return {f"{arm} {kind}": round(factor, 3) for (arm, kind), factor in factors.items() if factor != 1}
+
+
+@contextmanager
+def watch() -> Iterator[DeviceMonitor]:
+    with DeviceMonitor.for_gpu(str(torch.cuda.get_device_properties(0).uuid)) as monitor:
+        yield monitor
+
+
+def steady(engine: Engine, arm: str, slo: Slo, *, num_long: int = 30, every_s: float = 0.4) -> dict[str, Any]:
+    """64 requests decode while a prompt of 8,192 tokens comes every 400 ms."""
+    rng = np.random.default_rng(0)
+    vocab_size = engine.model_config.vocab_size
+    engine.set_policy(arm, slo)
+    for index in range(64):
+        prompt = rng.integers(0, vocab_size, 800).tolist()
+        engine.add_request(
+            f"run-{index}", prompt, SamplingParams(max_tokens=4000, **GREEDY), slo=Slo(tpot_ms=slo.tpot_ms)
+        )
+    while engine.stats().num_decoding < 64:
+        engine.step()
+    settle_s = engine.now() + 1.0
+    while engine.now() < settle_s:
+        engine.step()
+    long_prompts = [rng.integers(0, vocab_size, 8192).tolist() for _ in range(num_long)]
+    start_s, sent, ends = engine.now(), 0, []
+    with watch() as monitor:
+        while len(ends) < num_long:
+            due_s = start_s + every_s * sent
+            if sent < num_long and engine.now() >= due_s:
+                engine.add_request(
+                    f"long-{sent}",
+                    long_prompts[sent],
+                    SamplingParams(max_tokens=1, **GREEDY),
+                    output_kind=OutputKind.FINAL_ONLY,
+                    arrival_s=due_s,
+                    slo=Slo(ttft_ms=slo.ttft_ms),
+                )
+                sent += 1
+            for output in engine.step(due_s if sent < num_long else None):
+                if output.request_id.startswith("long-"):
+                    ends.append(output.metrics)
+    end_s = engine.now()
+    gaps: list[float] = []
+    for index in range(64):
+        engine.abort(f"run-{index}")
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            times = np.array(output.metrics.token_times_s)
+            gaps += (np.diff(times[(times >= start_s) & (times <= end_s)]) * 1e3).tolist()
+    return {
+        "arm": arm,
+        "slo": str(slo),
+        "itl_ms": dataclasses.asdict(summarize_ms(gaps)),  # type: ignore[arg-type]
+        "itl_max_ms": max(gaps),
+        "long_ttft_ms": dataclasses.asdict(summarize_ms(m.ttft_ms for m in ends if m.ttft_ms)),  # type: ignore[arg-type]
+        "prefill_tokens_per_s": 8192 * num_long / (end_s - start_s),
+        "arm_seconds": dict(engine.stats().arm_seconds),
+        "device": dataclasses.asdict(monitor.report),
+    }
+
+
+def host_time(engine: Engine, arm: str, slo: Slo, *, running: int = 128, steps: int = 400) -> dict[str, Any]:
+    """The host's time for a step of the loop, waiting for the device not counted, while ``running`` requests decode."""
+    rng = np.random.default_rng(0)
+    engine.set_policy(arm, slo)
+    for index in range(running):
+        prompt = rng.integers(0, 1000, 500).tolist()
+        engine.add_request(
+            str(index), prompt, SamplingParams(max_tokens=4000, **GREEDY), output_kind=OutputKind.DELTA
+        )
+    while engine.stats().num_decoding < running:
+        engine.step()
+    executor, waited = engine._core.executor, [0.0]
+    wait_any = executor.wait_any
+
+    def timed(tickets: Any, until_s: float | None) -> int | None:
+        start_s = time.perf_counter()
+        ticket = wait_any(tickets, until_s)
+        waited[0] += time.perf_counter() - start_s
+        return ticket
+
+    executor.wait_any = timed  # type: ignore[method-assign]
+    host: list[float] = []
+    long_prompt = rng.integers(0, 1000, 6000).tolist()
+    for step in range(steps):
+        if step % 100 == 0:
+            engine.add_request(f"long-{step}", long_prompt, SamplingParams(max_tokens=1, **GREEDY))
+        waited[0], start_s = 0.0, time.perf_counter()
+        engine.step()
+        host.append((time.perf_counter() - start_s - waited[0]) * 1e3)
+    executor.wait_any = wait_any  # type: ignore[method-assign]
+    for index in range(running):
+        engine.abort(str(index))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return {
+        "arm": arm,
+        "slo": str(slo),
+        "running": running,
+        "host_ms_per_step": dataclasses.asdict(summarize_ms(host)),
+    }  # type: ignore[arg-type]
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    table = Table(
+        "setting", "arm", "within targets", "goodput/s", "TTFT p50/p90", "TPOT p50/p90", "ITL p99", "W"
+    )
+    for r in results:
+        power = r["device"]["power_w"]
+        table.add_row(
+            r["setting"],
+            r["arm"],
+            f"{r['slo_attainment']:.3f}",
+            f"{r['request_goodput']:.2f}",
+            f"{r['median_ttft_ms']:.0f} / {r['p90_ttft_ms']:.0f}",
+            f"{r['median_tpot_ms']:.1f} / {r['p90_tpot_ms']:.1f}",
+            f"{r['p99_itl_ms']:.0f}",
+            f"{power['mean']:.0f}" if power else "",
+        )
+    Console(width=150).print(table)
+
+
+@click.command()
+@click.option("--model", default="llama-3.1-8b", show_default=True)
+@click.option("--perf-table", help="Instead of the shipped one.")
+@click.option("--arms", default=ARMS, show_default=True)
+@click.option(
+    "--setting", "settings", multiple=True, default=SETTINGS, help="Trace, requests, rate, targets."
+)
+@click.option("--serve/--no-serve", "does_serve", default=True)
+@click.option("--steady/--no-steady", "does_steady", default=True)
+@click.option("--host/--no-host", "does_host", default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
+def main(
+    model: str,
+    perf_table: str | None,
+    arms: str,
+    settings: tuple[str, ...],
+    does_serve: bool,
+    does_steady: bool,
+    does_host: bool,
+    seed: int,
+    output_json: Path,
+) -> None:
+    """Run all arms and write what they brought as one JSON."""
+    report: dict[str, Any] = {
+        "model": model,
+        "provenance": dataclasses.asdict(collect_provenance("cuda")),
+        "serving": [],
+        "steady": [],
+        "host": [],
+    }
+
+    def save() -> None:
+        output_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    targets = Slo(ttft_ms=500, tpot_ms=15)
+    with Engine(
+        model, arm="auto", perf_table=perf_table, max_num_seqs=512, max_model_len=16384, load_format="dummy"
+    ) as engine:
+        report["partition_backend"] = engine.partition_backend
+        # Kernels are loaded on first use, and the card gets warm.
+        for arm in ("auto", "split", "sliced", "mixed"):
+            serve(engine, "azure:conv 40 40 ttft:500 tpot:15", arm, seed=1)
+        if does_steady:
+            for arm in STEADY_ARMS:
+                report["steady"].append(steady(engine, arm, targets))
+                save()
+            for r in report["steady"]:
+                click.echo(
+                    f"steady {r['arm']:>10}: ITL p50 {r['itl_ms']['p50']:.1f} p99 {r['itl_ms']['p99']:.1f} max "
+                    f"{r['itl_max_ms']:.1f} ms; {r['prefill_tokens_per_s']:,.0f} prompt tokens/s; "
+                    f"TTFT p50 {r['long_ttft_ms']['p50']:.0f} p90 {r['long_ttft_ms']['p90']:.0f} ms"
+                )
+        if does_host:
+            for arm in ("mixed", "auto", "split:64"):
+                report["host"].append(host_time(engine, arm, targets))
+                save()
+            for r in report["host"]:
+                h = r["host_ms_per_step"]
+                click.echo(
+                    f"host {r['arm']:>10}: p50 {h['p50']:.3f} p90 {h['p90']:.3f} p99 {h['p99']:.3f} ms a step"
+                )
+        for setting in settings if does_serve else ():
+            for arm in arms.split(","):
+                report["serving"].append(serve(engine, setting, arm, seed))
+                save()
+    show(report["serving"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""The engine's core on two simulated lanes, every launch checked on the way."""
+
+from collections import deque
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+import numpy as np
+from fakes.perf_tables import LLAMA_8B, h200_table
+from paged_device import PagedDevice, generate_alone
+
+from bullet_graph.config import KV_BLOCK_TOKENS, Arm
+from bullet_graph.engine.core import EngineCore
+from bullet_graph.engine.output import OutputKind, RequestOutput
+from bullet_graph.engine.planner import Planner
+from bullet_graph.engine.request import Request, Sample
+from bullet_graph.engine.sequence import Sequence, Status
+from bullet_graph.partition.masks import LANES, Lane, lane_masks
+from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition, partition_of
+from bullet_graph.perf.predict import TableModel
+from bullet_graph.runtime.simulated import SimulatedExecutor
+from bullet_graph.runtime.step import Placement, Step, StepResult
+from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.slo import NO_TARGETS, Slo
+
+MODEL = TableModel(h200_table(), LLAMA_8B)
+NUM_LAYERS = MODEL.num_layers
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of the executor, and what was known of it."""
+
+    ticket: int
+    step: Step
+    placement: Placement
+    time_s: float
+
+    @property
+    def slots(self) -> frozenset[int]:
+        batches = (self.step.prefill, self.step.decode)
+        return frozenset(slot for batch in batches if batch is not None for slot in batch.slots.tolist())
+
+    @property
+    def summary(self) -> tuple[object, ...]:
+        """All that two equal runs have in common."""
+        step = self.step
+        return (
+            self.time_s,
+            self.placement,
+            None if step.prefill is None else (step.prefill.slots.tolist(), step.prefill.q_indptr.tolist()),
+            None if step.decode is None else (step.decode.slots.tolist(), step.decode.positions.tolist()),
+        )
+
+
+@dataclass
+class CheckedExecutor:
+    """Times of :class:`SimulatedExecutor`, tokens of :class:`PagedDevice`; refuses what no device may be asked for."""
+
+    host_overhead_ms: float = 0.1
+    max_in_flight: int = SimulatedExecutor.max_in_flight
+    device: PagedDevice = field(default_factory=lambda: PagedDevice(KV_BLOCK_TOKENS))
+    launches: list[Launch] = field(default_factory=list)
+    in_flight: dict[Lane, deque[Launch]] = field(default_factory=lambda: {lane: deque() for lane in LANES})
+
+    def __post_init__(self) -> None:
+        self.clock = SimulatedExecutor(
+            MODEL,
+            partitions=[partition_of(sms, num_sms=MODEL.num_sms) for sms in MODEL.decode_sms],
+            host_overhead_ms=self.host_overhead_ms,
+        )
+        self.num_sms = MODEL.num_sms
+        self.partitions = self.clock.partitions
+        self._under_way: Step | None = None
+        """The chunk on the prefill lane whose last layers are not launched."""
+        self._device_tickets: dict[int, int] = {}
+
+    def launch(self, step: Step, placement: Placement) -> int:
+        lane = placement.lane
+        assert len(self.in_flight[lane]) < self.max_in_flight, "too much in flight"
+        self._check_slices(step, placement)
+        self._check_turns(step, placement)
+        now_s = self.clock.now()
+        ticket = self.clock.launch(step, placement)  # checks that layers follow on one another
+        launch = Launch(ticket, step, placement, now_s)
+        self.launches.append(launch)
+        self.in_flight[lane].append(launch)
+        if placement.first_layer == 0:
+            # Its blocks are in use from here until the last slice has been waited for.
+            device_ticket = self.device.launch(step, lane)
+            self._device_tickets[id(step)] = device_ticket
+        return ticket
+
+    def _check_slices(self, step: Step, placement: Placement) -> None:
+        if placement.lane == "decode":
+            assert (placement.first_layer, placement.last_layer) == (0, None), "decode steps are whole"
+            assert self._under_way is None or step.prefill is None, "prompt rows beside a chunk under way"
+            return
+        assert step.prefill is not None
+        assert step.decode is None
+        if placement.first_layer:
+            assert step is self._under_way, "a slice of another chunk"
+        else:
+            assert self._under_way is None, "a second chunk before the first one's last slice"
+        self._under_way = None if placement.last_layer is None else step
+
+    def _check_turns(self, step: Step, placement: Placement) -> None:
+        """What overlaps with the other lane, in SMs or in sequences, waits for it."""
+        other: Lane = "prefill" if placement.lane == "decode" else "decode"
+        launch = Launch(-1, step, placement, 0.0)
+        for flight in self.in_flight[other]:
+            shared = self._sms(placement.partition, placement.lane) & self._sms(
+                flight.placement.partition, other
+            )
+            if shared or launch.slots & flight.slots:
+                assert placement.takes_turns, "both lanes at once on the same SMs or sequences"
+
+    def _sms(self, partition: SmPartition, lane: Lane) -> int:
+        masks = lane_masks(partition, num_tpcs=self.num_sms // SMS_PER_TPC)
+        return (masks.decode if lane == "decode" else masks.prefill).bits
+
+    def done(self, ticket: int) -> bool:
+        return self.clock.done(ticket)
+
+    def wait_any(self, tickets: Rows[int], until_s: float | None) -> int | None:
+        return self.clock.wait_any(tickets, until_s)
+
+    def wait(self, ticket: int) -> StepResult:
+        (lane,) = (
+            lane for lane, flights in self.in_flight.items() if flights and flights[0].ticket == ticket
+        )
+        launch = self.in_flight[lane].popleft()
+        device_ms = self.clock.wait(ticket).device_ms
+        if launch.placement.last_layer is not None:
+            return StepResult(np.empty(0, dtype=np.int32), None, device_ms)
+        result = self.device.wait(self._device_tickets.pop(id(launch.step)))
+        return StepResult(result.token_ids, None, device_ms)
+
+    def now(self) -> float:
+        return self.clock.now()
+
+    def sleep_until(self, time_s: float) -> None:
+        self.clock.sleep_until(time_s)
+
+    def shutdown(self) -> None:
+        self.clock.shutdown()
+
+
+def make_planner(arm: str, *, max_chunk_tokens: int = 8192) -> Planner:
+    return Planner(
+        Arm.parse(arm),
+        max_chunk_tokens=max_chunk_tokens,
+        decode_sms=MODEL.decode_sms,
+        num_layers=NUM_LAYERS,
+        model=MODEL,
+    )
+
+
+class CoreLoop:
+    """Adds requests at their times, aborts some, steps to the end, and checks the books after each step."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        *,
+        num_kv_blocks: int = 1000,
+        max_num_seqs: int = 16,
+        max_model_len: int = 1024,
+        executor: CheckedExecutor | None = None,
+    ) -> None:
+        self.executor = CheckedExecutor() if executor is None else executor
+        self.core = EngineCore(
+            self.executor,
+            planner,
+            num_kv_blocks=num_kv_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            num_layers=NUM_LAYERS,
+        )
+        self.max_num_seqs = max_num_seqs
+        self.sequences: dict[str, Sequence] = {}
+        self.outputs: dict[str, RequestOutput] = {}
+        self.num_steps = 0
+
+    def add(
+        self, prompt_tokens: int, output_tokens: int, *, slo: Slo = NO_TARGETS, arrival_s: float | None = None
+    ) -> str:
+        index = len(self.sequences)
+        name, arrival = f"request-{index}", self.executor.now() if arrival_s is None else arrival_s
+        prompt = np.arange(prompt_tokens, dtype=np.int32) + 10 * index
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_tokens)
+        sequence = Sequence(name, 0, prompt, params, 100 + index, frozenset(), slo=slo, arrival_s=arrival)
+        self.sequences[name] = sequence
+        self.core.add(Request(name, prompt, [Sample(sequence, None)], OutputKind.FINAL_ONLY, arrival, slo))
+        return name
+
+    def abort(self, name: str) -> None:
+        output = self.core.abort(name)
+        if output is not None:
+            self.outputs[name] = output
+
+    def step(self, until_s: float | None = None) -> None:
+        self.num_steps += 1
+        for output in self.core.step(until_s):
+            assert output.request_id not in self.outputs, "reported after its end"
+            self.outputs[output.request_id] = output
+        self.check_books()
+
+    def run(self, *, arrivals: Rows[tuple[float, int, int, Slo]] = (), max_steps: int = 30_000) -> None:
+        """Serve requests of (arrival, prompt tokens, output tokens, targets), in order of arrival, and all others."""
+        waiting = deque(arrivals)
+        while waiting or self.core.has_work():
+            assert self.num_steps < max_steps, "it does not come to an end"
+            if waiting and not self.core.has_work():
+                self.executor.sleep_until(waiting[0][0])
+            while waiting and waiting[0][0] <= self.executor.now():
+                arrival_s, prompt_tokens, output_tokens, slo = waiting.popleft()
+                self.add(prompt_tokens, output_tokens, slo=slo, arrival_s=arrival_s)
+            self.step(waiting[0][0] if waiting else None)
+        self.check_end()
+
+    def check_books(self) -> None:
+        """No block is leaked, owned twice, or owned by a slot that nobody has."""
+        pool = self.core.pool
+        owned = [block for slot in range(self.max_num_seqs) for block in pool.owned(slot)]
+        assert len(owned) == len(set(owned)) == pool.num_used <= pool.num_usable
+        assert all(1 <= block <= pool.num_usable for block in owned)
+        holders = {s.slot: s for s in self.sequences.values() if s.slot >= 0}
+        assert len(holders) == sum(s.slot >= 0 for s in self.sequences.values()), "a slot with two sequences"
+        for slot in range(self.max_num_seqs):
+            assert slot in holders or not pool.owned(slot), "blocks without an owner"
+        for sequence in holders.values():
+            assert sequence.status is Status.RUNNING or sequence.num_pending_steps, "a leak"
+
+    def check_end(self) -> None:
+        """Each request has the tokens it would have alone, and nothing is left behind."""
+        assert self.outputs.keys() == self.sequences.keys()
+        for name, sequence in self.sequences.items():
+            (completion,) = self.outputs[name].outputs
+            alone = generate_alone(
+                sequence.seed, sequence.prompt_token_ids.tolist(), sequence.params.max_tokens
+            )
+            if completion.finish_reason == "abort":
+                alone = alone[: len(completion.token_ids)]
+            assert list(completion.token_ids) == alone
+        stats = self.core.stats()
+        assert (stats.kv_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
+        assert not any(self.executor.in_flight.values())
+        assert not self.core.in_flight

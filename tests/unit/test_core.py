@@ -1,0 +1,321 @@
+"""The loop over two lanes, whatever the planner, the load and the room there is."""
+
+from collections import Counter
+
+import pytest
+from core_loop import MODEL, NUM_LAYERS, CheckedExecutor, CoreLoop, make_planner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bullet_graph.config import Arm
+from bullet_graph.engine.plan import Load, Plan
+from bullet_graph.engine.planner import Planner
+from bullet_graph.partition.spec import WHOLE_GPU, partition_of
+from bullet_graph.slo import NO_TARGETS, Slo
+
+ARMS = ("serial", "serial:100", "sliced", "mixed", "mixed:64", "split", "split:48", "auto")
+TARGETS = (
+    NO_TARGETS,
+    Slo(ttft_ms=500, tpot_ms=15),
+    Slo(ttft_ms=30),
+    Slo(tpot_ms=9),
+    Slo(ttft_ms_per_token=0.1, tpot_ms=6),
+    Slo(ttft_ms=0.01, tpot_ms=0.01),
+)
+TIGHT = Slo(ttft_ms=200, tpot_ms=10)
+
+requests = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.3]),
+        st.integers(1, 60) | st.integers(1, 900),
+        st.integers(1, 100),
+        st.sampled_from(TARGETS),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def at_their_times(gaps: list[tuple[float, int, int, Slo]]) -> list[tuple[float, int, int, Slo]]:
+    now_s, arrivals = 0.0, []
+    for gap_s, *rest in gaps:
+        now_s += gap_s
+        arrivals.append((now_s, *rest))
+    return arrivals  # type: ignore[return-value]
+
+
+class _Wayward(Planner):
+    """Decides at random among all that a plan may be, so that the loop cannot rely on a planner's habits."""
+
+    def __init__(self, choices: list[int]) -> None:
+        super().__init__(
+            Arm("auto"),
+            max_chunk_tokens=8192,
+            decode_sms=MODEL.decode_sms,
+            num_layers=NUM_LAYERS,
+            model=MODEL,
+        )
+        self._choices = choices
+        self._next = 0
+
+    def plan(self, load: Load) -> Plan:
+        self._next += 1
+        choice = self._choices[self._next % len(self._choices)]
+        prefilling = bool(load.prompts or load.chunk)
+        tokens = (16, 48, 300, 5000)[choice % 4] if load.prompts and load.chunk is None else 0
+        kinds = ["solo", "serial", "mixed", "sliced", "split"]
+        arm = kinds[choice % 5] if prefilling and load.decode is not None else "solo"
+        if load.chunk is not None or arm in ("sliced", "split") or (prefilling and choice % 3 == 0):
+            split = arm == "split"
+            sms = MODEL.decode_sms[choice % len(MODEL.decode_sms)] if split else None
+            return Plan(
+                "split" if split else "sliced",
+                decode=load.decode is not None,
+                prefill_lane="prefill",
+                chunk_tokens=tokens,
+                slice_layers=(1, 5, 20, NUM_LAYERS)[choice % 4],
+                partition=partition_of(sms, num_sms=MODEL.num_sms),
+                takes_turns=not split,
+            )
+        return Plan(
+            arm,  # type: ignore[arg-type]
+            decode=load.decode is not None and (not prefilling or arm != "serial"),
+            chunk_tokens=tokens,
+        )
+
+
+# ---- whatever comes ----
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=requests,
+    arm=st.sampled_from(ARMS),
+    spare_blocks=st.sampled_from([0, 1, 7, 40, 1000]),
+    max_num_seqs=st.sampled_from([1, 2, 16]),
+    chunk_tokens=st.sampled_from([48, 500, 8192]),
+    host_overhead_ms=st.sampled_from([0.0, 0.1, 9.0]),
+    depth=st.sampled_from([1, 2, 3]),
+)
+def test_every_request_ends_with_its_own_tokens(
+    requests: list[tuple[float, int, int, Slo]],
+    arm: str,
+    spare_blocks: int,
+    max_num_seqs: int,
+    chunk_tokens: int,
+    host_overhead_ms: float,
+    depth: int,
+) -> None:
+    """No starvation, no block in two hands, no launch that the lanes do not allow (the executor checks each)."""
+    loop = CoreLoop(
+        make_planner(arm, max_chunk_tokens=chunk_tokens),
+        num_kv_blocks=1 + 64 + spare_blocks,
+        max_num_seqs=max_num_seqs,
+        executor=CheckedExecutor(host_overhead_ms, depth),
+    )
+    loop.run(arrivals=at_their_times(requests))
+    assert {output.outputs[0].finish_reason for output in loop.outputs.values()} == {"length"}
+    check_chunks(loop)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    requests=requests,
+    choices=st.lists(st.integers(0, 59), min_size=1, max_size=40),
+    spare_blocks=st.sampled_from([0, 3, 40]),
+    aborts=st.lists(st.integers(0, 60), max_size=6),
+    depth=st.sampled_from([1, 2]),
+)
+def test_no_planner_can_break_the_books(
+    requests: list[tuple[float, int, int, Slo]],
+    choices: list[int],
+    spare_blocks: int,
+    aborts: list[int],
+    depth: int,
+) -> None:
+    executor = CheckedExecutor(max_in_flight=depth)
+    loop = CoreLoop(_Wayward(choices), num_kv_blocks=1 + 64 + spare_blocks, executor=executor)
+    for _, prompt_tokens, output_tokens, slo in requests:
+        loop.add(prompt_tokens, output_tokens, slo=slo)
+    for count in range(61):
+        for _ in range(aborts.count(count)):
+            loop.abort(f"request-{count % len(requests)}")
+            loop.check_books()
+        if loop.core.has_work():
+            loop.step()
+    loop.run()
+    check_chunks(loop)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=requests,
+    arm=st.sampled_from(["sliced", "split", "auto"]),
+    aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=12),
+)
+def test_aborts_at_any_moment(
+    requests: list[tuple[float, int, int, Slo]], arm: str, aborts: list[tuple[int, int]]
+) -> None:
+    loop = CoreLoop(make_planner(arm), num_kv_blocks=100)
+    for _, prompt_tokens, output_tokens, slo in requests:
+        loop.add(prompt_tokens, output_tokens, slo=slo)
+    for count in range(81):
+        for name in (f"request-{index}" for at, index in aborts if at == count):
+            loop.abort(name)
+            loop.check_books()
+        if loop.core.has_work():
+            loop.step()
+    loop.run()
+
+
+def check_chunks(loop: CoreLoop) -> None:
+    """The slices of each chunk cover every layer once, in order; what was predicted to be a slice is one."""
+    layers: Counter[int] = Counter()
+    for launch in loop.executor.launches:
+        placement = launch.placement
+        assert layers[id(launch.step)] == placement.first_layer
+        layers[id(launch.step)] = NUM_LAYERS if placement.last_layer is None else placement.last_layer
+        assert placement.first_layer < layers[id(launch.step)]
+    assert set(layers.values()) <= {NUM_LAYERS}
+
+
+# ---- what each arm does with two lanes ----
+
+
+def both_phases(arm: str, slo: Slo = NO_TARGETS) -> CoreLoop:
+    """Sequences that decode, then long prompts beside them."""
+    loop = CoreLoop(make_planner(arm), max_model_len=4096, num_kv_blocks=4000)
+    loop.run(
+        arrivals=[(0.0, 50, 150, slo)] * 8 + [(0.1, 3000, 5, slo), (0.2, 3500, 5, slo), (0.3, 2000, 5, slo)]
+    )
+    return loop
+
+
+def test_a_split_runs_both_lanes_at_once_and_gives_the_whole_gpu_back() -> None:
+    loop = both_phases("split:48")
+    launches = loop.executor.launches
+    beside = [launch for launch in launches if launch.placement.partition.decode_tpcs == 24]
+    assert {launch.placement.lane for launch in beside} == {"decode", "prefill"}
+    assert sum(launch.placement.lane == "decode" for launch in beside) > 10
+    assert not all(launch.placement.takes_turns for launch in beside)
+    assert launches[-1].placement.partition == WHOLE_GPU
+    assert set(loop.core.arm_seconds) == {"split", "solo"}
+
+
+def test_slices_take_turns_with_decode_steps() -> None:
+    launches = both_phases("sliced").executor.launches
+    slices = [launch for launch in launches if launch.placement.lane == "prefill"]
+    assert len(slices) > 6
+    assert all(launch.placement.takes_turns for launch in slices)
+    assert {launch.placement.partition for launch in launches} == {WHOLE_GPU}
+    first, last = slices[1].ticket, slices[-1].ticket
+    assert any(first < launch.ticket < last for launch in launches if launch.step.decode is not None)
+
+
+@pytest.mark.parametrize("arm", ["serial", "mixed"])
+def test_other_arms_use_the_decode_lane_alone(arm: str) -> None:
+    launches = both_phases(arm).executor.launches
+    assert {launch.placement.lane for launch in launches} == {"decode"}
+    both = any(launch.step.prefill is not None and launch.step.decode is not None for launch in launches)
+    assert both == (arm == "mixed")
+
+
+def test_a_long_prompt_in_a_split_does_not_hold_up_the_decode_steps() -> None:
+    loop = both_phases("split:48")
+    step_ms = MODEL.split(48, 8, 8 * 200, 2048, 2048**2 / 2).decode_ms
+    gaps = [gap for i in range(8) for gap in loop.outputs[f"request-{i}"].metrics.itl_ms]
+    # Each change of the split may wait for the end of one slice.
+    assert sum(gap > 2 * step_ms for gap in gaps) <= 8 * 6
+    assert sorted(gaps)[int(0.9 * len(gaps))] < 1.5 * step_ms
+
+
+def test_a_prompt_decodes_as_soon_as_its_last_slice_is_done() -> None:
+    loop = both_phases("split:48")
+    for i in (8, 9, 10):
+        assert loop.outputs[f"request-{i}"].metrics.itl_ms[0] < 60
+
+
+# ---- aborts between two slices ----
+
+
+@pytest.mark.parametrize("arm", ["sliced", "split:48"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_abort_between_slices_gives_the_blocks_back(arm: str, depth: int) -> None:
+    executor = CheckedExecutor(max_in_flight=depth)
+    loop = CoreLoop(make_planner(arm), max_model_len=4096, num_kv_blocks=600, executor=executor)
+    loop.add(20, 500)
+    while not any(s.decoding for s in loop.sequences.values()):
+        loop.step()
+    loop.add(4000, 5)
+    while not any(launch.step.prefill is not None for launch in executor.in_flight["prefill"]):
+        loop.step()
+    loop.abort("request-1")
+    loop.abort("request-0")
+    loop.run(max_steps=loop.num_steps + 200)
+
+
+def test_an_abort_between_slices_with_nothing_in_flight() -> None:
+    executor = CheckedExecutor(max_in_flight=1)
+    loop = CoreLoop(make_planner("sliced"), max_model_len=4096, num_kv_blocks=600, executor=executor)
+    loop.add(1000, 5)
+    loop.step()
+    assert executor.launches[-1].placement.last_layer is not None
+    loop.abort("request-0")
+    assert not loop.core.in_flight
+    assert loop.core.has_work(), "there are layers to run before the blocks are free"
+    loop.add(900, 5)
+    loop.run(max_steps=100)
+
+
+# ---- a planner that fails ----
+
+
+class _Idle(Planner):
+    """Never launches anything."""
+
+    def plan(self, load: Load) -> Plan:
+        return Plan("solo", decode=False)
+
+
+def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> None:
+    idle = _Idle(Arm("mixed"), max_chunk_tokens=64, decode_sms=(), num_layers=NUM_LAYERS, model=None)
+    loop = CoreLoop(idle)
+    assert loop.core.step() == []
+    loop.add(10, 2)
+    with pytest.raises(RuntimeError, match="1 requests are under way, but the planner found nothing"):
+        loop.step()
+
+
+@pytest.mark.parametrize("tpot_ms", [4.4, 4.5])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_pause_where_decode_waits_for_the_blocks_of_the_chunk_under_way(
+    tpot_ms: float, depth: int
+) -> None:
+    """No prompt of the chunk can be preempted between its slices, so it must go on whatever the target says."""
+    executor = CheckedExecutor(max_in_flight=depth)
+    loop = CoreLoop(make_planner("auto"), num_kv_blocks=1 + 64, executor=executor)
+    loop.add(30, 600, slo=Slo(tpot_ms=tpot_ms))
+    while len(loop.sequences["request-0"].output_token_ids) < 5:
+        loop.step()
+    loop.add(900, 5)
+    loop.run(max_steps=3000)
+
+
+# ---- determinism ----
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_two_runs_launch_the_same(arm: str) -> None:
+    first, second = (
+        [launch.summary for launch in both_phases(arm, TIGHT).executor.launches] for _ in range(2)
+    )
+    assert first == second
+
+
+def test_waiting_no_longer_than_asked() -> None:
+    loop = CoreLoop(make_planner("auto"))
+    loop.add(1000, 3)
+    loop.step(0.001)
+    assert loop.executor.now() == pytest.approx(0.001)
+    assert not loop.outputs
+    loop.run()
