@@ -73,6 +73,7 @@ class CheckedExecutor:
         self._under_way: Step | None = None
         """The chunk on the prefill lane whose last layers are not launched."""
         self._device_tickets: dict[int, int] = {}
+        self._last_turn: dict[Lane, int] = dict.fromkeys(LANES, -1)
 
     def launch(self, step: Step, placement: Placement) -> int:
         lane = placement.lane
@@ -84,6 +85,8 @@ class CheckedExecutor:
         launch = Launch(ticket, step, placement, now_s)
         self.launches.append(launch)
         self.in_flight[lane].append(launch)
+        if placement.takes_turns:
+            self._last_turn[lane] = ticket
         if placement.first_layer == 0:
             # Its blocks are in use from here until the last slice has been waited for.
             device_ticket = self.device.launch(step, lane)
@@ -104,15 +107,16 @@ class CheckedExecutor:
         self._under_way = None if placement.last_layer is None else step
 
     def _check_turns(self, step: Step, placement: Placement) -> None:
-        """What overlaps with the other lane, in SMs or in sequences, waits for it."""
-        other: Lane = "prefill" if placement.lane == "decode" else "decode"
+        """What shares SMs or sequences with a launch on the other lane comes after it."""
+        lane = placement.lane
+        other: Lane = "prefill" if lane == "decode" else "decode"
         launch = Launch(-1, step, placement, 0.0)
         for flight in self.in_flight[other]:
-            shared = self._sms(placement.partition, placement.lane) & self._sms(
-                flight.placement.partition, other
-            )
-            if shared or launch.slots & flight.slots:
-                assert placement.takes_turns, "both lanes at once on the same SMs or sequences"
+            # By itself, or because a launch before it on its own lane did.
+            comes_after = placement.takes_turns or self._last_turn[lane] > flight.ticket
+            shared = self._sms(placement.partition, lane) & self._sms(flight.placement.partition, other)
+            assert comes_after or not shared, "both lanes at once on the same SMs"
+            assert comes_after or not launch.slots & flight.slots, "both lanes at once on the same sequence"
 
     def _sms(self, partition: SmPartition, lane: Lane) -> int:
         masks = lane_masks(partition, num_tpcs=self.num_sms // SMS_PER_TPC)

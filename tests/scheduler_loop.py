@@ -86,21 +86,19 @@ class Loop:
         schedule, decoding = self.scheduler.schedule, self.scheduler.decoding()
         if self.arm == LANES_AT_ONCE:
             # The lane with less in flight; the other where that has nothing to do.
-            steps = [lambda: schedule(decode=True), lambda: self.schedule_prefill(prompts)]
+            steps = [lambda: schedule(decode=decoding), lambda: self.schedule_prefill(prompts)]
             if sum(s.lane == "decode" for _, s in self.in_flight) > len(self.in_flight) / 2:
                 steps.reverse()
             return steps[0]() or steps[1]()
         if self.arm == "serial" and prompts:
-            return schedule(decode=False, prompts=prompts, chunk_tokens=self.chunk_tokens)
+            return schedule(prompts=prompts, chunk_tokens=self.chunk_tokens)
         floor = min(self.chunk_tokens, BLOCK_TOKENS)
         chunk_tokens = max(self.chunk_tokens - len(decoding), floor)
-        return schedule(decode=True, prompts=prompts, chunk_tokens=chunk_tokens)
+        return schedule(decode=decoding, prompts=prompts, chunk_tokens=chunk_tokens)
 
     def schedule_prefill(self, prompts: list[Sequence]) -> ScheduledStep | None:
         # A decode step that was tried in between may have given a prompt's blocks away.
-        return self.scheduler.schedule(
-            decode=False, prompts=prompts, chunk_tokens=self.chunk_tokens, lane="prefill"
-        )
+        return self.scheduler.schedule(prompts=prompts, chunk_tokens=self.chunk_tokens, lane="prefill")
 
     def retire(self, lane: str | None = None) -> None:
         """Retire the oldest step, of all or of a lane."""

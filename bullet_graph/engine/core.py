@@ -1,11 +1,11 @@
 """The loop: plans, launches and retires steps on both lanes; knows no tokenizer, no weights and no device."""
 
-from collections import deque
 from dataclasses import dataclass, replace
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.corrections import ForwardKind
+from bullet_graph.engine.flights import Flight, Flights, other_lane
 from bullet_graph.engine.output import EngineStats, RequestOutput
 from bullet_graph.engine.plan import ArmName, ChunkLoad, DecodeLoad, Load, Plan, PromptLoad
 from bullet_graph.engine.planner import Planner
@@ -16,31 +16,10 @@ from bullet_graph.engine.slack import RowProgress, decode_load
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.engine.tracker import RequestTracker
 from bullet_graph.partition.masks import LANES, Lane
-from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
+from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.step import Placement
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A launch under way.
-
-    Attributes:
-        ticket: the executor's.
-        scheduled: the step; for a slice, the step it is part of.
-        placement: where it runs.
-        arm: that it was launched under.
-        predicted_ms: its time on the device, None without a model.
-        beside: the other lane had work when it was launched.
-    """
-
-    ticket: int
-    scheduled: ScheduledStep
-    placement: Placement
-    arm: ArmName
-    predicted_ms: float | None
-    beside: bool
 
 
 @dataclass(slots=True)
@@ -92,9 +71,10 @@ class EngineCore:
         self.num_steps = 0
         self.arm_seconds: dict[ArmName, float] = {}
         self._num_layers = num_layers
-        self._flights: dict[Lane, deque[_Flight]] = {lane: deque() for lane in LANES}
+        self._flights = Flights(executor.num_sms)
         self._chunk: _ChunkUnderWay | None = None
         self._prompts: list[Sequence] = []
+        self._decoding: list[Sequence] = []
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -110,7 +90,7 @@ class EngineCore:
     @property
     def in_flight(self) -> bool:
         """Whether the device has work."""
-        return any(self._flights.values())
+        return bool(self._flights)
 
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do."""
@@ -127,7 +107,7 @@ class EngineCore:
             RuntimeError: requests wait, yet nothing could be launched: a bug.
         """
         self._launch()
-        heads = [flights[0].ticket for flights in self._flights.values() if flights]
+        heads = self._flights.heads()
         if not heads:
             if len(self.tracker):
                 raise RuntimeError(
@@ -135,18 +115,12 @@ class EngineCore:
                 )
             return []
         ticket = self.executor.wait_any(heads, until_s)
-        if ticket is None:
-            return []
-        lane = next(
-            lane for lane, flights in self._flights.items() if flights and flights[0].ticket == ticket
-        )
-        return self._retire(lane)
+        return [] if ticket is None else self._retire(self._flights.lane_of(ticket))
 
     def drain(self) -> None:
         """Wait for everything in flight and drop its results; the books are not kept up."""
-        for flights in self._flights.values():
-            while flights:
-                self.executor.wait(flights.popleft().ticket)
+        for ticket in self._flights.clear():
+            self.executor.wait(ticket)
 
     def stats(self) -> EngineStats:
         """Counters and state now."""
@@ -166,8 +140,7 @@ class EngineCore:
     def close(self) -> None:
         """Forget all requests and let go of the executor; the counters stay."""
         self.tracker.clear()
-        for flights in self._flights.values():
-            flights.clear()
+        self._flights.clear()
         self._chunk = None
         del self.executor
 
@@ -175,7 +148,7 @@ class EngineCore:
 
     def _launch(self) -> None:
         depth = self.executor.max_in_flight
-        while any(len(flights) < depth for flights in self._flights.values()):
+        while any(len(self._flights[lane]) < depth for lane in LANES):
             load = self._load()
             plan, launched = self._follow(load)
             if not launched and self._chunk is not None and not self.in_flight:
@@ -201,14 +174,21 @@ class EngineCore:
         chunk_tokens = plan.chunk_tokens if plan.prefill_lane == "decode" and self._chunk is None else 0
         if not plan.decode and not chunk_tokens:
             return False
+        prefilling = self._flights["prefill"]
+        if self._flights["decode"] and prefilling and prefilling[-1].ends_chunk:
+            # Its prompts' next tokens would have to wait for every step that is ahead of them.
+            return False
         scheduled = self.scheduler.schedule(
-            decode=plan.decode, prompts=self._prompts, chunk_tokens=chunk_tokens, lane="decode"
+            decode=self._decoding if plan.decode else (), prompts=self._prompts, chunk_tokens=chunk_tokens
         )
         if scheduled is None:
             return False
         partition = plan.partition if scheduled.step.prefill is None else WHOLE_GPU
-        prefilling = self._flights["prefill"]
-        if scheduled.step.prefill is None and prefilling and not self._fits_beside("decode", partition):
+        if (
+            scheduled.step.prefill is None
+            and prefilling
+            and not self._flights.fit_beside("decode", partition)
+        ):
             # The last slices of a split still run: stay on its side until they are done.
             partition = prefilling[-1].placement.partition
         self._fly(scheduled, Placement("decode", partition), plan, plan.decode_ms, self._num_layers, decision)
@@ -218,11 +198,19 @@ class EngineCore:
         """Launch the next layers of the chunk under way, or of a new chunk, if the plan says so."""
         if plan.prefill_lane != "prefill":
             return False
+        decode, slices = self._flights["decode"], self._flights["prefill"]
+        if (
+            plan.takes_turns
+            and plan.decode
+            and slices
+            and (not decode or decode[-1].ticket < slices[-1].ticket)
+        ):
+            return False  # it is decode's turn
         if self._chunk is None:
             if not plan.chunk_tokens:
                 return False
             scheduled = self.scheduler.schedule(
-                decode=False, prompts=self._prompts, chunk_tokens=plan.chunk_tokens, lane="prefill"
+                prompts=self._prompts, chunk_tokens=plan.chunk_tokens, lane="prefill"
             )
             if scheduled is None:
                 return False
@@ -250,13 +238,13 @@ class EngineCore:
         decision: int,
     ) -> None:
         lane, partition = placement.lane, placement.partition
-        takes_turns = plan.takes_turns or not self._fits_beside(lane, partition)
+        takes_turns = plan.takes_turns or not self._flights.fit_beside(lane, partition)
         placement = Placement(lane, partition, placement.first_layer, placement.last_layer, takes_turns)
         now = self.executor.now()
         self.tracker.note_scheduled(scheduled, now)
         ticket = self.executor.launch(scheduled.step, placement)
-        beside = bool(self._flights[_other(lane)])
-        self._flights[lane].append(_Flight(ticket, scheduled, placement, plan.arm, predicted_ms, beside))
+        beside = bool(self._flights[other_lane(lane)])
+        self._flights.add(Flight(ticket, scheduled, placement, plan.arm, predicted_ms, beside), now)
         if self.trace is not None:
             step = scheduled.step
             self.trace.launched(
@@ -272,28 +260,6 @@ class EngineCore:
                 prefill_sms=_sms(partition.prefill_tpcs, self.executor.num_sms),
                 predicted_ms=predicted_ms,
             )
-
-    def _fits_beside(self, lane: Lane, partition: SmPartition) -> bool:
-        """Whether the SMs are disjoint from those of all that is in flight on the other lane.
-
-        Two lanes on the same SMs starve each other: short decode kernels wait behind long prefill kernels, hundreds
-        of times a step.
-        """
-        others = self._flights[_other(lane)]
-        if not others:
-            return True
-        num_sms = self.executor.num_sms
-        for flight in others:
-            decode, prefill = (
-                (partition, flight.placement.partition)
-                if lane == "decode"
-                else (flight.placement.partition, partition)
-            )
-            if num_sms is None or decode.decode_tpcs is None or prefill.prefill_tpcs is None:
-                return False
-            if SMS_PER_TPC * (decode.decode_tpcs + prefill.prefill_tpcs) > num_sms:
-                return False
-        return True
 
     # ---- what there is to do ----
 
@@ -314,42 +280,50 @@ class EngineCore:
         )
 
     def _decode_load(self, now: float) -> DecodeLoad | None:
-        rows = self.scheduler.decoding()
+        """What decodes, and what will as soon as the slices in flight are done."""
+        self._decoding = rows = self.scheduler.decoding()
+        for flight in self._flights["prefill"]:
+            if flight.ends_chunk:
+                rows = rows + [
+                    s for s in flight.scheduled.sampled if s.prompt_launched and s.num_tokens < s.max_tokens
+                ]
         if not rows:
             return None
-        kv_tokens = sum(s.num_tokens for s in rows)
+        # Targets matter only where there is something to share the device with.
+        timed = rows if self._prompts or self._chunk is not None else ()
+        due_s = self._flights.decode_due_s(now)
         return decode_load(
             (
                 RowProgress(
-                    now if s.first_token_s is None else s.first_token_s,
-                    max(len(s.output_token_ids) + s.num_in_flight, 1),
-                    s.params.max_tokens - len(s.output_token_ids) - s.num_in_flight,
+                    due_s if s.first_token_s is None else s.first_token_s,
+                    max(s.num_tokens - len(s.prompt_token_ids), 1),
+                    s.max_tokens - s.num_tokens,
                     s.slo.tpot_ms,
                 )
-                for s in rows
+                for s in timed
                 if s.slo.tpot_ms is not None
             ),
             len(rows),
-            kv_tokens,
-            now,
+            sum([s.num_tokens for s in rows]),
+            due_s,
             solo_ms=None if self.planner.model is None else self.planner.decode_ms,
         )
 
     # ---- retiring ----
 
     def _retire(self, lane: Lane) -> list[RequestOutput]:
-        flight = self._flights[lane].popleft()
-        result = self.executor.wait(flight.ticket)
+        result = self.executor.wait(self._flights[lane][0].ticket)
         now = self.executor.now()
+        flight = self._flights.pop(lane, now)
         self.arm_seconds[flight.arm] = self.arm_seconds.get(flight.arm, 0.0) + result.device_ms / 1e3
         if self.trace is not None:
             self.trace.retired(flight.ticket, now, result.device_ms)
         # In a split a step that ran alone for a while says nothing of how fast it is beside the other lane.
-        alone = flight.arm == "split" and not (flight.beside and self._flights[_other(lane)])
+        alone = flight.arm == "split" and not (flight.beside and self._flights[other_lane(lane)])
         if flight.predicted_ms is not None and not alone:
             kind: ForwardKind = "slice" if flight.scheduled.step.decode is None else "step"
             self.planner.observe(flight.arm, kind, flight.predicted_ms, result.device_ms)
-        if flight.placement.last_layer is not None:
+        if not flight.ends_chunk:
             return []
         self.num_steps += 1
         outputs = self.tracker.retire(flight.scheduled, result, now)
@@ -380,10 +354,6 @@ def _chunk_under_way(scheduled: ScheduledStep) -> _ChunkUnderWay:
         sum(attention_pairs(n, cached) for n, cached in zip(lengths, prefill.starts.tolist(), strict=True)),
         min(s.deadline_s for s in scheduled.touched),
     )
-
-
-def _other(lane: Lane) -> Lane:
-    return "prefill" if lane == "decode" else "decode"
 
 
 def _sms(tpcs: int | None, num_sms: int | None) -> int | None:

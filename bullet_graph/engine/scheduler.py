@@ -82,6 +82,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
+        sequence.max_tokens = min(sequence.max_tokens, self._max_model_len)
         self._enqueue(sequence)
 
     def finish(self, sequence: Sequence) -> None:
@@ -108,7 +109,12 @@ class Scheduler:
 
     def decoding(self) -> list[Sequence]:
         """Running sequences that want a token now."""
-        return [s for s in self._running if s.decoding and self._wants_token(s)]
+        held = self._held
+        return [
+            s
+            for s in self._running
+            if s.decoding and s.num_tokens < s.max_tokens and not (s is held and s.num_pending_steps)
+        ]
 
     def prompts(self, now_s: float, ms_per_token: float) -> list[Sequence]:
         """The head of the queue: prompts that a chunk could take now, in the order to serve them.
@@ -161,17 +167,22 @@ class Scheduler:
                     blocked = True
 
     def schedule(
-        self, *, decode: bool, prompts: Iterable[Sequence] = (), chunk_tokens: int = 0, lane: Lane = "decode"
+        self,
+        *,
+        decode: Iterable[Sequence] = (),
+        prompts: Iterable[Sequence] = (),
+        chunk_tokens: int = 0,
+        lane: Lane = "decode",
     ) -> ScheduledStep | None:
         """Fill a step; None when there are no rows for it.
 
         Args:
-            decode: with a row for every sequence that decodes and finds a block.
-            prompts: as :meth:`prompts` gave them, nothing else having been called since.
+            decode: sequences to decode, those of them that find a block; as :meth:`decoding` gave them.
+            prompts: as :meth:`prompts` gave them; nothing must have been retired or finished since, for both.
             chunk_tokens: most prompt rows.
             lane: where the step will run; on the prefill lane there are no decode rows.
         """
-        decoding = self._take_decode() if decode else []
+        decoding = self._take_decode(decode) if decode else []
         chunks = self._take_prefill(prompts, chunk_tokens) if chunk_tokens else []
         if not chunks and not decoding:
             return None
@@ -190,6 +201,7 @@ class Scheduler:
             sequence.num_pending_steps += 1
         for sequence in sampled:
             sequence.num_in_flight += 1
+            sequence.num_tokens += 1
         wanted = [s.params.logprobs for s in sampled if s.params.logprobs is not None]
         inits = tuple(s.slot_init() for s in admitted)
         step = Step(inits, prefill, batch, max(wanted) if wanted else None)
@@ -197,18 +209,16 @@ class Scheduler:
 
     # ---- decode rows ----
 
-    def _take_decode(self) -> list[Sequence]:
-        """Running sequences that can take a token now, each with a block for it."""
+    def _take_decode(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Those of the sequences that have, or get, a block for the next token."""
         self._held = None
-        rows: list[Sequence] = []
-        for sequence in list(self._running):
-            if (
-                sequence.status is Status.RUNNING
-                and self._wants_token(sequence)
-                and self._find_block(sequence)
-            ):
-                rows.append(sequence)
-        return rows
+        return [
+            s
+            for s in sequences
+            # A victim of one of those before it no longer runs, or is let run idle so that it can be one.
+            if s is not self._held
+            and ((s.num_tokens <= s.kv_capacity and s.status is Status.RUNNING) or self._find_block(s))
+        ]
 
     def _find_block(self, sequence: Sequence) -> bool:
         """Give the sequence room for one more token, at the cost of those that came last.
@@ -216,7 +226,7 @@ class Scheduler:
         A victim must have all its tokens on the host before it can be recomputed, so one with steps in
         flight is held out of this step instead; the caller's next tries find it idle.
         """
-        while sequence.status is Status.RUNNING and not self._pool.grow(sequence.slot, sequence.num_tokens):
+        while sequence.status is Status.RUNNING and not self._grow(sequence):
             victim = next(reversed(self._running))
             if victim.num_pending_steps:
                 self._held = victim
@@ -224,16 +234,14 @@ class Scheduler:
             self._preempt(victim)
         return sequence.status is Status.RUNNING
 
+    def _grow(self, sequence: Sequence) -> bool:
+        if not self._pool.grow(sequence.slot, sequence.num_tokens):
+            return False
+        sequence.kv_capacity = self._pool.blocks_for(sequence.num_tokens) * self._pool.block_tokens
+        return True
+
     def _is_held(self, sequence: Sequence) -> bool:
         return sequence is self._held and sequence.num_pending_steps > 0
-
-    def _wants_token(self, sequence: Sequence) -> bool:
-        return (
-            sequence.decoding
-            and sequence is not self._held
-            and len(sequence.output_token_ids) + sequence.num_in_flight < sequence.params.max_tokens
-            and sequence.num_tokens < self._max_model_len
-        )
 
     def _decode_batch(self, sequences: list[Sequence]) -> DecodeBatch:
         slots = np.array([s.slot for s in sequences], dtype=np.int32)
@@ -266,7 +274,7 @@ class Scheduler:
             return False
         self._dequeue(sequence)
         sequence.slot = self._free_slots.pop()
-        self._pool.grow(sequence.slot, sequence.num_tokens)
+        self._grow(sequence)
         sequence.status = Status.RUNNING
         self._running[sequence] = None
         self._admitted.append(sequence)
@@ -317,5 +325,6 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.slot)
+        sequence.kv_capacity = 0
         self._free_slots.append(sequence.slot)
         sequence.slot = -1

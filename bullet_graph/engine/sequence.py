@@ -49,6 +49,10 @@ class Sequence:
         num_in_flight: sampled tokens still to arrive.
         num_pending_steps: launched steps not retired that touch its blocks.
         output_token_ids: tokens that arrived.
+        num_tokens: prompt and output tokens, those in flight included. Counted rather than computed, as the next
+            two: they are asked for at every step and every row.
+        max_tokens: most that ``num_tokens`` may become.
+        kv_capacity: tokens that its blocks have room for.
     """
 
     request_id: str
@@ -69,11 +73,13 @@ class Sequence:
     num_in_flight: int = 0
     num_pending_steps: int = 0
     output_token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)
+    kv_capacity: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens, those in flight included."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids)
+        self.max_tokens = self.num_tokens + self.params.max_tokens
 
     @property
     def deadline_s(self) -> float:

@@ -65,6 +65,7 @@ class RequestTracker:
         """
         self._scheduler.retire(scheduled)
         touched: dict[Request, None] = {}
+        has_logprobs = result.logprobs is not None
         for row, (sequence, token_id) in enumerate(
             zip(scheduled.sampled, result.token_ids.tolist(), strict=True)
         ):
@@ -72,9 +73,8 @@ class RequestTracker:
                 continue  # it ended while this step was in flight
             request = self._requests[sequence.request_id]
             sample = request.samples[sequence.index]
-            sample.append(token_id, row_logprobs(result, row, token_id, sequence))
-            # Not num_tokens, which counts tokens in flight, too.
-            num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
+            sample.append(token_id, row_logprobs(result, row, token_id, sequence) if has_logprobs else None)
+            num_tokens = sequence.num_tokens - sequence.num_in_flight
             if sample.finish_reason is None and num_tokens >= self._max_model_len:
                 sample.finish("length")
             if sequence.first_token_s is None:
@@ -83,7 +83,9 @@ class RequestTracker:
                 request.token_times_s.append(now)
             if sample.finish_reason is not None:
                 self._scheduler.finish(sequence)
-            touched[request] = None
+                touched[request] = None
+            elif request.output_kind is not OutputKind.FINAL_ONLY:
+                touched[request] = None
         outputs = []
         for request in touched:
             finished = request.finished

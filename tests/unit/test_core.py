@@ -274,6 +274,7 @@ class _Idle(Planner):
     """Never launches anything."""
 
     def plan(self, load: Load) -> Plan:
+        del load
         return Plan("solo", decode=False)
 
 
@@ -299,6 +300,13 @@ def test_no_pause_where_decode_waits_for_the_blocks_of_the_chunk_under_way(
         loop.step()
     loop.add(900, 5)
     loop.run(max_steps=3000)
+
+
+def test_a_sequence_held_back_for_its_steps_in_flight_goes_on_when_they_are_over() -> None:
+    """It was to lose its blocks for another's next token; that one's end made room before it could."""
+    for prompt_tokens in range(860, 890):
+        loop = CoreLoop(make_planner("serial", max_chunk_tokens=48), num_kv_blocks=66, max_num_seqs=2)
+        loop.run(arrivals=[(0.0, 14, 100, NO_TARGETS), (0.3, prompt_tokens, 35, NO_TARGETS)], max_steps=2000)
 
 
 # ---- determinism ----

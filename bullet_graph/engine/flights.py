@@ -1,0 +1,117 @@
+"""What has been launched on each lane and not yet retired."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from bullet_graph.engine.plan import ArmName
+from bullet_graph.engine.scheduler import ScheduledStep
+from bullet_graph.partition.masks import LANES, Lane
+from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
+from bullet_graph.runtime.step import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launch under way.
+
+    Attributes:
+        ticket: the executor's.
+        scheduled: the step; for a slice, the step it is part of.
+        placement: where it runs.
+        arm: that it was launched under.
+        predicted_ms: its time on the device, None without a model.
+        beside: the other lane had work when it was launched.
+    """
+
+    ticket: int
+    scheduled: ScheduledStep
+    placement: Placement
+    arm: ArmName
+    predicted_ms: float | None
+    beside: bool
+
+    @property
+    def ends_chunk(self) -> bool:
+        """Whether nothing of its step is left to launch."""
+        return self.placement.last_layer is None
+
+
+class Flights:
+    """Launches in flight by lane, oldest first.
+
+    Args:
+        num_sms: of the GPU; None where there is none to divide.
+    """
+
+    def __init__(self, num_sms: int | None) -> None:
+        self._num_sms = num_sms
+        self._lanes: dict[Lane, deque[Flight]] = {lane: deque() for lane in LANES}
+        self._head_since_s: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+
+    def __getitem__(self, lane: Lane) -> deque[Flight]:
+        return self._lanes[lane]
+
+    def __bool__(self) -> bool:
+        return any(self._lanes.values())
+
+    def heads(self) -> list[int]:
+        """The oldest ticket of each lane that has one."""
+        return [flights[0].ticket for flights in self._lanes.values() if flights]
+
+    def lane_of(self, ticket: int) -> Lane:
+        """The lane whose oldest launch has this ticket."""
+        return next(lane for lane, flights in self._lanes.items() if flights and flights[0].ticket == ticket)
+
+    def add(self, flight: Flight, now_s: float) -> None:
+        """Note a launch."""
+        flights = self._lanes[flight.placement.lane]
+        if not flights:
+            self._head_since_s[flight.placement.lane] = now_s
+        flights.append(flight)
+
+    def pop(self, lane: Lane, now_s: float) -> Flight:
+        """Take the oldest launch of a lane out; it has just finished."""
+        self._head_since_s[lane] = now_s
+        return self._lanes[lane].popleft()
+
+    def clear(self) -> list[int]:
+        """Forget all launches; their tickets, lane by lane, oldest first."""
+        tickets = [flight.ticket for flights in self._lanes.values() for flight in flights]
+        for flights in self._lanes.values():
+            flights.clear()
+        return tickets
+
+    def decode_due_s(self, now_s: float) -> float:
+        """When the tokens in flight on the decode lane are expected, the other lane's turns before them included."""
+        due_s = now_s + self._left_s("decode", now_s)
+        prefill = self._lanes["prefill"]
+        if any(f.placement.takes_turns or f.placement.partition.prefill_tpcs is None for f in prefill):
+            due_s += self._left_s("prefill", now_s)
+        return due_s
+
+    def _left_s(self, lane: Lane, now_s: float) -> float:
+        flights = self._lanes[lane]
+        if not flights:
+            return 0.0
+        predicted_s = sum(flight.predicted_ms or 0.0 for flight in flights) / 1e3
+        return max(predicted_s - (now_s - self._head_since_s[lane]), 0.0)
+
+    def fit_beside(self, lane: Lane, partition: SmPartition) -> bool:
+        """Whether the lane's SMs are disjoint from those of all that is in flight on the other lane.
+
+        Two lanes on the same SMs starve each other: short decode kernels wait behind long prefill kernels, hundreds
+        of times a step.
+        """
+        for flight in self._lanes[other_lane(lane)]:
+            other = flight.placement.partition
+            decode, prefill = (partition, other) if lane == "decode" else (other, partition)
+            if self._num_sms is None or decode.decode_tpcs is None or prefill.prefill_tpcs is None:
+                return False
+            if SMS_PER_TPC * (decode.decode_tpcs + prefill.prefill_tpcs) > self._num_sms:
+                return False
+        return True
+
+
+def other_lane(lane: Lane) -> Lane:
+    """The lane beside this one."""
+    return "prefill" if lane == "decode" else "decode"
