@@ -198,6 +198,8 @@ def test_a_split_runs_both_lanes_at_once_and_gives_the_whole_gpu_back() -> None:
     assert {launch.placement.lane for launch in beside} == {"decode", "prefill"}
     assert sum(launch.placement.lane == "decode" for launch in beside) > 10
     assert not all(launch.placement.takes_turns for launch in beside)
+    steps = [launch for launch in launches if launch.step.prefill is None]
+    assert not any(launch.placement.takes_turns for launch in steps), "decode never waits for a slice"
     assert launches[-1].placement.partition == WHOLE_GPU
     assert set(loop.core.arm_seconds) == {"split", "solo"}
 
