@@ -47,6 +47,7 @@ def throughput(
     output_json: Path | None,
     overwrite: bool,
     as_json: bool,
+    trace_decisions: Path | None,
 ) -> None:
     """Serve a whole trace at once and measure tokens per second.
 
@@ -58,13 +59,17 @@ def throughput(
       bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
       bullet-graph bench throughput --model llama-3.1-8b --trace azure:code --num-prompts 400 \\
           --arm mixed:4096 --output-json code.json
+      bullet-graph bench throughput --model llama-3.1-8b --trace azure:conv --num-prompts 600 \\
+          --arm auto --trace-decisions decisions.jsonl
     """
     check_result_file(output_json, overwrite=overwrite)
     # Here and below: torch takes seconds to import, and --help must not wait for it.
     from bullet_graph.cli.render import print_throughput  # noqa: PLC0415
     from bullet_graph.cli.throughput import run_throughput  # noqa: PLC0415
 
-    result = run_throughput(config, trace, num_prompts, warmup=warmup, quiet=as_json)
+    result = run_throughput(
+        config, trace, num_prompts, warmup=warmup, quiet=as_json, trace_decisions=trace_decisions
+    )
     _report(result, print_throughput, output_json, as_json=as_json)
 
 
@@ -86,6 +91,7 @@ def latency(
     output_json: Path | None,
     overwrite: bool,
     as_json: bool,
+    trace_decisions: Path | None,
 ) -> None:
     """Time one batch of equal requests, over and over, and hold its decode step against the memory.
 
@@ -104,6 +110,7 @@ def latency(
         num_iters=num_iters,
         num_iters_warmup=num_iters_warmup,
         quiet=as_json,
+        trace_decisions=trace_decisions,
     )
     _report(result, print_latency, output_json, as_json=as_json)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -48,11 +49,21 @@ class RunRecord:
     provenance: Provenance
 
 
-def open_engine(config: EngineConfig, *, quiet: bool) -> Engine:
-    """Build the engine; unless quiet, show its memory ledger first and progress bars where somebody watches."""
+def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | None = None) -> Engine:
+    """Build the engine; unless quiet, show its memory ledger first and progress bars where somebody watches.
+
+    Args:
+        config: its settings.
+        quiet: show nothing.
+        trace_decisions: write every decision to this file, in the place of one that is there.
+    """
+    if trace_decisions is not None:
+        # Whether it may be replaced, the command has checked.
+        trace_decisions.unlink(missing_ok=True)
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     engine = Engine(
         **settings,
+        trace_decisions=trace_decisions,
         on_ledger=None if quiet else _print_ledger,
         use_tqdm=not quiet and sys.stderr.isatty(),
     )

@@ -48,6 +48,7 @@ def generate(
     prompt_file: Path | None,
     chat: bool,
     as_json: bool,
+    trace_decisions: Path | None,
     **sampling: Any,
 ) -> None:
     """Continue prompts, printing text as it comes (token ids where the model has no tokenizer).
@@ -71,7 +72,10 @@ def generate(
     from bullet_graph.cli.streaming import run_generate  # noqa: PLC0415
 
     config = fit_max_num_seqs(config, len(prompts) * params.n)
-    if not run_generate(config, prompts, params, chat=chat, as_json=as_json):
+    accepted = run_generate(
+        config, prompts, params, chat=chat, as_json=as_json, trace_decisions=trace_decisions
+    )
+    if not accepted:
         click.get_current_context().exit(EXIT_ERROR)
 
 

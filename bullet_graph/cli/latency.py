@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -67,7 +68,13 @@ class LatencyResult:
 
 
 def run_latency(
-    config: EngineConfig, shape: BatchShape, *, num_iters: int, num_iters_warmup: int, quiet: bool
+    config: EngineConfig,
+    shape: BatchShape,
+    *,
+    num_iters: int,
+    num_iters_warmup: int,
+    quiet: bool,
+    trace_decisions: Path | None = None,
 ) -> LatencyResult:
     """Run the same batch again and again.
 
@@ -77,6 +84,7 @@ def run_latency(
         num_iters: timed iterations.
         num_iters_warmup: untimed iterations before them.
         quiet: show neither the memory ledger nor progress bars.
+        trace_decisions: write every decision, those of untimed iterations included, to this file.
 
     Raises:
         BulletGraphError: from the model or the device, or where the batch does not fit the settings.
@@ -92,7 +100,7 @@ def run_latency(
             f"input_len={shape.input_len} and output_len={shape.output_len} together exceed "
             f"max_model_len={runtime.max_model_len}: lower them or raise it"
         )
-    with open_engine(config, quiet=quiet) as engine:
+    with open_engine(config, quiet=quiet, trace_decisions=trace_decisions) as engine:
         batches = [
             _make_prompts(shape, number, runtime.model.vocab_size, config.seed)
             for number in range(num_iters_warmup + num_iters)

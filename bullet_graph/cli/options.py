@@ -10,7 +10,9 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
+from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.config import Arm, DeviceName, DtypeName, EngineConfig, LoadFormat, PartitionBackendName
+from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
 
 _UNITS = {"": 1, **{f"{p}b": 1000**i for i, p in enumerate(("", "k", "m", "g", "t"))}}
@@ -44,7 +46,9 @@ def parse_slo(_: click.Context, __: click.Parameter, value: str) -> Slo:
 def engine_options(
     *, max_num_seqs: int, max_num_seqs_shown: str | bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the engine's settings; it receives them as one keyword, ``config: EngineConfig``.
+    """Give a command the engine's settings, as ``config: EngineConfig``, and ``trace_decisions: Path | None``.
+
+    The trace's file may be written when the command runs: it does not exist, or may be replaced.
 
     Args:
         max_num_seqs: the command's default.
@@ -154,6 +158,12 @@ def engine_options(
             show_default=True,
             help="Of dummy weights, synthetic prompts and sampling.",
         ),
+        click.option(
+            "--trace-decisions",
+            metavar="FILE",
+            type=click.Path(path_type=Path),
+            help="Write every decision of the planner (see `bullet-graph explain`).",
+        ),
     )
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -161,7 +171,11 @@ def engine_options(
         def with_config(**arguments: Any) -> None:
             settings = {name: arguments.pop(name) for name in names}
             settings["arm"] = Arm.parse(settings["arm"])
-            command(config=EngineConfig(**settings), **arguments)
+            config = EngineConfig(**settings)
+            _check_trace_file(
+                arguments["trace_decisions"], arguments.get("output_json"), arguments.get("overwrite")
+            )
+            command(config=config, **arguments)
 
         decorated: Callable[..., None] = with_config
         for option in reversed(options):
@@ -169,6 +183,12 @@ def engine_options(
         return decorated
 
     return decorate
+
+
+def _check_trace_file(path: Path | None, output_json: Path | None, overwrite: bool | None) -> None:
+    check_result_file(path, overwrite=overwrite, option="--trace-decisions")
+    if path is not None and output_json is not None and path.resolve() == output_json.resolve():
+        raise ConfigError(f"--trace-decisions {path}: the result goes there; give another name")
 
 
 def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
@@ -185,7 +205,7 @@ def result_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--output-json", type=click.Path(path_type=Path), help="Write the result to this file as well."
         ),
-        click.option("--overwrite", is_flag=True, help="Replace the file of --output-json if it exists."),
+        click.option("--overwrite", is_flag=True, help="Replace output files that exist."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON and nothing else."),
     )
     for option in reversed(options):

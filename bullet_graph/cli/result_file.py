@@ -9,8 +9,15 @@ from typing import Any
 from bullet_graph.errors import ConfigError
 
 
-def check_result_file(path: Path | None, *, overwrite: bool) -> None:
+def check_result_file(
+    path: Path | None, *, overwrite: bool | None, option: str = "--output-json"
+) -> None:
     """Make sure, before a long run, that its result can be written; None is nothing to write.
+
+    Args:
+        path: of the file.
+        overwrite: it may be replaced; None where the command has no ``--overwrite``.
+        option: that named it.
 
     Raises:
         ConfigError: the folder is missing or not writable, or the file exists and ``overwrite`` is unset.
@@ -18,13 +25,14 @@ def check_result_file(path: Path | None, *, overwrite: bool) -> None:
     if path is None:
         return
     if not path.parent.is_dir():
-        raise ConfigError(f"--output-json {path}: the folder {path.parent} does not exist; make it first")
+        raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
     if path.is_dir():
-        raise ConfigError(f"--output-json {path}: this is a folder; give a file name")
+        raise ConfigError(f"{option} {path}: this is a folder; give a file name")
     if path.exists() and not overwrite:
-        raise ConfigError(f"--output-json {path}: the file exists; add --overwrite or give another name")
+        remedy = "give another name" if overwrite is None else "add --overwrite or give another name"
+        raise ConfigError(f"{option} {path}: the file exists; {remedy}")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--output-json {path}: no permission to write into {path.parent}")
+        raise ConfigError(f"{option} {path}: no permission to write into {path.parent}")
 
 
 def to_json(result: Any) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -61,7 +62,13 @@ class OrderedPrinter:
 
 
 def run_generate(
-    config: EngineConfig, prompts: Sequence[Prompt], params: SamplingParams, *, chat: bool, as_json: bool
+    config: EngineConfig,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    chat: bool,
+    as_json: bool,
+    trace_decisions: Path | None = None,
 ) -> bool:
     """Generate and print.
 
@@ -71,6 +78,7 @@ def run_generate(
         params: for every prompt.
         chat: put the prompts, all texts, into the model's chat template.
         as_json: print JSON lines, each when its request is done, instead of streaming.
+        trace_decisions: write every decision to this file.
 
     Returns:
         Whether every prompt was accepted; what was wrong with the others is on stderr.
@@ -80,7 +88,7 @@ def run_generate(
     """
     tokenizer = load_tokenizer(resolve(config))
     inputs = [_apply_chat_template(prompt, tokenizer) for prompt in prompts] if chat else prompts
-    with open_engine(config, quiet=as_json) as engine:
+    with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
         kind = OutputKind.FINAL_ONLY if as_json else OutputKind.DELTA
         accepted = []
         for index, prompt in enumerate(inputs):

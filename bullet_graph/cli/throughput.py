@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -85,7 +86,13 @@ class _Served:
 
 
 def run_throughput(
-    config: EngineConfig, trace: str, num_prompts: int | None, *, warmup: bool, quiet: bool
+    config: EngineConfig,
+    trace: str,
+    num_prompts: int | None,
+    *,
+    warmup: bool,
+    quiet: bool,
+    trace_decisions: Path | None = None,
 ) -> ThroughputResult:
     """Serve a workload with all requests added at once.
 
@@ -95,6 +102,7 @@ def run_throughput(
         num_prompts: first so many requests, or None for all.
         warmup: run a few small requests before the clock starts.
         quiet: show neither the memory ledger nor progress bars.
+        trace_decisions: write every decision, the warm-up's included, to this file.
 
     Raises:
         BulletGraphError: from the workload, the model or the device; WorkloadError where no request completed.
@@ -113,7 +121,7 @@ def run_throughput(
         _make_request(request, index, vocab_size, config.seed)
         for index, request in enumerate(workload.requests)
     ]
-    with open_engine(config, quiet=quiet) as engine:
+    with open_engine(config, quiet=quiet, trace_decisions=trace_decisions) as engine:
         if warmup:
             _serve(engine, _warmup_requests(workload, vocab_size, config.seed), show_progress=False)
         before = engine.stats()

@@ -62,7 +62,7 @@ class Backlog:
     def demand(self, ms_per_token: float) -> "Demand":
         """What the deadlines ask for; those that would be missed even at ``ms_per_token`` are lost, and ask nothing."""
         load, tokens, first_ms = self._load, 0.0, math.inf
-        tightest = (0.0, math.inf)
+        tightest, some_late = (0.0, math.inf), False
         dues: list[tuple[float, float]] = []
         if load.chunk is not None:
             tokens = load.chunk.tokens * load.chunk.layers_left / self._num_layers
@@ -72,11 +72,13 @@ class Backlog:
             dues.append((tokens, prompt.deadline_s))
         for tokens, deadline_s in dues:
             ms = (deadline_s - load.now_s) * 1e3 * TTFT_SHARE
-            if ms < math.inf and tokens * ms_per_token <= ms:
+            if tokens * ms_per_token > ms:
+                some_late = True
+            elif ms < math.inf:
                 first_ms = min(first_ms, ms)
                 if tokens * tightest[1] > tightest[0] * ms:
                     tightest = (tokens, ms)
-        return Demand(first_ms, *tightest)
+        return Demand(first_ms, *tightest, some_late)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,13 @@ class Demand:
         first_ms: time to the earliest.
         tokens: to prefill by the one that asks for the highest rate.
         ms: time to that one.
+        some_late: others are missed whatever is done, and wait for as high a rate as there can be.
     """
 
     first_ms: float
     tokens: float
     ms: float
+    some_late: bool
 
     @property
     def tokens_per_ms(self) -> float:

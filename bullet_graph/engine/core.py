@@ -191,7 +191,10 @@ class EngineCore:
         ):
             # The last slices of a split still run: stay on its side until they are done.
             partition = prefilling[-1].placement.partition
-        self._fly(scheduled, Placement("decode", partition), plan, plan.decode_ms, self._num_layers, decision)
+        # Blocks may have run out for some of the rows that the prediction was for.
+        prompt_rows = 0 if scheduled.step.prefill is None else len(scheduled.step.prefill.token_ids)
+        predicted_ms = plan.decode_ms if prompt_rows == chunk_tokens else None
+        self._fly(scheduled, Placement("decode", partition), plan, predicted_ms, self._num_layers, decision)
         return True
 
     def _prefill_slice(self, plan: Plan, decision: int) -> bool:

@@ -25,7 +25,7 @@ from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
-from bullet_graph.errors import EngineDeadError, RequestError
+from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.partition.spec import SMS_PER_TPC
@@ -97,6 +97,9 @@ class Engine:
             slo=slo,
             perf_table=perf_table,
         )
+        if trace_decisions is not None and Path(trace_decisions).exists():
+            # Known now rather than after the weights are loaded.
+            raise ConfigError(f"the trace file {trace_decisions} exists: give another name, or remove it")
         runtime = resolve(self.config)
         self.model_config = runtime.model
         self.max_model_len = runtime.max_model_len

@@ -12,7 +12,7 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.partition.spec import partition_of
 from bullet_graph.perf.performance import PerformanceModel
 
-STICKINESS = 1.03
+STICKINESS = 1.15
 """Another arm must be so many times better than the last one to take its place."""
 
 LANE_SHARE = 0.95
@@ -217,7 +217,7 @@ class Planner:
         on_time = [option for option in holding if option.holds_ttft]
         bound: Bound = "ttft"
         if on_time:
-            option = self._pick(on_time, _throughput)
+            option = self._pick(on_time, _rate if outlook.demand.some_late else _throughput)
             bound = "throughput" if outlook.limit_ms == math.inf else "tpot"
         elif (rescue := self._rescue(outlook)) is not None:
             option = rescue

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from arms import PROMPTS, Launches
 from async_engines import Gate
 from checkpoints import write_checkpoint
 from engines import Model, make_engine
@@ -60,3 +61,30 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(CpuExecutor, "launch", gated)
     yield gate
     gate.open()
+
+
+@pytest.fixture(scope="session")
+def expected(model: Model) -> list[tuple[int, ...]]:
+    """Greedy tokens of ``PROMPTS``."""
+    return [model.greedy(prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """What was launched so far."""
+    seen: Launches = []
+    launch = CpuExecutor.launch
+
+    def note(self: CpuExecutor, step: Step, placement: Placement) -> int:
+        seen.append((step, placement))
+        return launch(self, step, placement)
+
+    monkeypatch.setattr(CpuExecutor, "launch", note)
+    return seen
+
+
+@pytest.fixture
+def one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices as short as they can be: by themselves, prompts this short end in their first slice."""
+    monkeypatch.setattr("bullet_graph.engine.planner.SOLO_SLICE_MS", 0.0)
+    monkeypatch.setattr("bullet_graph.engine.options.DECODES_PER_SLICE", 0.0)

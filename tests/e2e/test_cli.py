@@ -173,6 +173,34 @@ def test_result_file(trace: Path, tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == json.loads(replaced.stdout)
 
 
+@pytest.mark.parametrize("command", ["throughput", "latency", "generate"])
+def test_every_decision_can_be_written(command: str, trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    arguments = {
+        "throughput": ("bench", "throughput", "--trace", str(trace), "--no-warmup"),
+        "latency": ("bench", "latency", "--batch-size", "3", "--num-iters", "1", "--num-iters-warmup", "0"),
+        "generate": ("generate", *(word for ids in "123" for word in ("--prompt-ids", ids))),
+    }[command]
+    arguments = (*arguments, *TINY, "--json", "--trace-decisions", str(path))
+    assert run(*arguments).exit_code == 0
+    summary = json.loads(run("explain", str(path), "--json").stdout)
+    assert summary["requests"]["completed"] == 3
+
+    path.write_text("precious")
+    assert "exists" in refused(run(*arguments))
+    assert path.read_text() == "precious"
+    if command != "generate":
+        assert run(*arguments, "--overwrite").exit_code == 0
+        assert run("explain", str(path)).exit_code == 0
+
+
+def test_trace_and_result_in_one_file_are_refused(trace: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "out.json")
+    assert "give another name" in refused(
+        bench("--output-json", path, "--trace-decisions", path, trace=trace)
+    )
+
+
 @pytest.mark.parametrize("command", ["throughput", "latency"])
 def test_a_result_that_cannot_be_written_is_refused_before_the_run(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

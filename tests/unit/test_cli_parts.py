@@ -27,7 +27,8 @@ def parse_options(*arguments: str, max_num_seqs: int = 100) -> EngineConfig:
 
     @click.command()
     @engine_options(max_num_seqs=max_num_seqs)
-    def command(config: EngineConfig) -> None:
+    def command(config: EngineConfig, trace_decisions: Path | None) -> None:
+        assert trace_decisions is None
         received.append(fit_max_num_seqs(config, 7))
 
     result = CliRunner().invoke(command, ["--model", "m", *arguments], catch_exceptions=False)
@@ -129,6 +130,8 @@ def test_result_file_checks(tmp_path: Path) -> None:
     check_result_file(existing, overwrite=True)
     with pytest.raises(ConfigError, match="--overwrite"):
         check_result_file(existing, overwrite=False)
+    with pytest.raises(ConfigError, match="--plan .*exists; give another name"):
+        check_result_file(existing, overwrite=None, option="--plan")
     with pytest.raises(ConfigError, match="does not exist"):
         check_result_file(tmp_path / "missing" / "result.json", overwrite=True)
     with pytest.raises(ConfigError, match="folder"):

@@ -1,0 +1,47 @@
+"""Engines on the CPU whose planner predicts, and ways into the middle of their prefills."""
+
+from pathlib import Path
+
+import pytest
+from engines import Model, make_engine
+
+from bullet_graph import Engine, Slo
+from bullet_graph.runtime.cpu import CpuExecutor
+from bullet_graph.runtime.step import Placement, Step
+
+ARMS = ("serial", "mixed", "mixed:16", "sliced", "auto")
+LENGTHS = (4, 1, 40, 90, 17, 33)
+PROMPTS = [[(7 * i + 3 * j) % 300 for j in range(length)] for i, length in enumerate(LENGTHS)]
+PROMPT = PROMPTS[2]
+EASY = Slo(ttft_ms=1e6, tpot_ms=1e6)
+IMPOSSIBLE = Slo(ttft_ms=1e-6, tpot_ms=1e-6)
+
+Launches = list[tuple[Step, Placement]]
+
+short_slices = pytest.mark.usefixtures("one_layer_at_a_time")
+
+
+def make(model: Model | str | Path = "tiny", arm: str = "sliced", **settings: object) -> Engine:
+    folder = model.folder if isinstance(model, Model) else model
+    return make_engine(folder, arm=arm, perf_table="roofline", **settings)
+
+
+def step_into_a_prefill(engine: Engine, launches: Launches) -> None:
+    """Step until a chunk has some of its layers behind it, and others before it."""
+    while not (launches and launches[-1][1].last_layer is not None):
+        engine.step()
+
+
+def fail_launches(
+    monkeypatch: pytest.MonkeyPatch, num_good: int, error: BaseException, lane: str | None = None
+) -> None:
+    """Let the executor refuse the launch, on a lane or on any, that follows so many good ones."""
+    launch = CpuExecutor.launch
+    calls = iter(range(num_good))
+
+    def failing(self: CpuExecutor, step: Step, placement: Placement) -> int:
+        if lane in (None, placement.lane) and next(calls, None) is None:
+            raise error
+        return launch(self, step, placement)
+
+    monkeypatch.setattr(CpuExecutor, "launch", failing)

@@ -1,0 +1,81 @@
+"""Commands that are written down can be given: those of README.md and those of each command's ``--help``."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from bullet_graph.cli.main import main
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+NAME = "bullet-graph"
+
+
+def all_commands(command: click.Command = main, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command and group, those of the program itself first."""
+    yield path
+    if isinstance(command, click.Group):
+        for name, child in command.commands.items():
+            yield from all_commands(child, (*path, name))
+
+
+def find(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command that the first words name, and its arguments."""
+    command: click.Command = main
+    while isinstance(command, click.Group) and words and words[0] in command.commands:
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
+def command_lines(text: str) -> list[str]:
+    """The program's command lines in a text, continued ones put together."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    return [line.strip() for line in joined.splitlines() if line.strip().startswith(f"{NAME} ")]
+
+
+def parse(line: str) -> None:
+    """Parse a command line without running it; comments and redirections are the shell's.
+
+    Raises:
+        click.UsageError: it is not accepted.
+    """
+    words = shlex.split(line, comments=True)[1:]
+    command, arguments = find(words[: words.index(">")] if ">" in words else words)
+    assert not isinstance(command, click.Group), f"{line} names no command"
+    command.make_context(line, arguments)
+
+
+def readme_lines() -> list[str]:
+    text = README.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in command_lines(block)]
+
+
+@pytest.mark.parametrize("line", readme_lines())
+def test_a_command_of_the_readme_is_accepted(line: str) -> None:
+    parse(line)
+
+
+def test_the_readme_shows_every_command() -> None:
+    shown = {find(shlex.split(line)[1:])[0] for line in readme_lines()}
+    commands = [find(list(path))[0] for path in all_commands()]
+    assert {c.name for c in commands if not isinstance(c, click.Group)} == {c.name for c in shown}
+
+
+@pytest.mark.parametrize("path", list(all_commands()), ids=lambda path: " ".join(path) or NAME)
+def test_help_has_examples_that_are_accepted(path: tuple[str, ...]) -> None:
+    examples = (find(list(path))[0].help or "").partition("Examples:\n")[2]
+    lines = command_lines(examples)
+    assert lines
+    for line in lines:
+        assert line.startswith(" ".join((NAME, *path)))
+        parse(line)
+
+
+@pytest.mark.parametrize("line", [f"{NAME} bench throughput --model tiny", f"{NAME} doctor --nonesuch"])
+def test_a_wrong_command_is_not_accepted(line: str) -> None:
+    with pytest.raises(click.UsageError):
+        parse(line)
