@@ -9,9 +9,7 @@ from typing import Any
 from bullet_graph.errors import ConfigError
 
 
-def check_result_file(
-    path: Path | None, *, overwrite: bool | None, option: str = "--output-json"
-) -> None:
+def check_result_file(path: Path | None, *, overwrite: bool | None, option: str = "--output-json") -> None:
     """Make sure, before a long run, that its result can be written; None is nothing to write.
 
     Args:

@@ -14,7 +14,7 @@ ROW_STEP = 16
 LEAST_CHUNK_TOKENS = 256
 """Chunks made smaller for shorter slices are multiples of it: with fewer rows, reading weights takes all the time."""
 
-BUDGET_CAP = 1.25
+BUDGET_CAP = 1.15
 """Intervals are planned up to so many times the tightest TPOT target, however far ahead the sequences are: what they
 are ahead is kept for deadlines."""
 

@@ -219,7 +219,7 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_run(
         (("--trace", "nonsense"), "azure:conv"),
         (("--trace", "synthetic:nonsense"), "nonsense"),
         (("--trace", "azure:conv", "--model", "nonsense"), "unknown model 'nonsense'"),
-        (("--trace", "azure:conv", "--arm", "split"), "unknown arm 'split'"),
+        (("--trace", "azure:conv", "--arm", "split"), "SM partitions need a GPU"),
         (("--trace", "azure:conv", "--arm", "mixed:0"), "unknown arm 'mixed:0'"),
         (("--trace", "azure:conv", "--dtype", "int8"), "int8"),
         (("--trace", "azure:conv", "--max-num-seqs", "0"), "max_num_seqs must be an integer of at least 1"),

@@ -103,10 +103,8 @@ def test_an_engine_that_cannot_be_made_gives_its_memory_back(
         shutdown(self)
 
     monkeypatch.setattr(CpuExecutor, "shutdown", note)
-    path = tmp_path / "trace.jsonl"
-    path.touch()
-    with pytest.raises(ConfigError, match="exists"):
-        make(trace_decisions=path)
+    with pytest.raises(ConfigError, match="cannot be made"):
+        make(trace_decisions=tmp_path / "no-such-folder" / "trace.jsonl")
     assert len(shut_down) == 1
 
 

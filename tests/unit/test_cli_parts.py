@@ -130,7 +130,7 @@ def test_result_file_checks(tmp_path: Path) -> None:
     check_result_file(existing, overwrite=True)
     with pytest.raises(ConfigError, match="--overwrite"):
         check_result_file(existing, overwrite=False)
-    with pytest.raises(ConfigError, match="--plan .*exists; give another name"):
+    with pytest.raises(ConfigError, match=r"--plan .*exists; give another name"):
         check_result_file(existing, overwrite=None, option="--plan")
     with pytest.raises(ConfigError, match="does not exist"):
         check_result_file(tmp_path / "missing" / "result.json", overwrite=True)

@@ -54,6 +54,11 @@ def readme_lines() -> list[str]:
     return [line for block in blocks for line in command_lines(block)]
 
 
+@pytest.fixture(autouse=True)
+def no_file_need_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(click.Path, "convert", lambda _, value, *__: Path(value))
+
+
 @pytest.mark.parametrize("line", readme_lines())
 def test_a_command_of_the_readme_is_accepted(line: str) -> None:
     parse(line)
