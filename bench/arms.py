@@ -237,7 +237,11 @@ def show(results: list[dict[str, Any]]) -> None:
 @click.option("--perf-table", help="Instead of the shipped one.")
 @click.option("--arms", default=ARMS, show_default=True)
 @click.option(
-    "--setting", "settings", multiple=True, default=SETTINGS, help="Trace, requests, rate, targets."
+    "--setting",
+    "settings",
+    multiple=True,
+    default=SETTINGS,
+    help="Trace, requests, rate, targets, and perhaps arms=NAME,… for it alone.",
 )
 @click.option("--serve/--no-serve", "does_serve", default=True)
 @click.option("--steady/--no-steady", "does_steady", default=True)
@@ -295,8 +299,9 @@ def main(
                     for name, t in (("loop", r["loop_ms"]), ("launch", r["launch_ms"]))
                 )
                 click.echo(f"host {r['arm']:>10}: {', '.join(parts)} a step")
-        for setting in settings if does_serve else ():
-            for arm in arms.split(","):
+        for text in settings if does_serve else ():
+            setting, _, only = text.partition(" arms=")
+            for arm in (only or arms).split(","):
                 report["serving"].append(serve(engine, setting, arm, seed))
                 save()
     show(report["serving"])

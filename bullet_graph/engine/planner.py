@@ -15,9 +15,10 @@ from bullet_graph.perf.performance import PerformanceModel
 STICKINESS = 1.15
 """Another arm must be so many times better than the last one to take its place."""
 
-LANE_SHARE = 0.95
+LANE_SHARE = 0.75
 """What a chunk on the prefill lane is worth beside rows of a mixed step: its prompts wait for its end and then, to
-decode, for the host, and until then no other chunk can begin."""
+decode, for a step or two, and until then no other chunk can begin. Outputs of a few tokens never make good for that: at
+rates predicted within 5 %, split served a third fewer code requests within 8 ms a token (bench/LOG.md)."""
 
 SOLO_SLICE_MS = 8.0
 """Slices aim at this time when nothing decodes."""

@@ -40,7 +40,9 @@ class KVCache:
             dtype=dtype,
             device=device,
         )
+        # Views made once: an eager forward asks for them three times a layer, and its launches are what it waits for.
+        self._layers = [(self._data[index, 0], self._data[index, 1]) for index in range(config.num_layers)]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """(keys, values) of a layer, each [num_blocks, block_tokens, num_kv_heads, head_dim]."""
-        return self._data[index, 0], self._data[index, 1]
+        return self._layers[index]
