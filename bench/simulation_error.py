@@ -2,7 +2,7 @@
 
     python bench/simulation_error.py bench/results/h200/arms.json --output-json bench/results/h200/simulation_error.json
 
-Each serving run of `bench/arms.py` is simulated again; the error of the medians of TTFT and TPOT is told for each.
+Each serving run in a file of `bench/join_runs.py` is simulated again; the error of the medians of TTFT and TPOT is told for each.
 """
 
 import json
@@ -50,7 +50,8 @@ def simulated(run: dict[str, Any], gpu: str) -> dict[str, Any]:
 @click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
 def main(arms_json: Path, gpu: str, output_json: Path) -> None:
     """Compare and write the errors as JSON."""
-    runs = json.loads(arms_json.read_text(encoding="utf-8"))["serving"]
+    reports = json.loads(arms_json.read_text(encoding="utf-8"))["runs"]
+    runs = [run for report in reports for run in report["serving"]]
     compared: list[dict[str, Any]] = []
     table = Table(
         "setting", "arm", "TTFT p50 real / simulated", "error", "TPOT p50 real / simulated", "error"

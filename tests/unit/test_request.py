@@ -225,7 +225,7 @@ def test_a_row_s_logprobs_are_cut_to_what_its_request_asked_for() -> None:
         top_ids=np.array([[3, 4, 5], [6, 7, 8]], dtype=np.int32),
         top=np.array([[-0.25, -1.0, -2.0], [-0.5, -3.0, -4.0]], dtype=np.float32),
     )
-    result = StepResult(np.array([9, 6], dtype=np.int32), logprobs)
+    result = StepResult(np.array([9, 6], dtype=np.int32), logprobs, device_ms=1.0)
 
     def entry(row: int, count: int | None) -> TokenLogprobs | None:
         params = SamplingParams(logprobs=count)
