@@ -2,8 +2,8 @@
 
     python bench/join_runs.py 25c9357:conv.json 509462f:code.json --output-json bench/results/h200/arms.json
 
-Each report is given with the commit whose code it measured: a report that was made from a copy of a checkout without its
-latest history names an older one, with changes on top.
+Each report is given with the commit whose code it measured: a report that was made from a copy of a checkout without
+its latest history names an older one, with changes on top.
 """
 
 import json

@@ -2,7 +2,8 @@
 
     python bench/simulation_error.py bench/results/h200/arms.json --output-json bench/results/h200/simulation_error.json
 
-Each serving run in a file of `bench/join_runs.py` is simulated again; the error of the medians of TTFT and TPOT is told for each.
+Each serving run in a file of `bench/join_runs.py` is simulated again; the error of the medians of TTFT and TPOT is
+told for each.
 """
 
 import json

@@ -2,8 +2,8 @@
 
     python bench/wave_gain.py capture/h200_llama-3.1-8b_bfloat16.json --output-json bench/results/h200/wave_gain.json
 
-A wave on so many SMs is 16 rows an SM (128 × 256 tiles, one a SM, for matrices of the 8B shapes). `bench/waves.py` scans
-chunk sizes more finely.
+A wave on so many SMs is 16 rows an SM (128 × 256 tiles, one a SM, for matrices of the 8B shapes). `bench/waves.py`
+scans chunk sizes more finely.
 """
 
 import json

@@ -6,7 +6,8 @@ import numpy as np
 from paged_device import PagedDevice, generate_alone
 
 from bullet_graph.engine.block_pool import BlockPool
-from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
+from bullet_graph.engine.scheduled import ScheduledStep
+from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import Sequence, Status
 from bullet_graph.sampling_params import SamplingParams
 

@@ -1,36 +1,27 @@
 """The loop: plans, launches and retires steps on both lanes; knows no tokenizer, no weights and no device."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.engine.chunk import ChunkUnderWay
 from bullet_graph.engine.corrections import ForwardKind
 from bullet_graph.engine.flights import Flight, Flights, other_lane
+from bullet_graph.engine.loop_trace import LoopTrace
 from bullet_graph.engine.output import EngineStats, RequestOutput
-from bullet_graph.engine.plan import ArmName, ChunkLoad, DecodeLoad, Load, Plan, PromptLoad
+from bullet_graph.engine.plan import ArmName, DecodeLoad, Load, Plan, PromptLoad
 from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.request import Request
-from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
+from bullet_graph.engine.scheduled import ScheduledStep
+from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import Sequence
 from bullet_graph.engine.slack import RowProgress, decode_load
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.engine.tracker import RequestTracker
 from bullet_graph.partition.masks import LANES, Lane
-from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU
-from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.partition.spec import WHOLE_GPU
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.step import Placement
-
-
-@dataclass(slots=True)
-class _ChunkUnderWay:
-    """A prefill chunk, some of whose layers are still to launch."""
-
-    scheduled: ScheduledStep
-    tokens: int
-    pairs: float
-    deadline_s: float
-    next_layer: int = 0
 
 
 class EngineCore:
@@ -59,7 +50,7 @@ class EngineCore:
     ) -> None:
         self.executor = executor
         self.planner = planner
-        self.trace = trace
+        self.trace = LoopTrace(trace, executor.num_sms)
         self.pool = BlockPool(
             num_blocks=num_kv_blocks,
             num_slots=max_num_seqs,
@@ -72,7 +63,7 @@ class EngineCore:
         self.arm_seconds: dict[ArmName, float] = {}
         self._num_layers = num_layers
         self._flights = Flights(executor.num_sms)
-        self._chunk: _ChunkUnderWay | None = None
+        self._chunk: ChunkUnderWay | None = None
         self._prompts: list[Sequence] = []
         self._decoding: list[Sequence] = []
 
@@ -84,7 +75,7 @@ class EngineCore:
         """End a request where it is and return its last output; None for an unknown id."""
         output = self.tracker.abort(request_id)
         if output is not None:
-            self._note_finished(output)
+            self.trace.finished(output)
         return output
 
     @property
@@ -162,7 +153,7 @@ class EngineCore:
         """Launch on each lane what the plan for this load says; whether there was anything."""
         depth = self.executor.max_in_flight
         plan = self.planner.plan(load)
-        decision = self.trace.decided(load, plan) if self.trace is not None else 0
+        decision = self.trace.decided(load, plan)
         launched = False
         # Decode first: its rows may need the blocks of a prompt that is idle now.
         for lane, launch in (("decode", self._decode_step), ("prefill", self._prefill_slice)):
@@ -217,7 +208,7 @@ class EngineCore:
             )
             if scheduled is None:
                 return False
-            self._chunk = _chunk_under_way(scheduled)
+            self._chunk = ChunkUnderWay.of(scheduled, self._num_layers)
         chunk = self._chunk
         layers = min(plan.slice_layers, self._num_layers - chunk.next_layer)
         if layers <= 0:
@@ -247,29 +238,15 @@ class EngineCore:
         self.tracker.note_scheduled(scheduled, now)
         ticket = self.executor.launch(scheduled.step, placement)
         beside = bool(self._flights[other_lane(lane)])
-        self._flights.add(Flight(ticket, scheduled, placement, plan.arm, predicted_ms, beside), now)
-        if self.trace is not None:
-            step = scheduled.step
-            self.trace.launched(
-                ticket,
-                lane,
-                decision=decision,
-                now_s=now,
-                arm=plan.arm,
-                decode_rows=0 if step.decode is None else len(step.decode.slots),
-                prefill_rows=0 if step.prefill is None else len(step.prefill.token_ids),
-                layers=layers,
-                decode_sms=_sms(partition.decode_tpcs, self.executor.num_sms),
-                prefill_sms=_sms(partition.prefill_tpcs, self.executor.num_sms),
-                predicted_ms=predicted_ms,
-            )
+        flight = Flight(ticket, scheduled, placement, plan.arm, predicted_ms, beside)
+        self._flights.add(flight, now)
+        self.trace.launched(flight, decision=decision, layers=layers, now_s=now)
 
     # ---- what there is to do ----
 
     def _load(self) -> Load:
         now = self.executor.now()
         self._prompts = self.scheduler.prompts(now, self.planner.prefill_ms_per_token)
-        chunk = self._chunk
         return Load(
             now_s=now,
             decode=self._decode_load(now),
@@ -277,9 +254,7 @@ class EngineCore:
                 PromptLoad(s.num_tokens - s.num_cached, s.num_cached, s.deadline_s) for s in self._prompts
             ),
             queued_tokens=self.scheduler.num_waiting_tokens,
-            chunk=None
-            if chunk is None
-            else ChunkLoad(chunk.tokens, chunk.pairs, self._num_layers - chunk.next_layer, chunk.deadline_s),
+            chunk=None if self._chunk is None else self._chunk.load(),
         )
 
     def _decode_load(self, now: float) -> DecodeLoad | None:
@@ -319,8 +294,7 @@ class EngineCore:
         now = self.executor.now()
         flight = self._flights.pop(lane, now)
         self.arm_seconds[flight.arm] = self.arm_seconds.get(flight.arm, 0.0) + result.device_ms / 1e3
-        if self.trace is not None:
-            self.trace.retired(flight.ticket, now, result.device_ms)
+        self.trace.retired(flight.ticket, now, result.device_ms)
         # In a split a step that ran alone for a while says nothing of how fast it is beside the other lane.
         alone = flight.arm == "split" and not (flight.beside and self._flights[other_lane(lane)])
         if flight.predicted_ms is not None and not alone:
@@ -332,32 +306,5 @@ class EngineCore:
         outputs = self.tracker.retire(flight.scheduled, result, now)
         for output in outputs:
             if output.finished:
-                self._note_finished(output)
+                self.trace.finished(output)
         return outputs
-
-    def _note_finished(self, output: RequestOutput) -> None:
-        if self.trace is not None:
-            self.trace.finished(
-                output.request_id,
-                output.metrics,
-                output.slo,
-                len(output.prompt_token_ids),
-                len(output.metrics.token_times_s),
-                output.outputs[0].finish_reason or "abort",
-            )
-
-
-def _chunk_under_way(scheduled: ScheduledStep) -> _ChunkUnderWay:
-    prefill = scheduled.step.prefill
-    assert prefill is not None  # the prefill lane has nothing else
-    lengths = (prefill.q_indptr[1:] - prefill.q_indptr[:-1]).tolist()
-    return _ChunkUnderWay(
-        scheduled,
-        len(prefill.token_ids),
-        sum(attention_pairs(n, cached) for n, cached in zip(lengths, prefill.starts.tolist(), strict=True)),
-        min(s.deadline_s for s in scheduled.touched),
-    )
-
-
-def _sms(tpcs: int | None, num_sms: int | None) -> int | None:
-    return num_sms if tpcs is None else SMS_PER_TPC * tpcs

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from bullet_graph._version import __version__
 from bullet_graph.config import (
     Arm,
     DeviceName,
@@ -20,15 +19,14 @@ from bullet_graph.config import (
     PartitionBackendName,
 )
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
+from bullet_graph.engine.assembly import new_core, open_trace
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
-from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.request import Request, Sample
-from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.partition.spec import SMS_PER_TPC
 from bullet_graph.runtime.build import build_executor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger
@@ -115,7 +113,6 @@ class Engine:
         self.memory = built.memory
         self.partition_backend = built.partition_backend
         self.capture = built.capture
-        self._num_sms = built.executor.num_sms
         self._performance = built.performance
         self._names = itertools.count()
         self._failure: BaseException | None = None
@@ -124,7 +121,13 @@ class Engine:
         try:
             self._core = self._new_core(built.executor)
             if trace_decisions is not None:
-                self._trace = self._core.trace = self._open_trace(Path(trace_decisions))
+                self._trace = self._core.trace.file = open_trace(
+                    Path(trace_decisions),
+                    self.config,
+                    device=self.device_name,
+                    num_sms=built.executor.num_sms,
+                    num_layers=self.model_config.num_layers,
+                )
         except BaseException:
             # The error's traceback would keep the device's memory for as long as the caller keeps the error.
             built.executor.shutdown()
@@ -132,38 +135,15 @@ class Engine:
 
     def _new_core(self, executor: Executor) -> EngineCore:
         """A loop with no requests and all blocks free."""
-        config = self.config
-        planner = Planner(
-            config.arm,
-            max_chunk_tokens=config.chunk_tokens,
-            decode_sms=[
-                SMS_PER_TPC * p.decode_tpcs for p in executor.partitions if p.decode_tpcs is not None
-            ],
-            num_layers=self.model_config.num_layers,
-            model=self._performance,
-        )
-        return EngineCore(
+        return new_core(
+            self.config,
             executor,
-            planner,
+            self._performance,
             num_kv_blocks=self.memory.num_kv_blocks,
-            max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
             num_layers=self.model_config.num_layers,
             trace=self._trace,
         )
-
-    def _open_trace(self, path: Path) -> DecisionTrace:
-        config = self.config
-        header = TraceHeader(
-            model=config.model,
-            device=self.device_name,
-            num_sms=self._num_sms,
-            num_layers=self.model_config.num_layers,
-            arm=str(config.arm),
-            slo=str(config.slo),
-            version=__version__,
-        )
-        return DecisionTrace.open(path, header=header, overwrite=False)
 
     # ---- one request at a time ----
 

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from bullet_graph.engine.plan import ArmName
-from bullet_graph.engine.scheduler import ScheduledStep
+from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
 from bullet_graph.runtime.step import Placement

@@ -7,6 +7,7 @@ from itertools import islice
 import numpy as np
 
 from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.engine.sequence import Sequence, Status
 from bullet_graph.engine.slack import QueuedPrompt, order_prompts
 from bullet_graph.partition.masks import Lane
@@ -16,25 +17,6 @@ _NEVER = float("inf")
 
 QUEUE_IN_SIGHT = 64
 """Prompts at the head of the queue that a tick looks at: more than any chunk holds of usual lengths."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """A step and whose it is.
-
-    Attributes:
-        step: what the executor runs.
-        lane: where.
-        admitted: sequences that got their slot in this step.
-        touched: sequences whose blocks the step reads or writes.
-        sampled: sequences that get a token, in the order of the result's rows.
-    """
-
-    step: Step
-    lane: Lane
-    admitted: tuple[Sequence, ...]
-    touched: tuple[Sequence, ...]
-    sampled: tuple[Sequence, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.engine.request import Request, row_logprobs
-from bullet_graph.engine.scheduler import ScheduledStep, Scheduler
+from bullet_graph.engine.scheduled import ScheduledStep
+from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import Status
 from bullet_graph.runtime.step import StepResult
 

@@ -37,6 +37,7 @@ class CpuExecutor:
 
     max_in_flight = 1
     num_sms = None
+    has_prefill_lane = True
     partitions: Sequence[SmPartition] = (WHOLE_GPU,)
 
     def __init__(self, decoder: Decoder, *, max_num_seqs: int) -> None:

@@ -105,6 +105,7 @@ class CudaExecutor:
         self._next_ticket = 0
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.partitions = tuple(partitions)
+        self.has_prefill_lane = prefill_lane
         torch.cuda.synchronize(device)  # weights and cache were made on the default stream
         stream = launcher.stream("decode", WHOLE_GPU)
         with torch.cuda.stream(stream), torch.inference_mode():

@@ -24,6 +24,10 @@ class Executor(Protocol):
         """SMs of the GPU; None where there is none to divide."""
 
     @property
+    def has_prefill_lane(self) -> bool:
+        """Whether steps may be placed on the prefill lane."""
+
+    @property
     def partitions(self) -> Sequence[SmPartition]:
         """Partitions that steps may be placed on, the whole GPU among them."""
 

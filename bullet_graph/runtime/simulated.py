@@ -76,6 +76,11 @@ class SimulatedExecutor:
         self._pair_ms: dict[Lane, float] = {}
 
     @property
+    def has_prefill_lane(self) -> bool:
+        """Both lanes are there."""
+        return True
+
+    @property
     def num_sms(self) -> int:
         """See :attr:`Executor.num_sms`."""
         return self._model.num_sms

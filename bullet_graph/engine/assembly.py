@@ -1,0 +1,67 @@
+"""Puts the loop of an engine together from its settings."""
+
+from pathlib import Path
+
+from bullet_graph._version import __version__
+from bullet_graph.config import EngineConfig
+from bullet_graph.engine.core import EngineCore
+from bullet_graph.engine.planner import Planner
+from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.errors import ConfigError
+from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.runtime.executor import Executor
+
+
+def new_core(
+    config: EngineConfig,
+    executor: Executor,
+    performance: PerformanceModel | None,
+    *,
+    num_kv_blocks: int,
+    max_model_len: int,
+    num_layers: int,
+    trace: DecisionTrace | None,
+) -> EngineCore:
+    """A loop with no requests and all blocks free.
+
+    Raises:
+        ConfigError: the arm needs a performance table, partitions or a lane that the executor was made without.
+    """
+    if config.arm.uses_prefill_lane and not executor.has_prefill_lane:
+        raise ConfigError(
+            f"the arm {config.arm} needs a prefill lane, but the engine was made for one that has none: make it "
+            "with arm=auto, which can serve as any other"
+        )
+    planner = Planner(
+        config.arm,
+        max_chunk_tokens=config.chunk_tokens,
+        decode_sms=[SMS_PER_TPC * p.decode_tpcs for p in executor.partitions if p.decode_tpcs is not None],
+        num_layers=num_layers,
+        model=performance,
+    )
+    return EngineCore(
+        executor,
+        planner,
+        num_kv_blocks=num_kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        num_layers=num_layers,
+        trace=trace,
+    )
+
+
+def open_trace(
+    path: Path, config: EngineConfig, *, device: str, num_sms: int | None, num_layers: int
+) -> DecisionTrace:
+    """Begin a trace file of an engine; see :meth:`DecisionTrace.open`."""
+    header = TraceHeader(
+        model=config.model,
+        device=device,
+        num_sms=num_sms,
+        num_layers=num_layers,
+        arm=str(config.arm),
+        slo=str(config.slo),
+        version=__version__,
+    )
+    return DecisionTrace.open(path, header=header, overwrite=False)
