@@ -30,23 +30,22 @@ def find_performance(config: EngineConfig, runtime: Runtime) -> PerformanceModel
     if name == ROOFLINE:
         gpu, num_sms = _device(runtime)
         return Roofline(device_spec(gpu, num_sms), runtime.model, dtype_bytes=runtime.dtype.itemsize)
-    needed = config.arm.name in ("sliced", "split", "auto")
-    if name is None and not needed and config.slo.tpot_ms is None:
+    arm = config.arm
+    sized_by_target = arm.name == "mixed" and arm.chunk_tokens is None and config.slo.tpot_ms is not None
+    needed = arm.uses_prefill_lane or sized_by_target
+    if name is None and not needed:
         return None
+    what = f"the arm {arm} under a TPOT target" if sized_by_target else f"the arm {arm}"
     if runtime.device.type == "cpu":
-        if name is None and not needed:
-            return None
         raise PerfTableError(
-            f"the arm {config.arm} needs a performance table, and tables are measured on GPUs, but the device is the "
-            "CPU: pass perf_table='roofline' for an estimate, or choose serial or mixed"
+            f"{what} needs a performance table, and tables are measured on GPUs, but the device is the CPU: pass "
+            "perf_table='roofline' for an estimate, or choose serial or mixed:CHUNK"
         )
     table = _find_table(config, runtime) if name is None else read_table(Path(name))
     if table is None:
-        if not needed:
-            return None
         key = table_key(runtime, config.model)
         raise PerfTableError(
-            f"the arm {config.arm} needs a performance table of {key.model} in {key.dtype} on {key.gpu}, but there is "
+            f"{what} needs a performance table of {key.model} in {key.dtype} on {key.gpu}, but there is "
             f"none at {user_table_file(key)} nor among those that come with the package "
             f"({', '.join(path.name for path in list_tables()) or 'none'}): run `bullet-graph profile --model "
             f"{config.model}` once, or pass perf_table='roofline' for an estimate"

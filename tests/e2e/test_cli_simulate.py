@@ -164,7 +164,6 @@ def test_decisions_are_traced(tmp_path: Path) -> None:
 
 
 def test_a_sweep_finds_each_arms_goodput_and_draws_it(table: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     plot, output = tmp_path / "sweep.svg", tmp_path / "sweep.json"
     result = simulate(
         *(*TARGETS, "--sweep", "--arm", "mixed:2048", "--arm", "auto", "--request-rate", "30"),

@@ -18,6 +18,7 @@ from bullet_graph import (
     InsufficientMemoryError,
     ModelError,
     PerfTableError,
+    Slo,
     UnsupportedModelError,
 )
 
@@ -119,6 +120,7 @@ def test_a_gpu_where_there_is_none() -> None:
         ({"arm": "mixed:0"}, ConfigError, r"mixed:CHUNK \(in tokens"),
         ({"arm": "split"}, ConfigError, "SM partitions need a GPU.*the arm split"),
         ({"arm": "auto"}, PerfTableError, "perf_table='roofline'"),
+        ({"slo": Slo(tpot_ms=5)}, PerfTableError, "the arm mixed under a TPOT target needs.*mixed:CHUNK"),
         ({"perf_table": "/nowhere/table.json"}, PerfTableError, "tables are measured on GPUs"),
         ({"perf_table": ""}, ConfigError, "perf_table"),
         ({"kv_cache_bytes": 1000}, InsufficientMemoryError, r"short by .*MiB.*Raise kv_cache_bytes"),

@@ -84,7 +84,6 @@ def test_chrome_trace_file(tmp_path: Path, run_file: Path) -> None:
 
 
 def test_timeline_files(tmp_path: Path, missed_file: Path) -> None:
-    pytest.importorskip("matplotlib")
     for name, begins in (("t.svg", b"<?xml"), ("t.PNG", b"\x89PNG")):
         assert invoke(missed_file, "--timeline", tmp_path / name).exit_code == 0
         assert (tmp_path / name).read_bytes().startswith(begins)
@@ -94,7 +93,6 @@ def test_timeline_files(tmp_path: Path, missed_file: Path) -> None:
 
 
 def test_a_timeline_of_a_device_without_sms_and_of_no_launches(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = write(tmp_path / "t.jsonl", [HEADER | {"num_sms": None}, *RUN[1:]])
     assert invoke(path, "--timeline", tmp_path / "cpu.svg").exit_code == 0
     path = write(tmp_path / "u.jsonl", [HEADER, request("r", [5.0], reason="abort")])
