@@ -150,7 +150,7 @@ def profile(
             progress=not as_json and sys.stderr.isatty(),
             tell=tell,
         )
-    errors = held_back_errors(table, table_model(table, config.max_num_seqs, prepared.runtime))
+    errors = held_back_errors(table, table_model(table, config.max_num_seqs, prepared.runtime.model))
     outliers = [*find_outliers(table.points), *find_outliers(table.held_back)]
     if not as_json:
         _print(table, outliers, errors)

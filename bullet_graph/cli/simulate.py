@@ -236,10 +236,7 @@ def _check_combination(
 def _check_plot(path: Path, *, overwrite: bool) -> None:
     if path.suffix[1:].lower() not in _IMAGE_FORMATS:
         raise ConfigError(f"--plot {path}: the name must end in .svg or .png")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: the folder {path.parent} does not exist; make it first")
-    if path.exists() and not overwrite:
-        raise ConfigError(f"--plot {path}: the file exists; add --overwrite or give another name")
+    check_result_file(path, overwrite=overwrite, option="--plot")
     try:
         # matplotlib is an extra; better told before a long run than after it.
         import matplotlib  # noqa: F401, PLC0415

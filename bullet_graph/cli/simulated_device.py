@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -10,7 +9,6 @@ import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import ConfigError, PerfTableError
-from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.kv_cache import kv_block_bytes
 from bullet_graph.models.presets import resolve_model
@@ -19,6 +17,7 @@ from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import DEVICE_SPECS, Roofline
 from bullet_graph.perf.shipped import gpu_nickname, load_table
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
+from bullet_graph.runtime.performance import table_model
 
 ROOFLINE_PREFIX = "roofline:"
 """Before a GPU's name: an estimate by arithmetic, with nothing measured."""
@@ -87,8 +86,7 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
                 "measure one in this dtype with `bullet-graph profile`"
             )
         memory_bytes = table.provenance.get("device_memory_bytes", GPU_MEMORY_BYTES.get(name))
-        buckets = batch_size_buckets(config.max_num_seqs)
-        performance = TableModel(table, model, pad=partial(bucket_for, buckets=buckets))
+        performance = table_model(table, config.max_num_seqs, model)
     tokens = _kv_cache_tokens(config, model, dtype, max_model_len, name, memory_bytes)
     measured = isinstance(performance, TableModel)
     return SimulatedDevice(name, measured, performance, max_model_len, tokens, folder)

@@ -11,7 +11,8 @@ from bullet_graph.cli.engine_run import RunRecord, describe_run, load_tokenizer,
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.errors import PromptError, RequestError, WorkloadError
+from bullet_graph.engine.replay import require_forced_length
+from bullet_graph.errors import RequestError, WorkloadError
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.perf.summary import PercentileSummary, summarize_ms
 from bullet_graph.runtime.resolve import resolve
@@ -160,7 +161,7 @@ def _serve(engine: Engine, requests: Sequence[_Request], *, show_progress: bool)
         start_s = time.perf_counter()
         for index, request in enumerate(requests):
             try:
-                _check_length(request, engine.max_model_len)
+                require_forced_length(len(request.prompt_token_ids), request.params, engine.max_model_len)
                 engine.add_request(
                     str(index), request.prompt_token_ids, request.params, output_kind=OutputKind.FINAL_ONLY
                 )
@@ -175,16 +176,6 @@ def _serve(engine: Engine, requests: Sequence[_Request], *, show_progress: bool)
                 bar.update()
         elapsed_s = time.perf_counter() - start_s
     return _Served(elapsed_s, tuple(completed), tuple(failures))
-
-
-def _check_length(request: _Request, max_model_len: int) -> None:
-    """Refuse a request that the engine would end early: its recorded output length could not be forced."""
-    num_prompt, num_output = len(request.prompt_token_ids), request.params.max_tokens
-    if num_prompt + num_output > max_model_len:
-        raise PromptError(
-            f"prompt and output have {num_prompt} + {num_output} tokens, more than "
-            f"max_model_len={max_model_len}"
-        )
 
 
 def _summarize(trace: str, served: _Served, record: RunRecord) -> ThroughputResult:

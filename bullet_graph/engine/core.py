@@ -233,7 +233,7 @@ class EngineCore:
     ) -> None:
         lane, partition = placement.lane, placement.partition
         takes_turns = plan.takes_turns or not self._flights.fit_beside(lane, partition)
-        placement = Placement(lane, partition, placement.first_layer, placement.last_layer, takes_turns)
+        placement = replace(placement, takes_turns=takes_turns)
         now = self.executor.now()
         self.tracker.note_scheduled(scheduled, now)
         ticket = self.executor.launch(scheduled.step, placement)

@@ -158,12 +158,7 @@ def replay(
 
 
 def _send(engine: ReplayEngine, request_id: str, request: TimedRequest, arrival_s: float) -> None:
-    num_prompt, num_output = len(request.prompt_token_ids), request.params.max_tokens
-    if num_prompt + num_output > engine.max_model_len:
-        raise PromptError(
-            f"prompt and output have {num_prompt} + {num_output} tokens, more than "
-            f"max_model_len={engine.max_model_len}"
-        )
+    require_forced_length(len(request.prompt_token_ids), request.params, engine.max_model_len)
     engine.add_request(
         request_id,
         request.prompt_token_ids,
@@ -172,3 +167,16 @@ def _send(engine: ReplayEngine, request_id: str, request: TimedRequest, arrival_
         arrival_s=arrival_s,
         slo=request.slo,
     )
+
+
+def require_forced_length(prompt_tokens: int, params: SamplingParams, max_model_len: int) -> None:
+    """Refuse a request that the engine would end early: its recorded output length could not be forced.
+
+    Raises:
+        PromptError: prompt and output together are longer than ``max_model_len``.
+    """
+    if prompt_tokens + params.max_tokens > max_model_len:
+        raise PromptError(
+            f"prompt and output have {prompt_tokens} + {params.max_tokens} tokens, more than "
+            f"max_model_len={max_model_len}"
+        )

@@ -76,22 +76,16 @@ def build_executor(
         DeviceError: a library that the GPU path needs is missing.
         PartitionError: the SM partitions asked for cannot be had, or do not hold.
     """
-    ledger = plan_ledger(config, runtime)
+    _check_device(config, runtime)
+    performance = find_performance(config, runtime)
+    ledger = plan_ledger(config, runtime, performance)
     on_ledger(ledger)
     build = _build_cpu if runtime.device.type == "cpu" else _build_cuda
-    return build(config, runtime, ledger, progress)
+    return build(config, runtime, performance, ledger, progress)
 
 
-def plan_ledger(config: EngineConfig, runtime: Runtime) -> MemoryLedger:
-    """Divide the device's memory as an engine would; nothing is allocated.
-
-    Raises:
-        InsufficientMemoryError: it does not fit.
-        ConfigError: SM partitions were asked for on the CPU.
-        DeviceError: a library that the GPU path needs is missing.
-        UnsupportedModelError: the GPU path has no kernels for the model.
-        PartitionError: a partition's size is odd.
-    """
+def _check_device(config: EngineConfig, runtime: Runtime) -> None:
+    """What the device, its libraries and its kernels cannot do at all; raises as :func:`plan_ledger` says."""
     if runtime.device.type == "cpu":
         if (
             config.decode_sms
@@ -102,19 +96,39 @@ def plan_ledger(config: EngineConfig, runtime: Runtime) -> MemoryLedger:
                 "SM partitions need a GPU, but the device is the CPU: leave out decode_sms, partition_backend and "
                 "the arm split"
             )
+        return
+    _require_cuda_libraries()
+    if runtime.model.head_dim not in GPU_HEAD_DIMS:
+        raise UnsupportedModelError(
+            f"the GPU's attention kernels need heads of {', '.join(map(str, GPU_HEAD_DIMS))}, the model's have "
+            f"{runtime.model.head_dim}: pass device=cpu"
+        )
+
+
+def plan_ledger(
+    config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None = None
+) -> MemoryLedger:
+    """Divide the device's memory as an engine would; nothing is allocated.
+
+    Args:
+        performance: the model whose partitions the arm may choose from; None where it chooses none.
+
+    Raises:
+        InsufficientMemoryError: it does not fit.
+        ConfigError: SM partitions were asked for on the CPU.
+        DeviceError: a library that the GPU path needs is missing.
+        UnsupportedModelError: the GPU path has no kernels for the model.
+        PartitionError: a partition's size is odd.
+    """
+    _check_device(config, runtime)
+    if runtime.device.type == "cpu":
         host = psutil.virtual_memory()
         device, workspaces, graphs, limit = DeviceMemory(host.total, host.available), 0, 0, CPU_KV_CACHE_BYTES
     else:
-        _require_cuda_libraries()
         # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
         from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
 
-        if runtime.model.head_dim not in GPU_HEAD_DIMS:
-            raise UnsupportedModelError(
-                f"the GPU's attention kernels need heads of {', '.join(map(str, GPU_HEAD_DIMS))}, the model's have "
-                f"{runtime.model.head_dim}: pass device=cpu"
-            )
-        num_partitions = len(partitions_of(config, runtime)) if config.cuda_graphs else 0
+        num_partitions = len(partitions_of(config, runtime, performance)) if config.cuda_graphs else 0
         free, total = torch.cuda.mem_get_info(runtime.device)
         device, limit = DeviceMemory(total, free), None
         workspaces = CudaExecutor.workspace_bytes(runtime.model, config.max_num_seqs)
@@ -131,18 +145,28 @@ def plan_ledger(config: EngineConfig, runtime: Runtime) -> MemoryLedger:
     )
 
 
-def _build_cpu(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, progress: bool) -> BuiltRuntime:
-    performance = find_performance(config, runtime)
+def _build_cpu(
+    config: EngineConfig,
+    runtime: Runtime,
+    performance: PerformanceModel | None,
+    ledger: MemoryLedger,
+    progress: bool,
+) -> BuiltRuntime:
     executor = CpuExecutor(build_decoder(config, runtime, ledger, progress), max_num_seqs=config.max_num_seqs)
     return BuiltRuntime(executor, ledger, performance)
 
 
-def _build_cuda(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, progress: bool) -> BuiltRuntime:
+def _build_cuda(
+    config: EngineConfig,
+    runtime: Runtime,
+    performance: PerformanceModel | None,
+    ledger: MemoryLedger,
+    progress: bool,
+) -> BuiltRuntime:
     # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
     from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
 
-    performance = find_performance(config, runtime)
-    partitions = partitions_of(config, runtime)
+    partitions = partitions_of(config, runtime, performance)
     # Before the weights: a partition that does not hold should not cost their loading.
     backend, why = open_backend(config.partition_backend, partitions, device=torch.cuda.current_device())
     launcher = Launcher(backend, runtime.device)
@@ -163,14 +187,15 @@ def _build_cuda(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, pr
     return BuiltRuntime(executor, ledger, performance, why, executor.capture)
 
 
-def partitions_of(config: EngineConfig, runtime: Runtime) -> tuple[SmPartition, ...]:
+def partitions_of(
+    config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None = None
+) -> tuple[SmPartition, ...]:
     """The whole GPU, and a partition for each size of the decode lane that is wanted or that the arm may choose."""
     num_sms = torch.cuda.get_device_properties(runtime.device).multi_processor_count
     sizes: Sequence[int] = config.decode_sms
     if config.arm.decode_sms is not None:
         sizes = (*sizes, config.arm.decode_sms)
     elif not sizes and config.arm.name in ("auto", "split") and config.partition_backend != "none":
-        performance = find_performance(config, runtime)
         sizes = () if performance is None else performance.decode_sms
     return tuple(partition_of(size, num_sms=num_sms) for size in (None, *sorted(set(sizes))))
 

@@ -1,12 +1,12 @@
 """What a performance table must have been measured with to hold for a runtime, and where a user's tables are."""
 
-import re
 from pathlib import Path
 
 import torch
 from platformdirs import user_data_path
 
 from bullet_graph.perf.provenance import installed_version
+from bullet_graph.perf.shipped import table_file_name
 from bullet_graph.perf.table import TableKey, shape_numbers
 from bullet_graph.runtime.resolve import Runtime
 
@@ -37,6 +37,5 @@ def user_tables_folder() -> Path:
 
 
 def user_table_file(key: TableKey) -> Path:
-    """Where this user's table for ``key`` is, by the names of GPU, model and dtype."""
-    name = "-".join((key.gpu, key.model, key.dtype)).lower()
-    return user_tables_folder() / f"{re.sub(r'[^a-z0-9.]+', '-', name)}.json"
+    """Where this user's table for ``key`` is; named as those that come with the package are."""
+    return user_tables_folder() / table_file_name(key.gpu, key.model, key.dtype)

@@ -6,6 +6,7 @@ from pathlib import Path
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import PerfTableError
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
+from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline, device_spec
@@ -51,13 +52,13 @@ def find_performance(config: EngineConfig, runtime: Runtime) -> PerformanceModel
             f"{config.model}` once, or pass perf_table='roofline' for an estimate"
         )
     require_match(table, table_key(runtime, config.model))
-    return table_model(table, config.max_num_seqs, runtime)
+    return table_model(table, config.max_num_seqs, runtime.model)
 
 
-def table_model(table: PerfTable, max_num_seqs: int, runtime: Runtime) -> TableModel:
+def table_model(table: PerfTable, max_num_seqs: int, model: ModelConfig) -> TableModel:
     """Predictions from a table, batches padded as the engine's graphs pad them."""
     buckets = batch_size_buckets(max_num_seqs)
-    return TableModel(table, runtime.model, pad=partial(bucket_for, buckets=buckets))
+    return TableModel(table, model, pad=partial(bucket_for, buckets=buckets))
 
 
 def _find_table(config: EngineConfig, runtime: Runtime) -> PerfTable | None:

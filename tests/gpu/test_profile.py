@@ -83,7 +83,7 @@ def test_a_profile_by_the_command(model: str, tmp_path: Path, record_property: R
     assert 0 <= errors["overall"]["median_percent"] < 100
     # The table serves as a model.
     made = prepared(model)
-    performance = table_model(table, 64, made.runtime)
+    performance = table_model(table, 64, made.runtime.model)
     assert performance.decode(64, 64_000).ms > 0
     assert tuple(performance.decode_sms) == (32, 64)
     record_property("held_back_errors", errors["kinds"])
@@ -114,7 +114,7 @@ def test_an_interrupted_profile_goes_on(model: str, tmp_path: Path, monkeypatch:
     # The first burst only heats.
     assert sum(map(len, {**from_points(before.points), **from_points(before.held_back)}.values())) == 19
     with pytest.raises(PerfTableError):
-        table_model(before, 64, prepared(model).runtime)
+        table_model(before, 64, prepared(model).runtime.model)
     with pytest.raises(ConfigError, match="--restart"):
         profile_model(prepared(model, seed=1), time_budget_s=BUDGET_S, file=output)
 
