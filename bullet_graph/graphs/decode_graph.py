@@ -268,5 +268,5 @@ class DecodeGraphs:
             step.attention,
             functions,
         )
-        logits = self._decoder.logits(hidden, None, functions.ops, out=self._logits[:rows])
+        logits = self._decoder.logits(hidden, functions.ops, out=self._logits[:rows])
         return sample(logits, step.slots, step.sample_positions, self._state)

@@ -29,7 +29,7 @@ class ReferenceAttention:
 
     Args:
         cache: the KV cache.
-        q_indptr: [n + 1], where each sequence's rows start.
+        q_indptr: [n + 1], where each sequence's rows start; one may have none.
         kv_lens: [n], tokens each sequence attends to; its rows are the last of them.
         kv_indptr: [n + 1], where each sequence's blocks start in ``kv_indices``.
         kv_indices: block ids.
@@ -63,6 +63,8 @@ class ReferenceAttention:
             zip(self._blocks, self._kv_lens, self._masks, strict=True)
         ):
             rows = slice(self._q_indptr[i], self._q_indptr[i + 1])
+            if rows.start == rows.stop:
+                continue
             k = keys[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
             v = values[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
             attended = torch.nn.functional.scaled_dot_product_attention(

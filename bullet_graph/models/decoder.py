@@ -27,6 +27,19 @@ class Hidden:
     residual: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Which rows of a forward are sampled: after the last layer's keys and values, only these are computed.
+
+    Attributes:
+        rows: [s] integer, indices of the forward's rows, rising.
+        attention: planned for them, one query row for each sequence that is sampled; None where none is.
+    """
+
+    rows: Tensor
+    attention: Attention | None
+
+
 def attention_input(
     ops: LayerOps,
     x: Tensor,
@@ -115,6 +128,7 @@ class Decoder:
         *,
         first: int = 0,
         last: int | None = None,
+        sampled: SampledRows | None = None,
     ) -> Hidden:
         """Run layers [first, last); None means to the end.
 
@@ -122,6 +136,10 @@ class Decoder:
             positions: [rows], position of each row's token.
             kv_slots: [rows], where its keys and values go: block * block_tokens + offset.
             attention: planned for these rows.
+            sampled: the rows that the last layer need give; None for all of them.
+
+        Returns:
+            Activations of all rows, or after the last layer of those sampled alone.
         """
         inputs = RowInputs(positions, kv_slots, self.cos_sin)
         eps = self.config.rms_norm_eps
@@ -133,23 +151,25 @@ class Decoder:
             )
             keys, values = self.cache.layer(index)
             q = functions.ops.rope_and_cache(qkv, inputs, keys, values, layer, self.config)
+            attending = attention
+            if sampled is not None and index == self.config.num_layers - 1:
+                q, residual = q[sampled.rows], residual[sampled.rows]
+                if sampled.attention is None:
+                    return Hidden(residual, residual)
+                attending = sampled.attention
             x, residual = functions.attention_output(
-                attention.run(index, q), residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps
+                attending.run(index, q), residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps
             )
         return Hidden(x, residual)
 
-    def logits(self, hidden: Hidden, rows: Tensor | None, ops: LayerOps, out: Tensor | None = None) -> Tensor:
-        """Final norm and output projection.
+    def logits(self, hidden: Hidden, ops: LayerOps, out: Tensor | None = None) -> Tensor:
+        """Final norm and output projection of [n] rows.
 
         Args:
-            rows: [n] indices of the rows wanted, or None for all.
             out: [n, vocab_size], where to put the logits, or None for new memory.
 
         Returns:
             [n, vocab_size] in the weights' dtype.
         """
-        x, residual = hidden.x, hidden.residual
-        if rows is not None:
-            x, residual = x[rows], residual[rows]
-        x, _ = ops.add_rms_norm(x, residual, self.weights.final_norm, self.config.rms_norm_eps)
+        x, _ = ops.add_rms_norm(hidden.x, hidden.residual, self.weights.final_norm, self.config.rms_norm_eps)
         return ops.linear(x, self.weights.lm_head, out=out)

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from bullet_graph.models.attention import ReferenceAttention
-from bullet_graph.models.decoder import Decoder, Hidden, eager_functions
+from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
 from bullet_graph.models.ops import TorchOps
 from bullet_graph.models.sampler import SamplingState, sample, token_logprobs
 from bullet_graph.partition.masks import Lane
@@ -24,6 +24,7 @@ class _Forward:
 
     rows: Rows
     attention: ReferenceAttention
+    sampled: SampledRows
     hidden: Hidden
 
 
@@ -64,6 +65,7 @@ class CpuExecutor:
             self._functions,
             first=placement.first_layer,
             last=placement.last_layer,
+            sampled=forward.sampled,
         )
         token_ids: Int32Array = np.empty(0, dtype=np.int32)
         logprobs = None
@@ -71,7 +73,7 @@ class CpuExecutor:
             del self._forwards[placement.lane]
             token_ids, logprobs = self._sample(rows, hidden, step.num_logprobs)
         else:
-            self._forwards[placement.lane] = _Forward(rows, forward.attention, hidden)
+            self._forwards[placement.lane] = replace(forward, hidden=hidden)
         ticket = self._next_ticket
         self._next_ticket += 1
         device_ms = (time.perf_counter() - start_s) * 1e3
@@ -82,21 +84,27 @@ class CpuExecutor:
         for init in step.admitted:
             self._state.settings[init.slot] = torch.from_numpy(settings_row(init))
         rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
-        attention = ReferenceAttention(
-            self._decoder.cache,
-            q_indptr=rows.q_indptr.tolist(),
-            kv_lens=rows.kv_lens.tolist(),
-            kv_indptr=rows.kv_indptr.tolist(),
-            kv_indices=torch.from_numpy(rows.kv_indices).long(),
+        attention, sampled_attention = (
+            ReferenceAttention(
+                self._decoder.cache,
+                q_indptr=q_indptr.tolist(),
+                kv_lens=rows.kv_lens.tolist(),
+                kv_indptr=rows.kv_indptr.tolist(),
+                kv_indices=torch.from_numpy(rows.kv_indices).long(),
+            )
+            for q_indptr in (rows.q_indptr, rows.sample_indptr)
+        )
+        sampled = SampledRows(
+            torch.from_numpy(rows.sample_rows).long(), sampled_attention if len(rows.sample_rows) else None
         )
         fed_back = self._state.last_token[torch.from_numpy(rows.decode_slots).long()]
         hidden = self._decoder.embed(torch.cat((torch.from_numpy(rows.token_ids), fed_back)))
-        return _Forward(rows, attention, hidden)
+        return _Forward(rows, attention, sampled, hidden)
 
     def _sample(
         self, rows: Rows, hidden: Hidden, num_logprobs: int | None
     ) -> tuple[Int32Array, StepLogprobs | None]:
-        logits = self._decoder.logits(hidden, torch.from_numpy(rows.sample_rows).long(), self._functions.ops)
+        logits = self._decoder.logits(hidden, self._functions.ops)
         token_ids = sample(
             logits,
             torch.from_numpy(rows.sample_slots).long(),

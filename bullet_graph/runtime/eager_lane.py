@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bullet_graph.models.decoder import Decoder, Hidden, eager_functions
+from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
 from bullet_graph.models.flashinfer_attention import (
     AttentionLane,
     MixedAttention,
@@ -20,6 +20,7 @@ from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_ops import TritonOps, sample
 from bullet_graph.runtime.rows import Rows
+from bullet_graph.runtime.step import Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class EagerForward:
         positions: [rows].
         kv_slots: [rows].
         attention: planned for the rows.
-        sample_rows: [s], rows that are sampled in the end.
+        sampled: rows that are sampled in the end, s of them.
         sample_slots: [s].
         sample_positions: [s].
     """
@@ -40,7 +41,7 @@ class EagerForward:
     positions: Tensor
     kv_slots: Tensor
     attention: MixedAttention
-    sample_rows: Tensor
+    sampled: SampledRows
     sample_slots: Tensor
     sample_positions: Tensor
 
@@ -64,8 +65,8 @@ class EagerLane:
         self._state = state
         self._functions = eager_functions(TritonOps())
         scratch = torch.zeros(decode_workspace_bytes(config, max_num_seqs), dtype=torch.uint8, device=device)
-        # The two take turns within a layer, so they may share their scratch.
-        self._prefill_attention, self._decode_attention = (
+        # They take turns within a layer, so they may share their scratch.
+        self._prefill_attention, self._decode_attention, self._sampled_attention = (
             AttentionLane(
                 config,
                 decoder.cache,
@@ -74,10 +75,10 @@ class EagerLane:
                 causal=causal,
                 float_workspace=scratch,
             )
-            for causal in (True, False)
+            for causal in (True, False, False)
         )
-        # Ten arrays of a row or a sequence each, and the block ids.
-        self._uploader = Uploader(10 * (max_rows + 8) + num_kv_blocks, device)
+        # Eleven arrays of a row or a sequence each, and the block ids.
+        self._uploader = Uploader(11 * (max_rows + 8) + num_kv_blocks, device)
 
     def run(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Enqueue a whole forward on the current stream.
@@ -100,6 +101,7 @@ class EagerLane:
             kv_indptr,
             last_block,
             sample_rows,
+            sample_indptr,
             sample_slots,
             sample_positions,
             kv_indices,
@@ -112,6 +114,7 @@ class EagerLane:
             rows.kv_indptr,
             last_block_tokens,
             rows.sample_rows,
+            rows.sample_indptr,
             rows.sample_slots,
             rows.sample_positions,
             rows.kv_indices,
@@ -122,8 +125,8 @@ class EagerLane:
             prefill = self._plan(
                 self._prefill_attention,
                 rows,
-                0,
-                n,
+                rows.q_indptr,
+                slice(0, n),
                 q_indptr[: n + 1],
                 kv_indptr[: n + 1],
                 kv_indices,
@@ -134,12 +137,25 @@ class EagerLane:
             decode = self._plan(
                 self._decode_attention,
                 rows,
-                n,
-                len(rows.kv_lens),
+                rows.q_indptr,
+                slice(n, None),
                 q_indptr[n:] - prefill_tokens,
                 kv_indptr[n:],
                 kv_indices,
                 last_block[n:],
+            )
+        sampled = None
+        if len(rows.sample_rows):
+            # A sequence that is not sampled has no query row here; its blocks are stepped over.
+            sampled = self._plan(
+                self._sampled_attention,
+                rows,
+                rows.sample_indptr,
+                slice(None),
+                sample_indptr,
+                kv_indptr,
+                kv_indices,
+                last_block,
             )
         fed_back = self._state.last_token[decode_slots]
         return EagerForward(
@@ -147,7 +163,7 @@ class EagerLane:
             positions,
             kv_slots,
             MixedAttention(prefill, decode, prefill_tokens),
-            sample_rows,
+            SampledRows(sample_rows, sampled),
             sample_slots,
             sample_positions,
         )
@@ -162,35 +178,37 @@ class EagerLane:
             self._functions,
             first=first,
             last=last,
+            sampled=forward.sampled,
         )
         return dataclasses.replace(forward, hidden=hidden)
 
     def finish(self, forward: "EagerForward") -> tuple[Tensor, Tensor]:
         """Enqueue output head and sampling, after the last layer; returns as :meth:`run`."""
-        logits = self._decoder.logits(forward.hidden, forward.sample_rows, self._functions.ops)
+        logits = self._decoder.logits(forward.hidden, self._functions.ops)
         return logits, sample(logits, forward.sample_slots, forward.sample_positions, self._state)
 
     def _plan(
         self,
         lane: AttentionLane,
         rows: Rows,
-        first: int,
-        last: int,
+        host_q_indptr: Int32Array,
+        sequences: slice,
         q_indptr: Tensor,
         kv_indptr: Tensor,
         kv_indices: Tensor,
         last_block_tokens: Tensor,
     ) -> PlannedAttention:
-        """Plan attention for sequences [first, last) of the step."""
-        host_q_indptr = rows.q_indptr[first : last + 1] - rows.q_indptr[first]
+        """Plan attention for a range of the step's sequences, whose rows are numbered from the first of them."""
+        start, stop, _ = sequences.indices(len(rows.kv_lens))
+        host_q_indptr = host_q_indptr[start : stop + 1] - host_q_indptr[start]
         batch = PagedBatch(
             q_indptr=q_indptr,
             kv_indptr=kv_indptr,
             kv_indices=kv_indices,
             last_block_tokens=last_block_tokens,
             host_q_indptr=torch.from_numpy(host_q_indptr),
-            host_kv_indptr=torch.from_numpy(rows.kv_indptr[first : last + 1]),
-            host_kv_lens=torch.from_numpy(rows.kv_lens[first:last]),
+            host_kv_indptr=torch.from_numpy(rows.kv_indptr[start : stop + 1]),
+            host_kv_lens=torch.from_numpy(rows.kv_lens[start:stop]),
             num_rows=int(host_q_indptr[-1]),
         )
         return lane.plan(batch, captured=False)

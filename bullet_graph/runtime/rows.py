@@ -20,7 +20,8 @@ class Rows:
         kv_lens: [n], tokens each sequence attends to.
         kv_indptr: [n + 1].
         kv_indices: block ids.
-        sample_rows: [s], rows whose next token is sampled.
+        sample_rows: [s], rows whose next token is sampled: the last of their sequence.
+        sample_indptr: [n + 1], where each sequence's sampled row, if it has one, stands among them.
         sample_slots: [s].
         sample_positions: [s], position that each sampled token will have.
         num_prefill: how many of the n sequences are prefill chunks.
@@ -35,6 +36,7 @@ class Rows:
     kv_indptr: Int32Array
     kv_indices: Int32Array
     sample_rows: Int32Array
+    sample_indptr: Int32Array
     sample_slots: Int32Array
     sample_positions: Int32Array
     num_prefill: int
@@ -89,6 +91,7 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
         kv_indptr=kv_indptr,
         kv_indices=kv_indices,
         sample_rows=(q_indptr[1:] - 1)[sampled],
+        sample_indptr=_indptr(sampled.astype(np.int32)),
         sample_slots=slots[sampled],
         sample_positions=kv_lens[sampled],
         num_prefill=0 if prefill is None else len(prefill.slots),

@@ -106,7 +106,7 @@ def reference_logits(setup: Setup, inputs: DecodeInputs) -> torch.Tensor:
         attention,
         functions,
     )
-    return setup.reference.logits(hidden, None, functions.ops)
+    return setup.reference.logits(hidden, functions.ops)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 33, 64, 96])
@@ -168,4 +168,4 @@ def test_forward_can_stop_between_layers(setup: Setup) -> None:
         hidden = setup.reference.run_layers(
             hidden, positions, kv_slots, attention, functions, first=first, last=last
         )
-    assert torch.equal(setup.reference.logits(hidden, None, functions.ops), whole)
+    assert torch.equal(setup.reference.logits(hidden, functions.ops), whole)

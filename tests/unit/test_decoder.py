@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bullet_graph.models.attention import ReferenceAttention
-from bullet_graph.models.decoder import Decoder, Hidden, eager_functions
+from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.loader import dummy_weights
 from bullet_graph.models.ops import TorchOps
@@ -37,16 +37,30 @@ class Forward:
     def start(self) -> Hidden:
         return self.decoder.embed(torch.arange(ROWS) * 7)
 
-    def run(self, hidden: Hidden, first: int, last: int | None) -> Hidden:
+    def run(self, hidden: Hidden, first: int, last: int | None, sampled: SampledRows | None = None) -> Hidden:
         positions = torch.arange(ROWS)
         kv_slots = torch.where(positions < 8, 24 + positions, positions)
         functions = eager_functions(TorchOps())
         return self.decoder.run_layers(
-            hidden, positions, kv_slots, self.attention, functions, first=first, last=last
+            hidden,
+            positions,
+            kv_slots,
+            self.attention,
+            functions,
+            first=first,
+            last=last,
+            sampled=sampled,
         )
 
-    def logits(self, hidden: Hidden, rows: torch.Tensor | None = None) -> torch.Tensor:
-        return self.decoder.logits(hidden, rows, TorchOps())
+    def logits(self, hidden: Hidden) -> torch.Tensor:
+        return self.decoder.logits(hidden, TorchOps())
+
+    def assert_same_cache(self, other: "Forward") -> None:
+        for layer in range(CONFIG.num_layers):
+            for ours, theirs in zip(
+                self.decoder.cache.layer(layer), other.decoder.cache.layer(layer), strict=True
+            ):
+                assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("cuts", [[2], [1, 3], [1, 2, 3]])
@@ -58,16 +72,36 @@ def test_layer_ranges_add_up_to_the_whole(cuts: list[int]) -> None:
     for first, last in zip([0, *cuts], [*cuts, None], strict=True):
         hidden = sliced.run(hidden, first, last)
     assert torch.equal(sliced.logits(hidden), expected)
-    for layer in range(CONFIG.num_layers):
-        for ours, theirs in zip(
-            sliced.decoder.cache.layer(layer), whole.decoder.cache.layer(layer), strict=True
-        ):
-            assert torch.equal(ours, theirs)
+    sliced.assert_same_cache(whole)
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 3], [CONFIG.num_layers - 1]])
+@torch.inference_mode()
+def test_the_last_layer_gives_the_sampled_rows_alone(cuts: list[int]) -> None:
+    whole, pruned = Forward.new(), Forward.new()
+    expected = whole.logits(whole.run(whole.start(), 0, None))[-1:]
+    attention = ReferenceAttention(
+        pruned.decoder.cache,
+        q_indptr=[0, 1],
+        kv_lens=[ROWS],
+        kv_indptr=[0, 2],
+        kv_indices=torch.tensor([3, 1]),
+    )
+    hidden = pruned.start()
+    for first, last in zip([0, *cuts], [*cuts, None], strict=True):
+        hidden = pruned.run(hidden, first, last, SampledRows(torch.tensor([ROWS - 1]), attention))
+    logits = pruned.logits(hidden)
+    assert logits.shape == (1, CONFIG.vocab_size)
+    torch.testing.assert_close(logits, expected)
+    pruned.assert_same_cache(whole)
 
 
 @torch.inference_mode()
-def test_logits_of_chosen_rows_are_those_of_all_rows() -> None:
-    forward = Forward.new()
-    hidden = forward.run(forward.start(), 0, None)
-    rows = torch.tensor([8, 0])
-    torch.testing.assert_close(forward.logits(hidden, rows), forward.logits(hidden)[rows])
+def test_a_forward_that_samples_nothing_still_fills_the_cache() -> None:
+    whole, pruned = Forward.new(), Forward.new()
+    whole.run(whole.start(), 0, None)
+    hidden = pruned.run(
+        pruned.start(), 0, None, SampledRows(torch.empty(0, dtype=torch.long), attention=None)
+    )
+    assert pruned.logits(hidden).shape == (0, CONFIG.vocab_size)
+    pruned.assert_same_cache(whole)

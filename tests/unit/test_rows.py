@@ -35,6 +35,7 @@ class Expected:
     kv_indptr: list[int] = field(default_factory=lambda: [0])
     kv_indices: list[int] = field(default_factory=list)
     sample_rows: list[int] = field(default_factory=list)
+    sample_indptr: list[int] = field(default_factory=lambda: [0])
     sample_slots: list[int] = field(default_factory=list)
     sample_positions: list[int] = field(default_factory=list)
 
@@ -57,6 +58,7 @@ def naive(chunks: list[Chunk], token_ids: list[int], block_tokens: int) -> Expec
             expected.sample_rows.append(len(expected.positions) - 1)
             expected.sample_slots.append(chunk.slot)
             expected.sample_positions.append(chunk.start + length)
+        expected.sample_indptr.append(len(expected.sample_rows))
     return expected
 
 
