@@ -71,7 +71,7 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
         capture = engine.capture
         click.echo(
             f"partitions: {engine.partition_backend}\n"
-            f"{capture.num_graphs} decode graphs: compiled in {capture.compile_seconds:.1f} s, captured in "
+            f"{capture.num_graphs:,} graphs: compiled in {capture.compile_seconds:.1f} s, captured in "
             f"{capture.capture_seconds:.1f} s, {format_bytes(capture.num_bytes)}",
             err=True,
         )

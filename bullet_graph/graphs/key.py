@@ -5,6 +5,12 @@ from dataclasses import dataclass
 
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 
+_ROW_STEPS = ((256, 16), (512, 32), (1024, 64))
+"""(up to so many rows, buckets so many rows apart): padding stays within a tile of a matrix product."""
+
+MOST_PADDED_ROWS = max(step for _, step in _ROW_STEPS) - 1
+"""Rows that a bucket of :func:`row_buckets` may have more than the forward in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
@@ -28,6 +34,16 @@ def batch_size_buckets(max_batch_size: int) -> tuple[int, ...]:
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32)]
     sizes += range(512, max_batch_size + 1, 64)
     return (*[size for size in sizes if size < max_batch_size], max_batch_size)
+
+
+def row_buckets(max_rows: int) -> tuple[int, ...]:
+    """Numbers of rows to capture short forwards for, rising, none above ``max_rows``."""
+    sizes: list[int] = []
+    start = 0
+    for end, step in _ROW_STEPS:
+        sizes += range(start + step, end + 1, step)
+        start = end
+    return tuple(size for size in sizes if size <= max_rows)
 
 
 def bucket_for(batch_size: int, buckets: tuple[int, ...]) -> int:

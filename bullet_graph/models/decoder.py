@@ -151,15 +151,35 @@ class Decoder:
             )
             keys, values = self.cache.layer(index)
             q = functions.ops.rope_and_cache(qkv, inputs, keys, values, layer, self.config)
-            attending = attention
             if sampled is not None and index == self.config.num_layers - 1:
-                q, residual = q[sampled.rows], residual[sampled.rows]
-                if sampled.attention is None:
-                    return Hidden(residual, residual)
-                attending = sampled.attention
+                return self.finish_last_layer(q, residual, sampled, functions)
             x, residual = functions.attention_output(
-                attending.run(index, q), residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps
+                attention.run(index, q), residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps
             )
+        return Hidden(x, residual)
+
+    def finish_last_layer(
+        self, q: Tensor, residual: Tensor, sampled: SampledRows, functions: LayerFunctions
+    ) -> Hidden:
+        """Attention of the last layer and what follows it, for the sampled rows alone.
+
+        Args:
+            q: queries of all rows, [rows, num_heads, head_dim]; their keys and values are in the cache.
+            residual: of all rows, [rows, hidden_size].
+        """
+        q, residual = q[sampled.rows], residual[sampled.rows]
+        if sampled.attention is None:
+            return Hidden(residual, residual)
+        layer = self.weights.layers[-1]
+        x, residual = functions.attention_output(
+            sampled.attention.run(self.config.num_layers - 1, q),
+            residual,
+            layer.o,
+            layer.post_norm,
+            layer.gate_up,
+            layer.down,
+            self.config.rms_norm_eps,
+        )
         return Hidden(x, residual)
 
     def logits(self, hidden: Hidden, ops: LayerOps, out: Tensor | None = None) -> Tensor:

@@ -232,8 +232,12 @@ class MixedAttention:
     def run(self, layer: int, q: Tensor) -> Tensor:
         """See :meth:`~bullet_graph.models.attention.Attention.run`."""
         out = torch.empty_like(q)
+        self.run_into(layer, q, out)
+        return out.flatten(1)
+
+    def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """As :meth:`run`, into ``out`` [rows, num_heads, head_dim]."""
         if self.prefill is not None:
             self.prefill.run_into(layer, q[: self.num_prefill_rows], out[: self.num_prefill_rows])
         if self.decode is not None:
             self.decode.run_into(layer, q[self.num_prefill_rows :], out[self.num_prefill_rows :])
-        return out.flatten(1)

@@ -17,17 +17,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype) * weight
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Add the residual, then norm.
 
     Args:
         x: [rows, hidden_size].
         residual: the same shape.
+        summed: the same shape, where to put the sum (``residual`` itself, perhaps), or None for new memory.
 
     Returns:
         (normed, x + residual), both in x's dtype.
     """
-    summed = x + residual
+    summed = torch.add(x, residual, out=summed) if summed is not None else x + residual
     return rms_norm(summed, weight, eps), summed
 
 
@@ -79,7 +82,9 @@ class RowInputs:
 class LayerOps(Protocol):
     """The steps of a layer but attention; torch here, Triton in ``triton_ops``."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See :func:`add_rms_norm`."""
 
     def linear(
@@ -98,12 +103,14 @@ class LayerOps(Protocol):
         values: Tensor,
         layer: LayerWeights,
         config: ModelConfig,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Norm and rotate queries and keys, and write keys and values into the cache.
 
         Args:
             qkv: [rows, q_size + 2 * kv_size].
             keys: [num_blocks, block_tokens, num_kv_heads, head_dim]; likewise ``values``.
+            out: [rows, num_heads, head_dim], where to put the queries, or None for new memory.
 
         Returns:
             Queries, [rows, num_heads, head_dim].
@@ -119,7 +126,13 @@ class TorchOps:
 
     @staticmethod
     def rope_and_cache(
-        qkv: Tensor, inputs: RowInputs, keys: Tensor, values: Tensor, layer: LayerWeights, config: ModelConfig
+        qkv: Tensor,
+        inputs: RowInputs,
+        keys: Tensor,
+        values: Tensor,
+        layer: LayerWeights,
+        config: ModelConfig,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`LayerOps.rope_and_cache`."""
         rows, heads = len(qkv), config.num_heads
@@ -134,4 +147,5 @@ class TorchOps:
         cos, sin = inputs.cos_sin[inputs.positions].chunk(2, dim=-1)
         keys.flatten(0, 1)[inputs.kv_slots] = rotate(k, cos, sin)
         values.flatten(0, 1)[inputs.kv_slots] = v
-        return rotate(q, cos, sin)
+        rotated = rotate(q, cos, sin)
+        return rotated if out is None else out.copy_(rotated)

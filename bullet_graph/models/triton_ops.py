@@ -28,10 +28,13 @@ class TritonOps:
     """See :class:`~bullet_graph.models.ops.LayerOps`; all tensors contiguous, on one device."""
 
     @staticmethod
-    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See :func:`~bullet_graph.models.ops.add_rms_norm`."""
         rows, hidden_size = x.shape
-        normed, summed = torch.empty_like(x), torch.empty_like(x)
+        normed = torch.empty_like(x)
+        summed = torch.empty_like(x) if summed is None else summed
         if rows:
             block = triton.next_power_of_2(hidden_size)
             add_rms_norm_kernel[(rows,)](
@@ -74,11 +77,17 @@ class TritonOps:
 
     @staticmethod
     def rope_and_cache(
-        qkv: Tensor, inputs: RowInputs, keys: Tensor, values: Tensor, layer: LayerWeights, config: ModelConfig
+        qkv: Tensor,
+        inputs: RowInputs,
+        keys: Tensor,
+        values: Tensor,
+        layer: LayerWeights,
+        config: ModelConfig,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`~bullet_graph.models.ops.LayerOps.rope_and_cache`."""
         rows, half = len(qkv), config.head_dim // 2
-        q = qkv.new_empty(rows, config.num_heads, config.head_dim)
+        q = qkv.new_empty(rows, config.num_heads, config.head_dim) if out is None else out
         heads = config.num_heads + 2 * config.num_kv_heads
         rope_and_cache_kernel[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
             qkv,

@@ -12,9 +12,11 @@ import torch
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import GraphKey, bucket_for
+from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.sampler import SamplingState
+from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S
@@ -132,12 +134,15 @@ class Workbench:
             num_kv_blocks=num_kv_blocks,
             padding_slot=max_batch_size,
         )
+        max_rows = limits.max_tokens + max_batch_size
+        self._layer_graphs = LayerGraphs(decoder, TritonOps(), max_rows=max_rows)
         self._eager = EagerLane(
             decoder,
             state,
             max_num_seqs=max_batch_size,
-            max_rows=limits.max_tokens + max_batch_size,
+            max_rows=max_rows,
             num_kv_blocks=num_kv_blocks,
+            graphs=self._layer_graphs,
         )
         rng = np.random.default_rng(seed)
         # In random order, as a cache has its blocks after hours of service; block 0 is padding.
@@ -167,6 +172,9 @@ class Workbench:
             for key in ordered:
                 self._graphs.capture_one(key, stream_for(key.partition))
                 advance(1)
+        if any(point.kind == "mixed" for point in points):
+            with torch.cuda.stream(stream_for(WHOLE_GPU)):
+                self._layer_graphs.capture(progress=progress)
         torch.cuda.synchronize()
         return len(keys)
 
@@ -186,7 +194,7 @@ class Workbench:
             # A forward with decode rows in it runs on the decode lane, as in the engine.
             rows = lay_out(self._chunk(point), self._decode_batch(point), KV_BLOCK_TOKENS)
             stream = self._launcher.stream("decode", partition)
-            lanes.append(FedLane(stream, lambda: self._eager.run(rows)))
+            lanes.append(FedLane(stream, lambda: self._eager.run(rows, captured=True)))
         if point.kind in ("prefill", "split"):
             lanes.append(self.prefill_lane([point], partition))
         return run_burst(lanes, burst_s)

@@ -13,12 +13,14 @@ from torch import Tensor
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import batch_size_buckets
+from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.flashinfer_attention import decode_workspace_bytes
 from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState, token_logprobs
+from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.partition.masks import Lane
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
@@ -111,7 +113,12 @@ class CudaExecutor:
         with torch.cuda.stream(stream), torch.inference_mode():
             self._state = SamplingState(max_num_seqs + 1, device)
 
-        def lane(name: Lane, max_decode_rows: int) -> _LaneState:
+        self._layer_graphs: LayerGraphs | None = None
+        if cuda_graphs:
+            with torch.cuda.stream(stream), torch.inference_mode():
+                self._layer_graphs = LayerGraphs(decoder, TritonOps(), max_rows=max_rows)
+
+        def lane(name: Lane, max_decode_rows: int, graphs: LayerGraphs | None) -> _LaneState:
             lane_stream = launcher.stream(name, WHOLE_GPU)
             with torch.cuda.stream(lane_stream), torch.inference_mode():
                 eager = EagerLane(
@@ -120,16 +127,17 @@ class CudaExecutor:
                     max_num_seqs=max_decode_rows,
                     max_rows=max_rows,
                     num_kv_blocks=num_kv_blocks,
+                    graphs=graphs,
                 )
                 slots = Uploader(max_num_seqs * (self._state.settings.shape[1] + 1) + 8, device)
             return _LaneState(lane_stream, eager, slots)
 
-        self._lanes: dict[Lane, _LaneState] = {"decode": lane("decode", max_num_seqs)}
+        self._lanes: dict[Lane, _LaneState] = {"decode": lane("decode", max_num_seqs, self._layer_graphs)}
         if prefill_lane:
-            self._lanes["prefill"] = lane("prefill", 1)
+            self._lanes["prefill"] = lane("prefill", 1, None)
         self._graphs = None
         self.capture: CaptureReport | None = None
-        if cuda_graphs:
+        if self._layer_graphs is not None:
             with torch.cuda.stream(stream), torch.inference_mode():
                 self._graphs = DecodeGraphs(
                     decoder,
@@ -138,9 +146,11 @@ class CudaExecutor:
                     num_kv_blocks=num_kv_blocks,
                     padding_slot=self._padding_slot,
                 )
-                self.capture = self._graphs.capture(
+                report = self._graphs.capture(
                     partitions, partial(launcher.stream, "decode"), progress=progress
                 )
+                launcher.stream("decode", WHOLE_GPU)
+                self.capture = report.including(self._layer_graphs.capture(progress=progress))
         torch.cuda.synchronize(device)  # the lanes begin with all that both of them need
 
     @staticmethod
@@ -197,7 +207,7 @@ class CudaExecutor:
                 token_ids = self._graphs.run(inputs, placement.partition)
                 logits = self._graphs.logits(len(token_ids))
                 return _pending(started, finished, step, logits, token_ids)
-            lane.forward = lane.eager.begin(rows)
+            lane.forward = lane.eager.begin(rows, captured=placement.partition == WHOLE_GPU)
         if lane.forward is None:
             raise RuntimeError(f"layer {placement.first_layer} of a forward that was not begun")
         lane.forward = lane.eager.run_layers(lane.forward, placement.first_layer, placement.last_layer)

@@ -1,4 +1,4 @@
-"""Eager forwards on the GPU: prefill chunks, decode rows, or both, launched kernel by kernel."""
+"""Forwards of prefill chunks, decode rows, or both: launched kernel by kernel, short ones in captured pieces."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bullet_graph.graphs.key import MOST_PADDED_ROWS
+from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
 from bullet_graph.models.flashinfer_attention import (
     AttentionLane,
@@ -35,6 +37,8 @@ class EagerForward:
         sampled: rows that are sampled in the end, s of them.
         sample_slots: [s].
         sample_positions: [s].
+        bucket: rows of the captured pieces that it runs in, whose buffers then hold its activations; None where
+            it is launched kernel by kernel.
     """
 
     hidden: Hidden
@@ -44,6 +48,7 @@ class EagerForward:
     sampled: SampledRows
     sample_slots: Tensor
     sample_positions: Tensor
+    bucket: int | None
 
 
 class EagerLane:
@@ -55,15 +60,24 @@ class EagerLane:
         max_num_seqs: most decode rows.
         max_rows: most rows of a forward.
         num_kv_blocks: blocks of the cache.
+        graphs: captured pieces for short forwards, of this lane alone; None launches all of them kernel by kernel.
     """
 
     def __init__(
-        self, decoder: Decoder, state: SamplingState, *, max_num_seqs: int, max_rows: int, num_kv_blocks: int
+        self,
+        decoder: Decoder,
+        state: SamplingState,
+        *,
+        max_num_seqs: int,
+        max_rows: int,
+        num_kv_blocks: int,
+        graphs: LayerGraphs | None = None,
     ) -> None:
         config, device = decoder.config, decoder.cos_sin.device
         self._decoder = decoder
         self._state = state
         self._functions = eager_functions(TritonOps())
+        self._graphs = graphs
         scratch = torch.zeros(decode_workspace_bytes(config, max_num_seqs), dtype=torch.uint8, device=device)
         # They take turns within a layer, so they may share their scratch.
         self._prefill_attention, self._decode_attention, self._sampled_attention = (
@@ -77,19 +91,27 @@ class EagerLane:
             )
             for causal in (True, False, False)
         )
-        # Eleven arrays of a row or a sequence each, and the block ids.
-        self._uploader = Uploader(11 * (max_rows + 8) + num_kv_blocks, device)
+        # Eleven arrays of a row or a sequence each, two of them padded to a bucket, and the block ids.
+        self._uploader = Uploader(11 * (max_rows + 8) + 2 * MOST_PADDED_ROWS + num_kv_blocks, device)
 
-    def run(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Enqueue a whole forward on the current stream.
+    def run(self, rows: Rows, *, captured: bool = False) -> tuple[Tensor, Tensor]:
+        """Enqueue a whole forward on the current stream; see :meth:`begin`.
 
         Returns:
             (logits [s, vocab_size], token ids [s]) of the rows that are sampled.
         """
-        return self.finish(self.run_layers(self.begin(rows)))
+        return self.finish(self.run_layers(self.begin(rows, captured=captured)))
 
-    def begin(self, rows: Rows) -> "EagerForward":
-        """Enqueue the inputs of a forward; its buffers are the lane's, so one forward at a time."""
+    def begin(self, rows: Rows, *, captured: bool = False) -> EagerForward:
+        """Enqueue the inputs of a forward; its buffers are the lane's, so one forward at a time.
+
+        Args:
+            captured: run it in captured pieces if it is short enough; they have the SMs of their capture.
+        """
+        num_rows = len(rows.positions)
+        bucket = self._graphs.bucket(num_rows) if captured and self._graphs is not None else None
+        # Padding writes its keys and values into the padding block's first slot.
+        padding = np.zeros(0 if bucket is None else bucket - num_rows, dtype=np.int32)
         prefill_tokens = rows.num_prefill_rows
         last_block_tokens = (rows.kv_lens - 1) % np.int32(self._decoder.cache.block_tokens) + np.int32(1)
         (
@@ -108,8 +130,8 @@ class EagerLane:
         ) = self._uploader.upload(
             rows.token_ids,
             rows.decode_slots,
-            rows.positions,
-            rows.kv_slots,
+            np.concatenate((rows.positions, padding)),
+            np.concatenate((rows.kv_slots, padding)),
             rows.q_indptr,
             rows.kv_indptr,
             last_block_tokens,
@@ -158,18 +180,24 @@ class EagerLane:
                 last_block,
             )
         fed_back = self._state.last_token[decode_slots]
+        hidden = self._decoder.embed(torch.cat((token_ids, fed_back)))
+        if bucket is not None and self._graphs is not None:
+            self._graphs.load(hidden, positions, kv_slots)
         return EagerForward(
-            self._decoder.embed(torch.cat((token_ids, fed_back))),
+            hidden,
             positions,
             kv_slots,
             MixedAttention(prefill, decode, prefill_tokens),
             SampledRows(sample_rows, sampled),
             sample_slots,
             sample_positions,
+            bucket,
         )
 
-    def run_layers(self, forward: "EagerForward", first: int = 0, last: int | None = None) -> "EagerForward":
+    def run_layers(self, forward: EagerForward, first: int = 0, last: int | None = None) -> EagerForward:
         """Enqueue layers [first, last) on the current stream; None means to the end."""
+        if forward.bucket is not None and self._graphs is not None:
+            return self._run_pieces(forward, forward.bucket, self._graphs, first, last)
         hidden = self._decoder.run_layers(
             forward.hidden,
             forward.positions,
@@ -182,7 +210,22 @@ class EagerLane:
         )
         return dataclasses.replace(forward, hidden=hidden)
 
-    def finish(self, forward: "EagerForward") -> tuple[Tensor, Tensor]:
+    def _run_pieces(
+        self, forward: EagerForward, bucket: int, graphs: LayerGraphs, first: int, last: int | None
+    ) -> EagerForward:
+        num_layers, num_rows = self._decoder.config.num_layers, len(forward.hidden.x)
+        for index in range(first, num_layers if last is None else last):
+            graphs.replay(index, bucket)
+            if index < num_layers - 1:
+                forward.attention.run_into(index, graphs.queries(num_rows), graphs.attended(num_rows))
+                continue
+            hidden = self._decoder.finish_last_layer(
+                graphs.queries(num_rows), graphs.residual(num_rows), forward.sampled, self._functions
+            )
+            return dataclasses.replace(forward, hidden=hidden)
+        return forward
+
+    def finish(self, forward: EagerForward) -> tuple[Tensor, Tensor]:
         """Enqueue output head and sampling, after the last layer; returns as :meth:`run`."""
         logits = self._decoder.logits(forward.hidden, self._functions.ops)
         return logits, sample(logits, forward.sample_slots, forward.sample_positions, self._state)

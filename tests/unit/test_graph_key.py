@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.graphs.key import GraphKey, batch_size_buckets, bucket_for
+from bullet_graph.graphs.key import (
+    MOST_PADDED_ROWS,
+    GraphKey,
+    batch_size_buckets,
+    bucket_for,
+    row_buckets,
+)
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 
 MAX = st.integers(1, 2000)
@@ -30,6 +36,17 @@ def test_padding_is_bounded(max_batch_size: int, data: st.DataObject) -> None:
     batch_size = data.draw(st.integers(1, max_batch_size))
     padding = bucket_for(batch_size, batch_size_buckets(max_batch_size)) - batch_size
     assert padding < (8 if batch_size <= 56 else 16 if batch_size <= 240 else 32 if batch_size <= 480 else 64)
+
+
+@given(MAX, st.data())
+def test_short_forwards_are_padded_by_less_than_a_tile(max_rows: int, data: st.DataObject) -> None:
+    buckets = row_buckets(max_rows)
+    assert list(buckets) == sorted(set(buckets))
+    assert all(size <= max_rows for size in buckets)
+    if buckets:
+        rows = data.draw(st.integers(1, buckets[-1]))
+        padding = bucket_for(rows, buckets) - rows
+        assert padding <= min(MOST_PADDED_ROWS, 15 if rows <= 256 else 31 if rows <= 512 else 63)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""Captured pieces of short forwards: what an eager one launches kernel by kernel, in one call a layer.
+
+An eager forward costs the host about 200 µs a layer, whatever its size; a short one would wait for that on the device.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from bullet_graph.graphs.key import bucket_for, row_buckets
+from bullet_graph.graphs.report import CaptureReport
+from bullet_graph.models.decoder import Decoder, Hidden
+from bullet_graph.models.ops import LayerOps
+from bullet_graph.models.pieces import LayerPieces
+from bullet_graph.models.progress import progress_bar
+
+
+class LayerGraphs:
+    """Captures :class:`~bullet_graph.models.pieces.LayerPieces` for rising numbers of rows and replays what fits.
+
+    Args:
+        decoder: weights and cache.
+        ops: how the steps of a layer are computed.
+        max_rows: most rows that a forward will have.
+    """
+
+    def __init__(self, decoder: Decoder, ops: LayerOps, *, max_rows: int) -> None:
+        self.buckets = row_buckets(max_rows)
+        self._num_layers = decoder.config.num_layers
+        self._pieces = LayerPieces(decoder, ops, self.buckets[-1] if self.buckets else 0)
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, *, progress: bool) -> CaptureReport:
+        """Capture every piece for every number of rows on the current stream, which must see the whole GPU."""
+        start_s = time.perf_counter()
+        free_before, _ = torch.cuda.mem_get_info()
+        total = len(self.buckets) * self._num_layers
+        with progress_bar(progress, total=total, desc="Capturing layers", unit="graph") as advance:
+            for rows in self.buckets[::-1]:
+                # Kernels are loaded on first use, which a capture may not; all layers use the same.
+                self._pieces.run(min(1, self._num_layers - 1), rows)
+                for layer in range(self._num_layers):
+                    graph = torch.cuda.CUDAGraph()
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    try:
+                        self._pieces.run(layer, rows)
+                    finally:
+                        graph.capture_end()
+                    self._graphs[rows, layer] = graph
+                    advance(1)
+        torch.cuda.synchronize()
+        free_after, _ = torch.cuda.mem_get_info()
+        return CaptureReport(
+            num_graphs=total,
+            compile_seconds=0.0,
+            capture_seconds=time.perf_counter() - start_s,
+            num_bytes=free_before - free_after,
+        )
+
+    def bucket(self, rows: int) -> int | None:
+        """The captured number of rows that holds ``rows``; None for more than any does."""
+        if not self.buckets or rows > self.buckets[-1]:
+            return None
+        return bucket_for(rows, self.buckets)
+
+    def load(self, hidden: Hidden, positions: Tensor, kv_slots: Tensor) -> None:
+        """Enqueue a forward's inputs; see :meth:`LayerPieces.load`, padded to a bucket."""
+        self._pieces.load(hidden, positions, kv_slots)
+
+    def replay(self, layer: int, bucket: int) -> None:
+        """Enqueue the piece that ends with the layer's queries."""
+        self._graphs[bucket, layer].replay()
+
+    def queries(self, rows: int) -> Tensor:
+        """Of the piece replayed last, [rows, num_heads, head_dim]."""
+        return self._pieces.queries[:rows]
+
+    def attended(self, rows: int) -> Tensor:
+        """Where attention puts what the next piece reads, [rows, num_heads, head_dim]."""
+        return self._pieces.attended[:rows]
+
+    def residual(self, rows: int) -> Tensor:
+        """Of the piece replayed last, [rows, hidden_size]."""
+        return self._pieces.residual[:rows]

@@ -1,0 +1,75 @@
+"""A forward in pieces is the forward."""
+
+import pytest
+import torch
+
+from bullet_graph.models.attention import ReferenceAttention
+from bullet_graph.models.decoder import Decoder, SampledRows, eager_functions
+from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.models.loader import dummy_weights
+from bullet_graph.models.ops import TorchOps
+from bullet_graph.models.pieces import LayerPieces
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.rope import cos_sin_table
+
+CPU = torch.device("cpu")
+CONFIG = PRESETS["tiny"]
+ROWS = 9
+BLOCK_TOKENS = 8
+BLOCKS = torch.tensor([3, 1])
+
+
+def new_decoder() -> Decoder:
+    cache = KVCache(CONFIG, num_blocks=4, block_tokens=BLOCK_TOKENS, dtype=torch.float32, device=CPU)
+    weights = dummy_weights(CONFIG, dtype=torch.float32, device=CPU, seed=2)
+    return Decoder(CONFIG, weights, cache, cos_sin_table(CONFIG, 32, CPU))
+
+
+def attention_of(decoder: Decoder, first_row: int) -> ReferenceAttention:
+    """Of one prompt's rows from ``first_row`` on."""
+    return ReferenceAttention(
+        decoder.cache, q_indptr=[0, ROWS - first_row], kv_lens=[ROWS], kv_indptr=[0, 2], kv_indices=BLOCKS
+    )
+
+
+def kv_slots() -> torch.Tensor:
+    positions = torch.arange(ROWS)
+    return BLOCKS[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("bucket", [ROWS, 16])
+@torch.inference_mode()
+def test_pieces_and_attentions_make_the_forward(bucket: int) -> None:
+    whole, cut = new_decoder(), new_decoder()
+    functions = eager_functions(TorchOps())
+    token_ids = torch.arange(ROWS) * 7
+    expected = whole.run_layers(
+        whole.embed(token_ids), torch.arange(ROWS), kv_slots(), attention_of(whole, 0), functions
+    )
+
+    pieces = LayerPieces(cut, TorchOps(), max_rows=32)
+    padding = torch.zeros(bucket - ROWS, dtype=torch.long)
+    attention = attention_of(cut, 0)
+    for _ in range(2):  # the second time over what the first left in the buffers
+        pieces.load(
+            cut.embed(token_ids),
+            torch.cat((torch.arange(ROWS), padding)),
+            torch.cat((kv_slots(), padding)),
+        )
+        for layer in range(CONFIG.num_layers):
+            pieces.run(layer, bucket)
+            if layer < CONFIG.num_layers - 1:
+                pieces.attended[:ROWS] = attention.run(layer, pieces.queries[:ROWS]).view(
+                    ROWS, CONFIG.num_heads, CONFIG.head_dim
+                )
+        hidden = cut.finish_last_layer(
+            pieces.queries[:ROWS],
+            pieces.residual[:ROWS],
+            SampledRows(torch.tensor([ROWS - 1]), attention_of(cut, ROWS - 1)),
+            functions,
+        )
+        torch.testing.assert_close(cut.logits(hidden, TorchOps()), whole.logits(expected, TorchOps())[-1:])
+    for layer in range(CONFIG.num_layers):
+        for ours, theirs in zip(cut.cache.layer(layer), whole.cache.layer(layer), strict=True):
+            # Padding leaves its trace in the padding block alone.
+            torch.testing.assert_close(ours[1:], theirs[1:])
