@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.perf.summary import summarize_ms
 from bullet_graph.slo import NO_TARGETS, Slo
-
-SLOWEST_RATE = 0.01
-"""Requests a second at which nearly all are served alone: slower arrivals change nothing."""
-
-FASTEST_RATE = 1e4
-"""Requests a second at which they come as good as all at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +242,7 @@ def find_goodput(
     tolerance: float = 0.02,
     max_runs: int = 20,
 ) -> RateSearch:
-    """Find the highest rate at which enough requests meet their targets.
-
-    The rate is doubled, or halved, until one that does and one that does not are found; the gap between them is then
-    halved until it is small. Attainment is taken to fall as the rate rises. No rate beyond ``SLOWEST_RATE`` or
-    ``FASTEST_RATE`` is tried.
+    """Find the highest rate at which enough requests meet their targets, as :class:`GoodputSearch` does.
 
     Args:
         run: serves at a rate; its requests must have targets.
@@ -259,23 +250,15 @@ def find_goodput(
         attainment: the share of requests that must meet all targets.
         tolerance: stop when the two rates are this close, relative to the lower one.
         max_runs: stop after so many runs at the latest.
+
+    Raises:
+        ConfigError: a number is out of range.
     """
+    search = GoodputSearch(
+        first_rate=first_rate, attainment=attainment, tolerance=tolerance, max_runs=max_runs
+    )
     tried: dict[float, ServingResult] = {}
-    good: float | None = None
-    bad: float | None = None
-    rate = first_rate
-    while len(tried) < max_runs:
+    while (rate := search.next_rate()) is not None:
         tried[rate] = run(rate)
-        if (tried[rate].slo_attainment or 0.0) >= attainment:
-            good = rate
-        else:
-            bad = rate
-        if good is None or bad is None:
-            rate = rate * 2 if bad is None else rate / 2
-            if not SLOWEST_RATE <= rate <= FASTEST_RATE:
-                break
-        elif bad - good > tolerance * good:
-            rate = (good + bad) / 2
-        else:
-            break
-    return RateSearch(good, tuple(tried[key] for key in sorted(tried)))
+        search.record(rate, tried[rate].slo_attainment or 0.0)
+    return RateSearch(search.goodput, tuple(tried[key] for key in sorted(tried)))

@@ -1,0 +1,103 @@
+"""Searches for a goodput, asked for one run at a time: several can take turns, and go on after an interruption."""
+
+import math
+
+from bullet_graph.errors import ConfigError
+
+SLOWEST_RATE = 0.01
+"""Requests a second at which nearly all are served alone: slower arrivals change nothing."""
+
+FASTEST_RATE = 1e4
+"""Requests a second at which they come as good as all at once."""
+
+_LONGEST_STEP = 2.0
+
+
+class GoodputSearch:
+    """The highest rate at which enough requests meet their targets.
+
+    From ``first_rate`` the rate is raised, or lowered, until one that serves enough and one that does not are found.
+    The first of these steps is a factor of ``step``, each further one is the square of the one before, up to a factor
+    of two; a step of two or more stays as it is. The gap is then halved until it is small. Attainment is taken to fall
+    as the rate rises: the highest rate that served enough counts, whatever lies below it. No rate beyond
+    ``SLOWEST_RATE`` or ``FASTEST_RATE`` is asked for, other than ``first_rate``.
+
+    What is asked for next depends on the runs recorded alone, in whatever order.
+
+    Args:
+        first_rate: where to begin, in requests a second.
+        attainment: the share of requests that must meet all targets, in (0, 1].
+        tolerance: stop when the two rates are this close, relative to the lower one.
+        max_runs: ask for so many runs at most.
+        step: the first factor between two rates.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_rate: float,
+        attainment: float = 0.9,
+        tolerance: float = 0.02,
+        max_runs: int = 20,
+        step: float = 2.0,
+    ) -> None:
+        for name, value, least in (
+            ("first_rate", first_rate, 0),
+            ("tolerance", tolerance, 0),
+            ("step", step, 1),
+        ):
+            if not (math.isfinite(value) and value > least):
+                raise ConfigError(f"{name} must be a finite number above {least}, got {value}")
+        if not 0 < attainment <= 1:
+            raise ConfigError(f"attainment must be a share above 0 and at most 1, got {attainment}")
+        if max_runs < 1:
+            raise ConfigError(f"max_runs must be at least 1, got {max_runs}")
+        self._first_rate = first_rate
+        self._attainment = attainment
+        self._tolerance = tolerance
+        self._max_runs = max_runs
+        self._step = step
+        self._serves_enough: dict[float, bool] = {}
+
+    def record(self, rate: float, attainment: float) -> None:
+        """Tell what a run brought; of two at the same rate the later one counts.
+
+        Args:
+            rate: in requests a second; any, asked for or not.
+            attainment: the share of its requests that met all targets.
+        """
+        self._serves_enough[rate] = attainment >= self._attainment
+
+    def next_rate(self) -> float | None:
+        """The rate to serve at next, in requests a second; None: the search is over."""
+        if not self._serves_enough:
+            return self._first_rate
+        if len(self._serves_enough) >= self._max_runs:
+            return None
+        good, bad = self.goodput, self._lowest_bad_rate()
+        if good is not None and bad is not None:
+            middle = (good + bad) / 2
+            return middle if bad - good > self._tolerance * good and good < middle < bad else None
+        # One of the two is there, since something was recorded.
+        rate = good * self._factor() if good is not None else (bad or 0.0) / self._factor()
+        return rate if SLOWEST_RATE <= rate <= FASTEST_RATE else None
+
+    @property
+    def goodput(self) -> float | None:
+        """The highest rate recorded at which enough requests met their targets; None: at none."""
+        return max((rate for rate, enough in self._serves_enough.items() if enough), default=None)
+
+    def _lowest_bad_rate(self) -> float | None:
+        """The lowest rate above the goodput that served too few."""
+        good = self.goodput or 0.0
+        return min(
+            (rate for rate, enough in self._serves_enough.items() if not enough and rate > good), default=None
+        )
+
+    def _factor(self) -> float:
+        longest = max(self._step, _LONGEST_STEP)
+        doublings = 2 ** (len(self._serves_enough) - 1)
+        return float(self._step ** min(doublings, math.log(longest, self._step)))

@@ -1,0 +1,185 @@
+"""``bullet-graph bench sweep``, end to end on the CPU: what it finds, what it writes, and going on after Ctrl-C."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runner import TINY, refused, run
+from click.testing import Result
+
+import bullet_graph.cli.sweep as sweep_module
+from bullet_graph.cli.sweep_cells import Cell
+
+ARMS = ("serial", "mixed:64")
+EASY = "ttft:60000 tpot:60000"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where two short traces are."""
+    for name, prompt in (("short", 8), ("long", 40)):
+        row = {"timestamp": 0, "input_length": prompt, "output_length": 3}
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    return tmp_path
+
+
+def sweep(folder: Path, *arguments: str, slo: str = EASY, output: str = "sweep.json") -> Result:
+    workloads = ("--workload", f"{folder / 'short.jsonl'}", "--workload", f"{folder / 'long.jsonl'}=3~200")
+    arms = [word for arm in ARMS for word in ("--arm", arm)]
+    return run(
+        *("bench", "sweep", *TINY, *workloads, *arms, "--max-num-seqs", "4", "--num-warmups", "1"),
+        *(*(("--slo", slo) if slo else ()), "--first-rate", "100", "--max-runs", "3", "--step", "2"),
+        *("--output-json", str(folder / output), *arguments),
+    )
+
+
+def load(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def rates(path: Path) -> list[tuple[str, str, float | None, list[float]]]:
+    return [
+        (cell["system"], cell["workload"], cell["goodput"], [run["request_rate"] for run in cell["runs"]])
+        for cell in load(path)["cells"]
+    ]
+
+
+class Served:
+    """Counts the runs, and is Ctrl-C at one of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs: list[tuple[str, str, float]] = []
+        self.interrupt_at: int | None = None
+        measure = sweep_module.GoodputSweep._measure
+
+        def counted(self_: Any, engine: Any, cell: Cell, rate: float, **others: Any) -> dict[str, Any]:
+            if len(self.runs) == self.interrupt_at:
+                raise KeyboardInterrupt
+            self.runs.append((cell.key.system, cell.key.workload, rate))
+            return measure(self_, engine, cell, rate, **others)
+
+        monkeypatch.setattr(sweep_module.GoodputSweep, "_measure", counted)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    return Served(monkeypatch)
+
+
+def test_a_sweep_serves_every_cell_in_turn(folder: Path, served: Served) -> None:
+    result = sweep(folder, "--plot-dir", str(folder / "plots"))
+    assert result.exit_code == 0, result.output
+    path = folder / "sweep.json"
+    # Every run serves enough, so the rates double.
+    assert rates(path) == [
+        (f"bullet_graph {arm}", workload, 4 * first, [first, 2 * first, 4 * first])
+        for workload, first in (("short.jsonl", 100), ("long.jsonl", 200))
+        for arm in ARMS
+    ]
+    first_round = [(f"bullet_graph {arm}", w) for w in ("short.jsonl", "long.jsonl") for arm in ARMS]
+    assert [(system, workload) for system, workload, _ in served.runs] == 3 * first_round
+    fields = load(path)
+    assert (fields["finished"], fields["settings"]["device_name"]) == (True, "cpu")
+    best = fields["cells"][0]["runs"][-1]
+    assert (best["completed"], best["slo_attainment"], best["arm"]) == (4, 1.0, "serial")
+    assert best["slo"] == "ttft:60000ms tpot:60000ms"
+    assert "mixed:64" in result.stdout
+    assert "≥ 400.00" in result.stdout, "the search ended before a rate was too high"
+    assert len(list((folder / "plots").iterdir())) == 5
+    assert "finished" in refused(sweep(folder))
+    assert "--plot-dir" in refused(sweep(folder, "--plot-dir", str(folder / "plots"), output="other.json"))
+    assert len(served.runs) == 12
+
+
+def test_an_interrupted_sweep_goes_on(folder: Path, served: Served) -> None:
+    assert sweep(folder, "--json", output="whole.json").exit_code == 0
+    whole, served.runs = served.runs, []
+    path = folder / "sweep.json"
+    served.interrupt_at = 5
+    result = sweep(folder)
+    assert result.exit_code == 130
+    assert "has all runs so far (5); the same command goes on from there" in result.stderr
+    assert sum(len(cell["runs"]) for cell in load(path)["cells"]) == 5
+    assert not load(path)["finished"]
+    assert "attainment is 0.9 there and 0.5 here" in refused(sweep(folder, "--attainment", "0.5"))
+    served.interrupt_at = None
+    result = sweep(folder, "--json", "--overwrite")
+    assert result.exit_code == 0, result.output
+    assert served.runs == whole, "no run is repeated, none is left out"
+    assert rates(path) == rates(folder / "whole.json")
+    assert json.loads(result.stdout) == load(path)
+
+
+def test_targets_that_nothing_meets(folder: Path) -> None:
+    result = sweep(folder, slo="ttft:0.001")
+    assert result.exit_code == 0, result.output
+    assert rates(folder / "sweep.json")[0][2:] == (None, [100, 50, 25])
+    assert "< 25" in result.stdout
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(sweep_module, "open_engine", fail)
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--workload", "nonesuch"), "'nonesuch' is no workload"),
+        (("--workload", "azure:nonesuch"), "unknown excerpt"),
+        (("--workload", "conv=0"), "'0' is no number of prompts"),
+        (("--workload", "conv~0"), "'0' is no rate above 0"),
+        (("--workload", "conv=50"), "requests of azure:conv are longer than max_model_len=512"),
+        (("--workload", "azure:conv=5000"), "1000"),
+        (("--first-rate", "0"), "first_rate must be a finite number above 0"),
+        (("--first-rate", "nan"), "first_rate"),
+        (("--slo", "500"), "'500' is no latency target"),
+        (("--slo", ""), "a goodput needs targets"),
+        (("--arm", "fast"), "unknown arm 'fast'"),
+        (("--arm", "auto"), "perf_table='roofline'"),
+        (("--attainment", "0"), "attainment must be a share above 0 and at most 1, got 0"),
+        (("--attainment", "1.5"), "attainment"),
+        (("--tolerance", "0"), "tolerance"),
+        (("--step", "1"), "step"),
+        (("--burstiness", "0"), "burstiness"),
+        (("--max-runs", "0"), "max-runs"),
+        (("--output-json", "missing/sweep.json"), "make it first"),
+        (("--plot-dir", "missing/plots"), "make it first"),
+        (("--plot-dir", __file__), "this is a file"),
+        (("--model", "gpt-9"), "unknown model 'gpt-9'"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_loads(
+    arguments: tuple[str, ...], message: str, folder: Path
+) -> None:
+    assert message in refused(sweep(folder, *arguments))
+    assert not (folder / "sweep.json").exists()
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_targets_are_needed(folder: Path) -> None:
+    assert "short.jsonl has no targets to meet: add --slo" in refused(sweep(folder, slo=""))
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize("text", ["half a fi", '{"results": []}'])
+def test_a_file_of_something_else_is_kept(text: str, folder: Path) -> None:
+    path = folder / "sweep.json"
+    path.write_text(text)
+    message = refused(sweep(folder))
+    assert "is no sweep's file" in message
+    assert "add --overwrite" in message
+    assert path.read_text() == text
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_pictures_need_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'bullet-graph[bench]'" in refused(sweep(folder, "--plot-dir", str(folder / "plots")))
