@@ -1,0 +1,258 @@
+"""Decode attention over the paged KV cache by Triton kernels, whose schedule is computed on the device."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from bullet_graph.errors import ConfigError
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.models.triton_decode_kernels import combine_partials_kernel, decode_attention_kernel
+
+_LEAST_Q_BLOCK = 16
+"""Rows of the tensor cores' smallest product."""
+_TILE_ELEMENTS = 64 * 128
+_MANY_ROWS = 32
+"""From so many rows on, a program combines several heads: one a head would be more programs than fit at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeKernelSettings:
+    """How decode attention is laid out on an SM; what is fastest depends on the GPU and the heads.
+
+    Attributes:
+        kv_heads: key heads of a tile, a divisor of the model's: more read longer runs of memory, but once
+            their query heads are more than 16, they also compute more.
+        tile: keys of a tile, tokens times ``kv_heads``, a power of two.
+        num_warps: of a program.
+        num_stages: of the loop over tiles, at least 3: all but two of so many tiles are on their way while one
+            is computed.
+        ctas_per_sm: programs that an SM holds at once: they must all fit, registers and shared memory.
+        max_registers: of a thread, None for what the compiler takes.
+        sequence_cost: what starting a sequence costs, in blocks, when work is divided.
+    """
+
+    kv_heads: int
+    tile: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    ctas_per_sm: int = 2
+    max_registers: int | None = None
+    sequence_cost: int = 1
+
+
+def default_settings(config: ModelConfig) -> DecodeKernelSettings:
+    """Settings for a model in a 16-bit dtype: as many key heads a tile as have at most 16 query heads.
+
+    The rest keeps an SM of Hopper's full: three programs, each with a tile of 16 KiB of keys under way.
+    """
+    group = config.num_heads // config.num_kv_heads
+    fitting = (n for n in (16, 8, 4, 2, 1) if config.num_kv_heads % n == 0 and n * group <= _LEAST_Q_BLOCK)
+    tile = max(_LEAST_Q_BLOCK, _TILE_ELEMENTS // config.head_dim)
+    return DecodeKernelSettings(kv_heads=next(fitting, 1), tile=tile, ctas_per_sm=3, max_registers=168)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Which blocks each row attends to, on the device; read when the kernels run, not when they are launched.
+
+    Attributes:
+        kv_indptr: [rows + 1] int32, where each row's blocks start in ``kv_indices``; every row has a block.
+        kv_indices: block ids, int32.
+        last_block_tokens: [rows] int32, tokens in each row's last block, at least 1.
+    """
+
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    last_block_tokens: Tensor
+
+
+class TritonDecodeAttention:
+    """Kernels and scratch of one decode lane; never shared by two lanes that run at the same time.
+
+    The launches depend on the number of rows alone, so a captured graph serves batches of any lengths.
+
+    Args:
+        config: the model's shape.
+        cache: the KV cache, on the lane's device.
+        max_rows: most rows of a batch.
+        num_sms: SMs of the device: the most that a plan may name.
+        settings: None for :func:`default_settings`.
+        overlap_launches: start the second kernel's programs while the first runs (needs Hopper).
+
+    Raises:
+        ConfigError: a head's size, the settings, or the cache's layout is not one the kernels can take.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: KVCache,
+        *,
+        max_rows: int,
+        num_sms: int,
+        settings: DecodeKernelSettings | None = None,
+        overlap_launches: bool = False,
+    ) -> None:
+        self._settings = settings or default_settings(config)
+        _check(config, cache, self._settings)
+        self._config = config
+        self._cache = cache
+        self._max_rows = max_rows
+        self._num_sms = num_sms
+        self._overlap_launches = overlap_launches
+        device = cache.layer(0)[0].device
+        slots = 2 * self._workers(num_sms)
+        self._partials = torch.empty(
+            slots, config.num_heads, config.head_dim, dtype=torch.float32, device=device
+        )
+        self._partial_lse = torch.empty(slots, config.num_heads, dtype=torch.float32, device=device)
+
+    def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
+        """Lay the launches out; nothing is computed or copied.
+
+        Args:
+            num_sms: SMs that the kernels will have, None for all.
+
+        Raises:
+            ConfigError: more rows or SMs than there is scratch for, or none.
+        """
+        rows = len(batch.last_block_tokens)
+        if not 1 <= rows <= self._max_rows:
+            raise ConfigError(
+                f"a decode batch has {rows} rows: this lane was made for 1 to {self._max_rows}; raise max_rows"
+            )
+        if num_sms is None:
+            num_sms = self._num_sms
+        if not 1 <= num_sms <= self._num_sms:
+            raise ConfigError(
+                f"decode attention was asked to run on {num_sms} SMs: name 1 to {self._num_sms}, the device's"
+            )
+        return PlannedDecode(self, batch, rows, self._workers(num_sms))
+
+    def _workers(self, num_sms: int) -> int:
+        """Ranges that the work is cut into; for each of them a program per group of key heads runs."""
+        head_groups = self._config.num_kv_heads // self._settings.kv_heads
+        return max(1, num_sms * self._settings.ctas_per_sm // head_groups)
+
+    def launch(self, layer: int, q: Tensor, out: Tensor, batch: DecodeBatch, workers: int) -> None:
+        """Enqueue both kernels on the current stream; :meth:`plan` gives the arguments."""
+        config, settings = self._config, self._settings
+        keys, values = self._cache.layer(layer)
+        head_groups = config.num_kv_heads // settings.kv_heads
+        q_heads = settings.kv_heads * (config.num_heads // config.num_kv_heads)
+        rows = len(batch.last_block_tokens)
+        block_stride, token_stride, head_stride, _ = keys.stride()
+        decode_attention_kernel[(workers * head_groups,)](
+            q,
+            keys,
+            values,
+            batch.kv_indptr,
+            batch.kv_indices,
+            batch.last_block_tokens,
+            out,
+            self._partials,
+            self._partial_lse,
+            rows,
+            math.log2(math.e) / math.sqrt(config.head_dim),
+            NUM_HEADS=config.num_heads,
+            NUM_KV_HEADS=config.num_kv_heads,
+            HEAD_DIM=config.head_dim,
+            BLOCK_TOKENS=self._cache.block_tokens,
+            BLOCK_STRIDE=block_stride,
+            TOKEN_STRIDE=token_stride,
+            HEAD_STRIDE=head_stride,
+            KV_HEADS=settings.kv_heads,
+            Q_BLOCK=max(_LEAST_Q_BLOCK, triton.next_power_of_2(q_heads)),
+            TILE=settings.tile,
+            ROWS_BLOCK=triton.next_power_of_2(self._max_rows),
+            SEQUENCE_COST=settings.sequence_cost,
+            STAGES=settings.num_stages,
+            PDL=self._overlap_launches,
+            num_warps=settings.num_warps,
+            maxnreg=settings.max_registers,
+        )
+        heads = min(8, triton.next_power_of_2(config.num_heads)) if rows >= _MANY_ROWS else 1
+        combine_partials_kernel[(rows, triton.cdiv(config.num_heads, heads))](
+            batch.kv_indptr,
+            self._partials,
+            self._partial_lse,
+            out,
+            rows,
+            workers,
+            NUM_HEADS=config.num_heads,
+            HEAD_DIM=config.head_dim,
+            HEADS=heads,
+            PARTIALS=32 if heads == 1 else 2,
+            SEQUENCE_COST=settings.sequence_cost,
+            PDL=self._overlap_launches,
+            num_warps=4,
+            launch_pdl=self._overlap_launches,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDecode:
+    """One batch's attention, to be run for each layer; see :class:`~bullet_graph.models.attention.Attention`.
+
+    Attributes:
+        lane: whose kernels and scratch.
+        batch: at the addresses it will be read from.
+        num_rows: query rows.
+        workers: ranges that the blocks are divided into.
+    """
+
+    lane: TritonDecodeAttention
+    batch: DecodeBatch
+    num_rows: int
+    workers: int
+
+    def run(self, layer: int, q: Tensor) -> Tensor:
+        """See :meth:`~bullet_graph.models.attention.Attention.run`."""
+        out = torch.empty_like(q)
+        self.run_into(layer, q, out)
+        return out.flatten(1)
+
+    def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """As :meth:`run`, into ``out`` [rows, num_heads, head_dim]; both contiguous.
+
+        Raises:
+            ConfigError: ``q`` or ``out`` has not the planned shape, or is not contiguous.
+        """
+        for name, tensor in (("q", q), ("out", out)):
+            if len(tensor) != self.num_rows or not tensor.is_contiguous():
+                raise ConfigError(
+                    f"{name} must be contiguous and have the {self.num_rows} rows that were planned; "
+                    f"found shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+                )
+        self.lane.launch(layer, q, out, self.batch, self.workers)
+
+
+def _check(config: ModelConfig, cache: KVCache, settings: DecodeKernelSettings) -> None:
+    if config.head_dim < _LEAST_Q_BLOCK or config.head_dim & (config.head_dim - 1):
+        raise ConfigError(
+            f"decode attention needs a head_dim that is a power of two of at least {_LEAST_Q_BLOCK}, "
+            f"got {config.head_dim}: use FlashInfer's kernels for this model"
+        )
+    if config.num_kv_heads % settings.kv_heads:
+        raise ConfigError(
+            f"kv_heads must divide the model's {config.num_kv_heads} key heads, got {settings.kv_heads}"
+        )
+    if (
+        settings.tile < _LEAST_Q_BLOCK
+        or settings.tile & (settings.tile - 1)
+        or settings.tile % settings.kv_heads
+    ):
+        raise ConfigError(
+            f"tile must be a power of two of at least {_LEAST_Q_BLOCK} and a multiple of kv_heads "
+            f"({settings.kv_heads}), got {settings.tile}"
+        )
+    keys, values = cache.layer(0)
+    if keys.stride() != values.stride() or keys.stride(3) != 1:
+        raise ConfigError(
+            "keys and values must have the same strides and contiguous heads; "
+            f"found {keys.stride()} and {values.stride()}"
+        )

@@ -1,0 +1,214 @@
+# Triton kernels are a language of their own inside Python's syntax.
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+"""Triton kernels of decode attention over the paged KV cache; launched by ``triton_decode_attention``.
+
+The batch's blocks, in the order of ``kv_indices``, are one line of work that the workers cut into equal ranges:
+``kv_indptr`` is its table of contents, so nothing is planned beforehand. A worker that has all of a sequence
+writes its output; of one that reaches beyond its range it writes a partial result, at most one at either end.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _range_start(worker, total, workers):
+    """Where a worker's range starts: ranges differ by one unit at most, the longer ones come first."""
+    return worker * (total // workers) + tl.minimum(worker, total % workers)
+
+
+@triton.jit
+def _worker_of(unit, total, workers):
+    """Whose range holds a unit; the inverse of ``_range_start``."""
+    shorter = total // workers
+    longer_end = (total % workers) * (shorter + 1)
+    in_longer = unit // (shorter + 1)
+    in_shorter = total % workers + (unit - longer_end) // tl.maximum(shorter, 1)
+    return tl.where(unit < longer_end, in_longer, in_shorter)
+
+
+@triton.jit
+def _block_ids(ids_ptr, start, key_tokens, num_tokens, TILE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Block ids of a tile's tokens from ``start`` on: one number where a block holds whole tiles."""
+    if BLOCK_TOKENS % TILE_TOKENS == 0:
+        return tl.load(ids_ptr + start // BLOCK_TOKENS, mask=start < num_tokens, other=0)
+    else:
+        tokens = start + key_tokens
+        return tl.load(ids_ptr + tokens // BLOCK_TOKENS, mask=tokens < num_tokens, other=0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def decode_attention_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    kv_indptr_ptr,
+    kv_indices_ptr,
+    last_block_tokens_ptr,
+    out_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    num_rows,
+    scale_log2,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+    SEQUENCE_COST: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One range of blocks of KV_HEADS key heads a program, sequence after sequence, TILE keys at a time.
+
+    A tile's keys are those of KV_HEADS heads, token by token as they lie in memory. All query heads meet all
+    of them in one product; what belongs to another head is masked. With one head at a time the product's rows
+    would be padding instead, and the loads scattered.
+    """
+    HEAD_GROUPS: tl.constexpr = NUM_KV_HEADS // KV_HEADS
+    Q_HEADS: tl.constexpr = NUM_HEADS // HEAD_GROUPS
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    TILE_TOKENS: tl.constexpr = TILE // KV_HEADS
+    if PDL:
+        gdc_launch_dependents()
+    worker = tl.program_id(0) // HEAD_GROUPS
+    head_group = tl.program_id(0) % HEAD_GROUPS
+    workers = tl.num_programs(0) // HEAD_GROUPS
+    total = tl.load(kv_indptr_ptr + num_rows) + SEQUENCE_COST * num_rows
+    unit = _range_start(worker, total, workers)
+    range_end = _range_start(worker + 1, total, workers)
+
+    rows = tl.arange(0, ROWS_BLOCK)
+    ends = tl.load(kv_indptr_ptr + 1 + rows, mask=rows < num_rows, other=2147483647 // 2)
+    row = tl.sum((ends + SEQUENCE_COST * (rows + 1) <= unit).to(tl.int32), axis=0)
+
+    lanes = tl.arange(0, HEAD_DIM)
+    q_heads = tl.arange(0, Q_BLOCK)
+    keys = tl.arange(0, TILE)
+    key_tokens = keys // KV_HEADS
+    key_heads = keys % KV_HEADS
+    # Rows of padding go with the last head, whatever it is: they need some key, lest they become NaN.
+    same_head = tl.minimum(q_heads // GROUP, KV_HEADS - 1)[:, None] == key_heads[None, :]
+    at_heads = (head_group * KV_HEADS + key_heads) * HEAD_STRIDE
+
+    while unit < range_end:
+        begin = tl.load(kv_indptr_ptr + row)
+        end = tl.load(kv_indptr_ptr + row + 1)
+        # The first SEQUENCE_COST units of a sequence are what starting it costs; then come its blocks.
+        first_unit = begin + SEQUENCE_COST * (row + 1)
+        starts_here = unit <= first_unit
+        unit_end = tl.minimum(first_unit + end - begin, range_end)
+        first_block = begin + tl.maximum(unit - first_unit, 0)
+        last_block = begin + tl.maximum(unit_end - first_unit, 0)
+        if last_block > first_block:
+            ids_ptr = kv_indices_ptr + first_block
+            num_tokens = (last_block - first_block) * BLOCK_TOKENS
+            if last_block == end:
+                num_tokens += tl.load(last_block_tokens_ptr + row) - BLOCK_TOKENS
+            q_at = row.to(tl.int64) * NUM_HEADS + head_group * Q_HEADS + q_heads
+            q_inside = q_heads < Q_HEADS
+            q = tl.load(q_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :], mask=q_inside[:, None], other=0.0)
+            peak = tl.full((Q_BLOCK,), -float("inf"), tl.float32)
+            mass = tl.zeros((Q_BLOCK,), tl.float32)
+            sums = tl.zeros((Q_BLOCK, HEAD_DIM), tl.float32)
+            ids = _block_ids(ids_ptr, 0, key_tokens, num_tokens, TILE_TOKENS, BLOCK_TOKENS)
+            for start in tl.range(0, num_tokens, TILE_TOKENS, num_stages=STAGES):
+                tokens = start + key_tokens
+                inside = tokens < num_tokens
+                block = ids.to(tl.int64)
+                # Read a tile ahead: loads that wait for one another within a tile would cost pipeline stages.
+                ids = _block_ids(
+                    ids_ptr, start + TILE_TOKENS, key_tokens, num_tokens, TILE_TOKENS, BLOCK_TOKENS
+                )
+                if BLOCK_TOKENS % TILE_TOKENS == 0:
+                    tile_at = block * BLOCK_STRIDE + (start % BLOCK_TOKENS) * TOKEN_STRIDE
+                    at = (key_tokens * TOKEN_STRIDE + at_heads)[:, None] + lanes[None, :]
+                    key_ptrs = keys_ptr + tile_at + at
+                    value_ptrs = values_ptr + tile_at + at
+                else:
+                    key_at = block * BLOCK_STRIDE + (tokens % BLOCK_TOKENS) * TOKEN_STRIDE + at_heads
+                    key_ptrs = keys_ptr + key_at[:, None] + lanes[None, :]
+                    value_ptrs = values_ptr + key_at[:, None] + lanes[None, :]
+                k = tl.load(key_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+                scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+                scores = tl.where(inside[None, :] & same_head, scores, -float("inf"))
+                new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+                weights = tl.exp2(scores - new_peak[:, None])
+                shrink = tl.exp2(peak - new_peak)
+                peak = new_peak
+                mass = mass * shrink + tl.sum(weights, axis=1)
+                v = tl.load(value_ptrs, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+                sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
+            attended = sums / mass[:, None]
+            if starts_here & (last_block == end):
+                out_ptrs = out_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :]
+                tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=q_inside[:, None])
+            else:
+                # The first sequence of a range goes into the worker's first slot, the last into its second.
+                slot = 2 * worker + starts_here.to(tl.int32)
+                partial_at = slot * NUM_HEADS + head_group * Q_HEADS + q_heads
+                partial_ptrs = partial_ptr + partial_at[:, None] * HEAD_DIM + lanes[None, :]
+                tl.store(partial_ptrs, attended, mask=q_inside[:, None])
+                tl.store(partial_lse_ptr + partial_at, peak + tl.log2(mass), mask=q_inside)
+        unit = unit_end
+        row += 1
+
+
+@triton.jit(do_not_specialize=["num_rows", "workers"])
+def combine_partials_kernel(
+    kv_indptr_ptr,
+    partial_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    num_rows,
+    workers,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    SEQUENCE_COST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """HEADS query heads of one sequence a program: the sum of its partial results, if it has any."""
+    row = tl.program_id(0)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    heads_inside = heads < NUM_HEADS
+    lanes = tl.arange(0, HEAD_DIM)
+    total = tl.load(kv_indptr_ptr + num_rows) + SEQUENCE_COST * num_rows
+    begin = tl.load(kv_indptr_ptr + row)
+    end = tl.load(kv_indptr_ptr + row + 1)
+    first_unit = begin + SEQUENCE_COST * (row + 1)
+    first = _worker_of(first_unit, total, workers)
+    last = _worker_of(first_unit + end - begin - 1, total, workers)
+    if PDL:
+        gdc_wait()
+    if first < last:
+        peak = tl.full((HEADS,), -float("inf"), tl.float32)
+        mass = tl.zeros((HEADS,), tl.float32)
+        sums = tl.zeros((HEADS, HEAD_DIM), tl.float32)
+        for start in range(first, last + 1, PARTIALS):
+            of = start + tl.arange(0, PARTIALS)
+            inside = (of <= last)[:, None] & heads_inside[None, :]
+            # Where a sequence starts it is the last of the worker's range, from there on the first.
+            at = (2 * of + (of == first).to(tl.int32))[:, None] * NUM_HEADS + heads[None, :]
+            lse = tl.load(partial_lse_ptr + at, mask=inside, other=-float("inf"))
+            partial_ptrs = partial_ptr + at[:, :, None] * HEAD_DIM + lanes[None, None, :]
+            partials = tl.load(partial_ptrs, mask=inside[:, :, None], other=0.0)
+            new_peak = tl.maximum(peak, tl.max(lse, axis=0))
+            # Heads beyond the last have no partials, and so no peak to be measured from.
+            origin = tl.where(heads_inside, new_peak, 0.0)
+            weights = tl.exp2(lse - origin[None, :])
+            shrink = tl.exp2(peak - origin)
+            peak = new_peak
+            mass = mass * shrink + tl.sum(weights, axis=0)
+            sums = sums * shrink[:, None] + tl.sum(partials * weights[:, :, None], axis=0)
+        out_at = row.to(tl.int64) * NUM_HEADS + heads
+        out = (sums / tl.where(heads_inside, mass, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_at[:, None] * HEAD_DIM + lanes[None, :], out, mask=heads_inside[:, None])

@@ -1,0 +1,251 @@
+"""Decode attention in Triton against the reference: in Triton's interpreter where there is no GPU."""
+
+import dataclasses
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bullet_graph.errors import ConfigError
+from bullet_graph.models.attention import ReferenceAttention
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.models.presets import PRESETS
+
+pytest.importorskip("triton", reason="Triton is published for Linux only")
+
+from bullet_graph.models.triton_decode_attention import (
+    DecodeBatch,
+    DecodeKernelSettings,
+    TritonDecodeAttention,
+    default_settings,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Triton's interpreter multiplies bfloat16's bits as integers; float16 takes the same way through the kernel.
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+LAYER = 1
+
+
+def model(*, heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> ModelConfig:
+    return dataclasses.replace(
+        PRESETS["tiny"], num_layers=2, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim
+    )
+
+
+def filled_cache(config: ModelConfig, num_blocks: int, dtype: torch.dtype, block_tokens: int = 16) -> KVCache:
+    cache = KVCache(config, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype, device=DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    for tensor in cache.layer(LAYER):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator, device=DEVICE))
+    return cache
+
+
+def check(
+    config: ModelConfig,
+    kv_lens: list[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    kernel: DecodeKernelSettings | None = None,
+    num_sms: int = 3,
+    padding_rows: int = 0,
+    block_tokens: int = 16,
+    seed: int = 0,
+) -> None:
+    """Compare with the reference; blocks are scattered, and those that no row owns hold NaN."""
+    counts = [-(-length // block_tokens) for length in kv_lens]
+    num_blocks = sum(counts) + 2
+    cache = filled_cache(config, num_blocks, dtype, block_tokens)
+    shuffled = (1 + np.random.default_rng(seed).permutation(num_blocks - 1)).astype(np.int32)
+    padded_lens = kv_lens + [1] * padding_rows
+    indptr = [0, *accumulate(counts + [1] * padding_rows)]
+    indices = torch.from_numpy(np.append(shuffled[: sum(counts)], np.zeros(padding_rows, np.int32))).to(
+        DEVICE
+    )
+    for tensor in cache.layer(LAYER):
+        tensor[int(shuffled[-1])] = float("nan")
+        for length, end in zip(kv_lens, indptr[1:], strict=False):
+            tensor[int(indices[end - 1]), (length - 1) % block_tokens + 1 :] = float("nan")
+    rows = len(padded_lens)
+    q = torch.randn(rows, config.num_heads, config.head_dim, generator=torch.Generator().manual_seed(seed))
+    q = q.to(DEVICE, dtype)
+    # The reference multiplies what is masked by zero, and so must not meet NaN.
+    clean = KVCache(
+        config, num_blocks=num_blocks, block_tokens=block_tokens, dtype=torch.float32, device=DEVICE
+    )
+    for target, source in zip(clean.layer(LAYER), cache.layer(LAYER), strict=True):
+        target.copy_(source.float().nan_to_num(0.0))
+    reference = ReferenceAttention(
+        clean,
+        q_indptr=list(range(rows + 1)),
+        kv_lens=padded_lens,
+        kv_indptr=indptr,
+        kv_indices=indices.long(),
+    )
+    lane = TritonDecodeAttention(config, cache, max_rows=rows + 1, num_sms=num_sms, settings=kernel)
+    batch = DecodeBatch(
+        torch.tensor(indptr, dtype=torch.int32, device=DEVICE),
+        indices,
+        torch.tensor([(n - 1) % block_tokens + 1 for n in padded_lens], dtype=torch.int32, device=DEVICE),
+    )
+    attended = lane.plan(batch).run(LAYER, q)
+    tolerance = TOLERANCE[dtype]
+    expected = reference.run(LAYER, q.float())
+    torch.testing.assert_close(attended.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "dtype"),
+    [
+        (2, 2, 64, torch.float32),
+        (4, 2, 128, HALF),
+        (8, 2, 64, HALF),
+        (8, 2, 128, torch.float32),
+        (14, 2, 128, HALF),
+        (8, 1, 64, torch.float32),
+        (16, 8, 128, HALF),
+        (3, 3, 64, HALF),
+    ],
+)
+def test_any_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    config = model(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    check(config, [37, 1], dtype=dtype, num_sms=1, padding_rows=1)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    kv_lens=st.lists(st.integers(1, 30) | st.sampled_from([1, 3, 4, 5, 16]), min_size=1, max_size=5),
+    padding_rows=st.integers(0, 2),
+    num_sms=st.integers(1, 9),
+    cost=st.integers(0, 3),
+    kv_heads=st.sampled_from([1, 2]),
+    tile=st.sampled_from([16, 32]),
+    seed=st.integers(0, 99),
+)
+def test_any_batch(
+    kv_lens: list[int], padding_rows: int, num_sms: int, cost: int, kv_heads: int, tile: int, seed: int
+) -> None:
+    kernel = DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=kv_heads, sequence_cost=cost)
+    check(
+        model(heads=4, kv_heads=2, head_dim=16),
+        kv_lens,
+        kernel=kernel,
+        block_tokens=4,
+        num_sms=num_sms,
+        padding_rows=padding_rows,
+        seed=seed,
+    )
+
+
+def test_many_rows_combine_several_heads_a_program() -> None:
+    check(model(heads=3, kv_heads=1, head_dim=16), [2] * 32 + [9], num_sms=18, block_tokens=4)
+
+
+def test_one_sequence_over_more_workers_than_are_combined_at_once() -> None:
+    check(model(heads=2, kv_heads=1, head_dim=16), [4 * 34], num_sms=18, block_tokens=4)
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32, 64])
+def test_any_block_size(block_tokens: int) -> None:
+    check(model(), [70, 5], num_sms=1, block_tokens=block_tokens)
+
+
+def test_heads_before_tokens_in_memory() -> None:
+    """The layout [num_blocks, num_kv_heads, block_tokens, head_dim] gives the same, through its strides."""
+    config = model()
+    cache = filled_cache(config, 4, torch.float32)
+    turned = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in cache.layer(LAYER)]
+    q = torch.randn(2, config.num_heads, config.head_dim, generator=torch.Generator().manual_seed(1)).to(
+        DEVICE
+    )
+    batch = DecodeBatch(
+        *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 3, 4], [2, 0, 3, 1], [7, 16]))
+    )
+    plain = TritonDecodeAttention(config, cache, max_rows=2, num_sms=2).plan(batch).run(LAYER, q)
+    cache._layers[:] = [(turned[0], turned[1])] * 2
+    other = TritonDecodeAttention(config, cache, max_rows=2, num_sms=2).plan(batch).run(LAYER, q)
+    torch.testing.assert_close(other, plain)
+
+
+def test_a_plan_reads_its_batch_when_it_runs() -> None:
+    """As a replayed graph does: the same plan, other lengths and blocks in the same buffers."""
+    config = model(head_dim=16)
+    cache = filled_cache(config, 9, torch.float32)
+    indptr = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    indices = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    last = torch.tensor([1, 1], dtype=torch.int32, device=DEVICE)
+    lane = TritonDecodeAttention(config, cache, max_rows=2, num_sms=4)
+    plan = lane.plan(DecodeBatch(indptr, indices, last))
+    q = torch.randn(2, config.num_heads, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    plan.run(LAYER, q)
+    indptr.copy_(torch.tensor([0, 5, 8]))
+    indices.copy_(torch.arange(8, 0, -1))
+    last.copy_(torch.tensor([3, 16]))
+    reference = ReferenceAttention(
+        cache, q_indptr=[0, 1, 2], kv_lens=[67, 48], kv_indptr=[0, 5, 8], kv_indices=indices.long()
+    )
+    torch.testing.assert_close(plan.run(LAYER, q), reference.run(LAYER, q), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("preset", "kv_heads"), [("llama-3.1-8b", 4), ("llama-3.2-1b", 4), ("qwen3-0.6b", 8), ("tiny", 1)]
+)
+def test_default_settings_fill_sixteen_query_rows(preset: str, kv_heads: int) -> None:
+    assert default_settings(PRESETS[preset]).kv_heads == kv_heads
+
+
+def test_large_groups_have_one_key_head_a_tile() -> None:
+    assert default_settings(model(heads=64, kv_heads=2)).kv_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel", "message"),
+    [
+        (model(head_dim=80), None, "head_dim that is a power of two"),
+        (model(kv_heads=2), DecodeKernelSettings(kv_heads=4), "must divide the model's 2 key heads"),
+        (model(), DecodeKernelSettings(kv_heads=1, tile=48), "tile must be a power of two"),
+        (model(heads=6, kv_heads=3), DecodeKernelSettings(kv_heads=3), "a multiple of kv_heads"),
+    ],
+)
+def test_bad_shapes(config: ModelConfig, kernel: DecodeKernelSettings | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TritonDecodeAttention(
+            config, filled_cache(config, 2, torch.float32), max_rows=1, num_sms=1, settings=kernel
+        )
+
+
+def test_bad_strides() -> None:
+    config = model()
+    cache = filled_cache(config, 2, torch.float32)
+    keys, values = cache.layer(0)
+    cache._layers[0] = (keys, values.transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(ConfigError, match="same strides"):
+        TritonDecodeAttention(config, cache, max_rows=1, num_sms=1)
+
+
+def test_bad_plans() -> None:
+    config = model()
+    lane = TritonDecodeAttention(config, filled_cache(config, 2, torch.float32), max_rows=2, num_sms=4)
+
+    def batch(rows: int) -> DecodeBatch:
+        return DecodeBatch(
+            torch.arange(rows + 1, dtype=torch.int32, device=DEVICE),
+            torch.zeros(rows, dtype=torch.int32, device=DEVICE),
+            torch.ones(rows, dtype=torch.int32, device=DEVICE),
+        )
+
+    for rows in (0, 3):
+        with pytest.raises(ConfigError, match=f"has {rows} rows"):
+            lane.plan(batch(rows))
+    for num_sms in (0, 5):
+        with pytest.raises(ConfigError, match=f"on {num_sms} SMs"):
+            lane.plan(batch(1), num_sms=num_sms)
+    q = torch.zeros(2, config.num_heads, config.head_dim, device=DEVICE)
+    with pytest.raises(ConfigError, match="1 rows that were planned"):
+        lane.plan(batch(1)).run(0, q)
+    with pytest.raises(ConfigError, match="out must be contiguous"):
+        lane.plan(batch(2)).run_into(0, q, torch.zeros_like(q).transpose(0, 1).contiguous().transpose(0, 1))
