@@ -5,15 +5,17 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
 
+from bullet_graph.config import Arm
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import EngineDeadError
 from bullet_graph.sampling_params import SamplingParams
-from bullet_graph.slo import Slo
+from bullet_graph.slo import NO_TARGETS, Slo
 
 
 class _Stream:
@@ -92,6 +94,21 @@ class AsyncEngine:
         finally:
             if not finished:
                 self._commands.put(lambda: self._abort(stream, name))
+
+    async def set_policy(self, arm: str | Arm, slo: Slo = NO_TARGETS) -> None:
+        """Serve under another arm and other targets from now on; see :meth:`Engine.set_policy`.
+
+        Raises:
+            RequestError: requests are under way.
+            ConfigError: the arm needs a performance table or partitions that this engine was not made with.
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        done: Future[None] = Future()
+        with self._lock:
+            if self._failure is not None:
+                raise _copy(self._failure)
+            self._commands.put(lambda: self._set_policy(done, arm, slo))
+        await asyncio.wrap_future(done)
 
     def shutdown(self) -> None:
         """Stop the thread and give the engine's memory back; requests under way get an EngineDeadError."""
@@ -177,6 +194,17 @@ class AsyncEngine:
             stream.put(error)
             return
         self._streams[request_id] = stream
+
+    def _set_policy(self, done: Future[None], arm: str | Arm, slo: Slo) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            self.engine.set_policy(arm, slo)
+        except Exception as error:
+            # The engine goes on as before: the error is the caller's alone.
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     def _abort(self, stream: _Stream, request_id: str) -> None:
         if self._streams.get(request_id) is stream:

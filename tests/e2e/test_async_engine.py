@@ -8,7 +8,16 @@ import pytest
 from async_engines import Gate, collect, engine_threads, idle
 from engines import Model, at_any_depth, make_engine, tokens_of
 
-from bullet_graph import AsyncEngine, OutputKind, PromptError, RequestError, SamplingParams
+from bullet_graph import (
+    AsyncEngine,
+    ConfigError,
+    EngineDeadError,
+    OutputKind,
+    PromptError,
+    RequestError,
+    SamplingParams,
+    Slo,
+)
 
 PROMPT = [5, 17, 300, 8]
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -207,3 +216,43 @@ async def test_time_to_first_token_counts_from_the_call(engine: AsyncEngine) -> 
     before = engine.engine.now()
     last = (await collect(engine, PROMPT))[-1]
     assert before <= last.metrics.arrival_s <= last.metrics.first_scheduled_s <= last.metrics.token_times_s[0]
+
+
+# ---- another policy ----
+
+
+async def test_the_policy_changes_between_requests(model: Model) -> None:
+    async with AsyncEngine(make_engine(model.folder, arm="mixed:16")) as engine:
+        expected = tokens_of((await collect(engine, PROMPT))[-1])
+        for arm in ("serial", "mixed:4"):
+            await idle(engine)
+            await engine.set_policy(arm, Slo(ttft_ms=1e6))
+            output = (await collect(engine, PROMPT))[-1]
+            assert tokens_of(output) == expected
+            assert (str(engine.engine.config.arm), output.slo) == (arm, Slo(ttft_ms=1e6))
+
+
+async def test_a_policy_that_cannot_be_is_an_error_of_the_caller(model: Model) -> None:
+    async with AsyncEngine(make_engine(model.folder, arm="mixed:16")) as engine:
+        stream = engine.generate(PROMPT, LONG)
+        await anext(stream)
+        with pytest.raises(RequestError, match="finish or abort them first"):
+            await engine.set_policy("serial")
+        await stream.aclose()
+        await idle(engine)
+        with pytest.raises(ConfigError, match="needs a performance table"):
+            await engine.set_policy("auto")
+        assert len(await collect(engine, PROMPT)) == 12
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await engine.set_policy("serial")
+
+
+async def test_nobody_waits_for_a_cancelled_change(engine: AsyncEngine, gate: Gate) -> None:
+    request = asyncio.create_task(collect(engine, PROMPT))
+    await asyncio.sleep(0.01)
+    change = asyncio.create_task(engine.set_policy("serial"))
+    await asyncio.sleep(0.01)
+    change.cancel()
+    gate.open()
+    assert len(await request) == 12
+    assert str(engine.engine.config.arm) == "mixed:16"

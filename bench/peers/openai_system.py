@@ -1,0 +1,136 @@
+"""A server with OpenAI's completions interface, such as ``vllm serve`` or SGLang, by URL."""
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import aiohttp
+
+from bullet_graph.engine.replay import TimedRequest
+from bullet_graph.errors import ConfigError, RequestError
+from bullet_graph.slo import Slo
+
+_SHOWN_CHARACTERS = 300
+# A chunk of many tokens is one long line.
+_BUFFER_BYTES = 1 << 20
+
+
+class OpenAiServer:
+    """A server that is up; :meth:`connect` makes it. Prompts are token ids, outputs are streamed.
+
+    Forced output lengths need ``ignore_eos``, an extension that vLLM and SGLang know.
+
+    Args:
+        url: up to ``/v1``.
+        session: to it.
+        settings: what it told of itself.
+    """
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, settings: Mapping[str, Any]) -> None:
+        self._url = url
+        self._session = session
+        self.settings = settings
+
+    @classmethod
+    async def connect(cls, url: str) -> "OpenAiServer":
+        """Ask a server which model it has, and its version where it tells one.
+
+        Args:
+            url: up to ``/v1``.
+
+        Raises:
+            ConfigError: there is no such server, or it does not say which model it serves.
+        """
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=60),
+            read_bufsize=_BUFFER_BYTES,
+        )
+        try:
+            async with session.get(f"{url}/models") as response:
+                response.raise_for_status()
+                model = (await response.json())["data"][0]
+            settings = {"url": url, "model": model["id"], "max_model_len": model.get("max_model_len")}
+            async with session.get(f"{url.removesuffix('/v1')}/version") as response:
+                told = await response.json(content_type=None) if response.ok else {}
+            settings["version"] = told.get("version") if isinstance(told, dict) else None
+        except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as error:
+            await session.close()
+            raise ConfigError(
+                f"openai:{url}: GET {url}/models must list the server's model, got {type(error).__name__}: {error}; "
+                "start the server, or correct the URL"
+            ) from error
+        return cls(url, session, settings)
+
+    async def configure(self, setting: str, slo: Slo) -> None:
+        """Nothing: a server keeps the settings it was started with."""
+
+    async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
+        """Serve a request.
+
+        Raises:
+            RequestError: the server refuses it, breaks off, or does not say how many tokens a chunk holds.
+        """
+        body = {
+            "model": self.settings["model"],
+            "prompt": list(request.prompt_token_ids),
+            "max_tokens": request.params.max_tokens,
+            "temperature": request.params.temperature,
+            "ignore_eos": request.params.ignore_eos,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        counter = TokenCounter()
+        async with self._session.post(f"{self._url}/completions", json=body) as response:
+            if not response.ok:
+                text = (await response.text())[:_SHOWN_CHARACTERS]
+                raise RequestError(f"the server answered {response.status}: {text}")
+            async for line in response.content:
+                data = line.strip().removeprefix(b"data:").strip()
+                if line.startswith(b"data:") and data != b"[DONE]":
+                    num_tokens = counter.new_tokens(json.loads(data))
+                    if num_tokens:
+                        yield num_tokens
+
+    def counters(self) -> Mapping[str, Any]:
+        """None: a server tells none."""
+        return {}
+
+    async def close(self) -> None:
+        """Close the connections; the server stays up."""
+        await self._session.close()
+
+
+class TokenCounter:
+    """Tells how many tokens each chunk of one stream holds.
+
+    The server says so itself where it gives its usage with each chunk (``continuous_usage_stats``); else a chunk is one
+    token, which the usage at the end must confirm.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def new_tokens(self, chunk: Mapping[str, Any]) -> int:
+        """Tokens of the next chunk.
+
+        Raises:
+            RequestError: the chunk is an error, or the count at the end is another.
+        """
+        if chunk.get("error"):
+            raise RequestError(f"the server broke off: {str(chunk['error'])[:_SHOWN_CHARACTERS]}")
+        choices, usage = chunk.get("choices"), chunk.get("usage")
+        if not choices:
+            if usage and usage["completion_tokens"] != self._seen:
+                raise RequestError(
+                    f"the server's chunks held {usage['completion_tokens']} tokens, and {self._seen} were counted: "
+                    "it must give continuous_usage_stats, or one token a chunk"
+                )
+            return 0
+        if usage:
+            new: int = usage["completion_tokens"] - self._seen
+        else:
+            # A closing chunk may bring no token; in a text, a token may be no character yet.
+            new = 0 if choices[0].get("finish_reason") and not choices[0].get("text") else 1
+        self._seen += new
+        return new

@@ -1,0 +1,76 @@
+"""This project's engine, through its asyncio interface, as a client in the same process sees it."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from bench.peers.systems import Setup
+from bullet_graph import AsyncEngine, Engine, OutputKind, Slo
+from bullet_graph.cli.online_arms import config_for
+from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.engine.replay import TimedRequest, require_forced_length
+
+_IDLE_LIMIT_S = 30.0
+
+
+class OwnEngine:
+    """One engine, made so that every arm wanted can be had; :meth:`configure` changes between them.
+
+    Args:
+        setup: its settings.
+        arms: that will be asked for.
+        slo: targets that will be asked for: one for TPOT lets ``mixed`` choose its chunks by predictions.
+    """
+
+    def __init__(self, setup: Setup, arms: Sequence[str], slo: Slo) -> None:
+        wanted = [Arm.parse(arm) for arm in arms]
+        config = EngineConfig(
+            **{field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
+        )
+        config = config_for(config, wanted, slo)
+        engine = Engine(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+        self._engine = AsyncEngine(engine)
+        self.settings: Mapping[str, Any] = dataclasses.asdict(setup) | {
+            "opened_for": str(config.arm),
+            "device": engine.device_name,
+            "partition_backend": engine.partition_backend,
+            "kv_cache_tokens": engine.memory.kv_cache_tokens,
+        }
+
+    async def configure(self, setting: str, slo: Slo) -> None:
+        """Change the arm and the targets; waits for what is still in flight of requests that have ended."""
+        deadline_s = time.monotonic() + _IDLE_LIMIT_S
+        while self._engine.engine.has_unfinished_requests() and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.002)
+        await self._engine.set_policy(setting, slo)
+
+    async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
+        """Serve a request, with its targets."""
+        require_forced_length(
+            len(request.prompt_token_ids), request.params, self._engine.engine.max_model_len
+        )
+        outputs = self._engine.generate(
+            request.prompt_token_ids, request.params, output_kind=OutputKind.DELTA, slo=request.slo
+        )
+        async with aclosing(outputs) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                yield len(delta.outputs[0].token_ids)
+
+    def counters(self) -> Mapping[str, Any]:
+        """Steps, preemptions, time by arm, and the planner's corrections."""
+        stats = self._engine.engine.stats()
+        return {
+            "num_steps": stats.num_steps,
+            "num_preemptions": stats.num_preemptions,
+            "kv_blocks_peak": stats.kv_blocks_peak,
+            "kv_blocks_total": stats.kv_blocks_total,
+            "arm_seconds": dict(stats.arm_seconds),
+            "corrections": {f"{arm} {kind}": factor for (arm, kind), factor in stats.corrections.items()},
+        }
+
+    async def close(self) -> None:
+        """Shut the engine down."""
+        await asyncio.to_thread(self._engine.shutdown)

@@ -1,0 +1,100 @@
+"""Which systems can be had here, and starting them."""
+
+import asyncio
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from bench.peers.comparison import tell
+from bench.peers.own import OwnEngine
+from bench.peers.systems import Candidate, Setup, System, distribution_is_there
+from bench.peers.vllm_system import VllmSystem, require_vllm
+from bullet_graph.errors import ConfigError, DeviceError
+from bullet_graph.slo import Slo
+
+
+async def open_system(
+    setup: Setup,
+    candidates: Sequence[Candidate],
+    *,
+    slo: Slo,
+    vllm_options: dict[str, Any],
+    vllm_log: Path | None,
+) -> System:
+    """Start what these candidates share.
+
+    Args:
+        setup: what every system is given.
+        candidates: of one kind and URL.
+        slo: targets that will be asked for, one for TPOT among them if there is any.
+        vllm_options: further arguments of vLLM's.
+        vllm_log: a file for its messages.
+    """
+    kind, url = candidates[0].resident
+    if kind == "own":
+        return OwnEngine(setup, [candidate.setting for candidate in candidates], slo)
+    if kind == "vllm":
+        folder = platformdirs.user_cache_path("bullet_graph") / "peers" / Path(setup.model).name
+        return VllmSystem(setup, folder, vllm_options, vllm_log)
+    # aiohttp is needed for servers alone.
+    from bench.peers.openai_system import OpenAiServer  # noqa: PLC0415
+
+    return await OpenAiServer.connect(url)
+
+
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Makes uvloop's event loop, as vLLM's own server has it, where that is installed; None: asyncio's own."""
+    if not distribution_is_there("uvloop"):
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return factory
+
+
+def installed(candidates: Sequence[Candidate], *, skip: bool) -> list[Candidate]:
+    """The candidates whose software is here.
+
+    Args:
+        candidates: those asked for.
+        skip: leave the others out, and say so on stderr.
+
+    Raises:
+        DeviceError: one is missing and ``skip`` is unset.
+        ConfigError: none is left.
+    """
+    checks: dict[str, Callable[[], None]] = {
+        "own": lambda: None,
+        "vllm": require_vllm,
+        "openai": _require_aiohttp,
+    }
+    there = []
+    for candidate in candidates:
+        try:
+            checks[candidate.kind]()
+        except DeviceError as error:
+            if not skip:
+                raise
+            tell(f"left out {candidate.kind}:{candidate.setting or candidate.url}: {error}")
+        else:
+            there.append(candidate)
+    if not there:
+        raise ConfigError("none of the systems is installed: nothing is left to compare")
+    return there
+
+
+def _require_aiohttp() -> None:
+    if not distribution_is_there("aiohttp"):
+        raise DeviceError(
+            "aiohttp is not installed, and openai:URL needs it: pip install aiohttp, or leave the servers out "
+            "with --skip-missing"
+        )
+
+
+def group(candidates: Sequence[Candidate], *, one_at_a_time: bool) -> list[list[Candidate]]:
+    """Candidates that are up at the same time: all, or those of one process or server after the other."""
+    if not one_at_a_time:
+        return [list(candidates)]
+    residents = dict.fromkeys(candidate.resident for candidate in candidates)
+    return [[c for c in candidates if c.resident == resident] for resident in residents]

@@ -1,0 +1,139 @@
+"""What is compared: a candidate is a system and one setting of it."""
+
+import importlib.metadata
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast, get_args
+
+from bullet_graph.config import Arm, DeviceName, DtypeName, LoadFormat
+from bullet_graph.engine.replay import TimedRequest
+from bullet_graph.errors import ConfigError
+from bullet_graph.perf.provenance import installed_version
+from bullet_graph.slo import Slo
+
+Kind = Literal["own", "vllm", "openai"]
+_FORMS = "own:ARM, vllm, vllm:CHUNK or openai:URL"
+
+
+class System(Protocol):
+    """A system that is up, under one of its settings at a time."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """All that it was started with and that its figures may depend on, in values that JSON has."""
+
+    async def configure(self, setting: str, slo: Slo) -> None:
+        """Serve under a setting and targets from now on; no request is under way.
+
+        Raises:
+            ConfigError: the setting cannot be had.
+        """
+
+    def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
+        """Serve a request, telling with each output how many new tokens it brought.
+
+        Raises:
+            EngineDeadError: the system has failed as a whole; any other error is the request's alone.
+        """
+
+    def counters(self) -> Mapping[str, Any]:
+        """Figures of its own since it was last configured, in values that JSON has."""
+
+    async def close(self) -> None:
+        """Give its memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A system and a setting.
+
+    Attributes:
+        kind: of system.
+        setting: an arm of this engine's; vLLM's largest number of tokens in a step, or empty for the engine's; empty
+            for a server.
+        url: of a server, up to ``/v1``; else empty.
+    """
+
+    kind: Kind
+    setting: str = ""
+    url: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "Candidate":
+        """Read ``own:ARM``, ``vllm``, ``vllm:CHUNK`` or ``openai:URL``.
+
+        Raises:
+            ConfigError: for any other text, with the forms allowed.
+        """
+        kind, _, rest = text.partition(":")
+        good = {
+            "own": bool(rest),
+            "vllm": text == "vllm" or (rest.isdecimal() and int(rest) > 0),
+            "openai": rest.startswith(("http://", "https://")),
+        }
+        if kind not in get_args(Kind) or not good[kind]:
+            raise ConfigError(f"{text!r} is no system: write {_FORMS}")
+        if kind == "openai":
+            return cls("openai", url=rest.rstrip("/"))
+        return cls(cast(Kind, kind), str(Arm.parse(rest)) if kind == "own" else rest)
+
+    @property
+    def resident(self) -> tuple[Kind, str]:
+        """What must be up for it: candidates that share it take turns in one process."""
+        return self.kind, self.url
+
+    @property
+    def label(self) -> str:
+        """Its name in results."""
+        if self.kind == "own":
+            return f"bullet_graph {self.setting}"
+        if self.kind == "openai":
+            return self.url
+        version = installed_version("vllm") or "(not installed)"
+        return f"vllm {version} chunk {self.setting}" if self.setting else f"vllm {version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What all systems that this process starts are given alike; names and units are the engine's.
+
+    Attributes:
+        load_format: ``auto`` is dummy for a preset.
+        kv_cache_bytes: of this project's engine alone.
+        perf_table: likewise.
+    """
+
+    model: str
+    load_format: LoadFormat = "auto"
+    dtype: DtypeName = "auto"
+    device: DeviceName = "auto"
+    max_model_len: int
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.45
+    kv_cache_bytes: int | None = None
+    seed: int = 0
+    perf_table: str | None = None
+
+
+def peer_versions() -> dict[str, str | None]:
+    """Versions of what the peers are made of; None: not installed."""
+    names = (
+        "vllm",
+        "transformers",
+        "flashinfer-cubin",
+        "nvidia-cudnn-cu13",
+        "nvidia-cublas",
+        "aiohttp",
+        "uvloop",
+    )
+    return {name: installed_version(name) for name in names}
+
+
+def distribution_is_there(name: str) -> bool:
+    """Whether a distribution of this name is installed."""
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

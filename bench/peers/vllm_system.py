@@ -1,0 +1,231 @@
+"""vLLM's asynchronous engine in this process, as its own API server drives it; written against vLLM 0.24.0.
+
+What a tuned server would set, and what stands here:
+
+- torch.compile and CUDA graphs are on (vLLM's default, ``optimization_level`` 2), as is asynchronous scheduling.
+- CUDA graphs are captured up to ``max_cudagraph_capture_size`` rows: 512 by default. Decode batches beyond that run
+  without; ``--vllm-option max_cudagraph_capture_size=1024`` captures them as well.
+- Attention is chosen by vLLM: FlashAttention 3 on Hopper GPUs. ``attention_backend=FLASHINFER`` and the like take
+  another.
+- Tokens of a step: vLLM's servers take 8,192 on such GPUs, fewer for steadier gaps between tokens. A candidate
+  ``vllm:512`` has that limit set while vLLM runs (see :mod:`bench.peers.budget`); its memory is still planned for
+  ``max_num_batched_tokens``.
+- Off: prefix caching (prompts share nothing), statistics, request logs, tokenizer and detokenizer (prompts and outputs
+  are token ids, for every system alike).
+- FlashInfer's kernels are tuned at the start, vLLM's default, although FlashAttention does without them:
+  ``enable_flashinfer_autotune=false`` starts sooner.
+- Weights: a preset's are vLLM's dummies, random in ±0.001; the time of a step does not depend on them.
+"""
+
+import dataclasses
+import importlib
+import itertools
+import os
+import sys
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from bench.peers.budget import CONFIG_KEY, TokenBudget
+from bench.peers.hf_config import write_model_folder
+from bench.peers.systems import Setup, distribution_is_there
+from bullet_graph.engine.replay import TimedRequest
+from bullet_graph.errors import ConfigError, DeviceError, EngineDeadError
+from bullet_graph.models.presets import resolve_model
+from bullet_graph.slo import Slo
+
+SCHEDULER = "bench.peers.vllm_scheduler.BudgetedScheduler"
+
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    # This process has a CUDA context by then, which a fork would not survive.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+
+
+class VllmSystem:
+    """vLLM, up and running. Its core is a process of its own; the front end runs on this process's event loop.
+
+    Args:
+        setup: the settings that all systems have.
+        folder: where a preset's ``config.json`` and the budget's file are written. The same folder each time lets vLLM
+            find what it compiled before.
+        options: further arguments of ``AsyncEngineArgs``, or other values for those given here.
+        log: vLLM's messages go to the end of this file; None shows its warnings on stderr.
+
+    Raises:
+        DeviceError: vLLM is not installed.
+        ConfigError: it has no such option, or refuses the settings.
+    """
+
+    def __init__(
+        self, setup: Setup, folder: Path, options: Mapping[str, Any] | None = None, log: Path | None = None
+    ) -> None:
+        require_vllm()
+        os.environ.update(_ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "INFO" if log else "WARNING"})
+        arguments = engine_arguments(setup, folder) | dict(options or {})
+        self._names = itertools.count()
+        self._most_tokens: int = arguments["max_num_batched_tokens"]
+        self._budget = TokenBudget.create(_budget_file(folder), self._most_tokens)
+        with _output_to(log):
+            vllm = importlib.import_module("vllm")
+            engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
+            self._require_known(options or {}, engine_args)
+            try:
+                self._engine = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(
+                    engine_args(**arguments)
+                )
+            except (ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    f"vLLM did not start: {error}. Its own messages say more (--vllm-log FILE keeps them all)"
+                ) from error
+        self._tokens_input = importlib.import_module("vllm.inputs").tokens_input
+        sampling = importlib.import_module("vllm.sampling_params")
+        self._sampling_params, self._delta = sampling.SamplingParams, sampling.RequestOutputKind.DELTA
+        self._dead_error = importlib.import_module("vllm.v1.engine.exceptions").EngineDeadError
+        config = self._engine.vllm_config
+        self.settings: Mapping[str, Any] = {
+            "version": vllm.__version__,
+            "engine_args": {name: _plain(value) for name, value in arguments.items()},
+            "num_kv_blocks": _plain(config.cache_config.num_gpu_blocks),
+            "kv_block_tokens": _plain(config.cache_config.block_size),
+            "async_scheduling": _plain(config.scheduler_config.async_scheduling),
+            "optimization_level": _plain(config.optimization_level),
+            "max_cudagraph_capture_size": _plain(config.compilation_config.max_cudagraph_capture_size),
+            "cudagraph_mode": _plain(config.compilation_config.cudagraph_mode),
+            "attention_backend": _plain(config.attention_config.backend),
+            "environment": _environment(),
+        }
+
+    @staticmethod
+    def _require_known(options: Mapping[str, Any], engine_args: Any) -> None:
+        known = {field.name for field in dataclasses.fields(engine_args)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigError(
+                f"this vLLM has no option {', '.join(unknown)}: give arguments of its AsyncEngineArgs, such as "
+                "max_cudagraph_capture_size=1024"
+            )
+
+    async def configure(self, setting: str, slo: Slo) -> None:
+        """Set the most tokens of a step; empty text is the engine's own. vLLM knows no targets."""
+        del slo
+        num_tokens = int(setting) if setting else self._most_tokens
+        if num_tokens > self._most_tokens:
+            raise ConfigError(
+                f"vllm:{num_tokens} needs a larger engine: it was started with max_num_batched_tokens="
+                f"{self._most_tokens}; raise --max-num-batched-tokens"
+            )
+        self._budget.num_tokens = num_tokens
+
+    async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
+        """Serve a request."""
+        params = self._sampling_params(
+            temperature=request.params.temperature,
+            max_tokens=request.params.max_tokens,
+            ignore_eos=request.params.ignore_eos,
+            output_kind=self._delta,
+            detokenize=False,
+        )
+        prompt = self._tokens_input(list(request.prompt_token_ids))
+        try:
+            async with aclosing(
+                self._engine.generate(prompt, params, f"peer-{next(self._names)}")
+            ) as outputs:
+                async for output in outputs:
+                    yield len(output.outputs[0].token_ids)
+        except self._dead_error as error:
+            raise EngineDeadError(f"vLLM's core has died, its messages say why: {error}") from error
+
+    def counters(self) -> Mapping[str, Any]:
+        """None: its statistics are off."""
+        return {}
+
+    async def close(self) -> None:
+        """End vLLM's core, which gives its memory back."""
+        self._engine.shutdown()
+        self._budget.close()
+
+
+def require_vllm() -> None:
+    """Make sure that vLLM is there, without importing it.
+
+    Raises:
+        DeviceError: it is not installed.
+    """
+    if not distribution_is_there("vllm"):
+        raise DeviceError(
+            "vllm is not installed in this environment: install it (pip install vllm==0.24.0), or leave it out "
+            "with --skip-missing"
+        )
+
+
+def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
+    """The arguments of vLLM's ``AsyncEngineArgs``; writes a preset's model folder."""
+    model, model_folder = resolve_model(setup.model)
+    is_dummy = setup.load_format == "dummy" or (setup.load_format == "auto" and model_folder is None)
+    return {
+        "model": str(model_folder or write_model_folder(folder, model)),
+        "load_format": "dummy" if is_dummy else "auto",
+        "generation_config": "vllm",
+        "skip_tokenizer_init": True,
+        "dtype": setup.dtype,
+        "seed": setup.seed,
+        "max_model_len": setup.max_model_len,
+        "max_num_seqs": setup.max_num_seqs,
+        "max_num_batched_tokens": setup.max_num_batched_tokens,
+        "gpu_memory_utilization": setup.gpu_memory_utilization,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+        "use_tqdm_on_load": False,
+        "scheduler_cls": SCHEDULER,
+        "additional_config": {CONFIG_KEY: str(_budget_file(folder))},
+    }
+
+
+def _budget_file(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.resolve() / "token_budget"
+
+
+@contextmanager
+def _output_to(log: Path | None) -> Iterator[None]:
+    """Let this process and those it starts write stdout and stderr to a file; None: stdout to stderr.
+
+    By descriptor too, which vLLM's core inherits and keeps: stdout is left for the results.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Never closed: vLLM's loggers keep it.
+    stream = sys.stderr if log is None else log.open("a", buffering=1, encoding="utf-8")
+    kept = os.dup(1), os.dup(2)
+    target = os.dup(2 if log is None else stream.fileno())
+    try:
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        with redirect_stdout(stream), redirect_stderr(stream):
+            yield
+    finally:
+        for descriptor, number in zip(kept, (1, 2), strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.close(target)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; text for one of vLLM's own types."""
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)
+
+
+def _environment() -> dict[str, str]:
+    """vLLM's variables; a result is no place for secrets."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith("VLLM_") and not name.endswith(("_KEY", "_TOKEN"))
+    }

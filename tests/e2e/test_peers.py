@@ -1,0 +1,296 @@
+"""Comparisons from the command line to the table: this engine beside itself in the guise of two peers."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from peers_fakes import CompletionsServer, Telling, completions_server, install_fake_vllm
+
+from bench.peers.command import compare
+from bullet_graph import EngineDeadError
+from bullet_graph.cli.sweep_file import read_sweep
+
+LENGTHS = ((20, 4), (33, 1), (7, 6), (50, 3), (12, 5))
+EASY = "ttft:600000 tpot:600000"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    rows = [f"2024-05-10 00:00:0{i}.000000,{p},{o}" for i, (p, o) in enumerate(LENGTHS)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CompletionsServer]:
+    with completions_server() as server:
+        yield server
+
+
+def run(workload: object, path: Path, *options: str, systems: tuple[str, ...] = ("own:mixed:16",)) -> Result:
+    named = [part for system in systems for part in ("--system", system)]
+    fixed = ("--model", "tiny", "--device", "cpu", "--kv-cache-bytes", "4MiB", "--max-num-seqs", "8")
+    arguments = [*fixed, *named, "--workload", str(workload), "--warmup-requests", "2", *options]
+    return CliRunner().invoke(compare, [*arguments, "--output-json", str(path)])
+
+
+def refused(result: Result) -> str:
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    return " ".join(result.stderr.split())
+
+
+def order_of_runs(result: Result) -> list[str]:
+    """What was told of each run, up to its figures."""
+    return [line.split(": ")[0] for line in result.stderr.splitlines() if " % met" in line]
+
+
+def test_given_rates_with_all_systems_in_turn(
+    trace: Path, server: CompletionsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = install_fake_vllm(monkeypatch)
+    monkeypatch.setattr("bench.peers.systems.installed_version", lambda _: "0.24.0")
+    path = tmp_path / "peers.json"
+    systems = ("vllm:512", "own:mixed:16", "vllm", "own:serial", f"openai:{server.url}")
+    del server.bodies[:]
+    result = run(f"{trace}@{EASY}", path, "--rates", "50,100", systems=systems)
+    assert result.exit_code == 0, result.stderr
+    labels = [
+        "vllm 0.24.0 chunk 512",
+        "bullet_graph mixed:16",
+        "vllm 0.24.0",
+        "bullet_graph serial",
+        server.url,
+    ]
+    told = order_of_runs(result)
+    assert [line.split(", ")[-2:] for line in told] == [
+        [label, f"at {rate}/s"] for rate in (50, 100) for label in labels
+    ]
+    # One vLLM for both of its settings, and nothing of its chatter among the results.
+    assert len(engines) == 1
+    assert len(set(engines[0].request_ids)) == 2 * (2 + 2 * 5)
+    assert "hello" not in result.stdout
+
+    sweep = read_sweep(path)
+    assert sweep.finished
+    assert [cell.key.system for cell in sweep.cells] == labels
+    assert {cell.goodput for cell in sweep.cells} == {100.0}
+    assert sweep.provenance["versions"].keys() >= {"bullet_graph", "vllm", "torch", "aiohttp"}
+    for cell in sweep.cells:
+        assert [r["request_rate"] for r in cell.runs] == [50, 100]
+        for fields in cell.runs:
+            assert (fields["completed"], fields["failed"], fields["slo_attainment"]) == (5, 0, 1.0)
+            assert fields["total_output_tokens"] == sum(output for _, output in LENGTHS)
+            assert 0 < fields["median_ttft_ms"] <= fields["p90_e2el_ms"]
+            assert fields["backend"] == cell.key.system
+    # Every system had the same prompts in a round, and others in the next: none could come out of a cache.
+    first, second = (r["prompt_seed"] for r in sweep.cells[0].runs)
+    assert {tuple(r["prompt_seed"] for r in cell.runs) for cell in sweep.cells} == {(first, second)}
+    assert first != second
+    prompts = [tuple(body["prompt"]) for body in server.bodies]
+    assert len(set(prompts)) == len(prompts) == 2 + 2 * 5
+    assert {body["model"] for body in server.bodies} == {"tiny-served"}
+    by_system = {cell.key.system: cell.runs[0] for cell in sweep.cells}
+    assert by_system[server.url]["system_settings"]["version"] == "1.2.3"
+    assert by_system["vllm 0.24.0"]["system_settings"]["engine_args"]["enable_prefix_caching"] is False
+    assert by_system["bullet_graph serial"]["system_counters"]["arm_seconds"].keys() == {"serial", "solo"}
+    for label in labels:
+        assert label in result.stdout
+
+
+def test_searches_side_by_side_go_on_after_an_interruption(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Easy targets are met at any rate, impossible ones at none; the runs are as few as asked."""
+    path = tmp_path / "peers.json"
+    options = ("--first-rate", "40", "--step", "2", "--max-runs", "3")
+    systems = ("own:mixed:16", "own:serial")
+
+    from bench.peers import comparison  # noqa: PLC0415 - the module is patched
+
+    real, calls = comparison.replay, iter(range(6))
+
+    async def dies(*arguments: Any, **keywords: Any) -> Any:
+        # Two warm-ups and three runs go well.
+        if next(calls) == 5:
+            raise EngineDeadError("the device is gone")
+        return await real(*arguments, **keywords)
+
+    monkeypatch.setattr(comparison, "replay", dies)
+    first = run(f"{trace}@{EASY}", path, *options, systems=systems)
+    assert "the device is gone" in refused(first).split("Error: ")[1]
+    before = read_sweep(path)
+    assert [len(cell.runs) for cell in before.cells] == [2, 1]
+    assert not before.finished
+
+    monkeypatch.setattr(comparison, "replay", real)
+    again = run(f"{trace}@{EASY}", path, *options, systems=systems)
+    assert again.exit_code == 0, again.stderr
+    assert len(order_of_runs(again)) == 3
+    sweep = read_sweep(path)
+    assert [[r["request_rate"] for r in cell.runs] for cell in sweep.cells] == [[40, 80, 160]] * 2
+    assert [cell.goodput for cell in sweep.cells] == [160, 160]
+    assert sweep.cells[0].runs[:2] == before.cells[0].runs
+    assert "highest rate at which 90 % of the requests meet all targets" in again.stdout
+
+    assert "it is finished; add --overwrite" in refused(
+        run(f"{trace}@{EASY}", path, *options, systems=systems)
+    )
+    hard = run(f"{trace}@ttft:0.001", path, *options, "--overwrite", "--json", systems=systems)
+    assert hard.exit_code == 0, hard.stderr
+    fields = json.loads(hard.stdout)
+    assert [cell["goodput"] for cell in fields["cells"]] == [None, None]
+    assert [run["request_rate"] for run in fields["cells"][0]["runs"]] == [40, 20, 10]
+
+
+def test_all_at_once_one_system_after_the_other(
+    trace: Path, server: CompletionsServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "peers.json"
+    systems = ("own:mixed:16", f"openai:{server.url}", "own:serial")
+    result = run(trace, path, "--all-at-once", "--one-at-a-time", "--repeats", "2", systems=systems)
+    assert result.exit_code == 0, result.stderr
+    told = [line.split(", ")[-2] for line in order_of_runs(result)]
+    assert told == ["bullet_graph mixed:16", "bullet_graph serial"] * 2 + [server.url] * 2
+    assert result.stderr.count("starting ") == 2
+    for cell in read_sweep(path).cells:
+        assert [run["all_at_once"] for run in cell.runs] == [True, True]
+        assert cell.runs[0]["request_throughput"] > 0
+    assert "all at once" in result.stdout
+
+
+# ---- systems that are missing or fail ----
+
+
+def test_a_missing_vllm_is_an_error_or_left_out(trace: Path, tmp_path: Path) -> None:
+    path, systems = tmp_path / "peers.json", ("own:mixed:16", "vllm:512")
+    message = refused(run(trace, path, "--rates", "50", systems=systems))
+    assert "vllm is not installed" in message
+    assert "--skip-missing" in message
+    assert not path.exists()
+    result = run(trace, path, "--rates", "50", "--skip-missing", systems=systems)
+    assert result.exit_code == 0, result.stderr
+    assert "left out vllm:512" in result.stderr
+    assert [cell.key.system for cell in read_sweep(path).cells] == ["bullet_graph mixed:16"]
+    nothing = run(trace, path, "--rates", "50", "--skip-missing", "--overwrite", systems=("vllm",))
+    assert "nothing is left to compare" in refused(nothing)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--vllm-option", "no_such=1"), "this vLLM has no option no_such"),
+        (("--vllm-option", "no_such"), "write NAME=VALUE"),
+        (("--gpu-memory-utilization", "0.95"), "vLLM did not start: Free memory on device"),
+        (("--max-num-batched-tokens", "256"), "vllm:512 needs a larger engine.*max_num_batched_tokens=256"),
+    ],
+)
+def test_settings_that_vllm_refuses(
+    trace: Path, tmp_path: Path, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_fake_vllm(monkeypatch)
+    result = run(trace, tmp_path / "p.json", "--rates", "50", *options, systems=("vllm:512",))
+    assert result.exit_code == 2
+    assert re.search(message, " ".join(result.stderr.split())), result.stderr
+
+
+def test_options_reach_vllm_and_its_messages_a_file(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = install_fake_vllm(monkeypatch)
+    log = tmp_path / "vllm.log"
+    options = ("--vllm-option", "max_cudagraph_capture_size=1024", "--vllm-option", "dtype=bfloat16")
+    options += ("--vllm-log", str(log))
+    result = run(trace, tmp_path / "p.json", "--rates", "50", *options, systems=("vllm",))
+    assert result.exit_code == 0, result.stderr
+    args = engines[0].args
+    assert (args.max_cudagraph_capture_size, args.dtype, args.max_model_len) == (1024, "bfloat16", 53)
+    assert (Path(args.model) / "config.json").is_file()
+    assert "hello" in log.read_text(encoding="utf-8")
+    assert "hello" not in result.output
+
+
+def test_a_vllm_that_dies_ends_the_comparison(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = install_fake_vllm(monkeypatch)
+    monkeypatch.setattr("bench.peers.vllm_system.VllmSystem.configure", lambda *_: _die(engines))
+    result = run(trace, tmp_path / "p.json", "--rates", "50", systems=("vllm",))
+    assert result.exit_code == 2
+    assert "Error: vLLM's core has died" in result.stderr
+
+
+async def _die(engines: list[Any]) -> None:
+    engines[0].is_dead = True
+
+
+@pytest.mark.parametrize("telling", ["end", "pairs"])
+def test_servers_that_tell_less(trace: Path, tmp_path: Path, telling: Telling) -> None:
+    path = tmp_path / "p.json"
+    with completions_server(telling) as server:
+        result = run(trace, path, "--rates", "50", systems=(f"openai:{server.url}",))
+    assert result.exit_code == 0, result.stderr
+    (fields,) = read_sweep(path).cells[0].runs
+    # Of pairs that are not told, only the request of one token can be counted.
+    assert (fields["completed"], fields["failed"]) == ((5, 0) if telling == "end" else (1, 4))
+    assert all("it must give continuous_usage_stats" in reason for reason in fields["failures"])
+
+
+def test_a_server_that_refuses_all(trace: Path, server: CompletionsServer, tmp_path: Path) -> None:
+    server.refuse = "ignore_eos is not known"
+    try:
+        message = refused(run(trace, tmp_path / "p.json", "--rates", "50", systems=(f"openai:{server.url}",)))
+    finally:
+        server.refuse = None
+    assert "could serve none of 2 requests" in message
+    assert "the server answered 400: ignore_eos is not known" in message
+
+
+def test_no_server(trace: Path, tmp_path: Path) -> None:
+    message = refused(
+        run(trace, tmp_path / "p.json", "--rates", "50", systems=("openai:http://127.0.0.1:1/v1",))
+    )
+    assert "GET http://127.0.0.1:1/v1/models must list the server's model" in message
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rates", "18,fast"), "is no list of rates above 0"),
+        (("--rates", "0"), "is no list of rates above 0"),
+        (("--rates", "20", "--all-at-once"), "exclude one another"),
+        ((), "a search for goodput needs targets"),
+        (
+            ("--rates", "20", "--max-model-len", "52"),
+            "longest request has 53 tokens, more than --max-model-len 52",
+        ),
+        (("--rates", "20", "--model", "nonesuch"), "unknown model 'nonesuch'"),
+        (("--rates", "20", "--system", "own:fast"), "unknown arm 'fast'"),
+        (("--rates", "20", "--system", "sglang"), "'sglang' is no system"),
+        (("--rates", "20", "--workload", "azure:nonesuch"), "unknown excerpt"),
+        (("--rates", "20", *("--workload", "azure:conv=2") * 2), "both called azure:conv with 2 requests"),
+    ],
+)
+def test_bad_options(trace: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    path = tmp_path / "p.json"
+    assert message in refused(run(trace, path, *options))
+    assert not path.exists()
+
+
+def test_a_comparison_needs_a_file(trace: Path) -> None:
+    arguments = ("--model", "tiny", "--system", "own:serial", "--workload", str(trace), "--rates", "5")
+    assert "needs --output-json" in refused(CliRunner().invoke(compare, arguments))

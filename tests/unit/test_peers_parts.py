@@ -1,0 +1,219 @@
+"""Parts of a comparison: naming systems, vLLM's model folder and budget, counting a stream's tokens, rates."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from bench.peers.budget import CONFIG_KEY, BudgetedSchedule, TokenBudget
+from bench.peers.comparison import FixedRates
+from bench.peers.hf_config import write_model_folder
+from bench.peers.openai_system import TokenCounter
+from bench.peers.residents import group
+from bench.peers.systems import Candidate
+from bullet_graph import ConfigError, RequestError
+from bullet_graph.models.config import load_model_config
+from bullet_graph.models.presets import PRESETS
+
+# ---- systems ----
+
+
+@pytest.mark.parametrize(
+    ("text", "candidate", "label"),
+    [
+        ("own:auto", Candidate("own", "auto"), "bullet_graph auto"),
+        ("own:mixed:2048", Candidate("own", "mixed:2048"), "bullet_graph mixed:2048"),
+        ("vllm", Candidate("vllm"), "vllm 9.9"),
+        ("vllm:512", Candidate("vllm", "512"), "vllm 9.9 chunk 512"),
+        ("openai:http://h:80/v1/", Candidate("openai", url="http://h:80/v1"), "http://h:80/v1"),
+    ],
+)
+def test_systems_by_name(
+    text: str, candidate: Candidate, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.peers.systems.installed_version", lambda _: "9.9")
+    assert Candidate.parse(text) == candidate
+    assert Candidate.parse(text).label == label
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["own", "own:", "own:fast", "vllm:", "vllm:0", "vllm:big", "vllm:-5", "openai:host", "sglang", "", ":"],
+)
+def test_other_names_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"write own:ARM|unknown arm 'fast'"):
+        Candidate.parse(text)
+
+
+def test_candidates_share_what_is_up() -> None:
+    texts = ("own:auto", "vllm:512", "own:serial", "openai:http://a", "vllm", "openai:http://b")
+    own, v512, serial, a, v, b = candidates = [Candidate.parse(text) for text in texts]
+    assert group(candidates, one_at_a_time=False) == [candidates]
+    assert group(candidates, one_at_a_time=True) == [[own, serial], [v512, v], [a], [b]]
+
+
+# ---- vLLM's model folder ----
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_presets_folder_holds_its_shape(name: str, tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "a" / "b", PRESETS[name])
+    assert load_model_config(folder) == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_transformers_reads_the_same_shape(name: str, tmp_path: Path) -> None:
+    preset = PRESETS[name]
+    config = AutoConfig.from_pretrained(write_model_folder(tmp_path, preset))
+    assert config.architectures == [preset.architecture]
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (
+        preset.hidden_size,
+        preset.num_layers,
+        preset.vocab_size,
+    )
+    assert (config.head_dim, config.num_key_value_heads) == (preset.head_dim, preset.num_kv_heads)
+    assert config.rope_parameters["rope_theta"] == preset.rope_theta
+    assert config.rope_parameters.get("factor") == (preset.rope_scaling and preset.rope_scaling.factor)
+    assert config.dtype == preset.dtype
+    assert isinstance(config.dtype, torch.dtype)
+
+
+# ---- vLLM's budget ----
+
+
+class StubScheduler:
+    """Takes from a queue as vLLM's scheduler does: so many tokens a step, so many sequences at once."""
+
+    def __init__(self, vllm_config: Any, *, block_size: int) -> None:
+        self.vllm_config = vllm_config
+        self.block_size = block_size
+        self.max_num_scheduled_tokens = 8192
+        self.max_num_running_reqs = 1024
+
+    def schedule(self, throttle_prefills: bool = False) -> tuple[int, int, bool]:
+        return self.max_num_scheduled_tokens, self.max_num_running_reqs, throttle_prefills
+
+
+class Budgeted(BudgetedSchedule, StubScheduler):
+    pass
+
+
+def test_each_step_has_the_budget_of_the_moment(tmp_path: Path) -> None:
+    budget = TokenBudget.create(tmp_path / "budget", 8192)
+    config = SimpleNamespace(additional_config={CONFIG_KEY: str(tmp_path / "budget")})
+    scheduler = Budgeted(config, block_size=16)
+    assert scheduler.schedule() == (8192, 1024, False)
+    budget.num_tokens = 512
+    assert scheduler.schedule(True) == (512, 512, True)
+    budget.num_tokens = 2048
+    assert scheduler.schedule(throttle_prefills=True) == (2048, 1024, True)
+    # Never more than the engine was started with.
+    budget.num_tokens = 100_000
+    assert scheduler.schedule() == (8192, 1024, False)
+
+
+def test_another_process_sees_the_budget(tmp_path: Path) -> None:
+    budget = TokenBudget.create(tmp_path / "budget", 1)
+    code = (
+        "import sys; from bench.peers.budget import TokenBudget; b = TokenBudget.open(sys.argv[1]); "
+        "print(b.num_tokens, flush=True); input(); print(b.num_tokens)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "budget")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stdout.readline() == "1\n"
+    budget.num_tokens = 777
+    assert child.communicate("\n")[0] == "777\n"
+
+
+def test_budgets_that_cannot_be(tmp_path: Path) -> None:
+    budget = TokenBudget.create(tmp_path / "budget", 5)
+    with pytest.raises(ValueError, match="at least 1 token, got 0"):
+        budget.num_tokens = 0
+    assert budget.num_tokens == 5
+    with pytest.raises(FileNotFoundError):
+        TokenBudget.open(tmp_path / "none")
+
+
+# ---- counting a stream's tokens ----
+
+
+def chunk(text: str = "x", usage: int | None = None, finish: str | None = None) -> dict[str, Any]:
+    told = None if usage is None else {"completion_tokens": usage}
+    return {"choices": [{"text": text, "finish_reason": finish}], "usage": told}
+
+
+def counted(chunks: Sequence[dict[str, Any]]) -> list[int]:
+    counter = TokenCounter()
+    return [counter.new_tokens(json.loads(json.dumps(c))) for c in chunks]
+
+
+def end(usage: int) -> dict[str, Any]:
+    return {"choices": [], "usage": {"completion_tokens": usage}}
+
+
+@given(st.lists(st.integers(0, 9), max_size=20))
+def test_a_server_that_tells_is_believed(tokens: list[int]) -> None:
+    totals = [sum(tokens[: i + 1]) for i in range(len(tokens))]
+    assert counted([*(chunk("", total) for total in totals), end(sum(tokens))]) == [*tokens, 0]
+
+
+def test_otherwise_a_chunk_is_a_token() -> None:
+    # A token that is half a character has no text yet; the closing chunk has a token, or none.
+    assert counted([chunk(), chunk(""), chunk("x", finish="length"), end(3)]) == [1, 1, 1, 0]
+    assert counted([chunk(), chunk("", finish="length"), end(1)]) == [1, 0, 0]
+    assert counted([chunk(), {"choices": []}]) == [1, 0]
+
+
+def test_streams_that_cannot_be_counted() -> None:
+    with pytest.raises(
+        RequestError, match="held 4 tokens, and 2 were counted: it must give continuous_usage"
+    ):
+        counted([chunk("xx"), chunk("xx"), end(4)])
+    with pytest.raises(RequestError, match=r"broke off: .*out of memory"):
+        counted([{"error": {"message": "out of memory"}}])
+
+
+# ---- rates ----
+
+
+def test_given_rates_come_in_rounds() -> None:
+    rates = FixedRates((8.0, 4.0), repeats=2, attainment=0.9)
+    seen = []
+    while (rate := rates.next_rate()) is not None:
+        seen.append(rate)
+        rates.record(rate, {8.0: 0.5, 4.0: 0.95}[rate])
+    assert seen == [8.0, 4.0, 8.0, 4.0]
+    assert rates.goodput == 4.0
+
+
+def test_runs_of_before_are_not_run_again() -> None:
+    rates = FixedRates((8.0, 4.0, 2.0), repeats=1, attainment=0.9)
+    for rate, share in ((4.0, 0.95), (16.0, 0.1)):
+        rates.record(rate, share)
+    assert rates.next_rate() == 8.0
+    rates.record(8.0, 1.0)
+    assert rates.next_rate() == 2.0
+    assert rates.goodput == 8.0
+
+
+def test_a_rate_serves_enough_if_each_run_does() -> None:
+    rates = FixedRates((4.0,), repeats=2, attainment=0.9)
+    rates.record(4.0, 1.0)
+    rates.record(4.0, 0.8)
+    assert rates.goodput is None
