@@ -11,27 +11,22 @@ decode, and the host's own time for each step is told.
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from bullet_graph import Engine, SamplingParams, Slo
+from bullet_graph.cli.engine_run import watch_device
+from bullet_graph.cli.online import Arrivals, serve_online
+from bullet_graph.config import Arm
 from bullet_graph.engine.output import OutputKind
-from bullet_graph.engine.replay import TimedRequest, replay
-from bullet_graph.perf.energy import DeviceMonitor
 from bullet_graph.perf.provenance import collect_provenance
-from bullet_graph.perf.serving import summarize_serving
 from bullet_graph.perf.summary import summarize_ms
-from bullet_graph.workloads import load_workload, make_prompt_token_ids
-from bullet_graph.workloads.arrivals import arrival_times
+from bullet_graph.workloads import load_workload
 
 SETTINGS = (
     "azure:conv 600 20 ttft:500 tpot:15",
@@ -45,49 +40,21 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 def serve(engine: Engine, setting: str, arm: str, seed: int) -> dict[str, Any]:
-    """One workload in one arm: vLLM's flat fields, time by arm, and the device meanwhile."""
+    """One workload in one arm: the fields of `bullet-graph bench online`, time by arm, and what the planner learned."""
     trace, num_prompts, rate, *targets = setting.split()
-    slo = Slo.parse(targets)
-    workload = load_workload(trace, num_requests=int(num_prompts))
-    vocab_size = engine.model_config.vocab_size
-    requests = [
-        TimedRequest(
-            float(arrival_s),
-            make_prompt_token_ids(request, index, vocab_size, seed).tolist(),
-            SamplingParams(max_tokens=request.output_tokens, **GREEDY),
-            slo,
-        )
-        for index, (request, arrival_s) in enumerate(
-            zip(
-                workload.requests,
-                arrival_times(int(num_prompts), request_rate=float(rate), seed=seed),
-                strict=True,
-            )
-        )
-    ]
-    engine.set_policy(arm, slo)
-    started = datetime.now()
-    with watch() as monitor:
-        run = replay(engine, requests)
-    result = summarize_serving(
-        run.served(requests),
-        duration_s=run.duration_s,
-        started=started,
-        backend="bullet_graph",
-        model_id=engine.config.model,
-        request_rate=float(rate),
-        burstiness=1.0,
+    run = serve_online(
+        engine,
+        load_workload(trace, num_requests=int(num_prompts)),
+        Arrivals(request_rate=float(rate), seed=seed),
+        arm=Arm.parse(arm),
+        slo=Slo.parse(targets),
     )
-    stats = engine.stats()
     return {
         "setting": setting,
-        "arm": arm,
         "seed": seed,
-        **result.fields(),
-        "arm_seconds": dict(stats.arm_seconds),
-        "num_preemptions": stats.num_preemptions,
+        **run.fields(),
+        "arm_seconds": dict(engine.stats().arm_seconds),
         "corrections": corrections(engine),
-        "device": dataclasses.asdict(monitor.report),
     }
 
 
@@ -95,12 +62,6 @@ def corrections(engine: Engine) -> dict[str, float]:
     """What the planner has learned of its predictions' errors: measured over predicted time."""
     factors = engine.stats().corrections
     return {f"{arm} {kind}": round(factor, 3) for (arm, kind), factor in factors.items() if factor != 1}
-
-
-@contextmanager
-def watch() -> Iterator[DeviceMonitor]:
-    with DeviceMonitor.for_gpu(str(torch.cuda.get_device_properties(0).uuid)) as monitor:
-        yield monitor
 
 
 def steady(engine: Engine, arm: str, slo: Slo, *, num_long: int = 30, every_s: float = 0.4) -> dict[str, Any]:
@@ -120,7 +81,7 @@ def steady(engine: Engine, arm: str, slo: Slo, *, num_long: int = 30, every_s: f
         engine.step()
     long_prompts = [rng.integers(0, vocab_size, 8192).tolist() for _ in range(num_long)]
     start_s, sent, ends = engine.now(), 0, []
-    with watch() as monitor:
+    with watch_device(engine) as monitor:
         while len(ends) < num_long:
             due_s = start_s + every_s * sent
             if sent < num_long and engine.now() >= due_s:

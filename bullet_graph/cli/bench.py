@@ -1,14 +1,20 @@
-"""``bullet-graph bench``: offline throughput on a trace, latency of one batch."""
+"""``bullet-graph bench``: throughput and serving on a trace, latency of one batch."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from bullet_graph.cli.goodput import GoodputCommand
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs, result_options
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
-from bullet_graph.config import EngineConfig
+from bullet_graph.cli.serving_options import serving_options
+from bullet_graph.cli.sweep_command import sweep
+from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.errors import ConfigError
+from bullet_graph.slo import Slo
 
 
 @click.group()
@@ -18,6 +24,7 @@ def bench() -> None:
     \b
     Examples:
       bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
+      bullet-graph bench online --model llama-3.1-8b --trace azure:conv --request-rate 20 --goodput ttft:500 tpot:15
       bullet-graph bench latency --model llama-3.1-8b --batch-size 64
     """
 
@@ -73,6 +80,77 @@ def throughput(
     _report(result, print_throughput, output_json, as_json=as_json)
 
 
+@bench.command(cls=GoodputCommand)
+@serving_options(default_arm="mixed")
+@click.option(
+    "--num-warmups",
+    type=click.IntRange(min=0),
+    default=8,
+    show_default=True,
+    help="Requests before each measured run, so that kernels made on first use are not in the figures.",
+)
+@engine_options(max_num_seqs=1024, without=("arm", "slo"))
+@result_options
+def online(
+    config: EngineConfig,
+    trace: str,
+    num_prompts: int | None,
+    request_rate: float | None,
+    burstiness: float,
+    time_scale: float,
+    max_concurrency: int | None,
+    slo: Slo,
+    arms: tuple[Arm, ...],
+    num_warmups: int,
+    save_detailed: bool,
+    output_json: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    trace_decisions: Path | None,
+) -> None:
+    """Serve a trace's requests as they arrive and measure latencies and goodput.
+
+    The requests come to an engine in this process, without HTTP, and sample greedily until their recorded output
+    lengths; --seed decides their arrivals, too. Latency targets are the planner's as well. With one arm the JSON is
+    flat, as that of vLLM's serving benchmark; with several, served in turn by one engine, the field "results" holds one
+    such object for each. A request that is longer than the model's limit fails alone and is counted.
+
+    \b
+    Examples:
+      bullet-graph bench online --model tiny --trace synthetic:conv --num-prompts 20 --request-rate 20
+      bullet-graph bench online --model llama-3.1-8b --trace azure:conv --num-prompts 600 \\
+          --request-rate 20 --goodput ttft:500 tpot:15 --arm mixed:2048 --arm auto --output-json conv.json
+      bullet-graph bench online --model llama-3.1-8b --trace azure:code --request-rate trace \\
+          --time-scale 0.5 --max-concurrency 128 --arm auto --trace-decisions decisions.jsonl
+    """
+    check_result_file(output_json, overwrite=overwrite)
+    if trace_decisions is not None and len(arms) > 1:
+        raise ConfigError("--trace-decisions writes one run: give one --arm")
+    from bullet_graph.cli.online import Arrivals  # noqa: PLC0415
+    from bullet_graph.cli.online_arms import run_online  # noqa: PLC0415
+    from bullet_graph.cli.online_report import comparison_fields, print_comparison  # noqa: PLC0415
+
+    comparison = run_online(
+        config,
+        arms,
+        trace,
+        num_prompts,
+        Arrivals(
+            request_rate=request_rate,
+            burstiness=burstiness,
+            time_scale=time_scale,
+            max_concurrency=max_concurrency,
+            seed=config.seed,
+        ),
+        slo=slo,
+        num_warmups=num_warmups,
+        quiet=as_json,
+        trace_decisions=trace_decisions,
+    )
+    text = json.dumps(comparison_fields(comparison, detailed=save_detailed), indent=2, allow_nan=False)
+    _emit(text, lambda: print_comparison(comparison), output_json, as_json=as_json)
+
+
 @bench.command()
 @engine_options(max_num_seqs=1024, max_num_seqs_shown="the batch size")
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True)
@@ -116,10 +194,16 @@ def latency(
 
 
 def _report(result: Any, render: Callable[[Any], None], path: Path | None, *, as_json: bool) -> None:
-    text = to_json(result)
+    _emit(to_json(result), lambda: render(result), path, as_json=as_json)
+
+
+def _emit(text: str, render: Callable[[], None], path: Path | None, *, as_json: bool) -> None:
     if path is not None:
         write_result_file(path, text)
     if as_json:
         click.echo(text)
     else:
-        render(result)
+        render()
+
+
+bench.add_command(sweep)

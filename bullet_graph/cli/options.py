@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -44,7 +44,7 @@ def parse_slo(_: click.Context, __: click.Parameter, value: str) -> Slo:
 
 
 def engine_options(
-    *, max_num_seqs: int, max_num_seqs_shown: str | bool = True
+    *, max_num_seqs: int, max_num_seqs_shown: str | bool = True, without: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the engine's settings, as ``config: EngineConfig``, and ``trace_decisions: Path | None``.
 
@@ -53,33 +53,36 @@ def engine_options(
     Args:
         max_num_seqs: the command's default.
         max_num_seqs_shown: what the help calls that default, where the number would not do.
+        without: settings that the command has options of its own for; the config has their defaults.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-    names = tuple(defaults)
-    options = (
-        click.option("--model", required=True, help="A preset's name, or a Hugging Face model folder."),
-        click.option(
+    names = tuple(name for name in defaults if name not in without)
+    options = {
+        "model": click.option(
+            "--model", required=True, help="A preset's name, or a Hugging Face model folder."
+        ),
+        "load_format": click.option(
             "--load-format",
             type=click.Choice(get_args(LoadFormat)),
             default=defaults["load_format"],
             show_default=True,
             help="dummy: seeded random weights; auto: dummy for a preset, safetensors for a folder.",
         ),
-        click.option(
+        "dtype": click.option(
             "--dtype",
             type=click.Choice(get_args(DtypeName)),
             default=defaults["dtype"],
             show_default=True,
             help="auto: config.json's on a GPU, float32 on the CPU.",
         ),
-        click.option(
+        "device": click.option(
             "--device",
             type=click.Choice(get_args(DeviceName)),
             default=defaults["device"],
             show_default=True,
             help="auto: the GPU where there is one.",
         ),
-        click.option(
+        "arm": click.option(
             "--arm",
             default=str(defaults["arm"]),
             show_default=True,
@@ -87,90 +90,91 @@ def engine_options(
             help="How prefill and decode share the device; CHUNK: most tokens of one forward; auto: chosen at every "
             "step from measured performance.",
         ),
-        click.option(
+        "slo": click.option(
             "--slo",
             metavar="TARGETS",
             callback=parse_slo,
             default="",
             help='Latency targets in ms, such as "ttft:500 tpot:15" or "ttft:0.2ms/token".',
         ),
-        click.option(
+        "perf_table": click.option(
             "--perf-table",
             metavar="FILE|roofline",
             help="Performance table of `bullet-graph profile`; roofline: an estimate.  [default: the one that fits]",
         ),
-        click.option(
+        "max_num_seqs": click.option(
             "--max-num-seqs",
             type=int,
             default=max_num_seqs,
             show_default=max_num_seqs_shown,
             help="Most sequences running at once.",
         ),
-        click.option(
+        "max_num_batched_tokens": click.option(
             "--max-num-batched-tokens",
             type=int,
             default=defaults["max_num_batched_tokens"],
             show_default=True,
             help="Most tokens of one forward.",
         ),
-        click.option(
+        "max_model_len": click.option(
             "--max-model-len",
             type=int,
             help="Most tokens of a prompt and its output together.  [default: the model's]",
         ),
-        click.option(
+        "gpu_memory_utilization": click.option(
             "--gpu-memory-utilization",
             type=float,
             default=defaults["gpu_memory_utilization"],
             show_default=True,
             help="Share of the device's memory to fill.",
         ),
-        click.option(
+        "kv_cache_bytes": click.option(
             "--kv-cache-bytes",
             metavar="SIZE",
             callback=parse_size,
             help="Size of the KV cache, such as 8GiB.  [default: what memory is left]",
         ),
-        click.option(
+        "cuda_graphs": click.option(
             "--cuda-graphs/--no-cuda-graphs",
             default=defaults["cuda_graphs"],
             show_default=True,
             help="Capture decode steps into CUDA graphs.",
         ),
-        click.option(
+        "partition_backend": click.option(
             "--partition-backend",
             type=click.Choice(get_args(PartitionBackendName)),
             default=defaults["partition_backend"],
             show_default=True,
             help="What confines a lane to its SMs; auto: the first that verifies.",
         ),
-        click.option(
+        "decode_sms": click.option(
             "--decode-sms",
             metavar="N,N,…",
             callback=parse_sizes,
             default="",
             help="Sizes of the decode lane, in SMs, to verify and capture besides the whole GPU.",
         ),
-        click.option(
+        "seed": click.option(
             "--seed",
             type=click.IntRange(min=0),
             default=defaults["seed"],
             show_default=True,
             help="Of dummy weights, synthetic prompts and sampling.",
         ),
-        click.option(
+        "trace_decisions": click.option(
             "--trace-decisions",
             metavar="FILE",
             type=click.Path(path_type=Path),
             help="Write every decision of the planner (see `bullet-graph explain`).",
         ),
-    )
+    }
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def with_config(**arguments: Any) -> None:
             settings = {name: arguments.pop(name) for name in names}
-            settings["arm"] = Arm.parse(settings["arm"])
+            if "arm" in settings:
+                settings["arm"] = Arm.parse(settings["arm"])
             config = EngineConfig(**settings)
             _check_trace_file(
                 arguments["trace_decisions"], arguments.get("output_json"), arguments.get("overwrite")
@@ -178,8 +182,9 @@ def engine_options(
             command(config=config, **arguments)
 
         decorated: Callable[..., None] = with_config
-        for option in reversed(options):
-            decorated = option(decorated)
+        for name, option in reversed(options.items()):
+            if name not in without:
+                decorated = option(decorated)
         return decorated
 
     return decorate

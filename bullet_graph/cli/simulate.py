@@ -8,28 +8,16 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.goodput import GoodputCommand, goodput_option
+from bullet_graph.cli.goodput import GoodputCommand
 from bullet_graph.cli.options import parse_size, parse_sizes, result_options
 from bullet_graph.cli.result_file import check_result_file, write_result_file
+from bullet_graph.cli.serving_options import TRACE_TIMES, serving_options
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
 
 _IMAGE_FORMATS = ("svg", "png")
 _FIRST_RATE = 8.0
-_TRACE_TIMES = "trace"
-
-
-def _parse_rate(_: click.Context, __: click.Parameter, value: str) -> float | None:
-    """Requests a second; None for the trace's own times."""
-    if value == _TRACE_TIMES:
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        raise click.BadParameter(
-            f"{value!r} is no rate: give requests a second, inf, or {_TRACE_TIMES} for recorded times"
-        ) from None
 
 
 @click.command(cls=GoodputCommand)
@@ -47,47 +35,7 @@ def _parse_rate(_: click.Context, __: click.Parameter, value: str) -> float | No
     show_default=True,
     help="A preset's name, or a Hugging Face model folder.",
 )
-@click.option(
-    "--trace",
-    required=True,
-    metavar="FILE|NAME",
-    help="A trace file (Azure CSV, ShareGPT JSON, Mooncake JSONL), or azure:conv, azure:code, synthetic:conv, "
-    "synthetic:code, synthetic:longdoc.",
-)
-@click.option("--num-prompts", type=click.IntRange(min=1), help="Only the first N requests of the trace.")
-@click.option(
-    "--request-rate",
-    default="inf",
-    show_default=True,
-    metavar="RATE|inf|trace",
-    callback=_parse_rate,
-    help="Requests a second; inf: all at once; trace: when they were recorded. With --sweep, where to begin.",
-)
-@click.option(
-    "--burstiness",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="1: Poisson arrivals; less: burstier; more: steadier.",
-)
-@click.option(
-    "--time-scale",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Factor on the times of --request-rate trace.",
-)
-@click.option("--max-concurrency", type=click.IntRange(min=1), help="Most requests under way at once.")
-@goodput_option
-@click.option(
-    "--arm",
-    "arms",
-    multiple=True,
-    default=("auto",),
-    show_default="auto",
-    metavar="serial|sliced|mixed[:CHUNK]|split[:NUM_SMS]|auto",
-    help="How prefill and decode share the GPU; repeat it to compare several.",
-)
+@serving_options(default_arm="auto", request_rate_more=" With --sweep, where to begin.")
 @click.option(
     "--decode-sms", metavar="N,N,…", callback=parse_sizes, default="", help="Sizes of the decode lane."
 )
@@ -137,7 +85,6 @@ def _parse_rate(_: click.Context, __: click.Parameter, value: str) -> float | No
     type=click.Path(path_type=Path),
     help="Write every decision (see `bullet-graph explain`).",
 )
-@click.option("--save-detailed", is_flag=True, help="Put the figures of each request into the JSON as well.")
 @result_options
 def simulate(
     gpu: str,
@@ -147,7 +94,7 @@ def simulate(
     burstiness: float,
     time_scale: float,
     max_concurrency: int | None,
-    arms: tuple[str, ...],
+    arms: tuple[Arm, ...],
     host_overhead_ms: float,
     sweep: bool,
     attainment: float,
@@ -173,8 +120,7 @@ def simulate(
     """
     config = EngineConfig(**settings)
     check_result_file(output_json, overwrite=overwrite)
-    parsed = tuple(dict.fromkeys(Arm.parse(arm) for arm in arms))
-    _check_combination(parsed, config.slo, request_rate, sweep, plot, trace_decisions)
+    _check_combination(arms, config.slo, request_rate, sweep, plot, trace_decisions)
     if plot is not None:
         _check_plot(plot, overwrite=overwrite)
     # Here and below: torch takes seconds to import, and --help must not wait for it.
@@ -183,7 +129,7 @@ def simulate(
     spec = SimulationSpec(
         gpu=gpu,
         config=config,
-        arms=parsed,
+        arms=arms,
         trace=trace,
         num_prompts=num_prompts,
         request_rate=request_rate,
@@ -226,7 +172,7 @@ def _check_combination(
             "--sweep looks for the rate that holds the targets: give some, as --goodput ttft:500 tpot:15"
         )
     if sweep and request_rate is None:
-        raise ConfigError(f"--sweep chooses the rates itself: leave out --request-rate {_TRACE_TIMES}")
+        raise ConfigError(f"--sweep chooses the rates itself: leave out --request-rate {TRACE_TIMES}")
     if plot is not None and not sweep:
         raise ConfigError("--plot draws figures against the rate: add --sweep")
     if trace_decisions is not None and (sweep or len(arms) > 1):

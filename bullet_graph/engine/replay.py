@@ -11,6 +11,8 @@ from bullet_graph.errors import ConfigError, PromptError, RequestError
 from bullet_graph.perf.serving import ServedRequest
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
+from bullet_graph.workloads import Workload, WorkloadRequest, make_prompt_token_ids
+from bullet_graph.workloads.arrivals import Times
 
 
 class ReplayEngine(Protocol):
@@ -62,6 +64,42 @@ class TimedRequest:
     slo: Slo = NO_TARGETS
 
 
+def recorded_length(request: WorkloadRequest) -> SamplingParams:
+    """Greedy sampling of exactly as many tokens as the workload recorded."""
+    return SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_tokens)
+
+
+def timed_requests(
+    workload: Workload, arrivals_s: Sequence[float] | Times, *, vocab_size: int, slo: Slo, seed: int
+) -> list[TimedRequest]:
+    """A workload's requests for a replay, each sampled greedily to its recorded output length.
+
+    Args:
+        workload: tells the lengths, and the prompts where it has them.
+        arrivals_s: seconds after the start, one for each request, not decreasing.
+        vocab_size: random prompts are drawn from so many token ids.
+        slo: targets of every request.
+        seed: of random prompts, at least 0.
+
+    Raises:
+        ConfigError: there are not as many arrivals as requests.
+    """
+    if len(arrivals_s) != len(workload.requests):
+        raise ConfigError(
+            f"{workload.name} has {len(workload.requests)} requests, but {len(arrivals_s)} arrivals are given: give "
+            "one for each"
+        )
+    return [
+        TimedRequest(
+            float(arrival_s),
+            make_prompt_token_ids(request, index, vocab_size, seed).tolist(),
+            recorded_length(request),
+            slo,
+        )
+        for index, (request, arrival_s) in enumerate(zip(workload.requests, arrivals_s, strict=True))
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
     """What a replay brought.
@@ -101,6 +139,7 @@ def replay(
     *,
     max_concurrency: int | None = None,
     on_output: Callable[[RequestOutput], object] = lambda _: None,
+    id_prefix: str = "",
 ) -> Replay:
     """Send each request when its time has come, and step until all are done.
 
@@ -113,6 +152,7 @@ def replay(
         requests: in order of arrival.
         max_concurrency: most requests under way at once; None is no limit.
         on_output: told of each request's last output as it comes.
+        id_prefix: of the engine's ids of the requests; their places in ``requests`` follow it.
 
     Raises:
         ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
@@ -138,11 +178,12 @@ def replay(
         if next_s is not None and next_s <= engine.now():
             index, request = pending.popleft()
             arrival_s = max(next_s, let_in_s)
+            request_id = f"{id_prefix}{index}"
             try:
-                _send(engine, str(index), request, arrival_s)
+                _send(engine, request_id, request, arrival_s)
                 num_under_way += 1
             except RequestError as error:
-                take(RequestOutput.refused(str(index), error, arrival_s))
+                take(RequestOutput.refused(request_id, error, arrival_s))
         elif engine.has_unfinished_requests():
             for output in engine.step(next_s):
                 take(output)
@@ -154,7 +195,8 @@ def replay(
     end_s = max(
         (o.metrics.token_times_s[-1] for o in outputs.values() if o.metrics.token_times_s), default=start_s
     )
-    return Replay(tuple(outputs[str(index)] for index in range(len(requests))), start_s, end_s)
+    in_order = tuple(outputs[f"{id_prefix}{index}"] for index in range(len(requests)))
+    return Replay(in_order, start_s, end_s)
 
 
 def _send(engine: ReplayEngine, request_id: str, request: TimedRequest, arrival_s: float) -> None:

@@ -9,7 +9,7 @@ from bullet_graph.config import KV_BLOCK_TOKENS, Arm
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.planner import Planner
-from bullet_graph.engine.replay import Replay, TimedRequest, replay
+from bullet_graph.engine.replay import Replay, TimedRequest, recorded_length, replay
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence as EngineSequence
 from bullet_graph.engine.trace import DecisionTrace
@@ -200,7 +200,7 @@ def simulate(
         TimedRequest(
             float(arrival_s),
             range(request.prompt_tokens),
-            SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_tokens),
+            recorded_length(request),
             slo,
         )
         for request, arrival_s in zip(workload.requests, arrivals, strict=True)

@@ -1,0 +1,221 @@
+"""Arrival replay in this process: a workload's requests come to an engine at their times."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from bullet_graph.cli.engine_run import watch_device
+from bullet_graph.cli.simulation_report import arm_shares
+from bullet_graph.config import Arm
+from bullet_graph.engine.engine import Engine
+from bullet_graph.engine.output import RequestOutput
+from bullet_graph.engine.replay import replay, timed_requests
+from bullet_graph.errors import ConfigError, WorkloadError
+from bullet_graph.perf.energy import DeviceReport
+from bullet_graph.perf.serving import ServingResult, summarize_serving
+from bullet_graph.slo import Slo
+from bullet_graph.workloads import Workload
+from bullet_graph.workloads.arrivals import Times, arrival_times, trace_times
+
+BACKEND = "bullet_graph"
+
+_WARMUP_OUTPUT_TOKENS = 64
+_WARMUP_GAP_S = 0.02
+"""Between warm-up requests, so that some come while others decode: other kernels run than for all at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """How the requests of a workload come.
+
+    Attributes:
+        request_rate: requests a second, infinite for all at once, None for the trace's own times.
+        burstiness: of random arrivals; see :func:`~bullet_graph.workloads.arrivals.arrival_times`.
+        time_scale: factor on the trace's own times.
+        max_concurrency: most requests under way at once; None is no limit.
+        seed: of random arrivals and random prompts, at least 0.
+    """
+
+    request_rate: float | None
+    burstiness: float = 1.0
+    time_scale: float = 1.0
+    max_concurrency: int | None = None
+    seed: int = 0
+
+    def times(self, workload: Workload) -> Times:
+        """When each request comes: float64 [number of requests], seconds after the start, not decreasing.
+
+        Raises:
+            ConfigError: a number is out of range.
+            WorkloadError: recorded times are asked for, and the workload has none.
+        """
+        if self.request_rate is None:
+            return trace_times(workload, scale=self.time_scale)
+        return arrival_times(
+            len(workload.requests),
+            request_rate=self.request_rate,
+            burstiness=self.burstiness,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineRun:
+    """What one replay brought; all figures are of this run alone.
+
+    Attributes:
+        result: latencies, rates and goodput.
+        arm: how prefill and decode shared the device.
+        slo: targets of every request, and of the planner.
+        arm_shares: share of the device time of all launches, by arm.
+        num_steps: forwards.
+        num_preemptions: sequences that lost their KV blocks and were recomputed.
+        kv_blocks_peak: most KV blocks in use at once.
+        kv_blocks_total: KV blocks that sequences can own.
+        device: clocks, power and energy meanwhile.
+        joules_per_output_token: energy of the board over tokens generated; None without a GPU or NVML.
+        joules_per_token: the same over prompt and output tokens.
+    """
+
+    result: ServingResult
+    arm: Arm
+    slo: Slo
+    arm_shares: Mapping[str, float]
+    num_steps: int
+    num_preemptions: int
+    kv_blocks_peak: int
+    kv_blocks_total: int
+    device: DeviceReport
+    joules_per_output_token: float | None
+    joules_per_token: float | None
+
+    def fields(self, *, detailed: bool = False) -> dict[str, Any]:
+        """The figures for a JSON file, flat but for shares and device; ``detailed`` adds those of each request."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del own["result"]
+        return (
+            self.result.fields(detailed=detailed)
+            | own
+            | {
+                "arm": str(self.arm),
+                "slo": str(self.slo),
+                "arm_shares": dict(self.arm_shares),
+                "device": dataclasses.asdict(self.device),
+            }
+        )
+
+
+def serve_online(
+    engine: Engine,
+    workload: Workload,
+    arrivals: Arrivals,
+    *,
+    arm: Arm,
+    slo: Slo,
+    on_output: Callable[[RequestOutput], object] = lambda _: None,
+) -> OnlineRun:
+    """Serve a workload as its requests come; one engine serves many runs.
+
+    The engine's loop is made anew for each run: its counters and its peak of KV blocks are the run's alone, and the
+    planner begins with its table, uncorrected.
+
+    Args:
+        engine: with nothing under way, and able to serve as ``arm``: one made for ``auto`` is.
+        workload: the requests, with their recorded lengths.
+        arrivals: when they come.
+        arm: how prefill and decode share the device.
+        slo: targets of every request.
+        on_output: told of each request's last output as it comes.
+
+    Raises:
+        ConfigError: arrivals out of range, or an arm that the engine cannot serve.
+        WorkloadError: no request completed.
+        RequestError: the engine has requests under way.
+        EngineDeadError: the engine failed.
+    """
+    requests = timed_requests(
+        workload,
+        arrivals.times(workload),
+        vocab_size=engine.model_config.vocab_size,
+        slo=slo,
+        seed=arrivals.seed,
+    )
+    engine.set_policy(arm, slo)
+    started = datetime.now()
+    with watch_device(engine) as monitor:
+        run = replay(engine, requests, max_concurrency=arrivals.max_concurrency, on_output=on_output)
+    result = summarize_serving(
+        run.served(requests),
+        duration_s=run.duration_s,
+        started=started,
+        backend=BACKEND,
+        model_id=engine.config.model,
+        request_rate=arrivals.request_rate,
+        burstiness=None if arrivals.request_rate is None else arrivals.burstiness,
+        max_concurrency=arrivals.max_concurrency,
+    )
+    if not result.completed:
+        raise WorkloadError(
+            f"none of the {result.failed} requests of {workload.name} could be served; the first: "
+            f"{result.details.errors[0]}"
+        )
+    stats = engine.stats()
+    energy_joules = monitor.report.energy_joules
+
+    def joules_per(num_tokens: int) -> float | None:
+        return None if energy_joules is None else energy_joules / num_tokens
+
+    return OnlineRun(
+        result=result,
+        arm=arm,
+        slo=slo,
+        arm_shares=arm_shares(stats),
+        num_steps=stats.num_steps,
+        num_preemptions=stats.num_preemptions,
+        kv_blocks_peak=stats.kv_blocks_peak,
+        kv_blocks_total=stats.kv_blocks_total,
+        device=monitor.report,
+        joules_per_output_token=joules_per(result.total_output_tokens),
+        joules_per_token=joules_per(result.total_input_tokens + result.total_output_tokens),
+    )
+
+
+def warm_up(engine: Engine, workload: Workload, num_warmups: int, *, arm: Arm, slo: Slo, seed: int) -> None:
+    """Serve a few requests under an arm and forget about them, so that kernels made on first use are there.
+
+    Prompts are as long as the workload's first (and its first again, where it has fewer), outputs at most
+    ``_WARMUP_OUTPUT_TOKENS``; random prompts are others than those measured.
+
+    Args:
+        engine: with nothing under way.
+        workload: that will be served.
+        num_warmups: how many requests; 0 does nothing.
+        arm: as for :func:`serve_online`.
+        slo: targets of every request.
+        seed: of the run that follows.
+
+    Raises:
+        ConfigError: a negative number, or an arm that the engine cannot serve.
+        RequestError: the engine has requests under way.
+        EngineDeadError: the engine failed.
+    """
+    if num_warmups < 0:
+        raise ConfigError(f"the number of warm-up requests must be at least 0, got {num_warmups}")
+    if num_warmups == 0:
+        return
+    engine.set_policy(arm, slo)
+    first = itertools.islice(itertools.cycle(workload.requests), num_warmups)
+    short = tuple(
+        dataclasses.replace(r, output_tokens=min(r.output_tokens, _WARMUP_OUTPUT_TOKENS)) for r in first
+    )
+    requests = timed_requests(
+        Workload(workload.name, short),
+        [_WARMUP_GAP_S * index for index in range(num_warmups)],
+        vocab_size=engine.model_config.vocab_size,
+        slo=slo,
+        seed=seed + 1,
+    )
+    replay(engine, requests, id_prefix="warmup-")

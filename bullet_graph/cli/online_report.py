@@ -1,0 +1,51 @@
+"""What ``bullet-graph bench online`` tells: a table, and the fields of its JSON."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from bullet_graph.cli.online import OnlineRun
+from bullet_graph.cli.online_arms import OnlineComparison
+from bullet_graph.cli.serving_table import print_serving
+
+# Of the engine and not of a run: a run's own are OnlineRun's.
+_COMMON = ("model", "load_format", "dtype", "seed", "engine", "provenance")
+
+
+def comparison_fields(comparison: OnlineComparison, *, detailed: bool) -> dict[str, Any]:
+    """The JSON's fields: flat for one arm; for several, ``results`` holds what differs between them."""
+    record = dataclasses.asdict(comparison.record)
+    common = {name: record[name] for name in _COMMON}
+    common |= {"trace": comparison.trace, "partitions": comparison.partitions}
+    results = [run.fields(detailed=detailed) for run in comparison.runs]
+    return results[0] | common if len(results) == 1 else common | {"results": results}
+
+
+def print_comparison(comparison: OnlineComparison) -> None:
+    """Show the runs side by side on stdout, a column for each arm."""
+    runs, record = comparison.runs, comparison.record
+    print_serving(
+        f"{record.model}, {record.dtype}, on {record.provenance.device_name}: {comparison.trace}, {runs[0].slo}",
+        {str(run.arm): run.result for run in runs},
+        _extra_rows(runs),
+    )
+
+
+def _extra_rows(runs: Sequence[OnlineRun]) -> dict[str, list[str]]:
+    """A text for each run by the row's label; – where a run has no such figure."""
+    rows = {
+        "steps": [f"{run.num_steps:,}" for run in runs],
+        "preemptions": [f"{run.num_preemptions:,}" for run in runs],
+        "KV blocks, peak, %": [f"{100 * run.kv_blocks_peak / run.kv_blocks_total:.1f}" for run in runs],
+    }
+    for arm in sorted({arm for run in runs for arm in run.arm_shares}):
+        rows[f"device time in {arm}, %"] = [
+            f"{100 * run.arm_shares[arm]:.1f}" if arm in run.arm_shares else "–" for run in runs
+        ]
+    for label, field in (("power, mean, W", "power_w"), ("SM clock, mean, MHz", "sm_clock_mhz")):
+        ranges = [getattr(run.device, field) for run in runs]
+        rows[label] = ["–" if values is None else f"{values.mean:,.0f}" for values in ranges]
+    rows["J an output token"] = [
+        "–" if run.joules_per_output_token is None else f"{run.joules_per_output_token:,.3f}" for run in runs
+    ]
+    return rows

@@ -1,0 +1,103 @@
+"""Options of the commands that serve a workload as it arrives: ``simulate`` and ``bench online``."""
+
+from collections.abc import Callable
+
+import click
+
+from bullet_graph.cli.goodput import goodput_option
+from bullet_graph.config import Arm
+
+TRACE_TIMES = "trace"
+"""The ``--request-rate`` that stands for recorded times."""
+
+
+def parse_rate(_: click.Context, __: click.Parameter, value: str) -> float | None:
+    """An option's callback: requests a second; None for the trace's own times."""
+    if value == TRACE_TIMES:
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise click.BadParameter(
+            f"{value!r} is no rate: give requests a second, inf, or {TRACE_TIMES} for recorded times"
+        ) from None
+
+
+def parse_arms(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[Arm, ...]:
+    """An option's callback: the arms to compare, each once."""
+    return tuple(dict.fromkeys(Arm.parse(value) for value in values))
+
+
+def serving_options(
+    *, default_arm: str, request_rate_more: str = ""
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a :class:`~bullet_graph.cli.goodput.GoodputCommand` a workload, its arrivals, targets and arms.
+
+    These are ``trace: str``, ``num_prompts: int | None``, ``request_rate: float | None`` (None: the trace's own times),
+    ``burstiness: float``, ``time_scale: float``, ``max_concurrency: int | None``, ``slo: Slo``, ``arms: tuple[Arm, …]``
+    and ``save_detailed: bool``.
+
+    Args:
+        default_arm: without ``--arm``.
+        request_rate_more: what the help of ``--request-rate`` says besides.
+    """
+    options = (
+        click.option(
+            "--trace",
+            required=True,
+            metavar="FILE|NAME",
+            help="A trace file (Azure CSV, ShareGPT JSON, Mooncake JSONL), or azure:conv, azure:code, synthetic:conv, "
+            "synthetic:code, synthetic:longdoc.",
+        ),
+        click.option(
+            "--num-prompts", type=click.IntRange(min=1), help="Only the first N requests of the trace."
+        ),
+        click.option(
+            "--request-rate",
+            default="inf",
+            show_default=True,
+            metavar="RATE|inf|trace",
+            callback=parse_rate,
+            help="Requests a second; inf: all at once; trace: when they were recorded." + request_rate_more,
+        ),
+        click.option(
+            "--burstiness",
+            type=float,
+            default=1.0,
+            show_default=True,
+            help="1: Poisson arrivals; less: burstier; more: steadier.",
+        ),
+        click.option(
+            "--time-scale",
+            type=float,
+            default=1.0,
+            show_default=True,
+            help="Factor on the times of --request-rate trace.",
+        ),
+        click.option(
+            "--max-concurrency", type=click.IntRange(min=1), help="Most requests under way at once."
+        ),
+        goodput_option,
+        click.option(
+            "--arm",
+            "arms",
+            multiple=True,
+            default=(default_arm,),
+            show_default=default_arm,
+            metavar="serial[:CHUNK]|sliced|mixed[:CHUNK]|split[:NUM_SMS]|auto",
+            callback=parse_arms,
+            help="How prefill and decode share the GPU; repeat it to compare several.",
+        ),
+        click.option(
+            "--save-detailed",
+            is_flag=True,
+            help="Put the figures of each request into the JSON as well.",
+        ),
+    )
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate

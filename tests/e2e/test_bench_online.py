@@ -1,0 +1,317 @@
+"""``bullet-graph bench online``, end to end on the CPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runner import TINY, refused, run
+from click.testing import Result
+
+from bullet_graph import Engine
+from bullet_graph.cli import online as online_module
+from bullet_graph.engine.output import RequestOutput
+from bullet_graph.perf.energy import DeviceMonitor, DeviceSample
+from bullet_graph.perf.trace_file import read_trace
+
+LENGTHS = ((30, 5), (7, 12), (100, 1), (12, 8), (50, 3), (9, 6))
+TARGETS = ("--goodput", "ttft:60000", "tpot:60000")
+
+
+def write_trace(folder: Path, *lengths: tuple[int, int]) -> Path:
+    path = folder / "trace.csv"
+    rows = [f"2023-11-16 18:15:{46 + 0.01 * i:.2f},{p},{o}" for i, (p, o) in enumerate(lengths)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_trace(tmp_path, *LENGTHS)
+
+
+def bench(*arguments: str, trace: Path | str) -> Result:
+    return run("bench", "online", *TINY, "--num-warmups", "0", "--trace", str(trace), *arguments)
+
+
+def fields(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    parsed: dict[str, Any] = json.loads(result.stdout)
+    return parsed
+
+
+def test_one_arm_has_the_flat_fields_of_vllms_serving_benchmark(trace: Path, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    arguments = ("--request-rate", "100", *TARGETS, "--seed", "3", "--output-json", str(output), "--json")
+    flat = fields(bench(*arguments, "--arm", "serial:64", trace=trace))
+    assert json.loads(output.read_text()) == flat
+    latencies = {
+        f"{label}_{name}_ms"
+        for label in ("mean", "median", "std", "p90", "p99")
+        for name in ("ttft", "tpot", "itl", "e2el")
+    }
+    assert latencies < set(flat)
+    expected = {
+        "backend": "bullet_graph",
+        "model_id": "tiny",
+        "num_prompts": 6,
+        "completed": 6,
+        "failed": 0,
+        "total_input_tokens": 208,
+        "total_output_tokens": 35,
+        "request_rate": 100,
+        "burstiness": 1,
+        "max_concurrency": None,
+        "slo_attainment": 1,
+        "arm": "serial:64",
+        "slo": "ttft:60000ms tpot:60000ms",
+        "trace": "trace.csv",
+        "seed": 3,
+        "load_format": "dummy",
+        "dtype": "float32",
+        "num_preemptions": 0,
+        "joules_per_output_token": None,
+        "joules_per_token": None,
+        "partitions": None,
+    }
+    assert {name: flat[name] for name in expected} == expected
+    duration = flat["duration"]
+    # The last request comes at exactly 6 / 100 s.
+    assert duration > 0.06
+    assert flat["output_throughput"] * duration == pytest.approx(35)
+    assert flat["total_token_throughput"] * duration == pytest.approx(243)
+    assert flat["request_throughput"] * duration == pytest.approx(6)
+    assert flat["request_goodput"] == pytest.approx(flat["request_throughput"])
+    assert 0 < flat["median_ttft_ms"] <= flat["p99_ttft_ms"] <= flat["p99_e2el_ms"] <= duration * 1e3
+    assert sum(flat["arm_shares"].values()) == pytest.approx(1)
+    assert set(flat["arm_shares"]) <= {"serial", "solo"}
+    assert 0 < flat["kv_blocks_peak"] <= flat["kv_blocks_total"]
+    assert flat["num_steps"] >= 12
+    assert flat["engine"]["max_model_len"] == 512
+    assert flat["provenance"]["device_name"] == "cpu"
+    assert flat["device"]["power_w"] is None
+    assert "ttfts" not in flat
+
+
+def test_details_are_of_each_request(trace: Path) -> None:
+    flat = fields(bench("--request-rate", "trace", "--save-detailed", "--json", trace=trace))
+    assert (flat["request_rate"], flat["burstiness"]) == ("trace", None)
+    assert flat["input_lens"] == [prompt for prompt, _ in LENGTHS]
+    assert flat["output_lens"] == [output for _, output in LENGTHS]
+    assert [len(gaps) for gaps in flat["itls"]] == [output - 1 for _, output in LENGTHS]
+    assert all(seconds > 0 for seconds in flat["ttfts"])
+    assert flat["errors"] == [""] * 6
+    starts = [start - flat["start_times"][0] for start in flat["start_times"]]
+    assert starts == pytest.approx([0.01 * i for i in range(6)], abs=1e-6)
+    assert (flat["request_goodput"], flat["slo_attainment"]) == (None, None)
+
+
+def test_goodput_counts_requests_within_all_targets(trace: Path) -> None:
+    flat = fields(bench("--goodput", "ttft:60000 tpot:0.0001", "--arm", "serial", "--json", trace=trace))
+    # The one output of a single token has no time between tokens to miss a target with.
+    assert flat["slo_attainment"] == pytest.approx(1 / 6)
+    assert flat["request_goodput"] * flat["duration"] == pytest.approx(1)
+
+
+def test_several_arms_stand_side_by_side(trace: Path) -> None:
+    arms = ("--arm", "mixed:16", "--arm", "auto", "--arm", "mixed:16", "--perf-table", "roofline")
+    both = fields(bench(*arms, "--json", trace=trace))
+    assert [flat["arm"] for flat in both["results"]] == ["mixed:16", "auto"], "each arm once"
+    assert [flat["total_output_tokens"] for flat in both["results"]] == [35, 35]
+    mixed, auto = both["results"]
+    assert set(mixed["arm_shares"]) <= {"mixed", "solo"}
+    # 208 prompt tokens in forwards of 16; the counters are of this run alone.
+    assert mixed["num_steps"] >= 13
+    assert auto["num_steps"] < mixed["num_steps"]
+    assert (both["model"], both["trace"]) == ("tiny", "trace.csv")
+    assert not {"arm", "completed"} & set(both)
+    shown = bench(*arms, *TARGETS, trace=trace)
+    assert shown.exit_code == 0, shown.output
+    for text in ("mixed:16", "auto", "TTFT, median, ms", "met all targets, %", "KV blocks, peak, %"):
+        assert text in shown.stdout
+    assert "Memory ledger" in shown.stderr
+
+
+def test_concurrency_is_limited(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: list[int] = []
+    step = Engine.step
+
+    def count(engine: Engine, until_s: float | None = None) -> list[RequestOutput]:
+        stats = engine.stats()
+        under_way.append(stats.num_running + stats.num_waiting)
+        return step(engine, until_s)
+
+    monkeypatch.setattr(Engine, "step", count)
+    flat = fields(bench("--max-concurrency", "2", "--json", trace=trace))
+    assert (flat["request_rate"], flat["max_concurrency"], flat["completed"]) == ("inf", 2, 6)
+    assert max(under_way) == 2
+    under_way.clear()
+    fields(bench("--json", trace=trace))
+    assert max(under_way) == 6
+
+
+def test_a_request_that_is_too_long_fails_alone(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, (30, 5), (509, 4), (500, 12))
+    flat = fields(bench("--save-detailed", "--json", "--goodput", "ttft:60000", trace=trace))
+    assert (flat["completed"], flat["failed"]) == (2, 1)
+    assert flat["total_input_tokens"] == 530
+    assert flat["slo_attainment"] == pytest.approx(2 / 3)
+    assert flat["output_lens"] == [5, 0, 12]
+    assert "509 + 4" in flat["errors"][1]
+    assert "request 1 failed" in bench(trace=trace).stdout
+
+
+def test_warm_up_is_in_no_figure(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    add_request = Engine.add_request
+
+    def note(engine: Engine, request_id: str, *arguments: Any, **settings: Any) -> None:
+        sent.append(request_id)
+        add_request(engine, request_id, *arguments, **settings)
+
+    monkeypatch.setattr(Engine, "add_request", note)
+    flat = fields(bench("--num-warmups", "8", "--arm", "mixed", "--json", trace=trace))
+    assert sent == [*(f"warmup-{i}" for i in range(8)), *map(str, range(6))]
+    assert (flat["completed"], flat["total_output_tokens"]) == (6, 35)
+    # Warm-up's arrivals take 0.14 s, and all the workload's tokens at most one forward each.
+    assert flat["num_steps"] <= 6 + 35
+
+
+class FakeProbe:
+    """A GPU that spends 35 J on every run."""
+
+    energy_mj = 0
+
+    def sample(self) -> DeviceSample:
+        return DeviceSample(1500, 650.0, 55)
+
+    def total_energy_mj(self) -> int:
+        self.energy_mj += 35_000
+        return self.energy_mj
+
+    def close(self) -> None:
+        pass
+
+
+def test_energy_is_that_of_the_run(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online_module, "watch_device", lambda _: DeviceMonitor(FakeProbe()))
+    flat = fields(bench("--num-warmups", "2", "--json", trace=trace))
+    assert flat["device"]["energy_joules"] == 35
+    assert flat["joules_per_output_token"] == pytest.approx(1)
+    assert flat["joules_per_token"] == pytest.approx(35 / 243)
+    shown = bench(trace=trace).stdout
+    for text in ("J an output token", "1.000", "power, mean, W", "650", "SM clock, mean, MHz", "1,500"):
+        assert text in shown
+
+
+def test_decisions_are_traced(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    arguments = ("--arm", "serial", *TARGETS, "--trace-decisions", str(path), "--json")
+    fields(bench(*arguments, trace=trace))
+    written = read_trace(path)
+    assert (written.header.arm, len(written.requests)) == ("serial", 6)
+    assert {request.tpot_limit_ms for request in written.requests} == {60000}
+    assert "exists" in refused(bench(*arguments, trace=trace))
+
+
+def test_a_synthetic_workload() -> None:
+    arguments = ("--model", "tiny", "--device", "cpu", "--kv-cache-bytes", "64MiB", "--num-warmups", "0")
+    flat = fields(
+        run(
+            *("bench", "online", *arguments, "--trace", "synthetic:code", "--num-prompts", "2"),
+            *("--request-rate", "50", "--json"),
+        )
+    )
+    assert (flat["trace"], flat["completed"]) == ("synthetic:code", 2)
+
+
+# ---- bad input ----
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "__init__", lambda *_, **__: pytest.fail("the engine was built"))
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--request-rate", "0"), "request_rate must be a number above 0"),
+        (("--request-rate", "-2"), "request_rate must be a number above 0"),
+        (("--request-rate", "nan"), "request_rate must be a number above 0"),
+        (("--request-rate", "often"), "is no rate: give requests a second, inf, or trace"),
+        (("--request-rate", "5", "--burstiness", "0"), "burstiness must be a number above 0"),
+        (("--request-rate", "trace", "--time-scale", "0"), "scale"),
+        (("--goodput", "500"), "'500' is no latency target: write ttft:500"),
+        (("--goodput", "ttft:500s"), "is no latency target"),
+        (("--goodput", "ttft:500", "e2el:100"), "'e2el:100' is no latency target"),
+        (("--goodput", "ttft:500", "ttft:600"), "given twice"),
+        (("--num-warmups", "-1"), "--num-warmups"),
+        (("--num-prompts", "0"), "--num-prompts"),
+        (("--num-prompts", "7"), "7"),
+        (("--max-concurrency", "0"), "--max-concurrency"),
+        (("--arm", "fast"), "unknown arm 'fast'"),
+        (("--trace-decisions", "t", "--arm", "mixed", "--arm", "serial"), "give one --arm"),
+        (("--output-json", "missing/r.json"), "does not exist"),
+        (("--output-json", "same.json", "--trace-decisions", "same.json"), "give another name"),
+        (("--model", "gpt-9"), "unknown model 'gpt-9'"),
+        (("--max-model-len", "8"), "longer than max_model_len=8"),
+        (("--seed", "-1"), "--seed"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_is_loaded(
+    arguments: tuple[str, ...], message: str, trace: Path
+) -> None:
+    assert message in refused(bench("--json", *arguments, trace=trace))
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("name", "rate", "message"),
+    [
+        ("nonsense", "inf", "azure:conv"),
+        ("missing.csv", "inf", "missing.csv"),
+        ("synthetic:conv", "trace", "has no arrival times"),
+    ],
+)
+def test_a_bad_workload_is_refused_before_the_model_is_loaded(name: str, rate: str, message: str) -> None:
+    assert message in refused(bench("--request-rate", rate, "--json", trace=name))
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_an_output_file_is_not_overwritten_unasked(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text("old")
+    assert "add --overwrite" in refused(bench("--output-json", str(path), trace=trace))
+    assert path.read_text() == "old"
+
+
+def test_an_output_file_is_overwritten_when_asked(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text("old")
+    assert bench("--output-json", str(path), "--overwrite", trace=trace).exit_code == 0
+    assert json.loads(path.read_text())["completed"] == 6
+
+
+def test_an_arm_that_the_engine_cannot_serve_is_told_before_the_first_run(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "add_request", lambda *_, **__: pytest.fail("a request was sent"))
+    arms = ("--arm", "mixed:16", "--arm", "split", "--perf-table", "roofline")
+    assert "needs a decode lane" in refused(bench(*arms, "--json", trace=trace))
+
+
+def test_no_request_served_is_an_error(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every request fits the model, and is still refused.
+    monkeypatch.setattr(online_module, "timed_requests", refuse_all(online_module.timed_requests))
+    message = refused(bench("--json", trace=trace))
+    assert "none of the 6 requests of trace.csv could be served" in message
+
+
+def refuse_all(make: Any) -> Any:
+    def made(*arguments: Any, **settings: Any) -> Any:
+        return make(*arguments, **(settings | {"vocab_size": 1 << 30}))
+
+    return made
