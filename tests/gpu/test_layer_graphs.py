@@ -1,0 +1,151 @@
+"""Short forwards in captured pieces on the GPU: against the same forward launched kernel by kernel."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from bullet_graph.graphs.layer_graphs import LayerGraphs
+from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.models.loader import dummy_weights
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.models.sampler import SamplingState
+from bullet_graph.models.triton_ops import TritonOps
+from bullet_graph.runtime.eager_lane import EagerLane
+from bullet_graph.runtime.rows import lay_out
+from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+NUM_BLOCKS, BLOCK_TOKENS, MAX_ROWS, MAX_SEQS = 2000, 16, 600, 64
+
+
+@dataclass(frozen=True)
+class Setup:
+    decoder: Decoder
+    lane: EagerLane
+
+
+@pytest.fixture(scope="module", params=["llama-3.1-8b", "qwen3-8b"])
+def setup(request: pytest.FixtureRequest) -> Setup:
+    config = replace(PRESETS[request.param], num_layers=3)
+    weights = dummy_weights(config, dtype=torch.bfloat16, device=DEVICE, seed=11)
+    cache = KVCache(
+        config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, dtype=torch.bfloat16, device=DEVICE
+    )
+    for layer in range(config.num_layers):
+        for half in cache.layer(layer):
+            half.normal_()
+    decoder = Decoder(config, weights, cache, cos_sin_table(config, 8192, DEVICE))
+    with torch.inference_mode():
+        graphs = LayerGraphs(decoder, TritonOps(), max_rows=MAX_ROWS)
+        lane = EagerLane(
+            decoder,
+            SamplingState(MAX_SEQS + 1, DEVICE),
+            max_num_seqs=MAX_SEQS,
+            max_rows=MAX_ROWS,
+            num_kv_blocks=NUM_BLOCKS,
+            graphs=graphs,
+        )
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            report = graphs.capture(progress=False)
+        torch.cuda.synchronize()
+    assert report.num_graphs == len(graphs.buckets) * config.num_layers
+    return Setup(decoder, lane)
+
+
+def make_step(
+    chunks: list[tuple[int, int, bool]], decode_rows: int, seed: int
+) -> tuple[PrefillBatch, DecodeBatch]:
+    """Chunks as (start, tokens, whether it ends the prompt), and decode rows of random contexts."""
+    rng = np.random.default_rng(seed)
+    blocks = (1 + rng.permutation(NUM_BLOCKS - 1)).astype(np.int32)
+
+    def take(ends: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal blocks
+        counts = [-(-end // BLOCK_TOKENS) for end in ends]
+        taken, blocks = blocks[: sum(counts)], blocks[sum(counts) :]
+        return np.concatenate(([0], np.cumsum(counts))).astype(np.int32), taken
+
+    lengths = [tokens for _, tokens, _ in chunks]
+    kv_indptr, kv_indices = take([start + tokens for start, tokens, _ in chunks])
+    prefill = PrefillBatch(
+        slots=np.arange(len(chunks), dtype=np.int32),
+        token_ids=rng.integers(0, 1000, sum(lengths)).astype(np.int32),
+        q_indptr=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
+        starts=np.array([start for start, _, _ in chunks], dtype=np.int32),
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        samples=np.array([samples for _, _, samples in chunks]),
+    )
+    positions = rng.integers(0, 400, decode_rows).astype(np.int32)
+    kv_indptr, kv_indices = take([int(position) + 1 for position in positions])
+    slots = np.arange(len(chunks), len(chunks) + decode_rows, dtype=np.int32)
+    return prefill, DecodeBatch(slots, positions, kv_indptr, kv_indices)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "decode_rows"),
+    [
+        ([(0, 16, True)], 0),
+        ([(0, 100, True)], 20),
+        ([(37, 129, False)], 33),
+        ([(0, 7, True), (1000, 300, False), (64, 30, True)], 50),
+        ([(0, 500, True), (0, 30, True)], 8),
+    ],
+)
+@torch.inference_mode()
+def test_pieces_equal_the_eager_forward(
+    setup: Setup, chunks: list[tuple[int, int, bool]], decode_rows: int
+) -> None:
+    prefill, decode = make_step(chunks, decode_rows, seed=len(chunks) + decode_rows)
+    rows = lay_out(prefill, decode if decode_rows else None, BLOCK_TOKENS)
+    lane, cache = setup.lane, setup.decoder.cache
+    before = [tuple(half.clone() for half in cache.layer(i)) for i in range(3)]
+    last_tokens = lane._state.last_token.clone()
+    expected, _ = lane.run(rows)
+    after = [tuple(half.clone() for half in cache.layer(i)) for i in range(3)]
+    for layer, halves in enumerate(before):
+        for half, old in zip(cache.layer(layer), halves, strict=True):
+            half.copy_(old)
+    lane._state.last_token.copy_(last_tokens)
+    logits, _ = lane.run(rows, captured=True)
+    # Padding may change a matrix product's tiles, and so its rounding.
+    error = torch.linalg.norm(logits.float() - expected.float()) / torch.linalg.norm(expected.float())
+    assert error < 1e-2
+    for layer in range(3):
+        for half, eager, old in zip(cache.layer(layer), after[layer], before[layer], strict=True):
+            difference = torch.linalg.norm(half[1:].float() - eager[1:].float())
+            assert difference < 1e-2 * torch.linalg.norm(eager[1:].float())
+            written = (half != old).flatten(1).any(1)
+            # No block but those of the step, and the padding block.
+            assert torch.equal(written[1:], (eager != old).flatten(1).any(1)[1:])
+
+
+@torch.inference_mode()
+def test_a_forward_too_long_for_any_bucket_is_launched_kernel_by_kernel(setup: Setup) -> None:
+    prefill, _ = make_step([(0, 590, True)], 0, seed=1)
+    forward = setup.lane.begin(lay_out(prefill, None, BLOCK_TOKENS), captured=True)
+    assert forward.bucket is None
+    logits, _ = setup.lane.finish(setup.lane.run_layers(forward))
+    assert torch.isfinite(logits).all()
+
+
+@torch.inference_mode()
+def test_pieces_can_stop_between_layers(setup: Setup) -> None:
+    prefill, decode = make_step([(0, 100, True)], 20, seed=3)
+    rows = lay_out(prefill, decode, BLOCK_TOKENS)
+    last_tokens = setup.lane._state.last_token.clone()
+    whole, _ = setup.lane.run(rows, captured=True)
+    whole = whole.clone()
+    setup.lane._state.last_token.copy_(last_tokens)
+    forward = setup.lane.begin(rows, captured=True)
+    forward = setup.lane.run_layers(forward, 0, 2)
+    forward = setup.lane.run_layers(forward, 2, None)
+    logits, _ = setup.lane.finish(forward)
+    assert torch.equal(logits, whole)
