@@ -11,19 +11,14 @@ from torch import Tensor
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import compiled_functions
-from bullet_graph.graphs.cublas import cublas_sm_count
+from bullet_graph.graphs.cublas import cublas_sm_count, fitting_blas
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, bucket_for
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
-from bullet_graph.models.flashinfer_attention import (
-    AttentionLane,
-    PagedBatch,
-    PlannedAttention,
-    decode_workspace_bytes,
-)
 from bullet_graph.models.pinned import Uploader, packed_offsets
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.sampler import SamplingState
+from bullet_graph.models.triton_decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
 from bullet_graph.models.triton_ops import TritonOps, sample
 from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
 
@@ -63,7 +58,7 @@ class _DeviceStep:
     positions: Tensor
     sample_positions: Tensor
     kv_slots: Tensor
-    attention: PlannedAttention
+    attention: PlannedDecode
 
 
 def _padding_rows(count: int, padding_slot: int) -> tuple[Int32Array, ...]:
@@ -101,15 +96,11 @@ class DecodeGraphs:
         self._decoder = decoder
         self._grid_follows_partition = grid_follows_partition
         device = decoder.cos_sin.device
-        self._attention = AttentionLane(
+        self._attention = TritonDecodeAttention(
             decoder.config,
             decoder.cache,
-            dtype=decoder.weights.lm_head.dtype,
-            backend="fa2",
-            causal=False,
-            float_workspace=torch.zeros(
-                decode_workspace_bytes(decoder.config, max_batch_size), dtype=torch.uint8, device=device
-            ),
+            max_rows=max_batch_size,
+            num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         )
         self._state = state
         self._padding_slot = padding_slot
@@ -121,8 +112,6 @@ class DecodeGraphs:
         self._logits = torch.empty(
             max_batch_size, decoder.config.vocab_size, dtype=decoder.weights.lm_head.dtype, device=device
         )
-        self._q_indptr = torch.arange(max_batch_size + 1, dtype=torch.int32)
-        self._device_q_indptr = self._q_indptr.to(device)
         self._captured: dict[GraphKey, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -220,7 +209,7 @@ class DecodeGraphs:
         )
 
     def _prepare(self, inputs: DecodeInputs, partition: SmPartition) -> _DeviceStep:
-        """Upload the inputs and plan attention; addresses depend on the batch size alone."""
+        """Upload the inputs; addresses depend on the batch size alone."""
         rows = len(inputs.slots)
         kv_lens = inputs.positions + np.int32(1)
         block_tokens = np.int32(self._decoder.cache.block_tokens)
@@ -234,21 +223,13 @@ class DecodeGraphs:
             inputs.kv_indices,
         )
         _, indices_start = packed_offsets([rows] * 5 + [rows + 1])
-        batch = PagedBatch(
-            q_indptr=self._device_q_indptr[: rows + 1],
-            kv_indptr=kv_indptr,
-            kv_indices=self._uploader.device_buffer[indices_start:],
-            last_block_tokens=last_block_tokens,
-            host_q_indptr=self._q_indptr[: rows + 1],
-            host_kv_indptr=torch.from_numpy(inputs.kv_indptr),
-            host_kv_lens=torch.from_numpy(kv_lens),
-            num_rows=rows,
-        )
-        attention = self._attention.plan(batch, captured=True, num_sms=self._lane_sms(partition))
+        batch = DecodeBatch(kv_indptr, self._uploader.device_buffer[indices_start:], last_block_tokens)
+        attention = self._attention.plan(batch, num_sms=self._lane_sms(partition))
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 
     def _run(self, step: _DeviceStep, partition: SmPartition) -> Tensor:
-        with cublas_sm_count(self._lane_sms(partition)):
+        num_sms = self._lane_sms(partition)
+        with cublas_sm_count(num_sms), fitting_blas(len(step.slots), num_sms):
             return self._forward(step)
 
     def _lane_sms(self, partition: SmPartition) -> int | None:

@@ -1,15 +1,13 @@
 """Which captured graph serves a decode step."""
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 
 _ROW_STEPS = ((256, 16), (512, 32), (1024, 64))
 """(up to so many rows, buckets so many rows apart): padding stays within a tile of a matrix product."""
-
-MOST_PADDED_ROWS = max(step for _, step in _ROW_STEPS) - 1
-"""Rows that a bucket of :func:`row_buckets` may have more than the forward in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,21 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
         sizes += range(start + step, end + 1, step)
         start = end
     return tuple(size for size in sizes if size <= max_rows)
+
+
+def worthwhile_buckets(times_ms: Mapping[int, float]) -> tuple[int, ...]:
+    """The sizes that are faster than every larger one, rising.
+
+    Matrix kernels are at times slower for fewer rows: then the rows are better padded up to the next size.
+
+    Args:
+        times_ms: measured time by size.
+    """
+    kept: list[int] = []
+    for size in sorted(times_ms, reverse=True):
+        if not kept or times_ms[size] < times_ms[kept[-1]]:
+            kept.append(size)
+    return tuple(kept[::-1])
 
 
 def bucket_for(batch_size: int, buckets: tuple[int, ...]) -> int:

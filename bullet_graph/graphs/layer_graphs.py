@@ -4,16 +4,19 @@ An eager forward costs the host about 200 µs a layer, whatever its size; a shor
 """
 
 import time
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from bullet_graph.graphs.key import bucket_for, row_buckets
+from bullet_graph.graphs.key import bucket_for, row_buckets, worthwhile_buckets
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.decoder import Decoder, Hidden
 from bullet_graph.models.ops import LayerOps
 from bullet_graph.models.pieces import LayerPieces
 from bullet_graph.models.progress import progress_bar
+
+_TIMED_REPLAYS = 5
 
 
 class LayerGraphs:
@@ -23,6 +26,9 @@ class LayerGraphs:
         decoder: weights and cache.
         ops: how the steps of a layer are computed.
         max_rows: most rows that a forward will have.
+
+    Attributes:
+        buckets: numbers of rows to pad a forward to, rising; once captured, those that are faster than all larger ones.
     """
 
     def __init__(self, decoder: Decoder, ops: LayerOps, *, max_rows: int) -> None:
@@ -50,6 +56,7 @@ class LayerGraphs:
                         graph.capture_end()
                     self._graphs[rows, layer] = graph
                     advance(1)
+        self.buckets = worthwhile_buckets({rows: self._time_ms(rows) for rows in self.buckets})
         torch.cuda.synchronize()
         free_after, _ = torch.cuda.mem_get_info()
         return CaptureReport(
@@ -58,6 +65,17 @@ class LayerGraphs:
             capture_seconds=time.perf_counter() - start_s,
             num_bytes=free_before - free_after,
         )
+
+    def _time_ms(self, rows: int) -> float:
+        """Of one piece, the least of several."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_REPLAYS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.replay(self._num_layers - 1, rows)
+            event.record()
+        events[-1].synchronize()
+        times: list[float] = [start.elapsed_time(end) for start, end in pairwise(events)]
+        return min(times)
 
     def bucket(self, rows: int) -> int | None:
         """The captured number of rows that holds ``rows``; None for more than any does."""

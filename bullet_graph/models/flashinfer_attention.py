@@ -18,6 +18,7 @@ from torch import Tensor
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.pinned import PinnedRing
+from bullet_graph.models.triton_decode_attention import PlannedDecode
 
 Backend = Literal["fa2", "fa3"]
 
@@ -226,7 +227,7 @@ class MixedAttention:
     """
 
     prefill: PlannedAttention | None
-    decode: PlannedAttention | None
+    decode: PlannedDecode | None
     num_prefill_rows: int
 
     def run(self, layer: int, q: Tensor) -> Tensor:

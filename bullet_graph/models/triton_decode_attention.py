@@ -44,15 +44,22 @@ class DecodeKernelSettings:
     sequence_cost: int = 1
 
 
-def default_settings(config: ModelConfig) -> DecodeKernelSettings:
+def default_settings(config: ModelConfig, *, whole_gpu: bool = True) -> DecodeKernelSettings:
     """Settings for a model in a 16-bit dtype: as many key heads a tile as have at most 16 query heads.
 
-    The rest keeps an SM of Hopper's full: three programs, each with a tile of 16 KiB of keys under way.
+    Two programs an SM draw all that the memory gives where all SMs do; on a part of them three do (1 to 3 %
+    slower there and 14 % faster here; bench/results/h200/decode_attention.json).
+
+    Args:
+        whole_gpu: the lane has all SMs.
     """
     group = config.num_heads // config.num_kv_heads
     fitting = (n for n in (16, 8, 4, 2, 1) if config.num_kv_heads % n == 0 and n * group <= _LEAST_Q_BLOCK)
     tile = max(_LEAST_Q_BLOCK, _TILE_ELEMENTS // config.head_dim)
-    return DecodeKernelSettings(kv_heads=next(fitting, 1), tile=tile, ctas_per_sm=3, max_registers=168)
+    kv_heads = next(fitting, 1)
+    if whole_gpu:
+        return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=2)
+    return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=3, max_registers=168)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,8 @@ class DecodeBatch:
     """Which blocks each row attends to, on the device; read when the kernels run, not when they are launched.
 
     Attributes:
-        kv_indptr: [rows + 1] int32, where each row's blocks start in ``kv_indices``; every row has a block.
+        kv_indptr: [rows + 1] int32, where each row's blocks start in ``kv_indices``, the first at 0; every row has
+            a block.
         kv_indices: block ids, int32.
         last_block_tokens: [rows] int32, tokens in each row's last block, at least 1.
     """
@@ -80,8 +88,9 @@ class TritonDecodeAttention:
         cache: the KV cache, on the lane's device.
         max_rows: most rows of a batch.
         num_sms: SMs of the device: the most that a plan may name.
-        settings: None for :func:`default_settings`.
-        overlap_launches: start the second kernel's programs while the first runs (needs Hopper).
+        settings: None for :func:`default_settings` of the SMs that a plan names.
+        overlap_launches: start the second kernel's programs while the first runs; None where the GPU can (from
+            Hopper on).
 
     Raises:
         ConfigError: a head's size, the settings, or the cache's layout is not one the kernels can take.
@@ -95,17 +104,21 @@ class TritonDecodeAttention:
         max_rows: int,
         num_sms: int,
         settings: DecodeKernelSettings | None = None,
-        overlap_launches: bool = False,
+        overlap_launches: bool | None = None,
     ) -> None:
-        self._settings = settings or default_settings(config)
-        _check(config, cache, self._settings)
+        whole = settings or default_settings(config)
+        part = settings or default_settings(config, whole_gpu=False)
+        _check(config, cache, whole)
+        self._whole, self._part = whole, part
         self._config = config
         self._cache = cache
         self._max_rows = max_rows
         self._num_sms = num_sms
-        self._overlap_launches = overlap_launches
         device = cache.layer(0)[0].device
-        slots = 2 * self._workers(num_sms)
+        if overlap_launches is None:
+            overlap_launches = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._overlap_launches = overlap_launches
+        slots = 2 * max(self._workers(num_sms, whole), self._workers(num_sms, part))
         self._partials = torch.empty(
             slots, config.num_heads, config.head_dim, dtype=torch.float32, device=device
         )
@@ -131,16 +144,25 @@ class TritonDecodeAttention:
             raise ConfigError(
                 f"decode attention was asked to run on {num_sms} SMs: name 1 to {self._num_sms}, the device's"
             )
-        return PlannedDecode(self, batch, rows, self._workers(num_sms))
+        settings = self._whole if num_sms == self._num_sms else self._part
+        return PlannedDecode(self, batch, rows, self._workers(num_sms, settings), settings)
 
-    def _workers(self, num_sms: int) -> int:
+    def _workers(self, num_sms: int, settings: DecodeKernelSettings) -> int:
         """Ranges that the work is cut into; for each of them a program per group of key heads runs."""
-        head_groups = self._config.num_kv_heads // self._settings.kv_heads
-        return max(1, num_sms * self._settings.ctas_per_sm // head_groups)
+        head_groups = self._config.num_kv_heads // settings.kv_heads
+        return max(1, num_sms * settings.ctas_per_sm // head_groups)
 
-    def launch(self, layer: int, q: Tensor, out: Tensor, batch: DecodeBatch, workers: int) -> None:
+    def launch(
+        self,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        batch: DecodeBatch,
+        workers: int,
+        settings: DecodeKernelSettings,
+    ) -> None:
         """Enqueue both kernels on the current stream; :meth:`plan` gives the arguments."""
-        config, settings = self._config, self._settings
+        config = self._config
         keys, values = self._cache.layer(layer)
         head_groups = config.num_kv_heads // settings.kv_heads
         q_heads = settings.kv_heads * (config.num_heads // config.num_kv_heads)
@@ -203,12 +225,14 @@ class PlannedDecode:
         batch: at the addresses it will be read from.
         num_rows: query rows.
         workers: ranges that the blocks are divided into.
+        settings: of the kernels.
     """
 
     lane: TritonDecodeAttention
     batch: DecodeBatch
     num_rows: int
     workers: int
+    settings: DecodeKernelSettings
 
     def run(self, layer: int, q: Tensor) -> Tensor:
         """See :meth:`~bullet_graph.models.attention.Attention.run`."""
@@ -228,7 +252,7 @@ class PlannedDecode:
                     f"{name} must be contiguous and have the {self.num_rows} rows that were planned; "
                     f"found shape {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
-        self.lane.launch(layer, q, out, self.batch, self.workers)
+        self.lane.launch(layer, q, out, self.batch, self.workers, self.settings)
 
 
 def _check(config: ModelConfig, cache: KVCache, settings: DecodeKernelSettings) -> None:

@@ -38,7 +38,11 @@ def _block_ids(ids_ptr, start, key_tokens, num_tokens, TILE_TOKENS: tl.constexpr
         return tl.load(ids_ptr + tokens // BLOCK_TOKENS, mask=tokens < num_tokens, other=0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# The batch lies in the middle of larger buffers: no other kernel for every alignment.
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["kv_indptr_ptr", "kv_indices_ptr", "last_block_tokens_ptr"],
+)
 def decode_attention_kernel(
     q_ptr,
     keys_ptr,
@@ -161,7 +165,7 @@ def decode_attention_kernel(
         row += 1
 
 
-@triton.jit(do_not_specialize=["num_rows", "workers"])
+@triton.jit(do_not_specialize=["num_rows", "workers"], do_not_specialize_on_alignment=["kv_indptr_ptr"])
 def combine_partials_kernel(
     kv_indptr_ptr,
     partial_ptr,

@@ -156,7 +156,8 @@ class CudaExecutor:
     @staticmethod
     def workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:
         """Fixed scratch of the executor, for the memory ledger."""
-        return 2 * decode_workspace_bytes(config, max_num_seqs) + _LIBRARY_BYTES
+        lanes = decode_workspace_bytes(config, max_num_seqs) + decode_workspace_bytes(config, 1)
+        return lanes + _LIBRARY_BYTES
 
     @staticmethod
     def graph_bytes(max_num_seqs: int, num_partitions: int) -> int:

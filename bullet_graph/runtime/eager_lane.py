@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bullet_graph.graphs.key import MOST_PADDED_ROWS
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
 from bullet_graph.models.flashinfer_attention import (
@@ -20,6 +19,7 @@ from bullet_graph.models.flashinfer_attention import (
 )
 from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState
+from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.models.triton_ops import TritonOps, sample
 from bullet_graph.runtime.rows import Rows
 from bullet_graph.runtime.step import Int32Array
@@ -79,8 +79,8 @@ class EagerLane:
         self._functions = eager_functions(TritonOps())
         self._graphs = graphs
         scratch = torch.zeros(decode_workspace_bytes(config, max_num_seqs), dtype=torch.uint8, device=device)
-        # They take turns within a layer, so they may share their scratch.
-        self._prefill_attention, self._decode_attention, self._sampled_attention = (
+        # They take turns, so they may share their scratch.
+        self._prefill_attention, self._sampled_attention = (
             AttentionLane(
                 config,
                 decoder.cache,
@@ -89,10 +89,16 @@ class EagerLane:
                 causal=causal,
                 float_workspace=scratch,
             )
-            for causal in (True, False, False)
+            for causal in (True, False)
         )
-        # Eleven arrays of a row or a sequence each, two of them padded to a bucket, and the block ids.
-        self._uploader = Uploader(11 * (max_rows + 8) + 2 * MOST_PADDED_ROWS + num_kv_blocks, device)
+        self._decode_attention = TritonDecodeAttention(
+            config,
+            decoder.cache,
+            max_rows=max_num_seqs,
+            num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        )
+        # Eleven arrays of a row or a sequence each and the block ids; a bucket has at most ``max_rows``, too.
+        self._uploader = Uploader(11 * (max_rows + 8) + num_kv_blocks, device)
 
     def run(self, rows: Rows, *, captured: bool = False) -> tuple[Tensor, Tensor]:
         """Enqueue a whole forward on the current stream; see :meth:`begin`.
@@ -148,23 +154,18 @@ class EagerLane:
                 self._prefill_attention,
                 rows,
                 rows.q_indptr,
-                slice(0, n),
+                n,
                 q_indptr[: n + 1],
                 kv_indptr[: n + 1],
                 kv_indices,
                 last_block[:n],
             )
         if len(rows.decode_slots):
-            # The decode rows' row numbers count from their first row; block offsets stay absolute.
-            decode = self._plan(
-                self._decode_attention,
-                rows,
-                rows.q_indptr,
-                slice(n, None),
-                q_indptr[n:] - prefill_tokens,
-                kv_indptr[n:],
-                kv_indices,
-                last_block[n:],
+            # Their blocks are numbered from their own first.
+            decode = self._decode_attention.plan(
+                DecodeBatch(
+                    kv_indptr[n:] - int(rows.kv_indptr[n]), kv_indices[rows.kv_indptr[n] :], last_block[n:]
+                )
             )
         sampled = None
         if len(rows.sample_rows):
@@ -173,7 +174,7 @@ class EagerLane:
                 self._sampled_attention,
                 rows,
                 rows.sample_indptr,
-                slice(None),
+                len(rows.kv_lens),
                 sample_indptr,
                 kv_indptr,
                 kv_indices,
@@ -235,23 +236,21 @@ class EagerLane:
         lane: AttentionLane,
         rows: Rows,
         host_q_indptr: Int32Array,
-        sequences: slice,
+        num_sequences: int,
         q_indptr: Tensor,
         kv_indptr: Tensor,
         kv_indices: Tensor,
         last_block_tokens: Tensor,
     ) -> PlannedAttention:
-        """Plan attention for a range of the step's sequences, whose rows are numbered from the first of them."""
-        start, stop, _ = sequences.indices(len(rows.kv_lens))
-        host_q_indptr = host_q_indptr[start : stop + 1] - host_q_indptr[start]
+        """Plan attention for the first sequences of the step."""
         batch = PagedBatch(
             q_indptr=q_indptr,
             kv_indptr=kv_indptr,
             kv_indices=kv_indices,
             last_block_tokens=last_block_tokens,
-            host_q_indptr=torch.from_numpy(host_q_indptr),
-            host_kv_indptr=torch.from_numpy(rows.kv_indptr[start : stop + 1]),
-            host_kv_lens=torch.from_numpy(rows.kv_lens[start:stop]),
-            num_rows=int(host_q_indptr[-1]),
+            host_q_indptr=torch.from_numpy(host_q_indptr[: num_sequences + 1]),
+            host_kv_indptr=torch.from_numpy(rows.kv_indptr[: num_sequences + 1]),
+            host_kv_lens=torch.from_numpy(rows.kv_lens[:num_sequences]),
+            num_rows=int(host_q_indptr[num_sequences]),
         )
         return lane.plan(batch, captured=False)

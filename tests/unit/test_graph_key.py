@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.graphs.key import (
-    MOST_PADDED_ROWS,
     GraphKey,
     batch_size_buckets,
     bucket_for,
     row_buckets,
+    worthwhile_buckets,
 )
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 
@@ -38,6 +38,17 @@ def test_padding_is_bounded(max_batch_size: int, data: st.DataObject) -> None:
     assert padding < (8 if batch_size <= 56 else 16 if batch_size <= 240 else 32 if batch_size <= 480 else 64)
 
 
+@given(st.dictionaries(st.integers(1, 64), st.floats(0.1, 10), min_size=1))
+def test_no_larger_bucket_is_faster_than_one_that_is_kept(times_ms: dict[int, float]) -> None:
+    kept = worthwhile_buckets(times_ms)
+    assert kept[-1] == max(times_ms)
+    assert list(kept) == sorted(kept)
+    for size, time_ms in times_ms.items():
+        padded = bucket_for(size, kept)
+        assert times_ms[padded] <= time_ms
+        assert times_ms[padded] == min(times_ms[larger] for larger in times_ms if larger >= size)
+
+
 @given(MAX, st.data())
 def test_short_forwards_are_padded_by_less_than_a_tile(max_rows: int, data: st.DataObject) -> None:
     buckets = row_buckets(max_rows)
@@ -46,7 +57,7 @@ def test_short_forwards_are_padded_by_less_than_a_tile(max_rows: int, data: st.D
     if buckets:
         rows = data.draw(st.integers(1, buckets[-1]))
         padding = bucket_for(rows, buckets) - rows
-        assert padding <= min(MOST_PADDED_ROWS, 15 if rows <= 256 else 31 if rows <= 512 else 63)
+        assert padding <= (15 if rows <= 256 else 31 if rows <= 512 else 63)
 
 
 @pytest.mark.parametrize(
