@@ -2,20 +2,19 @@
 
     python bench/kernels/prefill_gemm.py --output-json prefill_gemm.json
 
-Parts: A the engine's layer today; B the algorithms of cublasLt; C Triton's products; D the product in
-`prefill_gemm.cu` (built with nvcc); E element-wise passes; F whole layers out of the best of them. Each figure
-is a CUDA graph replayed for --seconds, the first third of it unmeasured. Weights are those of eight distinct layers of
-llama-3.1-8b's shapes, random, so that each product finds its weights in device memory.
+Parts: A the engine's layer today; B the algorithms of cublasLt; C Triton's products; E element-wise passes; F whole
+layers out of the best of them. Each figure is a CUDA graph replayed for --seconds, the first third of it unmeasured.
+Weights are those of eight distinct layers of llama-3.1-8b's shapes, random, so that each product finds its weights in
+device memory.
 """
 
 import argparse
 import ctypes
+import dataclasses
 import itertools
 import json
 import math
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,9 +32,11 @@ import prefill_triton as candidates
 
 from bullet_graph.models.ops import RowInputs
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.triton_gemm import swiglu_matmul
 from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.models.weights import LayerWeights
 from bullet_graph.perf.energy import NvmlProbe
+from bullet_graph.perf.provenance import collect_provenance
 
 CONFIG = PRESETS["llama-3.1-8b"]
 HIDDEN, INTERMEDIATE, EPS = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.rms_norm_eps
@@ -48,17 +49,6 @@ SHAPES = {  # (out_features, in_features)
 }
 MAX_ERROR = 1e-2
 BLOCK_TOKENS = 16
-CUDA_SOURCE = Path(__file__).with_name("prefill_gemm.cu")
-NVCC = [
-    "nvcc",
-    "-O3",
-    "-std=c++17",
-    "-gencode",
-    "arch=compute_90a,code=sm_90a",
-    "-shared",
-    "-Xcompiler",
-    "-fPIC",
-]
 
 Run = Callable[[], object]
 
@@ -216,14 +206,14 @@ class Chain:
         q = TritonOps.rope_and_cache(qkv, self.inputs, self.keys, self.values, layer, CONFIG)
         return q.view(self.rows, CONFIG.q_size)
 
-    def engine(self) -> None:
-        """As bullet_graph.models runs it."""
+    def engine(self, swiglu: Callable[[Tensor, Tensor], Tensor] = TritonOps.swiglu) -> None:
+        """As bullet_graph.models runs it, but perhaps for ``swiglu``."""
         x, residual = self.x, self.residual
         for layer in self.layers:
             normed, residual = TritonOps.add_rms_norm(x, residual, layer.input_norm, EPS)
             o = TritonOps.linear(self.attention_input(normed, layer), layer.o)
             normed, residual = TritonOps.add_rms_norm(o, residual, layer.post_norm, EPS)
-            x = TritonOps.linear(TritonOps.silu_and_mul(TritonOps.linear(normed, layer.gate_up)), layer.down)
+            x = TritonOps.linear(swiglu(normed, layer.gate_up), layer.down)
 
     def fused(
         self, swiglu: Callable[[Tensor, Tensor, Tensor], object] | None, add: Callable[..., object]
@@ -242,6 +232,10 @@ class Chain:
 
     def norm(self, hidden: Tensor, weight: Tensor) -> None:
         candidates.add_rms_norm(hidden, None, weight, EPS, (self.normed, hidden), num_warps=8)
+
+
+def two_steps(x: Tensor, gate_up: Tensor) -> Tensor:
+    return TritonOps.silu_and_mul(TritonOps.linear(x, gate_up))
 
 
 def addmm(hidden: Tensor, x: Tensor, w: Tensor) -> None:
@@ -288,10 +282,8 @@ def split(lab: Lab, chain: Chain) -> None:
         mark("o")
         normed, residual = TritonOps.add_rms_norm(o, residual, layer.post_norm, EPS)
         mark("add_rms_norm")
-        gate_up = TritonOps.linear(normed, layer.gate_up)
-        mark("gate_up")
-        act = TritonOps.silu_and_mul(gate_up)
-        mark("silu_and_mul")
+        act = TritonOps.swiglu(normed, layer.gate_up)
+        mark("swiglu")
         x = TritonOps.linear(act, layer.down)
         mark("down")
     torch.cuda.synchronize()
@@ -303,10 +295,7 @@ def split(lab: Lab, chain: Chain) -> None:
     lab.note(part="A", name="split, ns a token-layer", rows=chain.rows, **ns)
 
 
-def part_f(lab: Lab, layers: list[LayerWeights], rows_list: list[int], library: Any) -> None:
-    triton_swiglu = partial(
-        candidates.swiglu_matmul, config=candidates.SWIGLUS["one dot s4 flat"], num_sms=lab.num_sms
-    )
+def part_f(lab: Lab, layers: list[LayerWeights], rows_list: list[int]) -> None:
 
     def triton_add(hidden: Tensor, x: Tensor, w: Tensor) -> None:
         candidates.matmul(x, w, hidden, candidates.MATMULS["s4"], lab.num_sms, hidden)
@@ -315,16 +304,13 @@ def part_f(lab: Lab, layers: list[LayerWeights], rows_list: list[int], library: 
         chain, flops = Chain(layers, rows), flops_of(*SHAPES, rows=rows)
         variants: dict[str, Run] = {
             "engine": chain.engine,
+            "engine, SwiGLU in two steps": partial(chain.engine, two_steps),
+            "engine, SwiGLU fused": partial(chain.engine, swiglu_matmul),
             "addmm": partial(chain.fused, None, addmm),
-            "addmm, Triton SwiGLU": partial(chain.fused, triton_swiglu, addmm),
-            "Triton add and SwiGLU": partial(chain.fused, triton_swiglu, triton_add),
+            "addmm, Triton SwiGLU": partial(chain.fused, swiglu_matmul, addmm),
+            "Triton add and SwiGLU": partial(chain.fused, swiglu_matmul, triton_add),
+            "engine again": chain.engine,
         }
-        if library is not None:
-            cuda_swiglu = partial(cuda_matmul, library, mode=SWIGLU)
-            cuda_add = partial(cuda_add_matmul, library)
-            variants["addmm, CUDA SwiGLU"] = partial(chain.fused, cuda_swiglu, addmm)
-            variants["CUDA add and SwiGLU"] = partial(chain.fused, cuda_swiglu, cuda_add)
-        variants["engine again"] = chain.engine
         for name, run in variants.items():
             lab.measure("F", name, rows, run, flops, LAYERS)
 
@@ -525,51 +511,7 @@ def part_b(lab: Lab, layers: list[LayerWeights], rows_list: list[int], kept: int
                 lab.measure("B", label, rows, chosen, flops, LAYERS)
 
 
-# --- C and D: products of our own ------------------------------------------------------------------------------------
-
-PLAIN, RESIDUAL, SWIGLU = 0, 1, 2  # as in prefill_gemm.cu
-
-
-def load_cuda() -> Any:
-    """prefill_gemm.cu's library, built, and tried first in a process of its own, which may hang or fault alone."""
-    library = Path(tempfile.gettempdir()) / "prefill_gemm.so"
-    subprocess.run([*NVCC, "-o", str(library), str(CUDA_SOURCE)], check=True, timeout=120)
-    subprocess.run([sys.executable, __file__, "--try-library", str(library)], check=True, timeout=60)
-    return ctypes.CDLL(str(library)).prefill_gemm
-
-
-def try_library(path: Path) -> None:
-    """Every mode and cluster once, against fp32; raises SystemExit where one is wrong."""
-    library = ctypes.CDLL(str(path)).prefill_gemm
-    for rows, mode, cluster in itertools.product((1, 300, 2024), (PLAIN, RESIDUAL, SWIGLU), (1, 2)):
-        n, k = (28672, 4096) if mode == SWIGLU else (4096, 14336)
-        x, w = normal(rows, k), normal(n, k, std=k**-0.5)
-        expected = candidates.reference_swiglu(x, w) if mode == SWIGLU else x.float() @ w.float().t()
-        y = torch.full(expected.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-        if mode == RESIDUAL:
-            y.normal_()
-            expected += y.float()
-        cuda_matmul(library, x, w, y, mode, cluster)
-        torch.cuda.synchronize()
-        error = relative_error(y, expected)
-        print(f"prefill_gemm.cu: {rows=} {mode=} {cluster=} relative error {error:.2e}", flush=True)
-        if not error <= MAX_ERROR:
-            raise SystemExit(1)
-
-
-def cuda_matmul(library: Any, x: Tensor, w: Tensor, y: Tensor, mode: int, cluster: int = 2) -> None:
-    """y = x @ w^T by mode; RESIDUAL adds to what y holds."""
-    (m, k), n = x.shape, len(w)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, w, y)]
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    status = library(*pointers, m, n, k, mode, cluster, stream)
-    if status:
-        raise RuntimeError(f"prefill_gemm returned status {status}")
-
-
-def cuda_add_matmul(library: Any, hidden: Tensor, x: Tensor, w: Tensor) -> None:
-    cuda_matmul(library, x, w, hidden, RESIDUAL)
-
+# --- C: products of our own -------------------------------------------------------------------------------------------
 
 Product = Callable[[Tensor, Tensor, Tensor], object]  # of x, w, y
 
@@ -580,8 +522,8 @@ def part_c(lab: Lab, layers: list[LayerWeights], rows_list: list[int]) -> None:
         for label, config in candidates.MATMULS.items()
     }
     swiglu: dict[str, Product] = {
-        f"Triton {label}": partial(candidates.swiglu_matmul, config=config, num_sms=lab.num_sms)
-        for label, config in candidates.SWIGLUS.items()
+        f"Triton {label}": partial(swiglu_matmul, tiling=tiling)
+        for label, tiling in candidates.SWIGLUS.items()
     }
 
     def triton_add(x: Tensor, w: Tensor, y: Tensor) -> None:
@@ -590,25 +532,11 @@ def part_c(lab: Lab, layers: list[LayerWeights], rows_list: list[int]) -> None:
     def torch_add(x: Tensor, w: Tensor, y: Tensor) -> None:
         addmm(y, x, w)
 
-    products(lab, "C", layers, rows_list, plain, {"addmm": torch_add, "Triton s4": triton_add}, swiglu)
-
-
-def part_d(lab: Lab, layers: list[LayerWeights], rows_list: list[int], library: Any) -> None:
-    if library is None:
-        return
-
-    def by_cluster(mode: int) -> dict[str, Product]:
-        return {
-            f"CUDA cluster {cluster}": partial(cuda_matmul, library, mode=mode, cluster=cluster)
-            for cluster in (1, 2)
-        }
-
-    products(lab, "D", layers, rows_list, *(by_cluster(mode) for mode in (PLAIN, RESIDUAL, SWIGLU)))
+    products(lab, layers, rows_list, plain, {"addmm": torch_add, "Triton s4": triton_add}, swiglu)
 
 
 def products(
     lab: Lab,
-    part: str,
     layers: list[LayerWeights],
     rows_list: list[int],
     plain: dict[str, Product],
@@ -625,20 +553,18 @@ def products(
         ways = [(way, f"{name} {label}", None) for label, way in (swiglu if fused else plain).items()]
         if name in ("o", "down"):
             ways += [(way, f"{name} + residual {label}", added) for label, way in adding.items()]
-        lab.measure(part, f"{name} torch", rows, partial(torch_products, layers, name, x), flops, LAYERS)
+        lab.measure("C", f"{name} torch", rows, partial(torch_products, layers, name, x), flops, LAYERS)
         for way, label, start in ways:
             out = torch.empty_like(added)
             once = partial(checked_once, way, odd, w, out, start)
             wanted = expected if start is None else expected + start.float()
-            if lab.check(part, label, out, once, wanted):
-                lab.measure(part, label, rows, partial(way_products, way, layers, name, x, y), flops, LAYERS)
+            if lab.check("C", label, out, once, wanted):
+                lab.measure("C", label, rows, partial(way_products, way, layers, name, x, y), flops, LAYERS)
 
 
 def torch_products(layers: list[LayerWeights], name: str, x: Tensor) -> None:
     for layer in layers:
-        out = TritonOps.linear(x, weight_of(layer, name))
-        if name == "gate_up":
-            TritonOps.silu_and_mul(out)
+        (two_steps if name == "gate_up" else TritonOps.linear)(x, weight_of(layer, name))
 
 
 def way_products(way: Product, layers: list[LayerWeights], name: str, x: Tensor, y: Tensor) -> None:
@@ -758,19 +684,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="A,B,C,D,E,F", help="parts, with commas between")
+    parser.add_argument("--only", default="A,B,C,E,F", help="parts, with commas between")
     parser.add_argument("--seconds", type=float, default=0.9, help="a figure")
     parser.add_argument("--budget-s", type=float, default=135.0, help="no new figure is begun after this")
     parser.add_argument("--rows", default="512,1024,2048,4096,8192", help="of part A")
-    parser.add_argument("--product-rows", default="2048", help="of parts B, C and D")
+    parser.add_argument("--product-rows", default="2048", help="of parts B and C")
     parser.add_argument("--chain-rows", default="1024,2048", help="of part F")
     parser.add_argument("--algos", type=int, default=4, help="of part B that are measured, a product")
     parser.add_argument("--output-json", type=Path)
-    parser.add_argument("--try-library", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.try_library:
-        try_library(args.try_library)
-        return
     only = set(args.only.split(","))
 
     def numbers(text: str) -> list[int]:
@@ -780,19 +702,13 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     lab = Lab(args.seconds, args.budget_s)
-    layers, library = make_layers(), None
-    if only & {"D", "F"}:
-        try:
-            library = load_cuda()
-        except (OSError, subprocess.SubprocessError) as error:
-            lab.note(part="D", name="build", failed=repr(error))
+    layers = make_layers()
     lab.measure("A", "warm-up", 2048, Chain(layers, 2048).engine, flops_of(*SHAPES, rows=2048), LAYERS, 2.0)
     product_rows = numbers(args.product_rows)
     parts: dict[str, Run] = {
         "A": partial(part_a, lab, layers, numbers(args.rows)),
         "C": partial(part_c, lab, layers, product_rows),
-        "D": partial(part_d, lab, layers, product_rows, library),
-        "F": partial(part_f, lab, layers, numbers(args.chain_rows), library),
+        "F": partial(part_f, lab, layers, numbers(args.chain_rows)),
         "B": partial(part_b, lab, layers, product_rows, args.algos),
         "E": partial(part_e, lab, [2048, 8192]),
     }
@@ -807,8 +723,8 @@ def main() -> None:
     finally:
         table(lab.rows)
         if args.output_json:
-            device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-            args.output_json.write_text(json.dumps(device | {"rows": lab.rows}, indent=1) + "\n")
+            report = {"rows": lab.rows, "provenance": dataclasses.asdict(collect_provenance("cuda"))}
+            args.output_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Candidate kernels for prefill, not used by the engine yet; measured by `bench/kernels/prefill_gemm.py`.
+"""Candidate kernels for prefill, not used by the engine; measured by `bench/kernels/prefill_gemm.py`.
 
 Matrix products y[M, N] = x[M, K] @ w[N, K]^T in bf16, accumulated in fp32, persistent, with TMA loads and stores:
-plain, with the residual added before the only rounding, and the gate and up projections with SwiGLU, which never
-writes the [M, 2 * intermediate] array. The weights stay as the engine stores them: gate's rows, then up's. Then
-variants of the element-wise passes.
+plain, and with the residual added before the only rounding. Then variants of the element-wise passes. The product
+with SwiGLU is the engine's (`bullet_graph/models/triton_gemm.py`), here with other settings as well.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,14 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
-@triton.jit
-def _tile_at(tile, num_tiles_m, num_tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of a tile: down GROUP_M rows first, so that tiles at work together share x and w in L2."""
-    tiles_in_group = GROUP_M * num_tiles_n
-    first = tile // tiles_in_group * GROUP_M
-    rows = min(num_tiles_m - first, GROUP_M)
-    return first + tile % tiles_in_group % rows, tile % tiles_in_group // rows
+from bullet_graph.models.triton_gemm import DEFAULT_TILING, SwigluTiling
+from bullet_graph.models.triton_gemm_kernels import tile_at
 
 
 @triton.jit
@@ -44,7 +38,7 @@ def matmul_kernel(
     """y = x @ w^T (+ residual); the tile is stored in two halves, which halves the epilogue's shared memory."""
     num_tiles_m, num_tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _tile_at(tile, num_tiles_m, num_tiles_n, GROUP_M)
+        tile_m, tile_n = tile_at(tile, num_tiles_m, num_tiles_n, GROUP_M)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, K, BK, num_stages=STAGES):
             acc = tl.dot(x_desc.load([tile_m * BM, k]), w_desc.load([tile_n * BN, k]).T, acc)
@@ -56,47 +50,6 @@ def matmul_kernel(
         if RESIDUAL:
             right += residual_desc.load([tile_m * BM, column + BN // 2]).to(tl.float32)
         y_desc.store([tile_m * BM, column + BN // 2], right.to(y_desc.dtype))
-
-
-@triton.jit
-def swiglu_matmul_kernel(
-    x_desc,
-    w_desc,
-    y_desc,
-    M,
-    N,
-    K,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    STAGES: tl.constexpr,
-    TWO_DOTS: tl.constexpr,
-    FLATTEN: tl.constexpr,
-):
-    """y = silu(x @ gate^T) * (x @ up^T), y [M, N]; w_desc is over [2, N, K], a box of it [2, BN, BK].
-
-    TWO_DOTS: one accumulator each for gate and up, [BM, BN]; else one of [BM, 2 * BN], whose halves lie in the
-    same threads, so that each step reads x from shared memory once.
-    """
-    num_tiles_m, num_tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), num_tiles_m * num_tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _tile_at(tile, num_tiles_m, num_tiles_n, GROUP_M)
-        if TWO_DOTS:
-            gate = tl.zeros((BM, BN), tl.float32)
-            up = tl.zeros((BM, BN), tl.float32)
-            for k in tl.range(0, K, BK, num_stages=STAGES):
-                x = x_desc.load([tile_m * BM, k])
-                gate = tl.dot(x, tl.reshape(w_desc.load([0, tile_n * BN, k]), (BN, BK)).T, gate)
-                up = tl.dot(x, tl.reshape(w_desc.load([1, tile_n * BN, k]), (BN, BK)).T, up)
-        else:
-            acc = tl.zeros((BM, 2 * BN), tl.float32)
-            for k in tl.range(0, K, BK, num_stages=STAGES):
-                w = tl.reshape(w_desc.load([0, tile_n * BN, k]), (2 * BN, BK))
-                acc = tl.dot(x_desc.load([tile_m * BM, k]), w.T, acc)
-            gate, up = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
-        # The engine rounds gate and up to bf16 on their way through memory; here they stay fp32.
-        y_desc.store([tile_m * BM, tile_n * BN], (gate * tl.sigmoid(gate) * up).to(y_desc.dtype))
 
 
 @triton.jit
@@ -147,17 +100,12 @@ def silu_and_mul_wide_kernel(gate_up_ptr, out_ptr, INTERMEDIATE: tl.constexpr, B
 # 144 KiB, four 192 KiB, of 227 KiB.
 # FLATTEN lets the next tile's first loads start under the epilogue. Hopper's warp specialization (Triton 3.6) compiles
 # neither the split of the accumulator nor the box of three dimensions.
-_TILE = {"BM": 128, "BK": 64, "GROUP_M": 16, "num_warps": 8}
+_TILE = {"BM": 128, "BN": 256, "BK": 64, "GROUP_M": 16, "num_warps": 8}
 MATMULS: dict[str, dict[str, Any]] = {
-    "s3 flat": _TILE | {"BN": 256, "STAGES": 3, "FLATTEN": True},
-    "s4": _TILE | {"BN": 256, "STAGES": 4, "FLATTEN": False},
+    "s3 flat": _TILE | {"STAGES": 3, "FLATTEN": True},
+    "s4": _TILE | {"STAGES": 4, "FLATTEN": False},
 }
-SWIGLUS: dict[str, dict[str, Any]] = {
-    "one dot s3 flat": _TILE | {"BN": 128, "STAGES": 3, "TWO_DOTS": False, "FLATTEN": True},
-    "one dot s4 flat": _TILE | {"BN": 128, "STAGES": 4, "TWO_DOTS": False, "FLATTEN": True},
-    "one dot s4": _TILE | {"BN": 128, "STAGES": 4, "TWO_DOTS": False, "FLATTEN": False},
-    "two dots s4": _TILE | {"BN": 128, "STAGES": 4, "TWO_DOTS": True, "FLATTEN": False},
-}
+SWIGLUS: dict[str, SwigluTiling] = {"s3": DEFAULT_TILING, "s4": replace(DEFAULT_TILING, num_stages=4)}
 
 
 def matmul(
@@ -176,24 +124,6 @@ def matmul(
         n,
         k,
         RESIDUAL=residual is not None,
-        **config,
-    )
-
-
-def swiglu_matmul(x: Tensor, gate_up: Tensor, y: Tensor, config: dict[str, Any], num_sms: int) -> None:
-    """y = SwiGLU of x @ gate_up^T: x [M, K], gate_up [2 * N, K], y [M, N], all bf16 and contiguous."""
-    (m, k), n = x.shape, len(gate_up) // 2
-    bm, bn, bk = config["BM"], config["BN"], config["BK"]
-    if n % bn:
-        raise ValueError(f"the intermediate size must be a multiple of the tile's {bn} columns, found {n}")
-    box = [1 if config["TWO_DOTS"] else 2, bn, bk]
-    swiglu_matmul_kernel[(min(num_sms, triton.cdiv(m, bm) * n // bn),)](
-        TensorDescriptor.from_tensor(x, [bm, bk]),
-        TensorDescriptor.from_tensor(gate_up.view(2, n, k), box),
-        TensorDescriptor.from_tensor(y, [bm, bn]),
-        m,
-        n,
-        k,
         **config,
     )
 

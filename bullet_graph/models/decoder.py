@@ -74,7 +74,7 @@ def attention_output(
         (x [rows, hidden_size], residual).
     """
     x, residual = ops.add_rms_norm(ops.linear(attended, o), residual, norm, eps)
-    return ops.linear(ops.silu_and_mul(ops.linear(x, gate_up)), down), residual
+    return ops.linear(ops.swiglu(x, gate_up), down), residual
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,19 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
+    """Project rows to gate and up, then SwiGLU.
+
+    Args:
+        x: [rows, hidden_size].
+        gate_up_weight: [2 * intermediate_size, hidden_size]: gate's rows, then up's.
+
+    Returns:
+        [rows, intermediate_size] in x's dtype.
+    """
+    return silu_and_mul(linear(x, gate_up_weight))
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding over split halves (Su et al. 2021, in the layout of Hugging Face checkpoints).
 
@@ -92,8 +105,8 @@ class LayerOps(Protocol):
     ) -> Tensor:
         """See :func:`linear`."""
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See :func:`silu_and_mul`."""
+    def swiglu(self, x: Tensor, gate_up_weight: Tensor) -> Tensor:
+        """See :func:`swiglu`."""
 
     def rope_and_cache(
         self,
@@ -123,6 +136,7 @@ class TorchOps:
     add_rms_norm = staticmethod(add_rms_norm)
     linear = staticmethod(linear)
     silu_and_mul = staticmethod(silu_and_mul)
+    swiglu = staticmethod(swiglu)
 
     @staticmethod
     def rope_and_cache(

@@ -8,6 +8,7 @@ from bullet_graph.models import ops
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.ops import RowInputs
 from bullet_graph.models.sampler import MASKED_IDS_COLUMN, SETTINGS_COLUMNS, SamplingState
+from bullet_graph.models.triton_gemm import FUSED_SWIGLU_MIN_ROWS, can_fuse, swiglu_matmul
 from bullet_graph.models.triton_kernels import (
     add_rms_norm_kernel,
     gemv_kernel,
@@ -76,6 +77,13 @@ class TritonOps:
         return out
 
     @staticmethod
+    def swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
+        """See :func:`~bullet_graph.models.ops.swiglu`; many rows on Hopper take one launch, and round once."""
+        if len(x) >= FUSED_SWIGLU_MIN_ROWS and can_fuse(x, gate_up_weight):
+            return swiglu_matmul(x, gate_up_weight)
+        return TritonOps.silu_and_mul(TritonOps.linear(x, gate_up_weight))
+
+    @staticmethod
     def rope_and_cache(
         qkv: Tensor,
         inputs: RowInputs,
@@ -108,6 +116,15 @@ class TritonOps:
             QK_NORM=config.qk_norm,
         )
         return q
+
+
+class PartitionOps(TritonOps):
+    """For a lane that has not all SMs: no kernel whose grid is laid out for the device's."""
+
+    @staticmethod
+    def swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
+        """See :func:`~bullet_graph.models.ops.swiglu`."""
+        return TritonOps.silu_and_mul(TritonOps.linear(x, gate_up_weight))
 
 
 def _norm_warps(block: int) -> int:

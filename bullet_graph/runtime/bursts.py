@@ -205,7 +205,7 @@ class Workbench:
 
         def launch() -> None:
             for rows in forwards:
-                self._eager.run(rows)
+                self._eager.run(rows, whole_gpu=partition == WHOLE_GPU)
 
         return FedLane(self._launcher.stream("prefill", partition), launch)
 

@@ -197,6 +197,7 @@ class CudaExecutor:
         self, step: Step, placement: Placement, lane: _LaneState, started: torch.cuda.Event
     ) -> _Pending:
         finished = torch.cuda.Event(enable_timing=True)
+        whole_gpu = placement.partition == WHOLE_GPU
         if placement.first_layer == 0:
             if step.admitted:
                 self._write_slots(lane, step.admitted)
@@ -208,10 +209,12 @@ class CudaExecutor:
                 token_ids = self._graphs.run(inputs, placement.partition)
                 logits = self._graphs.logits(len(token_ids))
                 return _pending(started, finished, step, logits, token_ids)
-            lane.forward = lane.eager.begin(rows, captured=placement.partition == WHOLE_GPU)
+            lane.forward = lane.eager.begin(rows, captured=whole_gpu)
         if lane.forward is None:
             raise RuntimeError(f"layer {placement.first_layer} of a forward that was not begun")
-        lane.forward = lane.eager.run_layers(lane.forward, placement.first_layer, placement.last_layer)
+        lane.forward = lane.eager.run_layers(
+            lane.forward, placement.first_layer, placement.last_layer, whole_gpu=whole_gpu
+        )
         if placement.last_layer is not None:
             return _Pending(started, finished, None, None)
         logits, token_ids = lane.eager.finish(lane.forward)

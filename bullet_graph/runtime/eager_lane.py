@@ -20,7 +20,7 @@ from bullet_graph.models.flashinfer_attention import (
 from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
-from bullet_graph.models.triton_ops import TritonOps, sample
+from bullet_graph.models.triton_ops import PartitionOps, TritonOps, sample
 from bullet_graph.runtime.rows import Rows
 from bullet_graph.runtime.step import Int32Array
 
@@ -77,6 +77,7 @@ class EagerLane:
         self._decoder = decoder
         self._state = state
         self._functions = eager_functions(TritonOps())
+        self._partial_functions = eager_functions(PartitionOps())
         self._graphs = graphs
         scratch = torch.zeros(decode_workspace_bytes(config, max_num_seqs), dtype=torch.uint8, device=device)
         # They take turns, so they may share their scratch.
@@ -100,13 +101,13 @@ class EagerLane:
         # Eleven arrays of a row or a sequence each and the block ids; a bucket has at most ``max_rows``, too.
         self._uploader = Uploader(11 * (max_rows + 8) + num_kv_blocks, device)
 
-    def run(self, rows: Rows, *, captured: bool = False) -> tuple[Tensor, Tensor]:
-        """Enqueue a whole forward on the current stream; see :meth:`begin`.
+    def run(self, rows: Rows, *, captured: bool = False, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
+        """Enqueue a whole forward on the current stream; see :meth:`begin` and :meth:`run_layers`.
 
         Returns:
             (logits [s, vocab_size], token ids [s]) of the rows that are sampled.
         """
-        return self.finish(self.run_layers(self.begin(rows, captured=captured)))
+        return self.finish(self.run_layers(self.begin(rows, captured=captured), whole_gpu=whole_gpu))
 
     def begin(self, rows: Rows, *, captured: bool = False) -> EagerForward:
         """Enqueue the inputs of a forward; its buffers are the lane's, so one forward at a time.
@@ -195,8 +196,14 @@ class EagerLane:
             bucket,
         )
 
-    def run_layers(self, forward: EagerForward, first: int = 0, last: int | None = None) -> EagerForward:
-        """Enqueue layers [first, last) on the current stream; None means to the end."""
+    def run_layers(
+        self, forward: EagerForward, first: int = 0, last: int | None = None, *, whole_gpu: bool = True
+    ) -> EagerForward:
+        """Enqueue layers [first, last) on the current stream; None means to the end.
+
+        Args:
+            whole_gpu: the stream has all SMs.
+        """
         if forward.bucket is not None and self._graphs is not None:
             return self._run_pieces(forward, forward.bucket, self._graphs, first, last)
         hidden = self._decoder.run_layers(
@@ -204,7 +211,7 @@ class EagerLane:
             forward.positions,
             forward.kv_slots,
             forward.attention,
-            self._functions,
+            self._functions if whole_gpu else self._partial_functions,
             first=first,
             last=last,
             sampled=forward.sampled,

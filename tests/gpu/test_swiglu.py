@@ -1,0 +1,78 @@
+"""The fused SwiGLU product on the GPU: against float32, on its own, as the engine calls it, and captured."""
+
+import pytest
+import torch
+
+from bullet_graph.models.ops import TorchOps
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.triton_gemm import FUSED_SWIGLU_MIN_ROWS, hopper_sms, swiglu_matmul
+from bullet_graph.models.triton_ops import TritonOps
+
+DEVICE = torch.device("cuda")
+ERROR = 1e-2  # relative, Frobenius
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(hopper_sms(DEVICE) == 0, reason="the kernel is for compute capability 9.0"),
+]
+
+
+def inputs(
+    rows: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    shapes = (rows, hidden_size), (2 * intermediate_size, hidden_size)
+    x, gate_up = (torch.randn(*shape, generator=generator, device=DEVICE) for shape in shapes)
+    return x.to(dtype), (gate_up * hidden_size**-0.5).to(dtype)
+
+
+def check(out: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor) -> None:
+    expected = TorchOps.swiglu(x.float(), gate_up.float())
+    assert float((out.float() - expected).norm() / expected.norm()) <= ERROR
+
+
+@pytest.mark.parametrize("rows", [1024, 1500, 8192])
+@pytest.mark.parametrize("preset", ["llama-3.1-8b", "qwen3-8b", "qwen3-0.6b"])
+def test_presets(preset: str, rows: int) -> None:
+    config = PRESETS[preset]
+    x, gate_up = inputs(rows, config.hidden_size, config.intermediate_size)
+    out = torch.full((rows, config.intermediate_size), torch.nan, dtype=x.dtype, device=DEVICE)
+    swiglu_matmul(x, gate_up, out)
+    check(out, x, gate_up)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "hidden_size", "intermediate_size"), [(1, 128, 384), (129, 136, 200), (300, 8, 8)]
+)
+def test_sizes_that_no_tile_divides(
+    rows: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype
+) -> None:
+    x, gate_up = inputs(rows, hidden_size, intermediate_size, dtype)
+    around = torch.full((rows + 256, intermediate_size), torch.nan, dtype=dtype, device=DEVICE)
+    swiglu_matmul(x, gate_up, around[128:-128])
+    check(around[128:-128], x, gate_up)
+    assert around[:128].isnan().all()
+    assert around[-128:].isnan().all()
+
+
+def test_rows_decide_what_the_engine_launches() -> None:
+    x, gate_up = inputs(FUSED_SWIGLU_MIN_ROWS, 1024, 3072)
+    assert torch.equal(TritonOps.swiglu(x, gate_up), swiglu_matmul(x, gate_up))
+    fewer = x[:-1]
+    two_steps = TritonOps.silu_and_mul(TritonOps.linear(fewer, gate_up))
+    assert torch.equal(TritonOps.swiglu(fewer, gate_up), two_steps)
+    check(two_steps, fewer, gate_up)
+
+
+def test_a_captured_launch_reads_what_its_tensors_hold_when_replayed() -> None:
+    x, gate_up = inputs(1024, 1024, 3072)
+    swiglu_matmul(x, gate_up)  # loads the kernel, which a capture may not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = swiglu_matmul(x, gate_up)
+    out.fill_(torch.nan)
+    x.neg_()
+    graph.replay()
+    check(out, x, gate_up)
+    assert torch.equal(out, swiglu_matmul(x, gate_up))

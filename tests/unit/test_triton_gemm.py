@@ -1,0 +1,131 @@
+"""The fused SwiGLU product against plain torch: in Triton's interpreter where there is no GPU."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bullet_graph.errors import ConfigError
+from bullet_graph.models.ops import TorchOps
+from bullet_graph.models.presets import PRESETS
+
+pytest.importorskip("triton", reason="Triton is published for Linux only")
+
+from bullet_graph.models import triton_gemm, triton_ops
+from bullet_graph.models.triton_gemm import SwigluTiling, can_fuse, hopper_sms, swiglu_matmul
+from bullet_graph.models.triton_ops import TritonOps
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ERROR = 1e-2  # relative, Frobenius, as on the GPU
+# An H200's tiles would take the interpreter minutes.
+SMALL = SwigluTiling(block_m=16, block_n=16, block_k=16, group_m=2, num_stages=2, num_warps=4)
+
+
+@pytest.fixture(autouse=True)
+def few_hopper_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three SMs, so that each has several tiles."""
+    monkeypatch.setattr(triton_gemm, "hopper_sms", lambda _device: 3)
+
+
+def inputs(rows: int, hidden_size: int, intermediate_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    # Half and not bf16, of which Triton's interpreter multiplies the bits.
+    generator = torch.Generator(DEVICE).manual_seed(5)
+    shapes = (rows, hidden_size), (2 * intermediate_size, hidden_size)
+    x, gate_up = (torch.randn(*shape, generator=generator, device=DEVICE).half() for shape in shapes)
+    return x, gate_up
+
+
+def poisoned(*shape: int) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=torch.half, device=DEVICE)
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.float() - expected).norm() / expected.norm())
+
+
+# Fewer rows than a tile, rows that no tile divides, and more rows of tiles than a group with an incomplete last group;
+# sizes that no tile divides.
+@pytest.mark.parametrize("rows", [1, 80, 83])
+@pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(48, 64), (40, 72), (8, 8)])
+def test_swiglu_matmul(rows: int, hidden_size: int, intermediate_size: int) -> None:
+    x, gate_up = inputs(rows, hidden_size, intermediate_size)
+    guarded = poisoned(rows + 2, intermediate_size)
+    out = guarded[1:-1]
+    assert swiglu_matmul(x, gate_up, out, tiling=SMALL) is out
+    assert relative_error(out, TorchOps.swiglu(x.float(), gate_up.float())) <= ERROR
+    assert guarded[[0, -1]].isnan().all()
+
+
+@given(st.integers(1, 70), st.integers(1, 8), st.integers(1, 8), st.integers(1, 3))
+@settings(max_examples=20, deadline=None)
+def test_any_sizes(rows: int, hidden_eighths: int, intermediate_eighths: int, group_m: int) -> None:
+    x, gate_up = inputs(rows, 8 * hidden_eighths, 8 * intermediate_eighths)
+    out = swiglu_matmul(x, gate_up, tiling=replace(SMALL, group_m=group_m))
+    assert out.dtype == x.dtype
+    assert relative_error(out, TorchOps.swiglu(x.float(), gate_up.float())) <= ERROR
+
+
+def test_swiglu_on_both_sides_of_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ops, "FUSED_SWIGLU_MIN_ROWS", 20)
+    fused: list[int] = []
+
+    def recorded(x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor:
+        fused.append(len(x))
+        return swiglu_matmul(x, gate_up_weight)
+
+    monkeypatch.setattr(triton_ops, "swiglu_matmul", recorded)
+    for rows in (1, 19, 20, 21):
+        x, gate_up = inputs(rows, 128, 136)
+        out, expected = TritonOps.swiglu(x, gate_up), TorchOps.swiglu(x, gate_up)
+        assert out.shape == expected.shape
+        assert out.dtype == expected.dtype
+        assert relative_error(out, expected.float()) <= ERROR
+    assert fused == [20, 21]
+
+
+def test_float32_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ops, "FUSED_SWIGLU_MIN_ROWS", 1)
+    x, gate_up = (tensor.float() for tensor in inputs(4, 64, 64))
+    torch.testing.assert_close(
+        TritonOps.swiglu(x, gate_up), TorchOps.swiglu(x, gate_up), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_every_preset_fits_in_sixteen_bits() -> None:
+    for config in PRESETS.values():
+        x = torch.empty(1, config.hidden_size, device="meta")
+        gate_up = torch.empty(2 * config.intermediate_size, config.hidden_size, device="meta")
+        for dtype in (torch.bfloat16, torch.float16):
+            assert can_fuse(x.to(dtype), gate_up.to(dtype))
+        assert not can_fuse(x, gate_up)
+        assert not can_fuse(x.half(), gate_up.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "intermediate_size", "dtype"),
+    [(60, 64, torch.half), (64, 60, torch.half), (64, 64, torch.float32)],
+)
+def test_what_does_not_fit_is_refused(hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
+    x, gate_up = (tensor.to(dtype) for tensor in inputs(4, hidden_size, intermediate_size))
+    assert not can_fuse(x, gate_up)
+    found = f"{dtype} @ {dtype}, hidden size {hidden_size} and intermediate size {intermediate_size}"
+    with pytest.raises(ConfigError, match=found):
+        swiglu_matmul(x, gate_up)
+
+
+def test_only_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``hopper_sms`` was imported before the fixture put another in its place."""
+    gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: gpu)
+    assert hopper_sms(torch.device("cuda")) == 132
+    assert hopper_sms(torch.device("cpu")) == 0
+    gpu.major = 10
+    assert hopper_sms(torch.device("cuda")) == 0
+    monkeypatch.setattr(triton_gemm, "hopper_sms", hopper_sms)
+    x, gate_up = inputs(4, 64, 64)
+    assert not can_fuse(x.cpu(), gate_up.cpu())
+    with pytest.raises(ConfigError, match="found cpu"):
+        swiglu_matmul(x.cpu(), gate_up.cpu())
