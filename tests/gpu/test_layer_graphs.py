@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from bullet_graph.graphs.key import row_buckets
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.kv_cache import KVCache
@@ -55,7 +56,8 @@ def setup(request: pytest.FixtureRequest) -> Setup:
         with torch.cuda.stream(stream):
             report = graphs.capture(progress=False)
         torch.cuda.synchronize()
-    assert report.num_graphs == len(graphs.buckets) * config.num_layers
+    assert report.num_graphs == len(row_buckets(MAX_ROWS)) * config.num_layers
+    assert set(graphs.buckets) <= set(row_buckets(MAX_ROWS))
     return Setup(decoder, lane)
 
 
@@ -129,7 +131,7 @@ def test_pieces_equal_the_eager_forward(
 
 @torch.inference_mode()
 def test_a_forward_too_long_for_any_bucket_is_launched_kernel_by_kernel(setup: Setup) -> None:
-    prefill, _ = make_step([(0, 590, True)], 0, seed=1)
+    prefill, _ = make_step([(0, 599, True)], 0, seed=1)
     forward = setup.lane.begin(lay_out(prefill, None, BLOCK_TOKENS), captured=True)
     assert forward.bucket is None
     logits, _ = setup.lane.finish(setup.lane.run_layers(forward))
