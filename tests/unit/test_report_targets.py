@@ -1,0 +1,246 @@
+"""Verdicts about targets, and what is worse than a peer, from made-up files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from result_files import (
+    AUTO,
+    CODE,
+    CONV,
+    LONGDOC,
+    MIXED,
+    PROVENANCE,
+    SLO,
+    VLLM_512,
+    VLLM_2048,
+    at_load,
+    decode,
+    make_run,
+    offline,
+    searched,
+    write_offline,
+    write_sweep,
+)
+
+from bench.reporting.evidence import Evidence, read_evidence
+from bench.reporting.targets import TARGETS, Verdict, judge
+from bench.reporting.worse import Compared, compare_all
+from bullet_graph.cli.sweep_file import CellKey, SweepCell
+
+
+def verdict(folder: Path, name: str) -> Verdict:
+    target = next(target for target in TARGETS if target.name.startswith(name))
+    return judge(read_evidence(folder), [target])[0]
+
+
+def value(folder: Path, name: str) -> float:
+    figure = verdict(folder, name).figure
+    assert figure is not None
+    return figure.value
+
+
+def worse(folder: Path) -> dict[tuple[str, str], Compared]:
+    return {(one.load, one.figure): one for one in compare_all(read_evidence(folder)) if one.times_worse > 1}
+
+
+def test_nothing_is_measured_where_nothing_is_there() -> None:
+    verdicts = judge(Evidence(()))
+    assert {one.word for one in verdicts} == {"not measured"}
+    assert len(verdicts) == 20
+    assert all(one.figure is None for one in verdicts)
+
+
+def test_the_targets_are_the_projects() -> None:
+    assert [(target.comparator, target.limit) for target in TARGETS[:12]] == [
+        ("≤", 22.0),
+        ("≤", 21.5),
+        ("≥", 1.15),
+        ("≥", 1.25),
+        ("≥", 1.55),
+        ("≥", 1.25),
+        ("≤", 0.6),
+        ("≤", 4.3),
+        ("≤", 6.9),
+        ("≤", 14.5),
+        ("≥", 41_000),
+        ("≤", 0.9),
+    ]
+    assert [target.limit for target in TARGETS[12:]] == [1.15, 1.25, 1.55, 1.25] * 2
+
+
+@pytest.mark.parametrize(("own", "word"), [(23.0, "met"), (22.9, "missed"), (None, "missed")])
+def test_a_goodput_is_compared_with_the_best_peer_setting(
+    tmp_path: Path, own: float | None, word: str
+) -> None:
+    # The first peer is not the best, and this engine's best setting is not the one that is claimed.
+    write_sweep(
+        tmp_path / "peers_conv.json", searched({VLLM_512: 10.0, AUTO: own, MIXED: 99.0, VLLM_2048: 20.0})
+    )
+    found = verdict(tmp_path, "goodput, conv")
+    assert found.word == word
+    assert found.figure is not None
+    assert found.figure.value == pytest.approx((own or 0.0) / 20.0)
+    assert VLLM_2048 in found.figure.detail
+    assert verdict(tmp_path, "goodput, code").word == "not measured"
+
+
+def test_a_goodput_tells_p99_of_ttft(tmp_path: Path) -> None:
+    write_sweep(tmp_path / "peers.json", searched({AUTO: 30.0, VLLM_512: 20.0}, p99_ttft_ms=4321.0))
+    figure = verdict(tmp_path, "goodput, conv").figure
+    assert figure is not None
+    assert "p99 of TTFT there 4,321.0 against 4,321.0 ms" in figure.detail
+
+
+@pytest.mark.parametrize(
+    ("goodputs", "settings", "reason"),
+    [
+        ({AUTO: 9.0}, {}, "no peer"),
+        ({VLLM_512: 9.0, MIXED: 9.0}, {}, "no bullet_graph auto"),
+        ({AUTO: 9.0, VLLM_512: None}, {}, "nothing to divide by"),
+        ({AUTO: 9.0, VLLM_512: 9.0}, {"attainment": 0.5}, "its attainment is 0.5"),
+        ({AUTO: 9.0, VLLM_512: 9.0}, {"rates": [9.0]}, ""),
+        ({AUTO: 9.0, VLLM_512: 9.0}, {"all_at_once": True}, ""),
+        ({AUTO: 9.0, VLLM_512: 9.0}, {"model": "qwen3-8b"}, ""),
+    ],
+)
+def test_no_goodput_is_made_of_other_files(
+    tmp_path: Path, goodputs: dict[str, float | None], settings: dict[str, Any], reason: str
+) -> None:
+    write_sweep(tmp_path / "peers.json", searched(goodputs), **settings)
+    found = verdict(tmp_path, "goodput, conv")
+    assert found.word == "not measured"
+    assert reason in "; ".join(found.reasons)
+    assert bool(found.reasons) == bool(reason)
+
+
+def test_an_unfinished_search_of_any_peer_is_no_evidence(tmp_path: Path) -> None:
+    cells = searched({AUTO: 30.0, VLLM_512: 20.0})
+    cells.append(SweepCell(CellKey(VLLM_2048, CONV, 600, SLO), None, False, (make_run(25.0),)))
+    write_sweep(tmp_path / "peers.json", cells, finished=False)
+    found = verdict(tmp_path, "goodput, conv")
+    assert found.word == "not measured"
+    assert found.reasons == (f"peers.json: the search of {VLLM_2048} is not finished",)
+
+
+def test_other_models_have_rows_of_their_own(tmp_path: Path) -> None:
+    write_sweep(
+        tmp_path / "peers.json",
+        searched({AUTO: 30.0, VLLM_512: 20.0}, CODE, "ttft:500ms tpot:8ms"),
+        model="qwen3-8b",
+    )
+    measured = [one.target.name for one in judge(read_evidence(tmp_path)) if one.figure]
+    assert measured == ["goodput, code, interactive (ttft:500 tpot:8, 90 %), qwen3-8b"]
+
+
+def test_files_of_another_gpu_are_no_evidence(tmp_path: Path) -> None:
+    write_offline(
+        tmp_path / "offline.json", decode(1, 4.0) | {"provenance": PROVENANCE | {"device_name": "cpu"}}
+    )
+    found = verdict(tmp_path, "decode step, batch 1,")
+    assert found.word == "not measured"
+    assert found.reasons == ("offline.json is of cpu, not NVIDIA H200",)
+
+
+def test_durations_are_medians_of_the_quickest_setting(tmp_path: Path) -> None:
+    write_offline(
+        tmp_path / "offline.json",
+        offline(CONV, 600, 21.0, "serial"),
+        offline(CONV, 600, 25.0, "serial"),
+        offline(CONV, 600, 22.0, "mixed:2048"),
+        offline(CONV, 600, 1.0, "sliced", num_failed=3),
+        offline(CONV, 599, 1.0),
+        offline(CODE, 400, 21.6),
+    )
+    assert value(tmp_path, "conv, first 600") == 22.0
+    assert verdict(tmp_path, "conv, first 600").word == "met"
+    assert verdict(tmp_path, "code, first 400").word == "missed"
+
+
+def test_the_newest_file_counts_and_the_others_are_told(tmp_path: Path) -> None:
+    write_offline(tmp_path / "offline.json", offline(CONV, 600, 21.0))
+    runs = {AUTO: [make_run(1e4, all_at_once=True, duration=23.0)]}
+    write_sweep(
+        tmp_path / "peers_offline.json", at_load(runs), all_at_once=True, date="2026-02-01T00:00:00+00:00"
+    )
+    found = verdict(tmp_path, "conv, first 600")
+    assert found.word == "missed"
+    assert found.figure is not None
+    assert found.figure.file == "peers_offline.json"
+    assert [one.value for one in found.older] == [21.0]
+
+
+def test_decode_steps_and_prefill(tmp_path: Path) -> None:
+    write_offline(
+        tmp_path / "decode_steps.json",
+        decode(1, 4.3),
+        decode(64, 6.8),
+        decode(64, 7.2),
+        decode(256, 9.0, input_len=1000),
+    )
+    points = [
+        {"decode_sms": None, "prefill_sms": 116, "prefill_tokens_per_s": 50_000},
+        {"decode_sms": None, "prefill_sms": 132, "prefill_tokens_per_s": 40_999.9},
+        {"decode_sms": 16, "prefill_sms": 132, "prefill_tokens_per_s": 60_000},
+    ]
+    scaling = {
+        "model": "llama-3.1-8b",
+        "backend": "smctrl: 8",
+        "prompt": 2048,
+        "seconds": 2.0,
+        "points": points,
+    }
+    (tmp_path / "sm_scaling.json").write_text(json.dumps(scaling | {"provenance": PROVENANCE}))
+    assert verdict(tmp_path, "decode step, batch 1,").word == "met"
+    assert value(tmp_path, "decode step, batch 64") == pytest.approx(7.0)
+    assert verdict(tmp_path, "decode step, batch 64").word == "missed"
+    assert verdict(tmp_path, "decode step, batch 256").word == "not measured"
+    assert verdict(tmp_path, "prefill").word == "missed"
+    (tmp_path / "sm_scaling.json").write_text(
+        json.dumps(scaling | {"provenance": PROVENANCE, "seconds": 0.7})
+    )
+    assert verdict(tmp_path, "prefill").reasons == ("sm_scaling.json: measured for 0.7 s, not 2 s",)
+
+
+def test_itl_and_joules_are_compared_with_the_lowest_peer(tmp_path: Path) -> None:
+    itl = {
+        AUTO: [make_run(3.5, p99_itl_ms=v) for v in (20.0, 24.0, 90.0)],
+        VLLM_512: [make_run(3.5, p99_itl_ms=40.0), make_run(3.0, p99_itl_ms=1.0)],
+        VLLM_2048: [make_run(3.5, p99_itl_ms=80.0), make_run(3.5, p99_itl_ms=1.0, failed=1)],
+    }
+    write_sweep(tmp_path / "peers_longdoc.json", at_load(itl, LONGDOC), rates=[3.5])
+    assert value(tmp_path, "p99 ITL") == pytest.approx(24 / 40)
+    assert verdict(tmp_path, "p99 ITL").word == "met"
+    joules = {
+        AUTO: [make_run(1e4, all_at_once=True, joules_per_token=0.0185)],
+        VLLM_512: [make_run(1e4, all_at_once=True, joules_per_token=0.03)],
+        VLLM_2048: [make_run(1e4, all_at_once=True, joules_per_token=0.02)],
+    }
+    write_sweep(tmp_path / "peers_offline.json", at_load(joules), all_at_once=True)
+    assert value(tmp_path, "joules a token") == pytest.approx(0.925)
+    assert verdict(tmp_path, "joules a token").word == "missed"
+
+
+def test_what_is_worse_is_found(tmp_path: Path) -> None:
+    runs = {
+        AUTO: [make_run(8.0, p99_ttft_ms=300.0, median_tpot_ms=9.0, output_throughput=450.0)],
+        VLLM_512: [make_run(8.0, p99_ttft_ms=400.0)],
+        VLLM_2048: [make_run(8.0, p99_ttft_ms=200.0, median_tpot_ms=9.5)],
+    }
+    write_sweep(tmp_path / "peers_rates.json", at_load(runs), rates=[8.0])
+    found = worse(tmp_path)
+    assert set(found) == {("8/s", "TTFT, p99, ms"), ("8/s", "output tokens/s")}
+    assert found["8/s", "TTFT, p99, ms"].times_worse == pytest.approx(1.5)
+    assert found["8/s", "TTFT, p99, ms"].peer == VLLM_2048
+    assert found["8/s", "output tokens/s"].times_worse == pytest.approx(2.0)
+
+
+def test_a_lower_goodput_or_none_is_worse(tmp_path: Path) -> None:
+    cells = [*searched({AUTO: 8.0, VLLM_512: 10.0}), *searched({AUTO: None, VLLM_512: 10.0}, CODE)]
+    write_sweep(tmp_path / "peers.json", cells)
+    found = [one for one in compare_all(read_evidence(tmp_path)) if one.figure.startswith("goodput")]
+    assert [(one.own, one.best, one.times_worse) for one in found] == [
+        (8.0, 10.0, 1.25),
+        (None, 10.0, float("inf")),
+    ]
