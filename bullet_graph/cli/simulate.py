@@ -67,6 +67,13 @@ _FIRST_RATE = 8.0
     help="What each launch costs the host.",
 )
 @click.option(
+    "--time-noise",
+    type=click.FloatRange(min=0, max=1),
+    default=0.0,
+    show_default=True,
+    help="How far the device's times are from those predicted: 0.1 is about 10 %.",
+)
+@click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of arrivals and lengths."
 )
 @click.option("--sweep", is_flag=True, help="Find the highest rate at which each arm holds the targets.")
@@ -96,6 +103,7 @@ def simulate(
     max_concurrency: int | None,
     arms: tuple[Arm, ...],
     host_overhead_ms: float,
+    time_noise: float,
     sweep: bool,
     attainment: float,
     plot: Path | None,
@@ -137,6 +145,7 @@ def simulate(
         burstiness=burstiness,
         max_concurrency=max_concurrency,
         host_overhead_ms=host_overhead_ms,
+        time_noise=time_noise,
         attainment=attainment,
     )
     simulator = Simulator(spec)

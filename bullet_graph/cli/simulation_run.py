@@ -36,6 +36,7 @@ class SimulationSpec:
         burstiness: of random arrivals.
         max_concurrency: most requests under way at once; None is no limit.
         host_overhead_ms: what a launch costs the host.
+        time_noise: how far the device's times are from those predicted.
         attainment: share of requests that must meet all targets, in a search.
     """
 
@@ -49,6 +50,7 @@ class SimulationSpec:
     burstiness: float
     max_concurrency: int | None
     host_overhead_ms: float
+    time_noise: float
     attainment: float
 
 
@@ -103,6 +105,8 @@ class Simulator:
             max_num_batched_tokens=config.max_num_batched_tokens,
             decode_sms=config.decode_sms or None,
             host_overhead_ms=spec.host_overhead_ms,
+            time_noise=spec.time_noise,
+            seed=config.seed,
         )
         if request_rate is None:
             arrivals = trace_times(self.workload, scale=spec.time_scale)
@@ -187,6 +191,7 @@ class Simulator:
             "kv_cache_tokens": device.kv_cache_tokens,
             "decode_sms": list(config.decode_sms or device.performance.decode_sms),
             "host_overhead_ms": spec.host_overhead_ms,
+            "time_noise": spec.time_noise,
         }
 
     def _open_trace(self, path: Path, arm: Arm, overwrite: bool) -> DecisionTrace:

@@ -1,5 +1,6 @@
 """Serving in virtual time: the engine's own loop, scheduler and planner over a simulated device. No torch."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,9 @@ class SimulationSettings:
         max_num_batched_tokens: most rows of one forward with prompt tokens in it.
         decode_sms: sizes of the decode lane to choose from; None for all that the performance model knows.
         host_overhead_ms: what a launch costs the host.
+        time_noise: how far the device's times are from those predicted; see
+            :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`.
+        seed: of that noise.
 
     Raises:
         ConfigError: at construction, for numbers out of range.
@@ -50,13 +54,16 @@ class SimulationSettings:
     max_num_batched_tokens: int = 8192
     decode_sms: tuple[int, ...] | None = None
     host_overhead_ms: float = HOST_OVERHEAD_MS
+    time_noise: float = 0.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.host_overhead_ms >= 0:
-            raise ConfigError(f"host_overhead_ms must not be negative, got {self.host_overhead_ms}")
+        for name in ("host_overhead_ms", "time_noise"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
         if self.num_kv_blocks <= -(-self.max_model_len // KV_BLOCK_TOKENS):
             raise ConfigError(
                 f"the KV cache must hold one sequence of max_model_len={self.max_model_len} tokens, but it holds "
@@ -111,6 +118,8 @@ class SimulatedEngine:
             model,
             partitions=[partition_of(sms, num_sms=model.num_sms) for sms in decode_sms],
             host_overhead_ms=settings.host_overhead_ms,
+            time_noise=settings.time_noise,
+            seed=settings.seed,
         )
         planner = Planner(
             settings.arm,

@@ -22,6 +22,9 @@ SAFETY_MARGIN = 0.03
 SAFETY_TOKENS = 64
 """The reserve grows no further than that of so many tokens: errors of single steps even out."""
 
+SAFETY_MS = 3.0
+"""Kept in reserve besides: a single late token weighs on the TPOT of a short output, and cannot be made good."""
+
 PATIENCE_S = 20.0
 """A late prompt waits at least so long before it goes ahead of those on time."""
 
@@ -103,7 +106,7 @@ def decode_load(
             continue
         near = far if far < BUDGET_HORIZON_TOKENS else BUDGET_HORIZON_TOKENS
         due = done + near
-        lag += (due if due < SAFETY_TOKENS else SAFETY_TOKENS) * tpot * SAFETY_MARGIN
+        lag += (due if due < SAFETY_TOKENS else SAFETY_TOKENS) * tpot * SAFETY_MARGIN + SAFETY_MS
         interval = tpot - lag / near
         if interval < budget:
             budget = interval

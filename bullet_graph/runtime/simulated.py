@@ -1,8 +1,10 @@
 """The simulated executor: two lanes in virtual time, their speed told by a performance model. No torch."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 
@@ -30,6 +32,7 @@ class _Job:
 
     Attributes:
         alone_ms: time of its whole step, all layers, with the device to itself.
+        factor: real over predicted time; ``alone_ms`` has it in it.
         left: share of its step's layers still to run.
         start_s: when it began; None before.
     """
@@ -38,6 +41,7 @@ class _Job:
     placement: Placement
     work: _Work
     alone_ms: float
+    factor: float
     left: float
     start_s: float | None = None
 
@@ -53,6 +57,9 @@ class SimulatedExecutor:
         model: predicts step times.
         partitions: that steps may be placed on; the whole GPU always is.
         host_overhead_ms: what a launch costs the host; the device goes on meanwhile.
+        time_noise: how far launches are from what the model predicts: standard deviation of the logarithm of their
+            times, whose median stays as predicted.
+        seed: of the noise.
     """
 
     max_in_flight = 2
@@ -63,8 +70,12 @@ class SimulatedExecutor:
         *,
         partitions: Sequence[SmPartition] = (),
         host_overhead_ms: float = 0.0,
+        time_noise: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self._model = model
+        self._time_noise = time_noise
+        self._random = Random(seed)
         self._partitions = tuple(dict.fromkeys((WHOLE_GPU, *partitions)))
         self._host_overhead_s = host_overhead_ms / 1e3
         self._now_s = 0.0
@@ -111,12 +122,13 @@ class SimulatedExecutor:
             )
         self._next_layer[lane] = 0 if placement.last_layer is None else stop
         work = _measure(step, samples=placement.last_layer is None)
-        alone_ms = self._alone_ms(work, placement)
+        factor = math.exp(self._random.gauss(0, self._time_noise)) if self._time_noise else 1.0
+        alone_ms = factor * self._alone_ms(work, placement)
         self._advance(self._now_s + self._host_overhead_s)
         ticket = self._next_ticket
         self._next_ticket += 1
         share = (stop - placement.first_layer) / num_layers
-        self._lanes[lane].append(_Job(ticket, placement, work, alone_ms, share))
+        self._lanes[lane].append(_Job(ticket, placement, work, alone_ms, factor, share))
         return ticket
 
     def done(self, ticket: int) -> bool:
@@ -196,7 +208,7 @@ class SimulatedExecutor:
             self._model.split(decode_sms, rows.batch_size, rows.kv_tokens, prompts.tokens, prompts.pairs)
             for decode_sms in (decode_tpcs * SMS_PER_TPC, self.num_sms - prefill_tpcs * SMS_PER_TPC)
         )
-        return {"decode": first.decode_ms, "prefill": second.prefill_ms}
+        return {"decode": decode.factor * first.decode_ms, "prefill": prefill.factor * second.prefill_ms}
 
     # ---- the passing of time ----
 

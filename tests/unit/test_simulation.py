@@ -166,11 +166,23 @@ def test_the_engine_can_be_driven_by_hand() -> None:
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
         ({"host_overhead_ms": -1.0}, "host_overhead_ms"),
         ({"host_overhead_ms": math.nan}, "host_overhead_ms"),
+        ({"time_noise": -0.1}, "time_noise"),
+        ({"time_noise": math.inf}, "time_noise"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(SETTINGS, **changes)
+
+
+def test_noise_repeats_with_its_seed_alone() -> None:
+    quiet, noisy, again, other = (
+        run([(1000, 50)] * 4, [0.0, 0.1, 0.2, 0.3], **changes).replay.duration_s
+        for changes in ({}, {"time_noise": 0.2}, {"time_noise": 0.2}, {"time_noise": 0.2, "seed": 1})
+    )
+    assert noisy == again
+    assert len({quiet, noisy, other}) == 3
+    assert 0.5 * quiet < noisy < 2 * quiet
 
 
 def test_sizes_that_the_model_does_not_know_are_refused() -> None:

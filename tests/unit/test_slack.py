@@ -12,6 +12,7 @@ from bullet_graph.engine.slack import (
     PATIENCE_ALLOWANCES,
     PATIENCE_S,
     SAFETY_MARGIN,
+    SAFETY_MS,
     SAFETY_TOKENS,
     SLACK_HORIZON_TOKENS,
     QueuedPrompt,
@@ -45,7 +46,8 @@ class TestDecodeLoad:
 
     def test_a_fresh_row_has_its_target_less_the_margin(self) -> None:
         load = load_of(RowProgress(10.0, 1, None, 15.0))
-        assert load.budget_ms == pytest.approx(15.0 * (1 - SAFETY_MARGIN))
+        reserve_ms = SAFETY_MS / BUDGET_HORIZON_TOKENS
+        assert load.budget_ms == pytest.approx(15.0 * (1 - SAFETY_MARGIN) - reserve_ms)
         assert load.target_ms == 15.0
 
     def test_a_lead_and_a_lag_are_spread_over_the_horizon(self) -> None:
@@ -57,21 +59,23 @@ class TestDecodeLoad:
 
     def test_the_reserve_stops_growing(self) -> None:
         level = load_of(RowProgress(10.0 - 0.015 * 999, 1000, None, 15.0))
-        reserve_ms = SAFETY_MARGIN * SAFETY_TOKENS * 15.0
+        reserve_ms = SAFETY_MARGIN * SAFETY_TOKENS * 15.0 + SAFETY_MS
         assert level.budget_ms == pytest.approx(15.0 - reserve_ms / BUDGET_HORIZON_TOKENS)
 
     def test_slack_is_one_long_wait_and_then_solo_steps(self) -> None:
         row = RowProgress(10.0, 1, 10, 15.0)
-        assert load_of(row).slack_ms == pytest.approx(10 * 15.0 * (1 - SAFETY_MARGIN) - 9 * SOLO_MS)
+        assert load_of(row).slack_ms == pytest.approx(
+            10 * 15.0 * (1 - SAFETY_MARGIN) - SAFETY_MS - 9 * SOLO_MS
+        )
         far = load_of(RowProgress(10.0, 1, None, 15.0)).slack_ms
-        reach, reserve_ms = SLACK_HORIZON_TOKENS, BUDGET_HORIZON_TOKENS * 15.0 * SAFETY_MARGIN
+        reach, reserve_ms = SLACK_HORIZON_TOKENS, BUDGET_HORIZON_TOKENS * 15.0 * SAFETY_MARGIN + SAFETY_MS
         assert far == pytest.approx(reach * 15.0 - reserve_ms - (reach - 1) * SOLO_MS)
 
     def test_the_tightest_row_binds(self) -> None:
         rows = [RowProgress(10.0, 1, None, tpot) for tpot in (30.0, 12.0, 20.0)]
         load = load_of(*rows)
         assert load.target_ms == 12.0
-        assert load.budget_ms == pytest.approx(12.0 * (1 - SAFETY_MARGIN))
+        assert load.budget_ms == pytest.approx(12.0 * (1 - SAFETY_MARGIN) - SAFETY_MS / BUDGET_HORIZON_TOKENS)
 
     def test_a_lost_row_binds_nothing(self) -> None:
         lost = RowProgress(8.0, 3, 20, 15.0)  # two seconds late, and 20 tokens win back 200 ms at most
@@ -130,7 +134,8 @@ class TestDecodeLoad:
             near = min(row.tokens_left or 256, BUDGET_HORIZON_TOKENS)
             assert row.tpot_ms is not None
             average = average_ms(row, 10.0, [load.budget_ms] * near)
-            assert average >= row.tpot_ms * (1 - SAFETY_MARGIN) - 1e-6
+            tokens = row.num_tokens - 1 + near
+            assert average >= row.tpot_ms * (1 - SAFETY_MARGIN) - SAFETY_MS / tokens - 1e-6
 
 
 def prompt(
