@@ -256,12 +256,11 @@ class Planner:
         return self._paused_s < (OVERDUE_PATIENCE_S if overdue else PAUSE_PATIENCE_S)
 
     def _pick(self, options: list[Option], key: Callable[[Option], float]) -> Option:
-        """The best, or the last choice again where it is nearly as good."""
+        """The best, or the best of the arm chosen last where that is nearly as good."""
         best = max(options, key=key)
-        for option in options:
-            if (option.arm, option.decode_sms) == self._last and STICKINESS * key(option) >= key(best):
-                return option
-        return best
+        same = [option for option in options if (option.arm, option.decode_sms) == self._last]
+        kept = max(same, key=key, default=best)
+        return kept if STICKINESS * key(kept) >= key(best) else best
 
     def _plan_of(
         self, option: Option, outlook: Outlook, load: Load, bound: Bound, weighed: Sequence[Option] = ()

@@ -128,6 +128,17 @@ class TestAuto:
         fresh._corrections._factors = auto._corrections._factors
         assert fresh.plan(load).arm == rival.arm
 
+    def test_the_arm_that_stays_takes_its_best_chunk_not_its_largest(self) -> None:
+        lanes, load = planner(), load_of(decoding(256), *[4000] * 3)
+        first = lanes.plan(load)
+        again = lanes.plan(load)
+        assert first.arm == again.arm == "mixed"
+        sizes = [option for option in again.options if option.arm == "mixed"]
+        assert len({option.chunk_tokens for option in sizes}) > 1
+        best = max(sizes, key=lambda option: option.throughput)
+        assert best.chunk_tokens < max(option.chunk_tokens for option in sizes)
+        assert again.chunk_tokens == best.chunk_tokens
+
     def test_a_plan_costs_few_predictions(self) -> None:
         class Counting:
             calls = 0
