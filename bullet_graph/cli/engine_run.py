@@ -19,6 +19,7 @@ from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.provenance import Provenance, collect_provenance
 from bullet_graph.runtime.memory import MemoryLedger, format_bytes
 from bullet_graph.runtime.resolve import Runtime
+from bullet_graph.workloads import Workload, load_workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,24 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
 def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
     """The model's tokenizer, without building an engine: what depends on it can fail before weights load."""
     return None if runtime.folder is None else Tokenizer.from_folder(runtime.folder)
+
+
+def load_requests(runtime: Runtime, trace: str, num_prompts: int | None, *, seed: int) -> Workload:
+    """The workload for a model; see :func:`bullet_graph.workloads.load_workload`.
+
+    Args:
+        runtime: of the model, whose tokenizer counts the tokens of a file with texts.
+        trace: its name or file.
+        num_prompts: the first so many requests, or None for all.
+        seed: of a synthetic workload.
+    """
+    tokenizer = load_tokenizer(runtime)
+    return load_workload(
+        trace,
+        num_requests=num_prompts,
+        seed=seed,
+        tokenize=None if tokenizer is None else tokenizer.encode,
+    )
 
 
 def watch_device(engine: Engine) -> DeviceMonitor:

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bullet_graph.cli.engine_run import RunRecord, describe_run, load_tokenizer, open_engine
+from bullet_graph.cli.engine_run import RunRecord, describe_run, load_requests, open_engine
 from bullet_graph.cli.online import Arrivals, OnlineRun, serve_online, warm_up
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.errors import WorkloadError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.slo import Slo
-from bullet_graph.workloads import load_workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +88,7 @@ def run_online(
     # Whatever can be wrong with the settings, the trace and its arrivals shows before the weights are loaded.
     config = config_for(config, arms, slo)
     runtime = resolve(config)
-    tokenizer = load_tokenizer(runtime)
-    workload = load_workload(
-        trace,
-        num_requests=num_prompts,
-        seed=config.seed,
-        tokenize=None if tokenizer is None else tokenizer.encode,
-    )
+    workload = load_requests(runtime, trace, num_prompts, seed=config.seed)
     arrivals.times(workload)
     if all(r.prompt_tokens + r.output_tokens > runtime.max_model_len for r in workload.requests):
         raise WorkloadError(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bullet_graph.cli.engine_run import load_tokenizer, open_engine
+from bullet_graph.cli.engine_run import load_requests, open_engine
 from bullet_graph.cli.online import Arrivals, serve_online, warm_up
 from bullet_graph.cli.online_arms import config_for
 from bullet_graph.cli.sweep_cells import SYSTEM, Cell, WorkloadSpec, make_cells
@@ -27,7 +27,7 @@ from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.performance import find_performance
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.slo import Slo
-from bullet_graph.workloads import Workload, load_workload
+from bullet_graph.workloads import Workload
 from bullet_graph.workloads.arrivals import arrival_times
 
 
@@ -77,15 +77,9 @@ class GoodputSweep:
     def __init__(self, spec: SweepSpec, path: Path, *, overwrite: bool) -> None:
         self.spec = spec
         self.runtime = runtime = resolve(spec.config)
-        tokenizer = load_tokenizer(runtime)
 
         def load(workload: WorkloadSpec) -> Workload:
-            return load_workload(
-                workload.name,
-                num_requests=workload.num_prompts,
-                seed=spec.config.seed,
-                tokenize=None if tokenizer is None else tokenizer.encode,
-            )
+            return load_requests(runtime, workload.name, workload.num_prompts, seed=spec.config.seed)
 
         self.cells: Sequence[Cell] = make_cells(
             spec.workloads, spec.slos, spec.arms, first_rate=spec.first_rate, load=load

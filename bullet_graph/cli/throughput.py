@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bullet_graph.cli.engine_run import RunRecord, describe_run, load_tokenizer, open_engine, watch_device
+from bullet_graph.cli.engine_run import RunRecord, describe_run, load_requests, open_engine, watch_device
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput
@@ -17,7 +17,7 @@ from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.perf.summary import PercentileSummary, summarize_ms
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.sampling_params import SamplingParams
-from bullet_graph.workloads import Workload, WorkloadRequest, load_workload, make_prompt_token_ids
+from bullet_graph.workloads import Workload, WorkloadRequest, make_prompt_token_ids
 
 _WARMUP_REQUESTS = 4
 _WARMUP_OUTPUT_TOKENS = 8
@@ -110,13 +110,7 @@ def run_throughput(
     """
     # Whatever can be wrong with the settings and the trace shows before the weights are loaded.
     runtime = resolve(config)
-    tokenizer = load_tokenizer(runtime)
-    workload = load_workload(
-        trace,
-        num_requests=num_prompts,
-        seed=config.seed,
-        tokenize=None if tokenizer is None else tokenizer.encode,
-    )
+    workload = load_requests(runtime, trace, num_prompts, seed=config.seed)
     vocab_size = runtime.model.vocab_size
     requests = [
         _make_request(request, index, vocab_size, config.seed)

@@ -78,8 +78,8 @@ class LayerGraphs:
         return min(times)
 
     def bucket(self, rows: int) -> int | None:
-        """The captured number of rows that holds ``rows``; None for more than any does."""
-        if not self.buckets or rows > self.buckets[-1]:
+        """The captured number of rows that holds ``rows``; None for more than any does, and before :meth:`capture`."""
+        if not self._graphs or rows > self.buckets[-1]:
             return None
         return bucket_for(rows, self.buckets)
 

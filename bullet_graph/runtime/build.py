@@ -128,11 +128,17 @@ def plan_ledger(
         # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
         from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
 
-        num_partitions = len(partitions_of(config, runtime, performance)) if config.cuda_graphs else 0
         free, total = torch.cuda.mem_get_info(runtime.device)
         device, limit = DeviceMemory(total, free), None
         workspaces = CudaExecutor.workspace_bytes(runtime.model, config.max_num_seqs)
-        graphs = CudaExecutor.graph_bytes(config.max_num_seqs, num_partitions)
+        graphs = 0
+        if config.cuda_graphs:
+            graphs = CudaExecutor.graph_bytes(
+                runtime.model,
+                max_num_seqs=config.max_num_seqs,
+                max_rows=_max_rows(config),
+                num_partitions=len(partitions_of(config, runtime, performance)),
+            )
     return plan_memory(
         config,
         runtime.model,
@@ -143,6 +149,11 @@ def plan_ledger(
         graphs_bytes=graphs,
         kv_cache_limit_bytes=limit,
     )
+
+
+def _max_rows(config: EngineConfig) -> int:
+    """Most rows of a forward."""
+    return config.chunk_tokens + config.max_num_seqs
 
 
 def _build_cpu(
@@ -175,7 +186,7 @@ def _build_cuda(
         executor = CudaExecutor(
             build_decoder(config, runtime, ledger, progress),
             max_num_seqs=config.max_num_seqs,
-            max_rows=config.chunk_tokens + config.max_num_seqs,
+            max_rows=_max_rows(config),
             num_kv_blocks=ledger.num_kv_blocks,
             launcher=launcher,
             partitions=partitions,

@@ -202,10 +202,12 @@ class Workbench:
     def prefill_lane(self, chunks: Sequence[ProfilePoint], partition: SmPartition) -> FedLane:
         """The prefill lane on its SMs of the partition, each piece of its work being these chunks in turn."""
         forwards = [lay_out(self._chunk(chunk), None, KV_BLOCK_TOKENS) for chunk in chunks]
+        whole_gpu = partition == WHOLE_GPU
 
         def launch() -> None:
             for rows in forwards:
-                self._eager.run(rows, whole_gpu=partition == WHOLE_GPU)
+                # On the whole GPU as the decode lane runs it, whose short forwards are captured.
+                self._eager.run(rows, captured=whole_gpu, whole_gpu=whole_gpu)
 
         return FedLane(self._launcher.stream("prefill", partition), launch)
 

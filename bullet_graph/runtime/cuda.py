@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
-from bullet_graph.graphs.key import batch_size_buckets
+from bullet_graph.graphs.key import batch_size_buckets, row_buckets
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.config import ModelConfig
@@ -31,6 +31,8 @@ from bullet_graph.runtime.step import Placement, SlotInit, Step, StepLogprobs, S
 
 _GRAPH_BYTES = 8 * 1024**2
 """A captured decode step of 32 layers: 2.5 to 7 MiB measured (bench/results/h200/partitions.json)."""
+_PIECE_BYTES = 512 * 1024
+"""A captured piece of a short forward: 1,024 of them and 39 decode steps took 845 MB (llama-3.1-8b on an H200)."""
 _LIBRARY_BYTES = 1024**3
 """Loaded kernels, cuBLAS workspaces and the allocator's slack."""
 _POLL_S = 20e-6
@@ -160,9 +162,10 @@ class CudaExecutor:
         return lanes + _LIBRARY_BYTES
 
     @staticmethod
-    def graph_bytes(max_num_seqs: int, num_partitions: int) -> int:
+    def graph_bytes(config: ModelConfig, *, max_num_seqs: int, max_rows: int, num_partitions: int) -> int:
         """Estimate of the captured graphs' memory, for the memory ledger."""
-        return len(batch_size_buckets(max_num_seqs)) * num_partitions * _GRAPH_BYTES
+        decode = len(batch_size_buckets(max_num_seqs)) * num_partitions * _GRAPH_BYTES
+        return decode + len(row_buckets(max_rows)) * config.num_layers * _PIECE_BYTES
 
     @torch.inference_mode()
     def launch(self, step: Step, placement: Placement) -> int:
