@@ -1,0 +1,206 @@
+"""Runs a list of measurements, a job a GPU at the same time, and goes on where it was stopped.
+
+    python bench/campaign.py bench/campaigns/h200.toml --results bench/results/h200 --time-limit-s 540
+
+A campaign is a TOML file of jobs, each with commands that run one after the other on a GPU of its own; `{results}` in
+them stands for the folder of the results. A command that has succeeded is noted in `campaign.json` there and not run
+again; one that was stopped at the time limit keeps what it has in files that its next start continues. Two jobs never
+share a GPU: with fewer GPUs than jobs, a job waits for a free one.
+"""
+
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from bullet_graph.cli.result_file import write_result_file
+from bullet_graph.errors import BulletGraphError, ConfigError
+
+_GRACE_S = 20.0
+"""A command that was interrupted may take so long to write and to give its memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Commands for one GPU, in order; the first that fails ends the job."""
+
+    name: str
+    commands: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a command: ``done``, ``done before``, ``stopped`` at the time limit, ``failed``, ``not begun``."""
+
+    job: str
+    command: str
+    state: str
+    seconds: float = 0.0
+
+
+def read_campaign(path: Path) -> tuple[Job, ...]:
+    """The jobs of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no campaign.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        jobs = tuple(Job(job["name"], tuple(job["commands"])) for job in content["job"])
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is no campaign: it needs [[job]] tables, each with a name and a list of commands ({error!r})"
+        ) from error
+    names = [job.name for job in jobs]
+    if not jobs or len(set(names)) < len(names) or not all(job.commands for job in jobs):
+        raise ConfigError(
+            f"{path}: a campaign needs jobs of different names, each with commands; found {names}"
+        )
+    return jobs
+
+
+class Campaign:
+    """Runs jobs, each on a GPU of its own.
+
+    Args:
+        jobs: what to run.
+        gpus: indices of the GPUs; None runs on the CPU, a job at a time.
+        results: where commands write; what has been done is noted there, and each command's messages.
+        time_limit_s: commands that run then are interrupted, and no other begins.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], gpus: Sequence[int | None], results: Path, *, time_limit_s: float
+    ) -> None:
+        self._jobs = jobs
+        self._results = results
+        self._deadline_s = time.monotonic() + time_limit_s
+        self._notes = results / "campaign.json"
+        self._done: set[str] = (
+            set(json.loads(self._notes.read_text("utf-8"))) if self._notes.exists() else set()
+        )
+        self._lock = threading.Lock()
+        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        for gpu in gpus:
+            self._free.put(gpu)
+
+    def run(self) -> list[Outcome]:
+        """Run all that is left; returns what became of every command, in the campaign's order."""
+        outcomes: dict[str, list[Outcome]] = {}
+        threads = [
+            threading.Thread(target=self._run_job, args=(job, outcomes), name=job.name) for job in self._jobs
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [outcome for job in self._jobs for outcome in outcomes[job.name]]
+
+    def _run_job(self, job: Job, outcomes: dict[str, list[Outcome]]) -> None:
+        gpu = self._free.get()
+        told: list[Outcome] = []
+        try:
+            goes_on = True
+            for number, text in enumerate(job.commands):
+                command = text.format(results=self._results)
+                if command in self._done:
+                    told.append(Outcome(job.name, command, "done before"))
+                elif not goes_on or time.monotonic() >= self._deadline_s:
+                    told.append(Outcome(job.name, command, "not begun"))
+                else:
+                    told.append(self._run_command(job, number, command, gpu))
+                    goes_on = told[-1].state == "done"
+        finally:
+            outcomes[job.name] = told
+            self._free.put(gpu)
+
+    def _run_command(self, job: Job, number: int, command: str, gpu: int | None) -> Outcome:
+        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+        words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+        start_s = time.monotonic()
+        with (self._results / f"{job.name}-{number}.log").open("ab") as log:
+            process = subprocess.Popen(
+                words, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                process.wait(max(self._deadline_s - start_s, 0.0))
+            except subprocess.TimeoutExpired:
+                self._stop(process)
+                return Outcome(job.name, command, "stopped", time.monotonic() - start_s)
+        seconds = time.monotonic() - start_s
+        if process.returncode != 0:
+            return Outcome(job.name, command, f"failed ({process.returncode})", seconds)
+        with self._lock:
+            self._done.add(command)
+            write_result_file(self._notes, json.dumps(sorted(self._done), indent=1))
+        return Outcome(job.name, command, "done", seconds)
+
+    @staticmethod
+    def _stop(process: subprocess.Popen[bytes]) -> None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            # With whatever it has started itself.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("campaign", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), required=True)
+@click.option("--gpus", default="0", show_default=True, help="Indices of GPUs, such as 0,1,2; cpu for none.")
+@click.option("--only", default="", metavar="NAME,…", help="Run these jobs alone.")
+@click.option(
+    "--time-limit-s", type=click.FloatRange(min=0), default=float("inf"), help="Stop after so long."
+)
+def main(campaign: Path, results: Path, gpus: str, only: str, time_limit_s: float) -> None:
+    """Run a campaign; the same command goes on with what is left.
+
+    \b
+    Example:
+      python bench/campaign.py bench/campaigns/h200.toml --results bench/results/h200 --gpus 0,1,2,3
+    """
+    try:
+        jobs = read_campaign(campaign)
+        wanted = {name for name in only.split(",") if name}
+        unknown = sorted(wanted - {job.name for job in jobs})
+        if unknown:
+            raise ConfigError(
+                f"{campaign} has no job {unknown[0]!r}: it has {', '.join(j.name for j in jobs)}"
+            )
+        indices = [None] if gpus == "cpu" else _indices(gpus)
+    except BulletGraphError as error:
+        raise click.UsageError(str(error)) from error
+    results.mkdir(parents=True, exist_ok=True)
+    chosen = [job for job in jobs if not wanted or job.name in wanted]
+    outcomes = Campaign(chosen, indices, results, time_limit_s=time_limit_s).run()
+    table = Table("job", "command", "state", "s")
+    for outcome in outcomes:
+        table.add_row(outcome.job, outcome.command[:100], outcome.state, f"{outcome.seconds:.0f}")
+    Console(width=150).print(table)
+    sys.exit(0 if all(outcome.state.startswith("done") for outcome in outcomes) else 1)
+
+
+def _indices(text: str) -> list[int | None]:
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
+        raise ConfigError(f"--gpus {text!r}: write indices such as 0,1,2, each once, or cpu")
+    return [int(word) for word in words]
+
+
+if __name__ == "__main__":
+    main()
