@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bullet_graph import Engine, SamplingParams, Slo
+from bullet_graph.cli.bench.online import Arrivals, serve_online
 from bullet_graph.cli.engine_run import watch_device
-from bullet_graph.cli.online import Arrivals, serve_online
 from bullet_graph.config import Arm
 from bullet_graph.engine.output import OutputKind
 from bullet_graph.perf.provenance import collect_provenance

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bullet_graph._version import __version__
-from bullet_graph.cli.simulation_run import SimulationSpec, Simulator
+from bullet_graph.cli.simulate.run import SimulationSpec, Simulator
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.slo import Slo
 

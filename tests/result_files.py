@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bullet_graph.cli.sweep_file import CellKey, Sweep, SweepCell
+from bullet_graph.cli.bench.sweep_file import CellKey, Sweep, SweepCell
 
 AUTO, MIXED = "bullet_graph auto", "bullet_graph mixed:2048"
 VLLM_512, VLLM_2048 = "vllm 0.24.0 chunk 512", "vllm 0.24.0 chunk 2048"

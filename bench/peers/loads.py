@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.peers.comparison import FixedRates, Load, Rates
 from bench.peers.systems import Setup
-from bullet_graph.cli.sweep_cells import WorkloadSpec
+from bullet_graph.cli.bench.sweep_cells import WorkloadSpec
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.perf.goodput_search import FASTEST_RATE, GoodputSearch
 from bullet_graph.slo import NO_TARGETS

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.peers.systems import Setup
 from bullet_graph import AsyncEngine, Engine, OutputKind, Slo
-from bullet_graph.cli.online_arms import config_for
+from bullet_graph.cli.bench.online_arms import config_for
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.engine.replay import TimedRequest, require_forced_length
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bullet_graph.cli.sweep_file import Sweep
+from bullet_graph.cli.bench.sweep_file import Sweep
 
 _LEAST_WIDTH = 160
 _COLUMNS = (

@@ -9,7 +9,7 @@ import click
 
 from bench.peers.command import compare
 from bench.reporting.evidence import Source, is_own
-from bullet_graph.cli.sweep_cells import SYSTEM
+from bullet_graph.cli.bench.sweep_cells import SYSTEM
 
 # Files that do not tell how they came about.
 _BY_NAME = {

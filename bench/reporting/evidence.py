@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from bullet_graph.cli.sweep_cells import SYSTEM
-from bullet_graph.cli.sweep_file import KIND, Sweep, SweepCell, read_sweep
+from bullet_graph.cli.bench.sweep_cells import SYSTEM
+from bullet_graph.cli.bench.sweep_file import KIND, Sweep, SweepCell, read_sweep
 from bullet_graph.errors import ConfigError
 
 CLAIMED_SYSTEM = f"{SYSTEM} auto"

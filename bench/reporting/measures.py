@@ -15,8 +15,8 @@ from bench.reporting.evidence import (
     tasks_of,
 )
 from bench.reporting.markdown import number
-from bullet_graph.cli.sweep_cells import SYSTEM
-from bullet_graph.cli.sweep_file import SweepCell
+from bullet_graph.cli.bench.sweep_cells import SYSTEM
+from bullet_graph.cli.bench.sweep_file import SweepCell
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from bench.reporting.evidence import Evidence, is_search
-from bullet_graph.cli.sweep_file import Sweep
-from bullet_graph.cli.sweep_plot import draw_sweep
+from bullet_graph.cli.bench.sweep_file import Sweep
+from bullet_graph.cli.bench.sweep_plot import draw_sweep
 from bullet_graph.slo import NO_TARGETS
 
 _FORMAT = "svg"

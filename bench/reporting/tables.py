@@ -8,7 +8,7 @@ from bench.reporting.evidence import LATENCIES, Source, Task, is_own, is_search,
 from bench.reporting.markdown import folded, number, significant, table
 from bench.reporting.targets import Verdict
 from bench.reporting.worse import Compared
-from bullet_graph.cli.sweep_file import Sweep, SweepCell
+from bullet_graph.cli.bench.sweep_file import Sweep, SweepCell
 from bullet_graph.slo import NO_TARGETS
 
 _FIGURES = (

@@ -15,7 +15,7 @@ from bench.reporting.evidence import (
     runs_at,
     tasks_of,
 )
-from bullet_graph.cli.sweep_file import SweepCell
+from bullet_graph.cli.bench.sweep_file import SweepCell
 
 _HIGHER_IS_BETTER = {
     "slo_attainment": "share that met all targets",

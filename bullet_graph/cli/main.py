@@ -5,13 +5,13 @@ import traceback
 import click
 
 from bullet_graph._version import __version__
-from bullet_graph.cli.bench import bench
+from bullet_graph.cli.bench.command import bench
 from bullet_graph.cli.doctor import doctor
 from bullet_graph.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
-from bullet_graph.cli.explain import explain
+from bullet_graph.cli.explain.command import explain
 from bullet_graph.cli.generate import generate
 from bullet_graph.cli.profile import profile
-from bullet_graph.cli.simulate import simulate
+from bullet_graph.cli.simulate.command import simulate
 from bullet_graph.errors import BulletGraphError, EngineDeadError
 
 

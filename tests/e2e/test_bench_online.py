@@ -9,7 +9,7 @@ from cli_runner import TINY, refused, run
 from click.testing import Result
 
 from bullet_graph import Engine
-from bullet_graph.cli import online as online_module
+from bullet_graph.cli.bench import online as online_module
 from bullet_graph.engine.output import RequestOutput
 from bullet_graph.perf.energy import DeviceMonitor, DeviceSample
 from bullet_graph.perf.trace_file import read_trace

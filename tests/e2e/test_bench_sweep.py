@@ -9,8 +9,8 @@ import pytest
 from cli_runner import TINY, refused, run
 from click.testing import Result
 
-import bullet_graph.cli.sweep as sweep_module
-from bullet_graph.cli.sweep_cells import Cell
+import bullet_graph.cli.bench.sweep as sweep_module
+from bullet_graph.cli.bench.sweep_cells import Cell
 
 ARMS = ("serial", "mixed:64")
 EASY = "ttft:60000 tpot:60000"

@@ -11,7 +11,7 @@ from cli_runner import TINY, refused, run
 from click.testing import Result
 
 from bullet_graph import Engine, EngineDeadError
-from bullet_graph.cli import throughput
+from bullet_graph.cli.bench import throughput
 from bullet_graph.perf.energy import DeviceMonitor, DeviceSample
 
 TRACE_ROWS = ("18:15:46.68,30,5", "18:15:50.99,7,12", "18:15:51.22,100,1")

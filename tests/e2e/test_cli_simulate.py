@@ -9,7 +9,7 @@ from cli_runner import refused, run
 from click.testing import Result
 from fakes.perf_tables import h200_table, interrupted_table
 
-from bullet_graph.cli.goodput import spread_targets
+from bullet_graph.cli.serving.goodput import spread_targets
 from bullet_graph.perf.table_file import write_table
 from bullet_graph.perf.trace_file import read_trace
 

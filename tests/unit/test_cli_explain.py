@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from traces import HEADER, RUN, request, write
 
-from bullet_graph.cli.explain import explain
+from bullet_graph.cli.explain.command import explain
 from bullet_graph.errors import BulletGraphError, ConfigError, TraceError
 from bullet_graph.perf.chrome_trace import to_chrome_trace
 from bullet_graph.perf.explain import summarize_trace
@@ -104,7 +104,7 @@ def test_a_timeline_of_a_device_without_sms_and_of_no_launches(tmp_path: Path) -
 
 def test_a_timeline_needs_matplotlib(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "bullet_graph.cli.timeline", raising=False)
+    monkeypatch.delitem(sys.modules, "bullet_graph.cli.explain.timeline", raising=False)
     message = refused(run_file, "--timeline", tmp_path / "t.svg")
     assert "pip install 'bullet-graph[bench]'" in message
     assert not (tmp_path / "t.svg").exists()

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import bullet_graph
-from bullet_graph.cli.latency import decode_gaps_ms, prefill_ms
+from bullet_graph.cli.bench.latency import decode_gaps_ms, prefill_ms
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.cli.streaming import OrderedPrinter

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.cli.online import Arrivals, OnlineRun
-from bullet_graph.cli.online_arms import config_for
+from bullet_graph.cli.bench.online import Arrivals, OnlineRun
+from bullet_graph.cli.bench.online_arms import config_for
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.engine.replay import timed_requests
 from bullet_graph.errors import ConfigError, WorkloadError

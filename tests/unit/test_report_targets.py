@@ -27,7 +27,7 @@ from result_files import (
 from bench.reporting.evidence import Evidence, read_evidence
 from bench.reporting.targets import TARGETS, Verdict, judge
 from bench.reporting.worse import Compared, compare_all
-from bullet_graph.cli.sweep_file import CellKey, SweepCell
+from bullet_graph.cli.bench.sweep_file import CellKey, SweepCell
 
 
 def verdict(folder: Path, name: str) -> Verdict:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bullet_graph.cli.sweep_cells import Cell, WorkloadSpec, make_cells, parse_targets
+from bullet_graph.cli.bench.sweep_cells import Cell, WorkloadSpec, make_cells, parse_targets
 from bullet_graph.config import Arm
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bullet_graph.cli.sweep_file import CellKey, SweepCell, SweepFile, read_sweep
+from bullet_graph.cli.bench.sweep_file import CellKey, SweepCell, SweepFile, read_sweep
 from bullet_graph.errors import ConfigError
 
 SETTINGS = {"model": "tiny", "arms": ("auto", "mixed"), "attainment": 0.9, "engine": {"max_num_seqs": 8}}

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from bullet_graph.cli.engine_run import watch_device
-from bullet_graph.cli.simulation_report import arm_shares
+from bullet_graph.cli.simulate.report import arm_shares
 from bullet_graph.config import Arm
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import RequestOutput

@@ -98,7 +98,7 @@ def _draw(trace: Trace, window: Window, image_format: str) -> bytes:
         )
     try:
         # matplotlib is an extra, and takes a while to import.
-        from bullet_graph.cli.timeline import draw_timeline  # noqa: PLC0415
+        from bullet_graph.cli.explain.timeline import draw_timeline  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bullet_graph.cli.sweep_file import CellKey
+from bullet_graph.cli.bench.sweep_file import CellKey
 from bullet_graph.config import Arm
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import NO_TARGETS, Slo

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.goodput import GoodputCommand
+from bullet_graph.cli.bench.sweep_command import sweep
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs, result_options
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
-from bullet_graph.cli.serving_options import serving_options
-from bullet_graph.cli.sweep_command import sweep
+from bullet_graph.cli.serving.goodput import GoodputCommand
+from bullet_graph.cli.serving.options import serving_options
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
@@ -71,8 +71,8 @@ def throughput(
     """
     check_result_file(output_json, overwrite=overwrite)
     # Here and below: torch takes seconds to import, and --help must not wait for it.
-    from bullet_graph.cli.render import print_throughput  # noqa: PLC0415
-    from bullet_graph.cli.throughput import run_throughput  # noqa: PLC0415
+    from bullet_graph.cli.bench.render import print_throughput  # noqa: PLC0415
+    from bullet_graph.cli.bench.throughput import run_throughput  # noqa: PLC0415
 
     result = run_throughput(
         config, trace, num_prompts, warmup=warmup, quiet=as_json, trace_decisions=trace_decisions
@@ -126,9 +126,9 @@ def online(
     check_result_file(output_json, overwrite=overwrite)
     if trace_decisions is not None and len(arms) > 1:
         raise ConfigError("--trace-decisions writes one run: give one --arm")
-    from bullet_graph.cli.online import Arrivals  # noqa: PLC0415
-    from bullet_graph.cli.online_arms import run_online  # noqa: PLC0415
-    from bullet_graph.cli.online_report import comparison_fields, print_comparison  # noqa: PLC0415
+    from bullet_graph.cli.bench.online import Arrivals  # noqa: PLC0415
+    from bullet_graph.cli.bench.online_arms import run_online  # noqa: PLC0415
+    from bullet_graph.cli.bench.online_report import comparison_fields, print_comparison  # noqa: PLC0415
 
     comparison = run_online(
         config,
@@ -179,8 +179,8 @@ def latency(
       bullet-graph bench latency --model llama-3.1-8b --batch-size 64 --input-len 1000
     """
     check_result_file(output_json, overwrite=overwrite)
-    from bullet_graph.cli.latency import BatchShape, run_latency  # noqa: PLC0415
-    from bullet_graph.cli.render import print_latency  # noqa: PLC0415
+    from bullet_graph.cli.bench.latency import BatchShape, run_latency  # noqa: PLC0415
+    from bullet_graph.cli.bench.render import print_latency  # noqa: PLC0415
 
     result = run_latency(
         fit_max_num_seqs(config, batch_size),

@@ -3,9 +3,9 @@
 from rich.console import Console
 from rich.table import Table
 
+from bullet_graph.cli.bench.latency import LatencyResult
+from bullet_graph.cli.bench.throughput import ThroughputResult
 from bullet_graph.cli.engine_run import RunRecord
-from bullet_graph.cli.latency import LatencyResult
-from bullet_graph.cli.throughput import ThroughputResult
 from bullet_graph.perf.energy import DeviceReport, SampleRange
 from bullet_graph.perf.summary import PercentileSummary
 

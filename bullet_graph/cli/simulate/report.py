@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bullet_graph.cli.serving_table import print_serving
-from bullet_graph.cli.simulation_run import ArmRun, Simulator
+from bullet_graph.cli.serving.table import print_serving
+from bullet_graph.cli.simulate.run import ArmRun, Simulator
 from bullet_graph.engine.output import EngineStats
 from bullet_graph.perf.serving import RateSearch
 
@@ -126,7 +126,7 @@ def _ms(value: float | None) -> str:
 
 def _draw(simulator: Simulator, searches: Mapping[str, RateSearch], path: Path) -> None:
     # matplotlib is an extra.
-    from bullet_graph.cli.serving_plot import draw_rates  # noqa: PLC0415
+    from bullet_graph.cli.serving.plot import draw_rates  # noqa: PLC0415
 
     image = draw_rates(
         {arm: search.results for arm, search in searches.items()},

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from bullet_graph.cli.online import OnlineRun
-from bullet_graph.cli.online_arms import OnlineComparison
-from bullet_graph.cli.serving_table import print_serving
+from bullet_graph.cli.bench.online import OnlineRun
+from bullet_graph.cli.bench.online_arms import OnlineComparison
+from bullet_graph.cli.serving.table import print_serving
 
 # Of the engine and not of a run: a run's own are OnlineRun's.
 _COMMON = ("model", "load_format", "dtype", "seed", "engine", "provenance")

@@ -8,7 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bullet_graph.cli.serving_plot import (
+from bullet_graph.cli.bench.sweep_file import CellKey, Sweep, SweepCell
+from bullet_graph.cli.serving.plot import (
     COLOURS,
     TARGET_COLOUR,
     draw_rates,
@@ -16,7 +17,6 @@ from bullet_graph.cli.serving_plot import (
     plot_style,
     ttft_line_ms,
 )
-from bullet_graph.cli.sweep_file import CellKey, Sweep, SweepCell
 from bullet_graph.slo import Slo
 
 _GOODPUT = "goodput"
@@ -58,8 +58,8 @@ def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
     """All pictures of a sweep, finished or not; the same bytes for the same figures.
 
     Args:
-        sweep: a file as :func:`~bullet_graph.cli.sweep_file.read_sweep` reads it, with a run at least; its settings
-            say the ``attainment``.
+        sweep: a file as :func:`~bullet_graph.cli.bench.sweep_file.read_sweep` reads it, with a run at least; its
+            settings say the ``attainment``.
         image_format: ``svg`` or ``png``.
 
     Returns:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bullet_graph.cli.bench.online import Arrivals, OnlineRun, serve_online, warm_up
 from bullet_graph.cli.engine_run import RunRecord, describe_run, load_requests, open_engine
-from bullet_graph.cli.online import Arrivals, OnlineRun, serve_online, warm_up
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.errors import WorkloadError
 from bullet_graph.models.progress import progress_bar

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bullet_graph._version import __version__
-from bullet_graph.cli.simulated_device import SimulatedDevice, open_device
+from bullet_graph.cli.simulate.device import SimulatedDevice, open_device
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.engine.output import EngineStats
 from bullet_graph.engine.simulation import SimulationSettings, simulate
@@ -26,7 +26,7 @@ class SimulationSpec:
     """What to simulate.
 
     Attributes:
-        gpu: see :func:`~bullet_graph.cli.simulated_device.open_device`.
+        gpu: see :func:`~bullet_graph.cli.simulate.device.open_device`.
         config: of the engine; its arm is not used.
         arms: the arms to compare.
         trace: see :func:`~bullet_graph.workloads.load_workload`.

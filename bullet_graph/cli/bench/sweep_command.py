@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
+from bullet_graph.cli.bench.sweep_cells import WorkloadSpec, parse_targets
 from bullet_graph.cli.options import engine_options
 from bullet_graph.cli.result_file import check_result_file
-from bullet_graph.cli.serving_options import parse_arms
-from bullet_graph.cli.sweep_cells import WorkloadSpec, parse_targets
+from bullet_graph.cli.serving.options import parse_arms
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.errors import BulletGraphError, ConfigError
 
@@ -147,7 +147,7 @@ def sweep(
     if plot_dir is not None:
         _check_matplotlib()
     # torch takes seconds to import, and --help must not wait for it.
-    from bullet_graph.cli.sweep import GoodputSweep, SweepSpec, print_sweep  # noqa: PLC0415
+    from bullet_graph.cli.bench.sweep import GoodputSweep, SweepSpec, print_sweep  # noqa: PLC0415
 
     spec = SweepSpec(
         config=config,
@@ -158,7 +158,7 @@ def sweep(
     )
     prepared = GoodputSweep(spec, output_json, overwrite=overwrite)
     if plot_dir is not None:
-        from bullet_graph.cli.sweep_plot import draw_sweep, plot_names  # noqa: PLC0415
+        from bullet_graph.cli.bench.sweep_plot import draw_sweep, plot_names  # noqa: PLC0415
 
         names = plot_names((cell.key for cell in prepared.cells), image_format)
         _check_plots(plot_dir, names, overwrite=overwrite)

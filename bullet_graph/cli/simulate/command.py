@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.goodput import GoodputCommand
 from bullet_graph.cli.options import parse_size, parse_sizes, result_options
 from bullet_graph.cli.result_file import check_result_file, write_result_file
-from bullet_graph.cli.serving_options import TRACE_TIMES, serving_options
+from bullet_graph.cli.serving.goodput import GoodputCommand
+from bullet_graph.cli.serving.options import TRACE_TIMES, serving_options
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
@@ -132,7 +132,7 @@ def simulate(
     if plot is not None:
         _check_plot(plot, overwrite=overwrite)
     # Here and below: torch takes seconds to import, and --help must not wait for it.
-    from bullet_graph.cli.simulation_run import SimulationSpec, Simulator  # noqa: PLC0415
+    from bullet_graph.cli.simulate.run import SimulationSpec, Simulator  # noqa: PLC0415
 
     spec = SimulationSpec(
         gpu=gpu,
@@ -151,13 +151,13 @@ def simulate(
     simulator = Simulator(spec)
     progress = not as_json and sys.stderr.isatty()
     if sweep:
-        from bullet_graph.cli.simulation_report import report_sweep  # noqa: PLC0415
+        from bullet_graph.cli.simulate.report import report_sweep  # noqa: PLC0415
 
         first_rate = _FIRST_RATE if request_rate is None or math.isinf(request_rate) else request_rate
         searches = simulator.sweep(first_rate, progress=progress)
         fields = report_sweep(simulator, searches, plot=plot, detailed=save_detailed, quiet=as_json)
     else:
-        from bullet_graph.cli.simulation_report import report_runs  # noqa: PLC0415
+        from bullet_graph.cli.simulate.report import report_runs  # noqa: PLC0415
 
         runs = simulator.compare(trace_file=trace_decisions, overwrite=overwrite, progress=progress)
         fields = report_runs(simulator, runs, detailed=save_detailed, quiet=as_json)

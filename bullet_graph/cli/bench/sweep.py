@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bullet_graph.cli.bench.online import Arrivals, serve_online, warm_up
+from bullet_graph.cli.bench.online_arms import config_for
+from bullet_graph.cli.bench.sweep_cells import SYSTEM, Cell, WorkloadSpec, make_cells
+from bullet_graph.cli.bench.sweep_file import CellKey, Sweep, SweepCell, SweepFile
 from bullet_graph.cli.engine_run import load_requests, open_engine
-from bullet_graph.cli.online import Arrivals, serve_online, warm_up
-from bullet_graph.cli.online_arms import config_for
-from bullet_graph.cli.sweep_cells import SYSTEM, Cell, WorkloadSpec, make_cells
-from bullet_graph.cli.sweep_file import CellKey, Sweep, SweepCell, SweepFile
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.errors import WorkloadError

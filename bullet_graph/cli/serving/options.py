@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import click
 
-from bullet_graph.cli.goodput import goodput_option
+from bullet_graph.cli.serving.goodput import goodput_option
 from bullet_graph.config import Arm
 
 TRACE_TIMES = "trace"
@@ -31,7 +31,7 @@ def parse_arms(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -
 def serving_options(
     *, default_arm: str, request_rate_more: str = ""
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a :class:`~bullet_graph.cli.goodput.GoodputCommand` a workload, its arrivals, targets and arms.
+    """Give a :class:`~bullet_graph.cli.serving.goodput.GoodputCommand` a workload, its arrivals, targets and arms.
 
     These are ``trace: str``, ``num_prompts: int | None``, ``request_rate: float | None`` (None: the trace's own times),
     ``burstiness: float``, ``time_scale: float``, ``max_concurrency: int | None``, ``slo: Slo``, ``arms: tuple[Arm, …]``

@@ -1,0 +1,1 @@
+"""``bullet-graph bench``: measurements of the engine."""

@@ -1,0 +1,1 @@
+"""``bullet-graph explain``: what a decision trace holds."""

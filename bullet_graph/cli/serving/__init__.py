@@ -1,0 +1,1 @@
+"""What every command that serves a workload shares: options, targets, tables, pictures."""

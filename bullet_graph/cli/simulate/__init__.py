@@ -1,0 +1,1 @@
+"""``bullet-graph simulate``: the engine in virtual time."""
