@@ -126,3 +126,9 @@ class EngineStats:
     num_decoding: int
     arm_seconds: Mapping[ArmName, float]
     corrections: Mapping[tuple[ArmName, ForwardKind], float]
+
+    @property
+    def arm_shares(self) -> dict[str, float]:
+        """Each arm's share of the device time of all launches; empty before the first."""
+        total = sum(self.arm_seconds.values())
+        return {arm: seconds / total for arm, seconds in self.arm_seconds.items()} if total else {}

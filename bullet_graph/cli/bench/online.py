@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any
 
 from bullet_graph.cli.engine_run import watch_device
-from bullet_graph.cli.simulate.report import arm_shares
 from bullet_graph.config import Arm
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import RequestOutput
@@ -172,7 +171,7 @@ def serve_online(
         result=result,
         arm=arm,
         slo=slo,
-        arm_shares=arm_shares(stats),
+        arm_shares=stats.arm_shares,
         num_steps=stats.num_steps,
         num_preemptions=stats.num_preemptions,
         kv_blocks_peak=stats.kv_blocks_peak,

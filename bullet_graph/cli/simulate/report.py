@@ -10,7 +10,6 @@ from rich.text import Text
 
 from bullet_graph.cli.serving.table import print_serving
 from bullet_graph.cli.simulate.run import ArmRun, Simulator
-from bullet_graph.engine.output import EngineStats
 from bullet_graph.perf.serving import RateSearch
 
 
@@ -19,7 +18,7 @@ def report_runs(
 ) -> dict[str, Any]:
     """Show the runs side by side unless quiet, and return the JSON's fields: flat for a single run."""
     if not quiet:
-        shares = [arm_shares(run.stats) for run in runs.values()]
+        shares = [run.stats.arm_shares for run in runs.values()]
         extra = {
             "preemptions": [f"{run.stats.num_preemptions:,}" for run in runs.values()],
             "KV blocks, peak, %": [
@@ -36,7 +35,7 @@ def report_runs(
         run.result.fields(detailed=detailed)
         | {
             "arm": arm,
-            "arm_shares": arm_shares(run.stats),
+            "arm_shares": run.stats.arm_shares,
             "num_steps": run.stats.num_steps,
             "num_preemptions": run.stats.num_preemptions,
             "kv_blocks_peak": run.stats.kv_blocks_peak,
@@ -77,12 +76,6 @@ def report_sweep(
         for arm, search in searches.items()
     }
     return simulator.describe() | {"attainment": attainment, "arms": arms}
-
-
-def arm_shares(stats: EngineStats) -> dict[str, float]:
-    """Each arm's share of the device time of all launches."""
-    total = sum(stats.arm_seconds.values())
-    return {arm: seconds / total for arm, seconds in stats.arm_seconds.items()} if total else {}
 
 
 def _title(simulator: Simulator) -> str:
