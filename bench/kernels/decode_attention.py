@@ -8,38 +8,27 @@ Triton kernels, since clocks fall as the GPU warms up.
 """
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import click
-import numpy as np
 import torch
-from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
-from bullet_graph.models import flashinfer_attention
+# Run as a script, only this file's own folder would be looked in.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.kernels.decode_inputs import DEVICE, Cache, lengths
+from bench.kernels.gpu_command import GpuCommand
+from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch, decode_workspace_bytes
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.triton_decode_attention import (
-    DecodeBatch,
-    DecodeKernelSettings,
-    TritonDecodeAttention,
-    default_settings,
-)
+from bullet_graph.models.triton_decode_attention import DecodeKernelSettings, default_settings
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
 from bullet_graph.perf.provenance import collect_provenance
 
-DEVICE = torch.device("cuda")
-DTYPE = torch.bfloat16
-MAX_ROWS = 256
-HND_LAYOUT = 1
 CASES = [
     (1, 1000, False),
     (8, 1000, False),
@@ -53,182 +42,6 @@ CASES = [
 ]
 """(rows, tokens of context, whether that is the mean of a lognormal distribution)."""
 FEW_CASES = [(8, 1000, False), (64, 1000, False), (256, 1000, False)]
-MEASURED_US = 12_000.0
-"""Of each measurement's replays."""
-
-
-@dataclass
-class Cache:
-    """What the kernels ask of a KV cache, in either layout."""
-
-    block_tokens: int
-    layers: list[tuple[Tensor, Tensor]]
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.layers[index]
-
-    @classmethod
-    def random(
-        cls, config: ModelConfig, tokens: int, block_tokens: int, num_layers: int, *, hnd: bool
-    ) -> "Cache":
-        inner = (block_tokens, config.num_kv_heads)
-        shape = (num_layers, 2, tokens // block_tokens, *(inner[::-1] if hnd else inner), config.head_dim)
-        data = torch.empty(shape, dtype=DTYPE, device=DEVICE)
-        for layer in data:
-            layer.normal_()
-        return cls(block_tokens, [(layer[0], layer[1]) for layer in data])
-
-    def turned(self) -> "Cache":
-        """The same memory with heads and tokens exchanged."""
-        return Cache(self.block_tokens, [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in self.layers])
-
-
-def lengths(rows: int, context: int, spread: bool) -> np.ndarray[Any, np.dtype[np.int32]]:
-    if not spread:
-        return np.full(rows, context, dtype=np.int32)
-    drawn = np.random.default_rng(0).lognormal(0.0, 1.0, rows)
-    return np.clip(drawn * context / drawn.mean(), 1, 16384).astype(np.int32)
-
-
-def paged_batch(
-    kv_lens: np.ndarray[Any, np.dtype[np.int32]], num_blocks: int, block_tokens: int
-) -> PagedBatch:
-    """Blocks in random order, as a cache has them after hours of service."""
-    rows = len(kv_lens)
-    indptr = np.concatenate(([0], np.cumsum(-(-kv_lens // block_tokens)))).astype(np.int32)
-    indices = np.random.default_rng(1).permutation(num_blocks)[: indptr[-1]].astype(np.int32)
-    if len(indices) < indptr[-1]:
-        raise click.ClickException(f"a case needs {indptr[-1]} blocks, the cache holds {num_blocks}")
-    q_indptr = torch.arange(rows + 1, dtype=torch.int32)
-    return PagedBatch(
-        q_indptr=q_indptr.to(DEVICE),
-        kv_indptr=torch.from_numpy(indptr).to(DEVICE),
-        kv_indices=torch.from_numpy(indices).to(DEVICE),
-        last_block_tokens=torch.from_numpy((kv_lens - 1) % block_tokens + 1).to(DEVICE),
-        host_q_indptr=q_indptr,
-        host_kv_indptr=torch.from_numpy(indptr),
-        host_kv_lens=torch.from_numpy(kv_lens),
-        num_rows=rows,
-    )
-
-
-def us_per_layer(run_layer: Callable[[int], None], num_layers: int, stream: torch.cuda.Stream) -> float:
-    """Median over replays of a graph of all layers."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run_layer(0)
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for layer in range(num_layers):
-                run_layer(layer)
-        finally:
-            graph.capture_end()
-
-        def replays_us(count: int) -> list[float]:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-            events[0].record()
-            for event in events[1:]:
-                graph.replay()
-                event.record()
-            torch.cuda.synchronize()
-            return [1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-
-        estimate = min(replays_us(3))
-        return float(np.median(replays_us(max(5, int(MEASURED_US / estimate))))) / num_layers
-
-
-@dataclass
-class Bench:
-    """One model's cache and both kinds of kernels."""
-
-    config: ModelConfig
-    cache: Cache
-    hnd: bool
-    num_sms: int
-    num_layers: int
-    overlap: bool
-
-    def __post_init__(self) -> None:
-        self.flashinfer = AttentionLane(
-            self.config,
-            self.cache,  # type: ignore[arg-type]
-            dtype=DTYPE,
-            backend="fa2",
-            causal=False,
-            float_workspace=torch.zeros(
-                decode_workspace_bytes(self.config, MAX_ROWS), dtype=torch.uint8, device=DEVICE
-            ),
-        )
-        self.triton_cache = self.cache.turned() if self.hnd else self.cache
-        self.lanes: dict[DecodeKernelSettings, TritonDecodeAttention] = {}
-
-    def lane(self, settings: DecodeKernelSettings) -> TritonDecodeAttention:
-        if settings not in self.lanes:
-            self.lanes[settings] = TritonDecodeAttention(
-                self.config,
-                self.triton_cache,  # type: ignore[arg-type]
-                max_rows=MAX_ROWS,
-                num_sms=self.num_sms,
-                settings=settings,
-                overlap_launches=self.overlap,
-            )
-        return self.lanes[settings]
-
-    def case(
-        self,
-        shape: tuple[int, int, bool],
-        kernels: list[DecodeKernelSettings],
-        num_sms: int,
-        stream: torch.cuda.Stream,
-    ) -> dict[str, Any]:
-        kv_lens = lengths(*shape)
-        batch = paged_batch(kv_lens, len(self.cache.layer(0)[0]), self.cache.block_tokens)
-        num_bytes = int(kv_lens.sum()) * 2 * self.config.kv_size * DTYPE.itemsize
-        q = torch.randn(len(kv_lens), self.config.num_heads, self.config.head_dim, device=DEVICE).to(DTYPE)
-        expected, out = torch.empty_like(q), torch.empty_like(q)
-        layout = HND_LAYOUT if self.hnd else flashinfer_attention._NHD_LAYOUT
-
-        def timed(run_layer: Callable[[int], None]) -> dict[str, float]:
-            us = us_per_layer(run_layer, self.num_layers, stream)
-            return {"us_per_layer": us, "gb_per_s": num_bytes / us / 1e3}
-
-        def flashinfer_timed() -> dict[str, float]:
-            # Planned on the stream that runs it, whose copy it waits for.
-            with torch.cuda.stream(stream):
-                planned = self.flashinfer.plan(batch, captured=True, num_sms=num_sms)
-            return timed(lambda layer: planned.run_into(layer, q, expected))
-
-        results: list[dict[str, Any]] = []
-        with mock.patch.object(flashinfer_attention, "_NHD_LAYOUT", layout):
-            before = flashinfer_timed()
-            for settings in kernels:
-                plan = self.lane(settings).plan(
-                    DecodeBatch(batch.kv_indptr, batch.kv_indices, batch.last_block_tokens), num_sms=num_sms
-                )
-                row: dict[str, Any] = {"settings": dataclasses.asdict(settings)}
-                out.fill_(float("nan"))
-                try:
-                    row |= timed(lambda layer, plan=plan: plan.run_into(layer, q, out))  # type: ignore[misc]
-                except OutOfResources as error:
-                    row["error"] = str(error)
-                else:
-                    difference = (out.float() - expected.float()).norm() / expected.float().norm()
-                    row["relative_error"] = float(difference)
-                results.append(row)
-            after = flashinfer_timed()
-        return {
-            "rows": shape[0],
-            "context": shape[1],
-            "lognormal": shape[2],
-            "tokens": int(kv_lens.sum()),
-            "num_sms": num_sms,
-            "layout": "HND" if self.hnd else "NHD",
-            "block_tokens": self.cache.block_tokens,
-            "flashinfer": before,
-            "flashinfer_after": after,
-            "triton": results,
-        }
 
 
 def candidates(config: ModelConfig) -> list[DecodeKernelSettings]:
@@ -284,8 +97,8 @@ def show(case: dict[str, Any]) -> None:
         )
 
 
-@click.command()
-@click.option("--model", default="llama-3.1-8b", show_default=True)
+@click.command(cls=GpuCommand)
+@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
 @click.option("--layers", default=16, show_default=True, help="Caches that a graph goes through.")
 @click.option("--lane-sms", default=64, show_default=True, help="Also on a lane of so many SMs; 0: not.")
 @click.option(
@@ -296,6 +109,10 @@ def show(case: dict[str, Any]) -> None:
 @torch.inference_mode()
 def main(model: str, layers: int, lane_sms: int, overlap: bool, hnd: bool, output_json: Path) -> None:
     """Measure every case and print the best layout of each."""
+    # FlashInfer, which this imports, is installed beside a GPU only.
+    from bench.kernels.decode_kernels import Bench  # noqa: PLC0415
+
+    check_result_file(output_json, overwrite=True)
     config = PRESETS[model]
     num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     tokens = max(sum(-(-n // 64) * 64 for n in lengths(*case).tolist()) for case in CASES)
