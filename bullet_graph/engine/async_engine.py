@@ -22,19 +22,33 @@ class _Stream:
     """Carries one request's outputs from the engine's thread to the task that waits for them."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
     def put(self, item: RequestOutput | Exception) -> None:
-        # Raised where the loop is closed: its tasks are gone, too, so nobody waits for the item.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        _put_all(self.loop, [(self, item)])
+
+    def take(self, item: RequestOutput | Exception) -> None:
+        """In the loop's own thread."""
+        self._items.put_nowait(item)
 
     async def get(self) -> RequestOutput:
         item = await self._items.get()
         if isinstance(item, Exception):
             raise item
         return item
+
+
+def _put_all(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, RequestOutput | Exception]]) -> None:
+    """Hand items to their streams, which are all this loop's, from another thread."""
+
+    def take() -> None:
+        for stream, item in items:
+            stream.take(item)
+
+    # Raised where the loop is closed: its tasks are gone, too, so nobody waits for the items.
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(take)
 
 
 class AsyncEngine:
@@ -132,8 +146,7 @@ class AsyncEngine:
         failure = EngineDeadError("the engine was shut down: make a new one")
         try:
             while self._take_commands():
-                for output in self.engine.step():
-                    self._deliver(output)
+                self._deliver(self.engine.step())
         except EngineDeadError as error:
             failure = error
         finally:
@@ -148,14 +161,21 @@ class AsyncEngine:
             finally:
                 self._refuse_late_commands()
 
-    def _deliver(self, output: RequestOutput) -> None:
-        """Pass an output on, but for an abort's: nobody waits for it, and another may use its id by now."""
-        stream = self._streams.get(output.request_id)
-        if stream is None or any(completion.finish_reason == "abort" for completion in output.outputs):
-            return
-        if output.finished:
-            del self._streams[output.request_id]
-        stream.put(output)
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Pass a step's outputs on, all of a loop's together: to wake it costs more than an output does.
+
+        But for an abort's: nobody waits for it, and another may use its id by now.
+        """
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | Exception]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None or any(completion.finish_reason == "abort" for completion in output.outputs):
+                continue
+            if output.finished:
+                del self._streams[output.request_id]
+            by_loop.setdefault(stream.loop, []).append((stream, output))
+        for loop, items in by_loop.items():
+            _put_all(loop, items)
 
     def _take_commands(self) -> bool:
         """Carry out what callers asked for; waits while the engine is idle. False means stop."""

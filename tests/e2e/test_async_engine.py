@@ -62,6 +62,30 @@ async def test_many_at_once_equal_each_alone(model: Model) -> None:
     assert len({outputs[0].request_id for outputs in streams}) == 12
 
 
+async def test_a_step_wakes_the_event_loop_once_however_many_it_serves(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    calls = 0
+    call_soon = loop.call_soon_threadsafe
+
+    def counting(*arguments):
+        nonlocal calls
+        calls += 1
+        return call_soon(*arguments)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
+    tokens = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    await asyncio.gather(*(collect(engine, [n, 7], tokens) for n in range(1, 5)))
+    assert 20 <= calls <= engine.engine.stats().num_steps
+
+
+async def test_outputs_go_to_the_loop_of_their_caller(engine: AsyncEngine) -> None:
+    here = asyncio.create_task(collect(engine, PROMPT, LONG))
+    there = await asyncio.to_thread(lambda: asyncio.run(collect(engine, PROMPT, LONG)))
+    assert (await here)[-1].outputs[0].token_ids == there[-1].outputs[0].token_ids
+
+
 async def test_text_prompts_and_default_params(engine: AsyncEngine) -> None:
     outputs = [output async for output in engine.generate("The dog sleeps")]
     assert outputs[-1].finished
