@@ -1,8 +1,13 @@
 """Settings of the whole suite."""
 
 import os
+import sys
+from pathlib import Path
 
 import torch
+
+# For `bench`. At the end: another build of the package, on PYTHONPATH, must come before the one beside `bench`.
+sys.path.append(str(Path(__file__).parents[1]))
 
 # Triton reads this when a kernel is defined: without a GPU the kernels run in its interpreter.
 if not torch.cuda.is_available():
