@@ -5,6 +5,7 @@ from pathlib import Path
 from bullet_graph._version import __version__
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.core import EngineCore
+from bullet_graph.engine.corrections import Corrections
 from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError
@@ -22,8 +23,12 @@ def new_core(
     max_model_len: int,
     num_layers: int,
     trace: DecisionTrace | None,
+    corrections: Corrections,
 ) -> EngineCore:
     """A loop with no requests and all blocks free.
+
+    Args:
+        corrections: what has been learned of the performance model's errors; goes on learning.
 
     Raises:
         ConfigError: the arm needs a performance table, partitions or a lane that the executor was made without.
@@ -39,6 +44,7 @@ def new_core(
         decode_sms=[SMS_PER_TPC * p.decode_tpcs for p in executor.partitions if p.decode_tpcs is not None],
         num_layers=num_layers,
         model=performance,
+        corrections=corrections,
     )
     return EngineCore(
         executor,

@@ -21,6 +21,7 @@ from bullet_graph.config import (
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
 from bullet_graph.engine.assembly import new_core, open_trace
 from bullet_graph.engine.core import EngineCore
+from bullet_graph.engine.corrections import Corrections
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.trace import DecisionTrace
@@ -114,6 +115,8 @@ class Engine:
         self.partition_backend = built.partition_backend
         self.capture = built.capture
         self._performance = built.performance
+        # Of this device, so they outlive a change of policy.
+        self._corrections = Corrections()
         self._names = itertools.count()
         self._failure: BaseException | None = None
         self._trace: DecisionTrace | None = None
@@ -143,6 +146,7 @@ class Engine:
             max_model_len=self.max_model_len,
             num_layers=self.model_config.num_layers,
             trace=self._trace,
+            corrections=self._corrections,
         )
 
     # ---- one request at a time ----
@@ -296,6 +300,8 @@ class Engine:
 
     def set_policy(self, arm: str | Arm, slo: Slo = NO_TARGETS) -> None:
         """Serve under another arm and other targets from now on, with the graphs and partitions there are.
+
+        Counters begin anew; what the planner has learned of the device stays.
 
         Raises:
             RequestError: requests are under way.

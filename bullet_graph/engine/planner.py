@@ -46,6 +46,7 @@ class Planner:
         decode_sms: sizes of the decode lane that have captured graphs and that the model knows.
         num_layers: of the model.
         model: of the device; ``serial`` and ``mixed`` do without.
+        corrections: of the model, learned before; None begins with none.
 
     Raises:
         ConfigError: the arm needs a performance model or a decode lane's size that is not there.
@@ -59,6 +60,7 @@ class Planner:
         decode_sms: Sequence[int],
         num_layers: int,
         model: PerformanceModel | None,
+        corrections: Corrections | None = None,
     ) -> None:
         if model is None and arm.name not in ("serial", "mixed"):
             raise ConfigError(
@@ -79,7 +81,7 @@ class Planner:
         self._fixed_chunk_tokens = min(arm.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
         self._decode_sms = tuple(sorted(decode_sms if arm.decode_sms is None else (arm.decode_sms,)))
         self._num_layers = num_layers
-        self._corrections = Corrections()
+        self._corrections = Corrections() if corrections is None else corrections
         self._ms_per_token = 0.0
         if model is not None:
             self._sizes = ChunkSizes.of(model, max_chunk_tokens, self._decode_sms)

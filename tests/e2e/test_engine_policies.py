@@ -46,6 +46,16 @@ def test_without_targets_none_is_missed() -> None:
     assert output.missed_targets == ()
 
 
+def test_a_change_of_policy_keeps_what_was_learned_of_the_device() -> None:
+    with make(arm="auto", slo=EASY) as engine:
+        engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+        learned = engine.stats().corrections
+        assert learned["solo", "step"] != 1
+        engine.set_policy("mixed", EASY)
+        assert engine.stats().corrections == learned
+        assert engine.stats().num_steps == 0
+
+
 @pytest.mark.parametrize(
     ("arm", "seen"),
     [

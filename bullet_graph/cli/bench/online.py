@@ -118,8 +118,8 @@ def serve_online(
 ) -> OnlineRun:
     """Serve a workload as its requests come; one engine serves many runs.
 
-    The engine's loop is made anew for each run: its counters and its peak of KV blocks are the run's alone, and the
-    planner begins with its table, uncorrected.
+    The engine's loop is made anew for each run: its counters and its peak of KV blocks are the run's alone. What the
+    planner has learned of its predictions' errors, in warm-ups and in earlier runs, stays.
 
     Args:
         engine: with nothing under way, and able to serve as ``arm``: one made for ``auto`` is.
