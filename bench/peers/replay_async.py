@@ -1,15 +1,14 @@
 """Replays requests at their times against a system that streams, and sees what its client sees."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from bullet_graph.engine.replay import TimedRequest
-from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
+from bullet_graph.engine.replay import TimedRequest, require_replayable
+from bullet_graph.errors import EngineDeadError, RequestError
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.perf.serving import ServedRequest
 
@@ -68,10 +67,7 @@ async def replay(
         ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
         EngineDeadError: the system failed as a whole.
     """
-    if max_concurrency is not None and max_concurrency < 1:
-        raise ConfigError(f"max_concurrency must be at least 1, or None for no limit, got {max_concurrency}")
-    if any(later.arrival_s < earlier.arrival_s for earlier, later in itertools.pairwise(requests)):
-        raise ConfigError("a replay needs its requests in order of arrival: sort them by arrival_s")
+    require_replayable(requests, max_concurrency)
     places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     start_s = clock()
 

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bullet_graph.cli.bench.sweep_file import Sweep
+from bullet_graph.cli.serving.table import figure
 
 _LEAST_WIDTH = 160
 _COLUMNS = (
@@ -54,16 +55,12 @@ def _row(run: Mapping[str, Any], system: str) -> list[str | Text]:
         "all at once" if run["all_at_once"] else f"{run['request_rate']:.4g}",
         Text(system),
         f"{100 * run['slo_attainment']:.1f}",
-        _figure(run["request_throughput"], 2),
-        _figure(run["output_throughput"], 0),
-        f"{_figure(run['median_ttft_ms'])} / {_figure(run['p90_ttft_ms'])}",
-        f"{_figure(run['median_tpot_ms'])} / {_figure(run['p90_tpot_ms'])}",
-        _figure(run["p99_itl_ms"]),
+        figure(run["request_throughput"], 2),
+        figure(run["output_throughput"], 0),
+        f"{figure(run['median_ttft_ms'])} / {figure(run['p90_ttft_ms'])}",
+        f"{figure(run['median_tpot_ms'])} / {figure(run['p90_tpot_ms'])}",
+        figure(run["p99_itl_ms"]),
         f"{run['failed']:,}",
-        _figure(run["joules_per_token"], 3),
-        _figure(power["mean"] if power else None, 0),
+        figure(run["joules_per_token"], 3),
+        figure(power["mean"] if power else None, 0),
     ]
-
-
-def _figure(value: float | None, decimals: int = 1) -> str:
-    return "–" if value is None else f"{value:,.{decimals}f}"

@@ -109,14 +109,18 @@ def watch_device(engine: Engine) -> DeviceMonitor:
     return DeviceMonitor.for_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
 
+def resolved_load_format(config: EngineConfig, runtime: Runtime) -> str:
+    """``dummy`` or ``safetensors``: where the weights come from."""
+    return "dummy" if runtime.folder is None or config.load_format == "dummy" else "safetensors"
+
+
 def describe_run(
     config: EngineConfig, runtime: Runtime, before: EngineStats, after: EngineStats, device: DeviceReport
 ) -> RunRecord:
     """Describe a measurement from the engine's statistics before and after it."""
-    is_dummy = runtime.folder is None or config.load_format == "dummy"
     return RunRecord(
         model=config.model,
-        load_format="dummy" if is_dummy else "safetensors",
+        load_format=resolved_load_format(config, runtime),
         dtype=str(runtime.dtype).removeprefix("torch."),
         arm=str(config.arm),
         seed=config.seed,

@@ -177,7 +177,7 @@ def engine_options(
                 settings["arm"] = Arm.parse(settings["arm"])
             config = EngineConfig(**settings)
             _check_trace_file(
-                arguments["trace_decisions"], arguments.get("output_json"), arguments.get("overwrite")
+                arguments.get("trace_decisions"), arguments.get("output_json"), arguments.get("overwrite")
             )
             command(config=config, **arguments)
 

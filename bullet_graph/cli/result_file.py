@@ -33,6 +33,20 @@ def check_result_file(path: Path | None, *, overwrite: bool | None, option: str 
         raise ConfigError(f"{option} {path}: no permission to write into {path.parent}")
 
 
+def require_matplotlib(option: str) -> None:
+    """Make sure, before a long run, that the pictures an option asks for can be drawn: matplotlib is an extra.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401, PLC0415
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"{option} needs matplotlib, which is not installed: pip install 'bullet-graph[bench]'"
+        ) from None
+
+
 def to_json(result: Any) -> str:
     """A result dataclass as JSON text, the fields of its ``run`` beside its own.
 

@@ -158,10 +158,7 @@ def replay(
         ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
         EngineDeadError: the engine failed.
     """
-    if max_concurrency is not None and max_concurrency < 1:
-        raise ConfigError(f"max_concurrency must be at least 1, or None for no limit, got {max_concurrency}")
-    if any(later.arrival_s < earlier.arrival_s for earlier, later in itertools.pairwise(requests)):
-        raise ConfigError("a replay needs its requests in order of arrival: sort them by arrival_s")
+    require_replayable(requests, max_concurrency)
     outputs: dict[str, RequestOutput] = {}
     start_s = engine.now()
     pending = deque(enumerate(requests))
@@ -197,6 +194,18 @@ def replay(
     )
     in_order = tuple(outputs[f"{id_prefix}{index}"] for index in range(len(requests)))
     return Replay(in_order, start_s, end_s)
+
+
+def require_replayable(requests: Sequence[TimedRequest], max_concurrency: int | None) -> None:
+    """Check what every replay is given.
+
+    Raises:
+        ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
+    """
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ConfigError(f"max_concurrency must be at least 1, or None for no limit, got {max_concurrency}")
+    if any(later.arrival_s < earlier.arrival_s for earlier, later in itertools.pairwise(requests)):
+        raise ConfigError("a replay needs its requests in order of arrival: sort them by arrival_s")
 
 
 def _send(engine: ReplayEngine, request_id: str, request: TimedRequest, arrival_s: float) -> None:

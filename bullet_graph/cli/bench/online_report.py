@@ -6,7 +6,7 @@ from typing import Any
 
 from bullet_graph.cli.bench.online import OnlineRun
 from bullet_graph.cli.bench.online_arms import OnlineComparison
-from bullet_graph.cli.serving.table import print_serving
+from bullet_graph.cli.serving.table import figure, print_serving, usage_rows
 
 # Of the engine and not of a run: a run's own are OnlineRun's.
 _COMMON = ("model", "load_format", "dtype", "seed", "engine", "provenance")
@@ -33,19 +33,9 @@ def print_comparison(comparison: OnlineComparison) -> None:
 
 def _extra_rows(runs: Sequence[OnlineRun]) -> dict[str, list[str]]:
     """A text for each run by the row's label; – where a run has no such figure."""
-    rows = {
-        "steps": [f"{run.num_steps:,}" for run in runs],
-        "preemptions": [f"{run.num_preemptions:,}" for run in runs],
-        "KV blocks, peak, %": [f"{100 * run.kv_blocks_peak / run.kv_blocks_total:.1f}" for run in runs],
-    }
-    for arm in sorted({arm for run in runs for arm in run.arm_shares}):
-        rows[f"device time in {arm}, %"] = [
-            f"{100 * run.arm_shares[arm]:.1f}" if arm in run.arm_shares else "–" for run in runs
-        ]
+    rows = {"steps": [f"{run.num_steps:,}" for run in runs]} | usage_rows(runs)
     for label, field in (("power, mean, W", "power_w"), ("SM clock, mean, MHz", "sm_clock_mhz")):
         ranges = [getattr(run.device, field) for run in runs]
         rows[label] = ["–" if values is None else f"{values.mean:,.0f}" for values in ranges]
-    rows["J an output token"] = [
-        "–" if run.joules_per_output_token is None else f"{run.joules_per_output_token:,.3f}" for run in runs
-    ]
+    rows["J an output token"] = [figure(run.joules_per_output_token, 3) for run in runs]
     return rows

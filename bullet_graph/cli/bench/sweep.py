@@ -17,7 +17,8 @@ from bullet_graph.cli.bench.online import Arrivals, serve_online, warm_up
 from bullet_graph.cli.bench.online_arms import config_for
 from bullet_graph.cli.bench.sweep_cells import SYSTEM, Cell, WorkloadSpec, make_cells
 from bullet_graph.cli.bench.sweep_file import CellKey, Sweep, SweepCell, SweepFile
-from bullet_graph.cli.engine_run import load_requests, open_engine
+from bullet_graph.cli.engine_run import load_requests, open_engine, resolved_load_format
+from bullet_graph.cli.serving.table import figure
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.errors import WorkloadError
@@ -193,10 +194,9 @@ class GoodputSweep:
             for field in dataclasses.fields(config)
             if field.name not in ("model", "arm", "slo", "seed", "device", "dtype", "load_format")
         }
-        is_dummy = runtime.folder is None or config.load_format == "dummy"
         return {
             "model": config.model,
-            "load_format": "dummy" if is_dummy else "safetensors",
+            "load_format": resolved_load_format(config, runtime),
             "dtype": str(runtime.dtype).removeprefix("torch."),
             "engine": engine | {"max_model_len": runtime.max_model_len, "arm": str(config.arm)},
             "seed": config.seed,
@@ -229,16 +229,14 @@ def print_sweep(sweep: Sweep) -> None:
                 tables[title].add_column(column, justify="right")
         best = cell.best or {}
         latencies = [
-            f"{_figure(best.get(f'median_{name}_ms'))} / {_figure(best.get(f'p90_{name}_ms'))}"
-            if best
-            else "–"
+            f"{figure(best.get(f'median_{name}_ms'))} / {figure(best.get(f'p90_{name}_ms'))}" if best else "–"
             for name in ("ttft", "tpot")
         ]
         tables[title].add_row(
             Text(cell.key.system.removeprefix(f"{SYSTEM} ")),
             _goodput(cell, sweep.settings["tolerance"]),
             *latencies,
-            _figure(best.get("joules_per_token"), 3),
+            figure(best.get("joules_per_token"), 3),
             str(len(cell.runs)),
         )
     for table in tables.values():
@@ -272,7 +270,3 @@ def _label(cell: Cell) -> str:
 
 def _rate(rate: float | None) -> str:
     return "none" if rate is None else f"{rate:.4g}/s"
-
-
-def _figure(value: float | None, decimals: int = 1) -> str:
-    return "–" if value is None else f"{value:,.{decimals}f}"

@@ -1,8 +1,6 @@
 """``bullet-graph bench sweep``: the goodput of arms on workloads, by bisection over the request rate."""
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +8,16 @@ import click
 
 from bullet_graph.cli.bench.sweep_cells import WorkloadSpec, parse_targets
 from bullet_graph.cli.options import engine_options
-from bullet_graph.cli.result_file import check_result_file
-from bullet_graph.cli.serving.options import parse_arms
+from bullet_graph.cli.result_file import check_result_file, require_matplotlib
+from bullet_graph.cli.serving.options import arms_option, burstiness_option
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.errors import BulletGraphError, ConfigError
 
 _IMAGE_FORMATS = ("svg", "png")
 
 
-def _without_trace(command: Callable[..., None]) -> Callable[..., None]:
-    """A decision trace is of one run; a sweep has many, and goes on under the same command."""
-
-    @functools.wraps(command)
-    def with_none(**arguments: Any) -> None:
-        command(trace_decisions=None, **arguments)
-
-    return with_none
-
-
 @click.command()
-@_without_trace
+# A decision trace is of one run; a sweep has many, and goes on under the same command.
 @engine_options(max_num_seqs=1024, without=("arm", "slo", "trace_decisions"))
 @click.option(
     "--workload",
@@ -48,16 +36,7 @@ def _without_trace(command: Callable[..., None]) -> Callable[..., None]:
     help='Latency targets in ms, such as "ttft:500 tpot:15", of the workloads that have none of their own; repeat it '
     "to sweep each of them.",
 )
-@click.option(
-    "--arm",
-    "arms",
-    multiple=True,
-    default=("auto",),
-    show_default=True,
-    metavar="serial[:CHUNK]|sliced|mixed[:CHUNK]|split[:NUM_SMS]|auto",
-    callback=parse_arms,
-    help="How prefill and decode share the device; repeat it to compare several.",
-)
+@arms_option("auto")
 @click.option(
     "--first-rate",
     type=float,
@@ -85,13 +64,7 @@ def _without_trace(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--max-runs", type=click.IntRange(min=1), default=20, show_default=True, help="Most runs of one search."
 )
-@click.option(
-    "--burstiness",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="1: Poisson arrivals; less: burstier; more: steadier.",
-)
+@burstiness_option
 @click.option(
     "--num-warmups",
     type=click.IntRange(min=0),
@@ -123,7 +96,6 @@ def sweep(
     plot_dir: Path | None,
     image_format: str,
     as_json: bool,
-    trace_decisions: None,  # noqa: ARG001
     **search: Any,
 ) -> None:
     """Find each arm's goodput: the highest request rate at which enough requests meet their targets.
@@ -145,7 +117,7 @@ def sweep(
     chosen_slos = tuple(dict.fromkeys(parse_targets(slo) for slo in slos))
     specs = tuple(WorkloadSpec.parse(workload) for workload in workloads)
     if plot_dir is not None:
-        _check_matplotlib()
+        require_matplotlib("--plot-dir")
     # torch takes seconds to import, and --help must not wait for it.
     from bullet_graph.cli.bench.sweep import GoodputSweep, SweepSpec, print_sweep  # noqa: PLC0415
 
@@ -181,16 +153,6 @@ def sweep(
                 click.echo(f"wrote {plot_dir / name}")
     if as_json:
         click.echo(json.dumps(result.fields(), indent=2, allow_nan=False))
-
-
-def _check_matplotlib() -> None:
-    try:
-        # matplotlib is an extra; better told before a long run than after it.
-        import matplotlib  # noqa: F401, PLC0415
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "--plot-dir needs matplotlib, which is not installed: pip install 'bullet-graph[bench]'"
-        ) from None
 
 
 def _check_plots(folder: Path, names: list[str], *, overwrite: bool) -> None:

@@ -11,7 +11,7 @@ from bullet_graph.cli.engine_run import RunRecord, describe_run, load_requests, 
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.engine.replay import require_forced_length
+from bullet_graph.engine.replay import recorded_length, require_forced_length
 from bullet_graph.errors import RequestError, WorkloadError
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.perf.summary import PercentileSummary, summarize_ms
@@ -129,7 +129,7 @@ def run_throughput(
 def _make_request(request: WorkloadRequest, index: int, vocab_size: int, seed: int) -> _Request:
     return _Request(
         make_prompt_token_ids(request, index, vocab_size, seed).tolist(),
-        SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_tokens),
+        recorded_length(request),
     )
 
 

@@ -1,4 +1,4 @@
-"""Options of the commands that serve a workload as it arrives: ``simulate`` and ``bench online``."""
+"""Options of the commands that serve a workload as it arrives: ``simulate``, ``bench online``, ``bench sweep``."""
 
 from collections.abc import Callable
 
@@ -26,6 +26,29 @@ def parse_rate(_: click.Context, __: click.Parameter, value: str) -> float | Non
 def parse_arms(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[Arm, ...]:
     """An option's callback: the arms to compare, each once."""
     return tuple(dict.fromkeys(Arm.parse(value) for value in values))
+
+
+def arms_option(default_arm: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command ``arms: tuple[Arm, …]``."""
+    return click.option(
+        "--arm",
+        "arms",
+        multiple=True,
+        default=(default_arm,),
+        show_default=default_arm,
+        metavar="serial[:CHUNK]|sliced|mixed[:CHUNK]|split[:NUM_SMS]|auto",
+        callback=parse_arms,
+        help="How prefill and decode share the GPU; repeat it to compare several.",
+    )
+
+
+burstiness_option = click.option(
+    "--burstiness",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="1: Poisson arrivals; less: burstier; more: steadier.",
+)
 
 
 def serving_options(
@@ -60,13 +83,7 @@ def serving_options(
             callback=parse_rate,
             help="Requests a second; inf: all at once; trace: when they were recorded." + request_rate_more,
         ),
-        click.option(
-            "--burstiness",
-            type=float,
-            default=1.0,
-            show_default=True,
-            help="1: Poisson arrivals; less: burstier; more: steadier.",
-        ),
+        burstiness_option,
         click.option(
             "--time-scale",
             type=float,
@@ -78,16 +95,7 @@ def serving_options(
             "--max-concurrency", type=click.IntRange(min=1), help="Most requests under way at once."
         ),
         goodput_option,
-        click.option(
-            "--arm",
-            "arms",
-            multiple=True,
-            default=(default_arm,),
-            show_default=default_arm,
-            metavar="serial[:CHUNK]|sliced|mixed[:CHUNK]|split[:NUM_SMS]|auto",
-            callback=parse_arms,
-            help="How prefill and decode share the GPU; repeat it to compare several.",
-        ),
+        arms_option(default_arm),
         click.option(
             "--save-detailed",
             is_flag=True,

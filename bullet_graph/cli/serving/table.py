@@ -1,6 +1,7 @@
 """Serving results for people: a column a run."""
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +12,33 @@ from bullet_graph.perf.serving import ServingResult
 _LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "e2e": "e2el"}
 _LABELS = ("median", "p90", "p99")
 _MOST_REASONS_SHOWN = 3
+
+
+class Usage(Protocol):
+    """Counters of one run; :class:`~bullet_graph.engine.output.EngineStats` has them."""
+
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def kv_blocks_peak(self) -> int: ...
+    @property
+    def kv_blocks_total(self) -> int: ...
+    @property
+    def arm_shares(self) -> Mapping[str, float]: ...
+
+
+def usage_rows(runs: Sequence[Usage]) -> dict[str, list[str]]:
+    """A text for each run by the row's label; – where a run spent no time in an arm."""
+    rows = {
+        "preemptions": [f"{run.num_preemptions:,}" for run in runs],
+        "KV blocks, peak, %": [f"{100 * run.kv_blocks_peak / run.kv_blocks_total:.1f}" for run in runs],
+    }
+    shares = [run.arm_shares for run in runs]
+    for arm in sorted({arm for share in shares for arm in share}):
+        rows[f"device time in {arm}, %"] = [
+            f"{100 * share[arm]:.1f}" if arm in share else "–" for share in shares
+        ]
+    return rows
 
 
 def print_serving(
@@ -33,14 +61,14 @@ def print_serving(
 
     add("duration, s", [f"{run.duration:,.2f}" for run in runs])
     add("requests done / failed", [f"{run.completed:,} / {run.failed:,}" for run in runs])
-    add("requests/s", [_number(run.request_throughput, 2) for run in runs])
-    add("… that met all targets", [_number(run.request_goodput, 2) for run in runs])
-    add("met all targets, %", [_number(_percent(run.slo_attainment), 1) for run in runs])
-    add("output tokens/s", [_number(run.output_throughput, 0) for run in runs])
-    add("total tokens/s", [_number(run.total_token_throughput, 0) for run in runs])
+    add("requests/s", [figure(run.request_throughput, 2) for run in runs])
+    add("… that met all targets", [figure(run.request_goodput, 2) for run in runs])
+    add("met all targets, %", [figure(_percent(run.slo_attainment), 1) for run in runs])
+    add("output tokens/s", [figure(run.output_throughput, 0) for run in runs])
+    add("total tokens/s", [figure(run.total_token_throughput, 0) for run in runs])
     for name, field in _LATENCIES.items():
         for label in _LABELS:
-            add(f"{name}, {label}, ms", [_number(getattr(run, f"{label}_{field}_ms"), 2) for run in runs])
+            add(f"{name}, {label}, ms", [figure(getattr(run, f"{label}_{field}_ms"), 2) for run in runs])
     for label, values in extra.items():
         add(label, values)
     console = Console()
@@ -58,5 +86,6 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def _number(value: float | None, decimals: int) -> str:
+def figure(value: float | None, decimals: int = 1) -> str:
+    """A number as text; – for None."""
     return "–" if value is None else f"{value:,.{decimals}f}"

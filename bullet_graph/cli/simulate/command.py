@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from bullet_graph.cli.options import parse_size, parse_sizes, result_options
-from bullet_graph.cli.result_file import check_result_file, write_result_file
+from bullet_graph.cli.result_file import check_result_file, require_matplotlib, write_result_file
 from bullet_graph.cli.serving.goodput import GoodputCommand
 from bullet_graph.cli.serving.options import TRACE_TIMES, serving_options
 from bullet_graph.config import Arm, EngineConfig
@@ -192,10 +192,4 @@ def _check_plot(path: Path, *, overwrite: bool) -> None:
     if path.suffix[1:].lower() not in _IMAGE_FORMATS:
         raise ConfigError(f"--plot {path}: the name must end in .svg or .png")
     check_result_file(path, overwrite=overwrite, option="--plot")
-    try:
-        # matplotlib is an extra; better told before a long run than after it.
-        import matplotlib  # noqa: F401, PLC0415
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "--plot needs matplotlib, which is not installed: pip install 'bullet-graph[bench]'"
-        ) from None
+    require_matplotlib("--plot")

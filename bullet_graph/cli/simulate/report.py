@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bullet_graph.cli.serving.table import print_serving
+from bullet_graph.cli.serving.table import figure, print_serving, usage_rows
 from bullet_graph.cli.simulate.run import ArmRun, Simulator
 from bullet_graph.perf.serving import RateSearch
 
@@ -18,17 +18,7 @@ def report_runs(
 ) -> dict[str, Any]:
     """Show the runs side by side unless quiet, and return the JSON's fields: flat for a single run."""
     if not quiet:
-        shares = [run.stats.arm_shares for run in runs.values()]
-        extra = {
-            "preemptions": [f"{run.stats.num_preemptions:,}" for run in runs.values()],
-            "KV blocks, peak, %": [
-                f"{100 * run.stats.kv_blocks_peak / run.stats.kv_blocks_total:.1f}" for run in runs.values()
-            ],
-        }
-        for arm in sorted({arm for share in shares for arm in share}):
-            extra[f"device time in {arm}, %"] = [
-                f"{100 * share[arm]:.1f}" if arm in share else "–" for share in shares
-            ]
+        extra = usage_rows([run.stats for run in runs.values()])
         print_serving(_title(simulator), {arm: run.result for arm, run in runs.items()}, extra)
     common = simulator.describe()
     flat = [
@@ -105,16 +95,12 @@ def _goodput_table(searches: Mapping[str, RateSearch]) -> Table:
             Text(arm),
             f"{search.goodput:.2f}",
             f"{100 * (best.slo_attainment or 0.0):.1f}",
-            f"{_ms(best.median_ttft_ms)} / {_ms(best.p99_ttft_ms)}",
-            f"{_ms(best.median_tpot_ms)} / {_ms(best.p99_tpot_ms)}",
-            _ms(best.p99_itl_ms),
+            f"{figure(best.median_ttft_ms)} / {figure(best.p99_ttft_ms)}",
+            f"{figure(best.median_tpot_ms)} / {figure(best.p99_tpot_ms)}",
+            figure(best.p99_itl_ms),
             str(len(search.results)),
         )
     return table
-
-
-def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.1f}"
 
 
 def _draw(simulator: Simulator, searches: Mapping[str, RateSearch], path: Path) -> None:
