@@ -77,6 +77,11 @@ class _Refusal(click.ClickException):
 )
 @click.option("--max-runs", type=click.IntRange(min=1), default=20, show_default=True, help="Of one search.")
 @click.option(
+    "--best-peer-only",
+    is_flag=True,
+    help="Give up a peer's setting once another of that peer served enough at a rate too fast for it.",
+)
+@click.option(
     "--warmup-requests", type=click.IntRange(min=0), default=32, show_default=True, help="Unmeasured."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
@@ -192,6 +197,7 @@ def _compare(
         vocab_size=resolve_model(options["model"])[0].vocab_size,
         seed=options["seed"],
         num_warmups=options["warmup_requests"],
+        best_peer_only=options["best_peer_only"],
         device_uuid=str(torch.cuda.get_device_properties(0).uuid) if has_gpu else None,
     )
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:

@@ -35,6 +35,10 @@ class Rates(Protocol):
     def goodput(self) -> float | None:
         """The highest rate recorded that served enough."""
 
+    @property
+    def ceiling(self) -> float | None:
+        """The lowest rate above the goodput that served too few; None: none was recorded."""
+
     def next_rate(self) -> float | None:
         """The next rate, in requests a second; None: no more."""
 
@@ -60,6 +64,12 @@ class FixedRates:
     def goodput(self) -> float | None:
         """The highest rate at which every run served enough; None: at none."""
         return max((rate for rate, share in self._worst.items() if share >= self._attainment), default=None)
+
+    @property
+    def ceiling(self) -> float | None:
+        """The lowest rate above the goodput at which a run served too few; None: at none."""
+        bad = (rate for rate, share in self._worst.items() if share < self._attainment)
+        return min((rate for rate in bad if rate > (self.goodput or 0.0)), default=None)
 
     def next_rate(self) -> float | None:
         """The next rate; None: all are done."""
@@ -99,6 +109,8 @@ class Comparison:
         vocab_size: of it.
         seed: of arrivals and prompts.
         num_warmups: unmeasured requests before a system's first run of a load.
+        best_peer_only: a peer's setting is given up as soon as another setting of that peer has served enough at a
+            rate that was too fast for it, since only the best of them counts.
         device_uuid: of the GPU to watch; None watches nothing.
     """
 
@@ -113,6 +125,7 @@ class Comparison:
         vocab_size: int,
         seed: int,
         num_warmups: int,
+        best_peer_only: bool = False,
         device_uuid: str | None,
     ) -> None:
         self._groups = groups
@@ -123,6 +136,7 @@ class Comparison:
         self._vocab_size = vocab_size
         self._seed = seed
         self._num_warmups = num_warmups
+        self._best_peer_only = best_peer_only
         self._device_uuid = device_uuid
         self._rates = {self._key(c, load): load.new_rates() for g in groups for c in g for load in loads}
         for key, rates in self._rates.items():
@@ -139,9 +153,8 @@ class Comparison:
         for group in self._groups:
             if any(self._next_rate(c, load) is not None for c in group for load in self._loads):
                 await self._run_group(group)
-        for key, rates in self._rates.items():
-            if not self._file.cell(key).finished:
-                self._file.finish_cell(key, rates.goodput)
+        for load in self._loads:
+            self._finish_cells(load)
         self._file.finish()
 
     async def _run_group(self, group: Sequence[Candidate]) -> None:
@@ -220,22 +233,34 @@ class Comparison:
             "system_counters": dict(system.counters()),
         }
         self._file.add_run(key, fields)
-        rates = self._rates[key]
-        rates.record(rate, attainment)
+        self._rates[key].record(rate, attainment)
         when = "all at once" if math.isinf(actual_rate) else f"at {rate:.4g}/s"
         tell(
             f"{key.workload}, {key.slo}, {candidate.label}, {when}: {100 * attainment:.1f} % met, "
             f"{result.output_throughput:,.0f} output tokens/s"
         )
-        if rates.next_rate() is None:
-            self._file.finish_cell(key, rates.goodput)
+        self._finish_cells(load)
 
     def _requests(self, workload: Workload, rate: float, slo: Slo, prompt_seed: int) -> list[TimedRequest]:
         times = arrival_times(len(workload.requests), request_rate=rate, seed=self._seed)
         return timed_requests(workload, times, vocab_size=self._vocab_size, slo=slo, seed=prompt_seed)
 
     def _next_rate(self, candidate: Candidate, load: Load) -> float | None:
-        return self._rates[self._key(candidate, load)].next_rate()
+        rates = self._rates[self._key(candidate, load)]
+        return None if self._is_beaten(candidate, load, rates.ceiling) else rates.next_rate()
+
+    def _finish_cells(self, load: Load) -> None:
+        """Keep what the searches found that are over: a run may end those of others, too."""
+        for candidate in (c for group in self._groups for c in group):
+            key = self._key(candidate, load)
+            if self._next_rate(candidate, load) is None and not self._file.cell(key).finished:
+                self._file.finish_cell(key, self._rates[key].goodput)
+
+    def _is_beaten(self, candidate: Candidate, load: Load, ceiling: float | None) -> bool:
+        if not self._best_peer_only or candidate.kind == "own" or ceiling is None:
+            return False
+        others = (c for g in self._groups for c in g if c.resident == candidate.resident and c != candidate)
+        return any((self._rates[self._key(other, load)].goodput or 0.0) >= ceiling for other in others)
 
     @staticmethod
     def _key(candidate: Candidate, load: Load) -> CellKey:

@@ -37,6 +37,8 @@ def _make_load(spec: WorkloadSpec, options: Mapping[str, Any]) -> Load:
     rates, attainment = options["rates"], options["attainment"]
     if rates is not None and options["all_at_once"]:
         raise ConfigError("--rates and --all-at-once exclude one another: choose one")
+    if options["best_peer_only"] and (rates is not None or options["all_at_once"]):
+        raise ConfigError("--best-peer-only is for searches: leave it out with --rates and --all-at-once")
     if options["all_at_once"]:
         rates = (FASTEST_RATE,)
     if rates is not None:

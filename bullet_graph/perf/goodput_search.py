@@ -77,7 +77,7 @@ class GoodputSearch:
             return self._first_rate
         if len(self._serves_enough) >= self._max_runs:
             return None
-        good, bad = self.goodput, self._lowest_bad_rate()
+        good, bad = self.goodput, self.ceiling
         if good is not None and bad is not None:
             middle = (good + bad) / 2
             return middle if bad - good > self._tolerance * good and good < middle < bad else None
@@ -90,8 +90,9 @@ class GoodputSearch:
         """The highest rate recorded at which enough requests met their targets; None: at none."""
         return max((rate for rate, enough in self._serves_enough.items() if enough), default=None)
 
-    def _lowest_bad_rate(self) -> float | None:
-        """The lowest rate above the goodput that served too few."""
+    @property
+    def ceiling(self) -> float | None:
+        """The lowest rate above the goodput that served too few; None: none was recorded."""
         good = self.goodput or 0.0
         return min(
             (rate for rate, enough in self._serves_enough.items() if not enough and rate > good), default=None

@@ -273,6 +273,7 @@ def test_no_server(trace: Path, tmp_path: Path) -> None:
         (("--rates", "18,fast"), "is no list of rates above 0"),
         (("--rates", "0"), "is no list of rates above 0"),
         (("--rates", "20", "--all-at-once"), "exclude one another"),
+        (("--rates", "20", "--best-peer-only"), "--best-peer-only is for searches"),
         ((), "a search for goodput needs targets"),
         (
             ("--rates", "20", "--max-model-len", "52"),

@@ -1,0 +1,113 @@
+"""Which runs a comparison asks for."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.peers import comparison
+from bench.peers.comparison import Comparison, Load
+from bench.peers.replay_async import AsyncReplay
+from bench.peers.systems import Candidate
+from bullet_graph.cli.bench.sweep_file import SweepFile
+from bullet_graph.engine.replay import TimedRequest
+from bullet_graph.perf.goodput_search import GoodputSearch
+from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.perf.serving import ServedRequest
+from bullet_graph.slo import Slo
+from bullet_graph.workloads import Workload
+from bullet_graph.workloads.request import WorkloadRequest
+
+NUM_REQUESTS = 40
+TPOT_MS = 10.0
+GOODPUTS = {"auto": 30.0, "512": 11.0, "1024": 19.0, "2048": 17.0}
+"""Rates up to which a setting meets the targets."""
+
+
+class Served:
+    """A system that is as fast as its setting says."""
+
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self) -> None:
+        self.setting = ""
+
+    async def configure(self, setting: str, slo: Slo) -> None:  # noqa: ARG002
+        self.setting = setting
+
+    def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
+        raise NotImplementedError
+
+    def counters(self) -> Mapping[str, Any]:
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
+async def open_served(_: Sequence[Candidate]) -> Served:
+    return Served()
+
+
+async def replayed(system: Served, requests: Sequence[TimedRequest]) -> AsyncReplay:
+    """All in time, or none."""
+    rate = NUM_REQUESTS / requests[-1].arrival_s
+    tpot_ms = TPOT_MS if rate < GOODPUTS[system.setting] else 2 * TPOT_MS
+    metrics = RequestMetrics(0.0, 0.0, (0.0, tpot_ms / 1e3))
+    served = tuple(ServedRequest(1, 2, metrics, slo=request.slo) for request in requests)
+    return AsyncReplay(served, 0.0, requests[-1].arrival_s)
+
+
+def compare(path: Path, *, best_peer_only: bool) -> dict[str, tuple[float | None, list[float]]]:
+    """Goodput and rates of the runs, by setting."""
+    request = WorkloadRequest(prompt_tokens=1, output_tokens=2, arrival_s=None)
+    workload = Workload("flat", (request,) * NUM_REQUESTS)
+    file = SweepFile.open(path, settings={}, provenance={}, overwrite=False)
+    asyncio.run(
+        Comparison(
+            [[Candidate("own", "auto"), *(Candidate("vllm", chunk) for chunk in ("512", "1024", "2048"))]],
+            [
+                Load(
+                    workload,
+                    Slo(tpot_ms=TPOT_MS),
+                    partial(GoodputSearch, first_rate=16.0, step=1.25, max_runs=4),
+                )
+            ],
+            open_served,
+            file,
+            model="none",
+            vocab_size=100,
+            seed=0,
+            num_warmups=0,
+            best_peer_only=best_peer_only,
+            device_uuid=None,
+        ).run()
+    )
+    cells = file.sweep.cells
+    assert all(cell.finished for cell in cells)
+    return {
+        cell.key.system.split()[-1]: (cell.goodput, [run["request_rate"] for run in cell.runs])
+        for cell in cells
+    }
+
+
+@pytest.fixture(autouse=True)
+def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "replay", replayed)
+
+
+def test_every_setting_is_searched(tmp_path: Path) -> None:
+    cells = compare(tmp_path / "peers.json", best_peer_only=False)
+    assert cells["512"] == (pytest.approx(10.496), [16.0, 12.8, pytest.approx(8.192), pytest.approx(10.496)])
+
+
+def test_a_setting_of_a_peer_is_given_up_when_another_is_better(tmp_path: Path) -> None:
+    """512 fails where 1,024 serves enough; 2,048 fails a step later; this engine's search goes on."""
+    cells = compare(tmp_path / "peers.json", best_peer_only=True)
+    assert cells["512"] == (None, [16.0])
+    assert cells["2048"][1] == [16.0, 20.0, 18.0]
+    assert cells["1024"] == (18.0, [16.0, 20.0, 18.0, 19.0])
+    assert len(cells["auto"][1]) == 4
