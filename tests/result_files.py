@@ -35,11 +35,32 @@ def make_run(rate: float, *, all_at_once: bool = False, **changes: Any) -> dict[
     )
 
 
+def search(
+    system: str,
+    goodput: float | None,
+    attainments: Mapping[float, float],
+    workload: str = CONV,
+    slo: str = SLO,
+    **changes: Any,
+) -> SweepCell:
+    """A search that is over, with the share of the requests that met all targets at each rate."""
+    runs = tuple(make_run(rate, slo_attainment=share, **changes) for rate, share in attainments.items())
+    return SweepCell(CellKey(system, workload, 600, slo), goodput, True, runs)
+
+
 def searched(
     goodputs: Mapping[str, float | None], workload: str = CONV, slo: str = SLO, **changes: Any
 ) -> list[SweepCell]:
+    """Searches that are closed: a rate 1 % above each goodput was too fast."""
     return [
-        SweepCell(CellKey(system, workload, 600, slo), goodput, True, (make_run(goodput or 1.0, **changes),))
+        search(
+            system,
+            goodput,
+            {1.0: 0.5} if goodput is None else {goodput: 0.91, 1.01 * goodput: 0.5},
+            workload,
+            slo,
+            **changes,
+        )
         for system, goodput in goodputs.items()
     ]
 
@@ -55,7 +76,8 @@ def at_load(
 def write_sweep(
     path: Path, cells: list[SweepCell], *, finished: bool = True, date: str = "", **settings: Any
 ) -> None:
-    given = {"model": "llama-3.1-8b", "attainment": 0.9, "rates": None, "all_at_once": False} | settings
+    given: dict[str, Any] = {"model": "llama-3.1-8b", "attainment": 0.9, "tolerance": 0.05}
+    given |= {"rates": None, "all_at_once": False} | settings
     provenance = PROVENANCE | ({"date_utc": date} if date else {})
     sweep = Sweep(settings=given, provenance=provenance, finished=finished, cells=tuple(cells))
     path.write_text(json.dumps(sweep.fields()))

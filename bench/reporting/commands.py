@@ -19,9 +19,11 @@ _BY_NAME = {
         "--num-prompts 600 --arm mixed:1024 --output-json {path}"
     ),
     "decode_attention.json": "python bench/kernels/decode_attention.py --output-json {path}",
+    "decode_step.json": "python bench/kernels/decode_step.py --output-json {path}",
     "gpu_tests.json": "pytest tests/gpu -m gpu --gpu-report {path}",
     "layer_rows.json": "python bench/kernels/layer_rows.py --output-json {path}",
     "partitions.json": "python bench/partition_table.py {folder}/gpu_tests.json {path}",
+    "prefill_attention.json": "python bench/kernels/prefill_attention.py --output-json {path}",
     "prefill_gemm.json": "python bench/kernels/prefill_gemm.py --output-json {path}",
     "simulation_error.json": "python bench/simulation_error.py {folder}/arms.json --output-json {path}",
     "wave_gain.json": "python bench/wave_gain.py capture/{table} --output-json {path}",

@@ -6,7 +6,8 @@ from typing import Any
 
 from bench.reporting import text
 from bench.reporting.commands import command_for
-from bench.reporting.evidence import CLAIMED_SYSTEM, Evidence, is_own
+from bench.reporting.evidence import CLAIMED_SYSTEM, TARGET_DEVICE, Evidence, is_own
+from bench.reporting.limits import limit_lines
 from bench.reporting.markdown import code, folded
 from bench.reporting.pictures import all_pictures, draw_all
 from bench.reporting.tables import (
@@ -17,7 +18,7 @@ from bench.reporting.tables import (
     target_table,
     worse_table,
 )
-from bench.reporting.targets import TARGET_DEVICE, Verdict, judge
+from bench.reporting.targets import WORDS, Verdict, judge
 from bench.reporting.worse import Compared, compare_all
 
 _SETTINGS_SHOWN = (
@@ -27,6 +28,7 @@ _SETTINGS_SHOWN = (
     "first_rate",
     "step",
     "max_runs",
+    "best_peer_only",
     "repeats",
     "seed",
     "warmup_requests",
@@ -37,7 +39,7 @@ _SETTINGS_SHOWN = (
     "one_at_a_time",
     "event_loop",
 )
-_OF_SEARCHES = ("tolerance", "first_rate", "step", "max_runs")
+_OF_SEARCHES = ("tolerance", "first_rate", "step", "max_runs", "best_peer_only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ def make_report(evidence: Evidence, folder: str, picture_folder: str) -> Report:
     lines = [
         text.INTRODUCTION.format(folder=folder),
         *_targets(verdicts),
+        text.LIMITS,
+        *limit_lines(verdicts, evidence),
         *_worse(verdicts, list(compare_all(evidence))),
         text.METHOD,
         "## Machine and versions",
@@ -83,7 +87,7 @@ def make_report(evidence: Evidence, folder: str, picture_folder: str) -> Report:
 
 def _targets(verdicts: Sequence[Verdict]) -> Iterator[str]:
     yield text.TARGETS.format(claimed=CLAIMED_SYSTEM, device=TARGET_DEVICE)
-    counts = [f"{sum(v.word == word for v in verdicts)} {word}" for word in ("met", "missed", "not measured")]
+    counts = [f"{sum(v.word == word for v in verdicts)} {word}" for word in WORDS]
     yield f"Of {len(verdicts)} targets: {', '.join(counts)}."
     yield from target_table(verdicts)
     yield from folded("where each figure is looked for", place_table(verdicts))

@@ -15,6 +15,9 @@ from bullet_graph.errors import ConfigError
 CLAIMED_SYSTEM = f"{SYSTEM} auto"
 """The setting that comparisons are claimed for: the engine's own choice."""
 
+TARGET_DEVICE = "NVIDIA H200"
+"""What the targets were set for; files of other devices are no evidence."""
+
 LATENCIES = tuple(
     f"{label}_{name}_ms" for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99")
 )
@@ -192,12 +195,16 @@ def _check_sweep(sweep: Sweep) -> None:
             for name in LATENCIES:
                 if run[name] is not None:
                     _require_number(run[name], f"{name} of a run")
-            if run.get("joules_per_token") is not None:
-                _require_number(run["joules_per_token"], "joules_per_token of a run")
-            for name in ("power_w", "sm_clock_mhz"):
-                mean = mean_of_device(run, name)
-                if mean is not None:
-                    _require_number(mean, f"device.{name}.mean of a run")
+            _check_energy(run)
+
+
+def _check_energy(run: Mapping[str, Any]) -> None:
+    """What a run tells of energy, power and clock, if anything."""
+    told = {name: run.get(name) for name in ("joules_per_token", "energy_joules")}
+    told |= {f"device.{name}.mean": mean_of_device(run, name) for name in ("power_w", "sm_clock_mhz")}
+    for name, value in told.items():
+        if value is not None:
+            _require_number(value, f"{name} of a run")
 
 
 def _check_measurements(path: Path, source: Source) -> None:
@@ -211,6 +218,7 @@ def _check_measurements(path: Path, source: Source) -> None:
             if "elapsed_time" in one:
                 for name in ("elapsed_time", "num_requests", "num_failed"):
                     _require_number(one[name], name)
+                _check_energy(one)
                 if not isinstance(one["arm"], str):
                     raise TypeError(f"arm must be text, got {one['arm']!r}")
         if source.is_scaling:
@@ -218,7 +226,7 @@ def _check_measurements(path: Path, source: Source) -> None:
                 if point["decode_sms"] is None:
                     _require_number(point["prefill_sms"], "prefill_sms")
                     _require_number(point["prefill_tokens_per_s"], "prefill_tokens_per_s")
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is damaged: {type(error).__name__}: {error}; measure it anew or take it away"
         ) from None

@@ -6,7 +6,8 @@ from typing import Any
 
 from bench.reporting.evidence import LATENCIES, Source, Task, is_own, is_search, mean_of_device, tasks_of
 from bench.reporting.markdown import folded, number, significant, table
-from bench.reporting.targets import Verdict
+from bench.reporting.measures import Figure
+from bench.reporting.targets import Target, Verdict
 from bench.reporting.worse import Compared
 from bullet_graph.cli.bench.sweep_file import Sweep, SweepCell
 from bullet_graph.slo import NO_TARGETS
@@ -34,13 +35,28 @@ def target_table(verdicts: Iterable[Verdict]) -> list[str]:
         said = list(verdict.reasons)
         measured = "–"
         if figure is not None:
-            measured = f"{_beside(figure.value, target.limit)}{'×' if target.unit.startswith('×') else unit}"
+            measured = _measured(figure, target)
             said = [f"{figure.detail} (`{figure.file}`)"]
-            said += [f"also {_beside(o.value, target.limit)}: {o.detail} (`{o.file}`)" for o in verdict.older]
+            said += [f"also {_measured(o, target)}: {o.detail} (`{o.file}`)" for o in verdict.older]
         word = verdict.word if verdict.word == "not measured" else f"**{verdict.word}**"
         wanted = f"{target.comparator} {target.limit:,g}{' ' if unit.startswith('×') else ''}{unit}"
         rows.append([target.name, wanted, measured, word, "; ".join(said) or "no file has it"])
     return table(("what", "target", "measured", "verdict", "of what"), rows, num_left=5)
+
+
+def _measured(figure: Figure, target: Target) -> str:
+    """The value with its unit; of a range the end that is better for this engine first."""
+
+    def shown(value: float) -> str:
+        return f"{_beside(value, target.limit)}{'×' if target.unit.startswith('×') else f' {target.unit}'}"
+
+    if figure.at_best is None:
+        return shown(figure.value)
+    if math.isinf(figure.at_best):
+        return f"at least {shown(figure.value)} ({figure.against})"
+    if figure.value == 0:
+        return f"{shown(figure.at_best)} ({figure.against})"
+    return f"{shown(figure.at_best)} ({shown(figure.value)} {figure.against})"
 
 
 def place_table(verdicts: Iterable[Verdict]) -> list[str]:

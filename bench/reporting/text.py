@@ -15,6 +15,24 @@ newest counts and the others stand behind it. A ratio is of two figures of one f
 setting that is best at this very figure: the peer may take another setting for each row, this engine may not. The
 exceptions are figures all at once: the quickest of this engine's settings counts for a duration, and where `auto`
 was not run, for joules. Only files of one {device} count.
+
+A search for a goodput may end early and leave a bracket: the peer's goodput lies between its highest rate that served
+enough and the next rate tried, which did not. A ratio is then of this engine's highest rate that served enough, over
+the *upper* end of the peer's bracket: of all its settings, the highest of the lowest rates that were too fast for
+each. Where both ends are within the search's tolerance, the search is closed and the lower end counts. The ratio to
+the lower end is shown first. **open** says that this one alone meets the target: the bracket is too wide.
+"""
+
+LIMITS = """
+## The limit that binds
+
+For each target that is missed or open: the least time that the work can take, by arithmetic on the best rates in the
+files. Operations and bytes are counted from the model's shape and the lengths of the workload. Each token goes through
+the layers once; of the last layer only what is sampled is computed; decode rows ride along with prompts, so that no
+weights are read for them alone. Of several rates the highest counts, so that the least time is not overstated: those
+of matrix products are sustained ones under the power cap, those of memory come from shorter runs. All are of kernels
+that this engine uses: better kernels, or another number format, would move the limit. "Proven" says that the least
+time is above the target, and nothing more.
 """
 
 METHOD = """
@@ -39,8 +57,9 @@ requests go unmeasured.
 
 **Goodput** is the highest rate, in requests/s, at which the asked share of the requests meets all targets. From a
 first rate, the rate is raised or lowered in growing steps until one that serves enough and one that does not are
-found; the gap is halved until it is within the tolerance. Each system has its own search. One run decides about each
-rate, so a goodput is exact to the tolerance at best.
+found; the gap is halved until it is within the tolerance, or `max_runs` is reached. Each system has its own search;
+with `best_peer_only`, that of a peer's setting ends when another of its settings served enough at a rate that was too
+fast for this one. One run decides about each rate, so a goodput is exact to the tolerance at best.
 
 **The peer** is vLLM's asynchronous engine in the client's process, as its own API server drives it: torch.compile
 and CUDA graphs on, asynchronous scheduling on, prefix caching, statistics and (de)tokenizing off. "chunk N" is the

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from result_files import (
@@ -10,9 +9,7 @@ from result_files import (
     CODE,
     CONV,
     LONGDOC,
-    MIXED,
     PROVENANCE,
-    SLO,
     VLLM_512,
     VLLM_2048,
     at_load,
@@ -27,7 +24,6 @@ from result_files import (
 from bench.reporting.evidence import Evidence, read_evidence
 from bench.reporting.targets import TARGETS, Verdict, judge
 from bench.reporting.worse import Compared, compare_all
-from bullet_graph.cli.bench.sweep_file import CellKey, SweepCell
 
 
 def verdict(folder: Path, name: str) -> Verdict:
@@ -68,60 +64,6 @@ def test_the_targets_are_the_projects() -> None:
         ("≤", 0.9),
     ]
     assert [target.limit for target in TARGETS[12:]] == [1.15, 1.25, 1.55, 1.25] * 2
-
-
-@pytest.mark.parametrize(("own", "word"), [(23.0, "met"), (22.9, "missed"), (None, "missed")])
-def test_a_goodput_is_compared_with_the_best_peer_setting(
-    tmp_path: Path, own: float | None, word: str
-) -> None:
-    # The first peer is not the best, and this engine's best setting is not the one that is claimed.
-    write_sweep(
-        tmp_path / "peers_conv.json", searched({VLLM_512: 10.0, AUTO: own, MIXED: 99.0, VLLM_2048: 20.0})
-    )
-    found = verdict(tmp_path, "goodput, conv")
-    assert found.word == word
-    assert found.figure is not None
-    assert found.figure.value == pytest.approx((own or 0.0) / 20.0)
-    assert VLLM_2048 in found.figure.detail
-    assert verdict(tmp_path, "goodput, code").word == "not measured"
-
-
-def test_a_goodput_tells_p99_of_ttft(tmp_path: Path) -> None:
-    write_sweep(tmp_path / "peers.json", searched({AUTO: 30.0, VLLM_512: 20.0}, p99_ttft_ms=4321.0))
-    figure = verdict(tmp_path, "goodput, conv").figure
-    assert figure is not None
-    assert "p99 of TTFT there 4,321.0 against 4,321.0 ms" in figure.detail
-
-
-@pytest.mark.parametrize(
-    ("goodputs", "settings", "reason"),
-    [
-        ({AUTO: 9.0}, {}, "no peer"),
-        ({VLLM_512: 9.0, MIXED: 9.0}, {}, "no bullet_graph auto"),
-        ({AUTO: 9.0, VLLM_512: None}, {}, "nothing to divide by"),
-        ({AUTO: 9.0, VLLM_512: 9.0}, {"attainment": 0.5}, "its attainment is 0.5"),
-        ({AUTO: 9.0, VLLM_512: 9.0}, {"rates": [9.0]}, ""),
-        ({AUTO: 9.0, VLLM_512: 9.0}, {"all_at_once": True}, ""),
-        ({AUTO: 9.0, VLLM_512: 9.0}, {"model": "qwen3-8b"}, ""),
-    ],
-)
-def test_no_goodput_is_made_of_other_files(
-    tmp_path: Path, goodputs: dict[str, float | None], settings: dict[str, Any], reason: str
-) -> None:
-    write_sweep(tmp_path / "peers.json", searched(goodputs), **settings)
-    found = verdict(tmp_path, "goodput, conv")
-    assert found.word == "not measured"
-    assert reason in "; ".join(found.reasons)
-    assert bool(found.reasons) == bool(reason)
-
-
-def test_an_unfinished_search_of_any_peer_is_no_evidence(tmp_path: Path) -> None:
-    cells = searched({AUTO: 30.0, VLLM_512: 20.0})
-    cells.append(SweepCell(CellKey(VLLM_2048, CONV, 600, SLO), None, False, (make_run(25.0),)))
-    write_sweep(tmp_path / "peers.json", cells, finished=False)
-    found = verdict(tmp_path, "goodput, conv")
-    assert found.word == "not measured"
-    assert found.reasons == (f"peers.json: the search of {VLLM_2048} is not finished",)
 
 
 def test_other_models_have_rows_of_their_own(tmp_path: Path) -> None:
