@@ -184,7 +184,8 @@ def _prefill_alone(level: int, num_sms: int, decode_sms: Sequence[int]) -> Itera
     whole = ((128, 256, 512, 1024, 2048, 4096, 8192), (64, 768, 1536, 3072))[level]
     for tokens in whole:
         yield ProfilePoint("prefill", tokens=tokens)
-    cached_whole = ([(512, 2048), (2048, 6144)], [(512, 6144), (2048, 2048)])[level]
+    # Short chunks, too: their attention leaves SMs idle, or takes another kernel, so its cost is not in their ratio.
+    cached_whole = ([(128, 4096), (256, 4096), (512, 2048), (2048, 6144)], [(512, 6144), (2048, 2048)])[level]
     for tokens, cached in cached_whole:
         yield ProfilePoint("prefill", tokens=tokens, cached_tokens=cached)
     for sms in (num_sms - size for size in decode_sms):
