@@ -15,6 +15,7 @@ from bullet_graph.models.weights import LayerWeights
 
 CONFIG = PRESETS["llama-3.1-8b"]
 HIDDEN, INTERMEDIATE, EPS = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.rms_norm_eps
+OPS = TritonOps()
 LAYERS = 8
 SHAPES = {  # (out_features, in_features)
     "qkv": (CONFIG.q_size + 2 * CONFIG.kv_size, HIDDEN),
@@ -89,23 +90,23 @@ class Chain:
 
     def attention_input(self, normed: Tensor, layer: LayerWeights) -> Tensor:
         """Projected, normed rows [rows, hidden_size] to rotated queries [rows, q_size]."""
-        qkv = TritonOps.linear(normed, layer.qkv)
-        q = TritonOps.rope_and_cache(qkv, self.inputs, self.keys, self.values, layer, CONFIG)
+        qkv = OPS.linear(normed, layer.qkv)
+        q = OPS.rope_and_cache(qkv, self.inputs, self.keys, self.values, layer, CONFIG)
         return q.view(self.rows, CONFIG.q_size)
 
-    def engine(self, swiglu: Callable[[Tensor, Tensor], Tensor] = TritonOps.swiglu) -> None:
+    def engine(self, swiglu: Callable[[Tensor, Tensor], Tensor] = OPS.swiglu) -> None:
         """As bullet_graph.models runs it, but perhaps for ``swiglu``."""
         x, residual = self.x, self.residual
         for layer in self.layers:
-            normed, residual = TritonOps.add_rms_norm(x, residual, layer.input_norm, EPS)
-            o = TritonOps.linear(self.attention_input(normed, layer), layer.o)
-            normed, residual = TritonOps.add_rms_norm(o, residual, layer.post_norm, EPS)
-            x = TritonOps.linear(swiglu(normed, layer.gate_up), layer.down)
+            normed, residual = OPS.add_rms_norm(x, residual, layer.input_norm, EPS)
+            o = OPS.linear(self.attention_input(normed, layer), layer.o)
+            normed, residual = OPS.add_rms_norm(o, residual, layer.post_norm, EPS)
+            x = OPS.linear(swiglu(normed, layer.gate_up), layer.down)
 
 
 def two_steps(x: Tensor, gate_up: Tensor) -> Tensor:
     """SwiGLU as a product and a pass over it: what the engine does with few rows."""
-    return TritonOps.silu_and_mul(TritonOps.linear(x, gate_up))
+    return OPS.silu_and_mul(OPS.linear(x, gate_up))
 
 
 def split_ns(chain: Chain) -> dict[str, float]:
@@ -122,19 +123,19 @@ def split_ns(chain: Chain) -> dict[str, float]:
     x, residual = chain.x, chain.residual
     for _, layer in itertools.product(range(2), chain.layers):
         mark("start")
-        normed, residual = TritonOps.add_rms_norm(x, residual, layer.input_norm, EPS)
+        normed, residual = OPS.add_rms_norm(x, residual, layer.input_norm, EPS)
         mark("add_rms_norm")
-        qkv = TritonOps.linear(normed, layer.qkv)
+        qkv = OPS.linear(normed, layer.qkv)
         mark("qkv")
-        q = TritonOps.rope_and_cache(qkv, chain.inputs, chain.keys, chain.values, layer, CONFIG)
+        q = OPS.rope_and_cache(qkv, chain.inputs, chain.keys, chain.values, layer, CONFIG)
         mark("rope_and_cache")
-        o = TritonOps.linear(q.view(chain.rows, CONFIG.q_size), layer.o)
+        o = OPS.linear(q.view(chain.rows, CONFIG.q_size), layer.o)
         mark("o")
-        normed, residual = TritonOps.add_rms_norm(o, residual, layer.post_norm, EPS)
+        normed, residual = OPS.add_rms_norm(o, residual, layer.post_norm, EPS)
         mark("add_rms_norm")
-        act = TritonOps.swiglu(normed, layer.gate_up)
+        act = OPS.swiglu(normed, layer.gate_up)
         mark("swiglu")
-        x = TritonOps.linear(act, layer.down)
+        x = OPS.linear(act, layer.down)
         mark("down")
     torch.cuda.synchronize()
     totals: dict[str, float] = {}

@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
-from bullet_graph.graphs.compiled import compiled_functions
 from bullet_graph.graphs.cublas import cublas_sm_count, fitting_blas
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, bucket_for
 from bullet_graph.graphs.report import CaptureReport
-from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
+from bullet_graph.graphs.step_kernels import StepKernels, default_step_kernels
+from bullet_graph.models.decoder import Decoder, LayerFunctions
 from bullet_graph.models.pinned import Uploader, packed_offsets
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
-from bullet_graph.models.triton_ops import TritonOps, sample
+from bullet_graph.models.triton_ops import sample
 from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
 
 Int32Array = NDArray[np.int32]
@@ -81,6 +81,7 @@ class DecodeGraphs:
         padding_slot: slot that padded rows read and write.
         grid_follows_partition: lay attention and matrix products out for the partition's SMs instead of the
             device's; False is for comparisons.
+        kernels_for: what a step of so many rows launches.
     """
 
     def __init__(
@@ -92,8 +93,11 @@ class DecodeGraphs:
         num_kv_blocks: int,
         padding_slot: int,
         grid_follows_partition: bool = True,
+        kernels_for: Callable[[int], StepKernels] = default_step_kernels,
     ) -> None:
         self._decoder = decoder
+        self._kernels_for = kernels_for
+        self._functions: dict[StepKernels, LayerFunctions] = {}
         self._grid_follows_partition = grid_follows_partition
         device = decoder.cos_sin.device
         self._attention = TritonDecodeAttention(
@@ -104,8 +108,6 @@ class DecodeGraphs:
         )
         self._state = state
         self._padding_slot = padding_slot
-        self._single_row = eager_functions(TritonOps())
-        self._compiled: LayerFunctions | None = None
         self.batch_sizes = batch_size_buckets(max_batch_size)
         header = _HEADER_ARRAYS * (max_batch_size + 8)
         self._uploader = Uploader(header + num_kv_blocks + max_batch_size, device)
@@ -131,8 +133,8 @@ class DecodeGraphs:
         """
         start_s = time.perf_counter()
         free_before, _ = torch.cuda.mem_get_info()
-        if self.batch_sizes[-1] > 1 and self._compiled is None:
-            self._compiled = compiled_functions(self._decoder, self._single_row.ops, self.batch_sizes[-1])
+        for size in self.batch_sizes:
+            self._functions_for(size)
         compiled_s = time.perf_counter()
         keys = [GraphKey(size, partition) for size in self.batch_sizes[::-1] for partition in partitions]
         with progress_bar(progress, total=len(keys), desc="Capturing decode graphs", unit="graph") as advance:
@@ -149,7 +151,11 @@ class DecodeGraphs:
         )
 
     def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
-        """Capture one graph on the stream that is bound to its partition now; replaces an earlier one."""
+        """Capture one graph on the stream that is bound to its partition now; replaces an earlier one.
+
+        Compiles first if that has not been done for its kernels.
+        """
+        self._functions_for(key.batch_size)
         # One padded row stands for all: lengths do not change what is launched.
         inputs = self._pad(DecodeInputs(*_padding_rows(1, self._padding_slot)), key.batch_size)
         # Whoever used the shared buffers last must be done: the lane may have changed its stream.
@@ -195,6 +201,12 @@ class DecodeGraphs:
         """Logits of the step that was enqueued last, [rows, vocab_size]."""
         return self._logits[:rows]
 
+    def _functions_for(self, rows: int) -> LayerFunctions:
+        kernels = self._kernels_for(rows)
+        if kernels not in self._functions:
+            self._functions[kernels] = kernels.functions(self._decoder, self.batch_sizes[-1])
+        return self._functions[kernels]
+
     def _pad(self, inputs: DecodeInputs, batch_size: int) -> DecodeInputs:
         missing = batch_size - len(inputs.slots)
         if missing == 0:
@@ -224,7 +236,9 @@ class DecodeGraphs:
         )
         _, indices_start = packed_offsets([rows] * 5 + [rows + 1])
         batch = DecodeBatch(kv_indptr, self._uploader.device_buffer[indices_start:], last_block_tokens)
-        attention = self._attention.plan(batch, num_sms=self._lane_sms(partition))
+        attention = self._attention.plan(
+            batch, num_sms=self._lane_sms(partition), pdl=self._kernels_for(rows).ops.pdl
+        )
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 
     def _run(self, step: _DeviceStep, partition: SmPartition) -> Tensor:
@@ -240,8 +254,7 @@ class DecodeGraphs:
 
     def _forward(self, step: _DeviceStep) -> Tensor:
         rows = len(step.slots)
-        # One row has matrix kernels of its own, between which nothing is left for a compiler to fuse.
-        functions = self._single_row if rows == 1 or self._compiled is None else self._compiled
+        functions = self._functions_for(rows)
         hidden = self._decoder.run_layers(
             self._decoder.embed(self._state.last_token[step.slots]),
             step.positions,
@@ -250,4 +263,5 @@ class DecodeGraphs:
             functions,
         )
         logits = self._decoder.logits(hidden, functions.ops, out=self._logits[:rows])
-        return sample(logits, step.slots, step.sample_positions, self._state)
+        pdl = self._kernels_for(rows).ops.pdl
+        return sample(logits, step.slots, step.sample_positions, self._state, pdl=pdl)

@@ -7,11 +7,10 @@ import time
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from bullet_graph.graphs.key import bucket_for, row_buckets, worthwhile_buckets
 from bullet_graph.graphs.report import CaptureReport
-from bullet_graph.models.decoder import Decoder, Hidden
+from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.ops import LayerOps
 from bullet_graph.models.pieces import LayerPieces
 from bullet_graph.models.progress import progress_bar
@@ -28,13 +27,14 @@ class LayerGraphs:
         max_rows: most rows that a forward will have.
 
     Attributes:
+        pieces: what is captured; between replays, its buffers are the caller's to fill and read.
         buckets: numbers of rows to pad a forward to, rising; once captured, those that are faster than all larger ones.
     """
 
     def __init__(self, decoder: Decoder, ops: LayerOps, *, max_rows: int) -> None:
         self.buckets = row_buckets(max_rows)
         self._num_layers = decoder.config.num_layers
-        self._pieces = LayerPieces(decoder, ops, self.buckets[-1] if self.buckets else 0)
+        self.pieces = LayerPieces(decoder, ops, self.buckets[-1] if self.buckets else 0)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -46,12 +46,12 @@ class LayerGraphs:
         with progress_bar(progress, total=total, desc="Capturing layers", unit="graph") as advance:
             for rows in self.buckets[::-1]:
                 # Kernels are loaded on first use, which a capture may not; all layers use the same.
-                self._pieces.run(min(1, self._num_layers - 1), rows)
+                self.pieces.run(min(1, self._num_layers - 1), rows)
                 for layer in range(self._num_layers):
                     graph = torch.cuda.CUDAGraph()
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                     try:
-                        self._pieces.run(layer, rows)
+                        self.pieces.run(layer, rows)
                     finally:
                         graph.capture_end()
                     self._graphs[rows, layer] = graph
@@ -83,22 +83,6 @@ class LayerGraphs:
             return None
         return bucket_for(rows, self.buckets)
 
-    def load(self, hidden: Hidden, positions: Tensor, kv_slots: Tensor) -> None:
-        """Enqueue a forward's inputs; see :meth:`LayerPieces.load`, padded to a bucket."""
-        self._pieces.load(hidden, positions, kv_slots)
-
     def replay(self, layer: int, bucket: int) -> None:
-        """Enqueue the piece that ends with the layer's queries."""
+        """Enqueue the piece that ends with the layer's rows."""
         self._graphs[bucket, layer].replay()
-
-    def queries(self, rows: int) -> Tensor:
-        """Of the piece replayed last, [rows, num_heads, head_dim]."""
-        return self._pieces.queries[:rows]
-
-    def attended(self, rows: int) -> Tensor:
-        """Where attention puts what the next piece reads, [rows, num_heads, head_dim]."""
-        return self._pieces.attended[:rows]
-
-    def residual(self, rows: int) -> Tensor:
-        """Of the piece replayed last, [rows, hidden_size]."""
-        return self._pieces.residual[:rows]

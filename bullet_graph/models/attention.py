@@ -1,23 +1,52 @@
 """Attention over the paged KV cache: the protocol, and the reference in plain torch."""
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """What a layer has computed of a forward's rows when attention begins.
+
+    Attributes:
+        q: [rows, num_heads, head_dim], of the rows that attend: all of them, or those that are sampled.
+        k: [all rows, num_kv_heads, head_dim], rotated, as the cache has them; its rows are strided.
+        v: likewise.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def of(cls, q: Tensor, qkv: Tensor, config: ModelConfig) -> "LayerRows":
+        """Views, no copies.
+
+        Args:
+            q: as :meth:`~bullet_graph.models.ops.LayerOps.rope_and_cache` has given it.
+            qkv: [rows, q_size + 2 * kv_size], as it has left it.
+        """
+        heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        k, v = heads[:, config.num_heads :].split(config.num_kv_heads, dim=1)
+        return cls(q, k, v)
 
 
 class Attention(Protocol):
     """Causal attention of one batch, planned once and run for each layer."""
 
-    def run(self, layer: int, q: Tensor) -> Tensor:
-        """Attend to the cache, this batch's own keys and values included.
+    def run(self, layer: int, rows: LayerRows) -> Tensor:
+        """Attend to the sequences' keys and values, this batch's own included, which are in the cache, too.
 
         Args:
             layer: which layer's cache.
-            q: [rows, num_heads, head_dim].
+            rows: of that layer.
 
         Returns:
             [rows, num_heads * head_dim].
@@ -55,20 +84,21 @@ class ReferenceAttention:
             for (start, stop), kv_len in zip(pairwise(q_indptr), kv_lens, strict=True)
         ]
 
-    def run(self, layer: int, q: Tensor) -> Tensor:
-        """See :meth:`Attention.run`."""
+    def run(self, layer: int, rows: LayerRows) -> Tensor:
+        """See :meth:`Attention.run`; reads keys and values from the cache alone."""
         keys, values = self._cache.layer(layer)
+        q = rows.q
         out = torch.empty_like(q)
         for i, (blocks, kv_len, mask) in enumerate(
             zip(self._blocks, self._kv_lens, self._masks, strict=True)
         ):
-            rows = slice(self._q_indptr[i], self._q_indptr[i + 1])
-            if rows.start == rows.stop:
+            own = slice(self._q_indptr[i], self._q_indptr[i + 1])
+            if own.start == own.stop:
                 continue
             k = keys[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
             v = values[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
             attended = torch.nn.functional.scaled_dot_product_attention(
-                q[rows].transpose(0, 1)[None], k[None], v[None], attn_mask=mask, enable_gqa=True
+                q[own].transpose(0, 1)[None], k[None], v[None], attn_mask=mask, enable_gqa=True
             )
-            out[rows] = attended[0].transpose(0, 1)
+            out[own] = attended[0].transpose(0, 1)
         return out.flatten(1)

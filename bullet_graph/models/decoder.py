@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bullet_graph.models.attention import Attention
+from bullet_graph.models.attention import Attention, LayerRows
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.ops import LayerOps, RowInputs
@@ -151,28 +151,30 @@ class Decoder:
             )
             keys, values = self.cache.layer(index)
             q = functions.ops.rope_and_cache(qkv, inputs, keys, values, layer, self.config)
+            rows = LayerRows.of(q, qkv, self.config)
             if sampled is not None and index == self.config.num_layers - 1:
-                return self.finish_last_layer(q, residual, sampled, functions)
+                return self.finish_last_layer(rows, residual, sampled, functions)
             x, residual = functions.attention_output(
-                attention.run(index, q), residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps
+                attention.run(index, rows), residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps
             )
         return Hidden(x, residual)
 
     def finish_last_layer(
-        self, q: Tensor, residual: Tensor, sampled: SampledRows, functions: LayerFunctions
+        self, rows: LayerRows, residual: Tensor, sampled: SampledRows, functions: LayerFunctions
     ) -> Hidden:
         """Attention of the last layer and what follows it, for the sampled rows alone.
 
         Args:
-            q: queries of all rows, [rows, num_heads, head_dim]; their keys and values are in the cache.
+            rows: all of them; their keys and values are in the cache.
             residual: of all rows, [rows, hidden_size].
         """
-        q, residual = q[sampled.rows], residual[sampled.rows]
+        rows = LayerRows(rows.q[sampled.rows], rows.k, rows.v)
+        residual = residual[sampled.rows]
         if sampled.attention is None:
             return Hidden(residual, residual)
         layer = self.weights.layers[-1]
         x, residual = functions.attention_output(
-            sampled.attention.run(self.config.num_layers - 1, q),
+            sampled.attention.run(self.config.num_layers - 1, rows),
             residual,
             layer.o,
             layer.post_norm,

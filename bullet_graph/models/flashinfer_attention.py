@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache with FlashInfer's kernels, planned without its wrappers.
+"""Attention with FlashInfer's kernels, to the paged KV cache or to a forward's own rows, planned without its wrappers.
 
 The wrappers hide what captured decode needs: buffers at fixed addresses shared between batch sizes, a
 staging buffer that is not overwritten while its copy is in flight, and a plan that costs microseconds
@@ -15,19 +15,28 @@ import torch
 from flashinfer.prefill import get_batch_prefill_module
 from torch import Tensor
 
+from bullet_graph.models.attention import LayerRows
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.pinned import PinnedRing
-from bullet_graph.models.triton_decode_attention import PlannedDecode
 
 Backend = Literal["fa2", "fa3"]
 
 _INT_WORKSPACE_BYTES = 8 * 1024**2
 _NHD_LAYOUT = 0
 _NO_POSITIONS = 0
+_NO_ROPE = (1.0, 1e4, 0)
+"""Scale and base of a RoPE that is not FlashInfer's here, and no lengths of items: all unused."""
 _BLOCKS_PER_SM = 2
+_MOST_BLOCKS = 512
+"""More than a split batch has on any GPU so far: two an SM."""
 _DECODE_TILE_ROWS = 16
 """Query rows of a tensor-core decode tile: fa2's smallest."""
+_TILE_ROWS = 128
+"""Query rows of the largest tile, of both."""
+FA3_LEAST_FILL = 0.6
+"""From this share of the SMs on, fa3 is faster than fa2: arithmetic on rates of full batches (463 and 274 TFLOP/s at
+4,096 tokens on an H200)."""
 
 
 @lru_cache
@@ -43,15 +52,32 @@ def prefill_backend(device: torch.device) -> Backend:
     return "fa3" if torch.cuda.get_device_capability(device) == (9, 0) else "fa2"
 
 
-def decode_workspace_bytes(config: ModelConfig, max_rows: int) -> int:
-    """Float scratch of a decode of ``max_rows`` rows.
+def backend_for(config: ModelConfig, backend: Backend, num_rows: int, num_sms: int) -> Backend:
+    """The faster kernels for prompt rows that attend to a long cached prefix.
+
+    fa3 gives each tile of 128 rows and each head one block, which goes through all of the prefix: few rows leave SMs
+    idle. fa2 divides the prefix as well.
+
+    Args:
+        backend: what :func:`prefill_backend` says.
+        num_rows: prompt rows of the batch.
+        num_sms: of the device.
+    """
+    fill = num_rows * config.num_heads / (_TILE_ROWS * num_sms)
+    return backend if fill >= FA3_LEAST_FILL else "fa2"
+
+
+def attention_workspace_bytes(config: ModelConfig, max_rows: int) -> int:
+    """Float scratch of a decode of ``max_rows`` rows, or of a divided batch of prompt rows.
 
     FlashInfer keeps partial outputs and their log-sum-exp in float32 for each (head, tile, row); a captured
-    plan counts at most ceil(rows * group / tile) + rows - 1 tiles, or what fills the device if that is more.
+    plan counts at most ceil(rows * group / tile) + rows - 1 tiles, a divided one what fills the device.
     """
     group = config.num_heads // config.num_kv_heads
-    tiles = max(-(-max_rows * group // _DECODE_TILE_ROWS) + max_rows - 1, 512 // config.num_kv_heads + 1)
-    return config.num_heads * tiles * _DECODE_TILE_ROWS * (config.head_dim + 1) * 4 + 1024**2
+    decode_tiles = -(-max_rows * group // _DECODE_TILE_ROWS) + max_rows - 1
+    split_tiles = _MOST_BLOCKS // config.num_kv_heads + 1
+    rows = max(decode_tiles * _DECODE_TILE_ROWS, split_tiles * _TILE_ROWS)
+    return config.num_heads * rows * (config.head_dim + 1) * 4 + 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +105,23 @@ class PagedBatch:
     num_rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """Sequences that are in one forward from their first token on, and so attend to its rows alone.
+
+    Attributes:
+        indptr: [n + 1] int32 on the device, where each sequence's rows start in the forward; the first need not be 0.
+        host_indptr: likewise on the host.
+    """
+
+    indptr: Tensor
+    host_indptr: Tensor
+
+
 class AttentionLane:
-    """Kernels and scratch of one lane, for one phase; never shared by two lanes that run at the same time.
+    """Kernels and scratch of one lane, for one kind of batch; never shared by two lanes that run at the same time.
+
+    A plan holds until the next one's copy runs: whoever needs two of them in a forward takes two of these.
 
     Args:
         config: the model's shape.
@@ -120,20 +161,51 @@ class AttentionLane:
             captured: the run is part of a CUDA graph: its launches must not depend on the lengths.
             num_sms: SMs that the kernels will have, None for all; fa2 alone heeds it.
         """
+        kernels = self._plan(
+            batch.host_q_indptr,
+            batch.host_kv_indptr,
+            batch.host_kv_lens,
+            num_rows=batch.num_rows,
+            page_tokens=self._cache.block_tokens,
+            captured=captured,
+            num_sms=num_sms,
+        )
+        return PlannedAttention(kernels, batch, self._cache)
+
+    def plan_ragged(self, batch: RaggedBatch) -> "PlannedRaggedAttention":
+        """As :meth:`plan`, for sequences of which nothing was in the cache before."""
+        indptr = batch.host_indptr
+        num_rows = int(indptr[-1] - indptr[0])
+        kernels = self._plan(
+            indptr, indptr, indptr.diff(), num_rows=num_rows, page_tokens=1, captured=False, num_sms=None
+        )
+        return PlannedRaggedAttention(kernels, batch)
+
+    def _plan(
+        self,
+        q_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_lens: Tensor,
+        *,
+        num_rows: int,
+        page_tokens: int,
+        captured: bool,
+        num_sms: int | None,
+    ) -> "_PlannedKernels":
         config = self._config
         with self._staging.buffer() as staging:
             arguments = [
                 self._float_workspace,
                 self._int_workspace,
                 staging,
-                batch.host_q_indptr,
-                batch.host_kv_indptr,
-                batch.host_kv_lens,
-                batch.num_rows,
-                len(batch.host_kv_lens),
+                q_indptr,
+                kv_indptr,
+                kv_lens,
+                num_rows,
+                len(kv_lens),
                 config.num_heads,
                 config.num_kv_heads,
-                self._cache.block_tokens,
+                page_tokens,
                 captured,
                 config.head_dim,
                 config.head_dim,
@@ -146,55 +218,9 @@ class AttentionLane:
                 elsewhere = 0 if num_sms is None else _BLOCKS_PER_SM * (self._device_sms - num_sms)
                 arguments += [-1, False, elsewhere]  # -1: the plan chooses the split size
             plan_info = self._module.plan(*arguments)
-        return PlannedAttention(
-            self._module,
-            plan_info,
-            batch,
-            self._cache,
-            self._float_workspace,
-            self._int_workspace,
-            self._causal,
-            1.0 / math.sqrt(config.head_dim),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedAttention:
-    """One batch's attention, to be run for each layer; see :class:`~bullet_graph.models.attention.Attention`."""
-
-    module: Any
-    plan_info: Any
-    batch: PagedBatch
-    cache: KVCache
-    float_workspace: Tensor
-    int_workspace: Tensor
-    causal: bool
-    scale: float
-
-    def run(self, layer: int, q: Tensor) -> Tensor:
-        """See :meth:`~bullet_graph.models.attention.Attention.run`."""
-        out = torch.empty_like(q)
-        self.run_into(layer, q, out)
-        return out.flatten(1)
-
-    def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """As :meth:`run`, into ``out`` [rows, num_heads, head_dim]."""
-        keys, values = self.cache.layer(layer)
-        batch = self.batch
-        self.module.paged_run(
-            self.float_workspace,
-            self.int_workspace,
-            self.plan_info,
-            q,
-            keys,
-            values,
-            batch.q_indptr,
-            batch.kv_indptr,
-            batch.kv_indices,
-            batch.last_block_tokens,
-            out,
+        settings = (
             None,  # no log-sum-exp
-            int(self.causal),
+            int(self._causal),
             _NHD_LAYOUT,
             -1,  # no sliding window
             True,  # programmatic dependent launch
@@ -205,40 +231,84 @@ class PlannedAttention:
             None,
             None,
             0.0,  # no soft cap
-            self.scale,
+            1.0 / math.sqrt(config.head_dim),
+        )
+        return _PlannedKernels(
+            self._module, (self._float_workspace, self._int_workspace, plan_info), settings
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedKernels:
+    """What both runs of a module begin with, and what follows their output, up to the scale of the scores."""
+
+    module: Any
+    plan: tuple[Any, ...]
+    settings: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedAttention:
+    """One batch's attention, to be run for each layer; see :class:`~bullet_graph.models.attention.Attention`."""
+
+    kernels: _PlannedKernels
+    batch: PagedBatch
+    cache: KVCache
+
+    def run(self, layer: int, rows: LayerRows) -> Tensor:
+        """See :meth:`~bullet_graph.models.attention.Attention.run`."""
+        out = torch.empty_like(rows.q)
+        self.run_into(layer, rows.q, out)
+        return out.flatten(1)
+
+    def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """As :meth:`run`, into ``out`` [rows, num_heads, head_dim]."""
+        keys, values = self.cache.layer(layer)
+        batch = self.batch
+        self.kernels.module.paged_run(
+            *self.kernels.plan,
+            q,
+            keys,
+            values,
+            batch.q_indptr,
+            batch.kv_indptr,
+            batch.kv_indices,
+            batch.last_block_tokens,
+            out,
+            *self.kernels.settings,
             None,
             None,
             None,
-            1.0,  # RoPE is not FlashInfer's here: scale and base are unused
-            1e4,
-            0,
+            *_NO_ROPE,
             0,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class MixedAttention:
-    """Prefill rows first, then decode rows, each planned for itself.
+class PlannedRaggedAttention:
+    """As :class:`PlannedAttention`, but keys and values are read where they were computed.
 
-    Attributes:
-        prefill: None when there are only decode rows.
-        decode: None when there are only prefill rows.
-        num_prefill_rows: where the decode rows begin.
+    On Hopper they come by TMA, which cannot gather pages; it asks for addresses and strides in multiples of 16
+    bytes, and the size of a head is one.
     """
 
-    prefill: PlannedAttention | None
-    decode: PlannedDecode | None
-    num_prefill_rows: int
+    kernels: _PlannedKernels
+    batch: RaggedBatch
 
-    def run(self, layer: int, q: Tensor) -> Tensor:
-        """See :meth:`~bullet_graph.models.attention.Attention.run`."""
-        out = torch.empty_like(q)
-        self.run_into(layer, q, out)
-        return out.flatten(1)
+    def run_into(self, rows: LayerRows, out: Tensor) -> None:
+        """Attend, into the batch's rows of ``out`` [all rows, num_heads, head_dim]; leaves the others alone.
 
-    def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """As :meth:`run`, into ``out`` [rows, num_heads, head_dim]."""
-        if self.prefill is not None:
-            self.prefill.run_into(layer, q[: self.num_prefill_rows], out[: self.num_prefill_rows])
-        if self.decode is not None:
-            self.decode.run_into(layer, q[self.num_prefill_rows :], out[self.num_prefill_rows :])
+        Args:
+            rows: all of the forward.
+        """
+        self.kernels.module.ragged_run(
+            *self.kernels.plan,
+            rows.q,
+            rows.k,
+            rows.v,
+            self.batch.indptr,
+            self.batch.indptr,
+            out,
+            *self.kernels.settings,
+            *_NO_ROPE,
+        )

@@ -40,10 +40,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     Args:
         x: [rows, in_features].
         weight: [out_features, in_features].
-        bias: [out_features] or None; none together with ``out``.
+        bias: [out_features] or None.
         out: [rows, out_features], where to put the result, or None for new memory.
     """
-    return torch.nn.functional.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
+    if out is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -121,7 +123,7 @@ class LayerOps(Protocol):
         """Norm and rotate queries and keys, and write keys and values into the cache.
 
         Args:
-            qkv: [rows, q_size + 2 * kv_size].
+            qkv: [rows, q_size + 2 * kv_size]; its keys are replaced by the rotated ones.
             keys: [num_blocks, block_tokens, num_kv_heads, head_dim]; likewise ``values``.
             out: [rows, num_heads, head_dim], where to put the queries, or None for new memory.
 
@@ -155,11 +157,12 @@ class TorchOps:
             (heads, heads + config.num_kv_heads),
             dim=1,
         )
+        normed_k = k
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
+            normed_k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
         cos, sin = inputs.cos_sin[inputs.positions].chunk(2, dim=-1)
-        keys.flatten(0, 1)[inputs.kv_slots] = rotate(k, cos, sin)
+        keys.flatten(0, 1)[inputs.kv_slots] = k.copy_(rotate(normed_k, cos, sin))
         values.flatten(0, 1)[inputs.kv_slots] = v
         rotated = rotate(q, cos, sin)
         return rotated if out is None else out.copy_(rotated)

@@ -6,6 +6,7 @@ once for each number and replayed.
 
 from torch import Tensor
 
+from bullet_graph.models.attention import LayerRows
 from bullet_graph.models.decoder import Decoder, Hidden, attention_output
 from bullet_graph.models.ops import LayerOps, RowInputs
 
@@ -13,10 +14,10 @@ from bullet_graph.models.ops import LayerOps, RowInputs
 class LayerPieces:
     """Pieces of a forward of up to ``max_rows`` rows; one forward at a time.
 
-    Piece ``i`` ends with the queries of layer ``i``, whose keys and values it has written into the cache; from the
+    Piece ``i`` ends with the rows of layer ``i``, whose keys and values it has written into the cache; from the
     second on, it begins with what attention gave in the layer before. So a forward is: :meth:`load`, then for each
-    layer its piece and its attention from ``queries`` into ``attended``. What follows the last attention is left to the
-    caller, who may want but a few of the rows.
+    layer its piece and its attention from :meth:`rows` into ``attended``. What follows the last attention is left to
+    the caller, who may want but a few of the rows.
 
     Args:
         decoder: weights and cache.
@@ -24,9 +25,8 @@ class LayerPieces:
         max_rows: size of the buffers.
 
     Attributes:
-        queries: [max_rows, num_heads, head_dim].
-        attended: the same shape.
-        residual: [max_rows, hidden_size].
+        attended: [max_rows, num_heads, head_dim], where attention puts what the next piece reads.
+        residual: [max_rows, hidden_size], of the piece that ran last.
     """
 
     def __init__(self, decoder: Decoder, ops: LayerOps, max_rows: int) -> None:
@@ -36,8 +36,9 @@ class LayerPieces:
         # Zeroed: rows beyond a forward's own are computed as well, and must stay finite.
         self._x = weights.embed.new_zeros(max_rows, config.hidden_size)
         self.residual = self._x.clone()
-        self.queries = weights.embed.new_zeros(max_rows, config.num_heads, config.head_dim)
-        self.attended = self.queries.clone()
+        self._qkv = weights.embed.new_zeros(max_rows, config.q_size + 2 * config.kv_size)
+        self._queries = weights.embed.new_zeros(max_rows, config.num_heads, config.head_dim)
+        self.attended = self._queries.clone()
         self._positions = decoder.cos_sin.new_zeros(max_rows).int()
         self._kv_slots = self._positions.clone()
 
@@ -54,6 +55,10 @@ class LayerPieces:
         self.residual[:rows].copy_(hidden.residual)
         self._positions[: len(positions)].copy_(positions)
         self._kv_slots[: len(kv_slots)].copy_(kv_slots)
+
+    def rows(self, num_rows: int) -> LayerRows:
+        """The first ``num_rows`` rows of the piece that ran last."""
+        return LayerRows.of(self._queries[:num_rows], self._qkv[:num_rows], self._decoder.config)
 
     def run(self, layer_index: int, rows: int) -> None:
         """Compute a piece for the first ``rows`` rows."""
@@ -77,11 +82,11 @@ class LayerPieces:
         normed, _ = ops.add_rms_norm(x, residual, layer.input_norm, eps, summed=self.residual[:rows])
         keys, values = decoder.cache.layer(layer_index)
         ops.rope_and_cache(
-            ops.linear(normed, layer.qkv, layer.qkv_bias),
+            ops.linear(normed, layer.qkv, layer.qkv_bias, out=self._qkv[:rows]),
             RowInputs(self._positions[:rows], self._kv_slots[:rows], decoder.cos_sin),
             keys,
             values,
             layer,
             config,
-            out=self.queries[:rows],
+            out=self._queries[:rows],
         )

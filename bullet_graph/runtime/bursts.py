@@ -194,7 +194,7 @@ class Workbench:
             # A forward with decode rows in it runs on the decode lane, as in the engine.
             rows = lay_out(self._chunk(point), self._decode_batch(point), KV_BLOCK_TOKENS)
             stream = self._launcher.stream("decode", partition)
-            lanes.append(FedLane(stream, lambda: self._eager.run(rows, captured=True)))
+            lanes.append(FedLane(stream, lambda: self._eager.run(rows)))
         if point.kind in ("prefill", "split"):
             lanes.append(self.prefill_lane([point], partition))
         return run_burst(lanes, burst_s)
@@ -207,7 +207,7 @@ class Workbench:
         def launch() -> None:
             for rows in forwards:
                 # On the whole GPU as the decode lane runs it, whose short forwards are captured.
-                self._eager.run(rows, captured=whole_gpu, whole_gpu=whole_gpu)
+                self._eager.run(rows, whole_gpu=whole_gpu)
 
         return FedLane(self._launcher.stream("prefill", partition), launch)
 

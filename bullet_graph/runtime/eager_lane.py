@@ -11,12 +11,15 @@ from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
 from bullet_graph.models.flashinfer_attention import (
     AttentionLane,
-    MixedAttention,
+    Backend,
     PagedBatch,
     PlannedAttention,
-    decode_workspace_bytes,
+    RaggedBatch,
+    attention_workspace_bytes,
+    backend_for,
     prefill_backend,
 )
+from bullet_graph.models.mixed_attention import MixedAttention
 from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
@@ -74,52 +77,62 @@ class EagerLane:
         graphs: LayerGraphs | None = None,
     ) -> None:
         config, device = decoder.config, decoder.cos_sin.device
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._decoder = decoder
+        self._num_sms = num_sms
         self._state = state
         self._functions = eager_functions(TritonOps())
         self._partial_functions = eager_functions(PartitionOps())
         self._graphs = graphs
-        scratch = torch.zeros(decode_workspace_bytes(config, max_num_seqs), dtype=torch.uint8, device=device)
-        # They take turns, so they may share their scratch.
-        self._prefill_attention, self._sampled_attention = (
-            AttentionLane(
+        scratch = torch.zeros(
+            attention_workspace_bytes(config, max_num_seqs), dtype=torch.uint8, device=device
+        )
+
+        def attention_lane(backend: Backend, *, causal: bool) -> AttentionLane:
+            # They take turns, so they may share their scratch.
+            return AttentionLane(
                 config,
                 decoder.cache,
                 dtype=decoder.weights.lm_head.dtype,
-                backend=prefill_backend(device) if causal else "fa2",
+                backend=backend,
                 causal=causal,
                 float_workspace=scratch,
             )
-            for causal in (True, False)
-        )
+
+        self._backend = backend = prefill_backend(device)
+        self._cached_attention = {
+            name: attention_lane(name, causal=True) for name in dict.fromkeys((backend, "fa2"))
+        }
+        # TMA, which makes contiguous keys the faster ones, is Hopper's.
+        self._fresh_attention = attention_lane(backend, causal=True) if backend == "fa3" else None
+        self._sampled_attention = attention_lane("fa2", causal=False)
         self._decode_attention = TritonDecodeAttention(
             config,
             decoder.cache,
             max_rows=max_num_seqs,
-            num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+            num_sms=num_sms,
         )
         # Eleven arrays of a row or a sequence each and the block ids; a bucket has at most ``max_rows``, too.
         self._uploader = Uploader(11 * (max_rows + 8) + num_kv_blocks, device)
 
-    def run(self, rows: Rows, *, captured: bool = False, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
+    def run(self, rows: Rows, *, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
         """Enqueue a whole forward on the current stream; see :meth:`begin` and :meth:`run_layers`.
 
         Returns:
             (logits [s, vocab_size], token ids [s]) of the rows that are sampled.
         """
-        return self.finish(self.run_layers(self.begin(rows, captured=captured), whole_gpu=whole_gpu))
+        return self.finish(self.run_layers(self.begin(rows, whole_gpu=whole_gpu), whole_gpu=whole_gpu))
 
-    def begin(self, rows: Rows, *, captured: bool = False) -> EagerForward:
+    def begin(self, rows: Rows, *, whole_gpu: bool = True) -> EagerForward:
         """Enqueue the inputs of a forward; its buffers are the lane's, so one forward at a time.
 
         Args:
-            captured: run it in captured pieces if it is short enough; they have the SMs of their capture.
+            whole_gpu: the stream has all SMs, as captured pieces do, so that a short forward may run in them.
         """
         num_rows = len(rows.positions)
-        bucket = self._graphs.bucket(num_rows) if captured and self._graphs is not None else None
+        bucket = self._graphs.bucket(num_rows) if whole_gpu and self._graphs is not None else None
         # Padding writes its keys and values into the padding block's first slot.
         padding = np.zeros(0 if bucket is None else bucket - num_rows, dtype=np.int32)
-        prefill_tokens = rows.num_prefill_rows
         last_block_tokens = (rows.kv_lens - 1) % np.int32(self._decoder.cache.block_tokens) + np.int32(1)
         (
             token_ids,
@@ -149,17 +162,24 @@ class EagerLane:
             rows.kv_indices,
         )
         n = rows.num_prefill
-        prefill = decode = None
-        if n:
-            prefill = self._plan(
-                self._prefill_attention,
+        num_cached = n if self._fresh_attention is None else rows.num_continued
+        num_cached_rows = int(rows.q_indptr[num_cached])
+        cached = fresh = decode = None
+        if num_cached:
+            backend = backend_for(self._decoder.config, self._backend, num_cached_rows, self._num_sms)
+            cached = self._plan(
+                self._cached_attention[backend],
                 rows,
                 rows.q_indptr,
-                n,
-                q_indptr[: n + 1],
-                kv_indptr[: n + 1],
+                num_cached,
+                q_indptr[: num_cached + 1],
+                kv_indptr[: num_cached + 1],
                 kv_indices,
-                last_block[:n],
+                last_block[:num_cached],
+            )
+        if self._fresh_attention is not None and num_cached < n:
+            fresh = self._fresh_attention.plan_ragged(
+                RaggedBatch(q_indptr[num_cached : n + 1], torch.from_numpy(rows.q_indptr[num_cached : n + 1]))
             )
         if len(rows.decode_slots):
             # Their blocks are numbered from their own first.
@@ -184,12 +204,12 @@ class EagerLane:
         fed_back = self._state.last_token[decode_slots]
         hidden = self._decoder.embed(torch.cat((token_ids, fed_back)))
         if bucket is not None and self._graphs is not None:
-            self._graphs.load(hidden, positions, kv_slots)
+            self._graphs.pieces.load(hidden, positions, kv_slots)
         return EagerForward(
             hidden,
             positions,
             kv_slots,
-            MixedAttention(prefill, decode, prefill_tokens),
+            MixedAttention(cached, fresh, decode, num_cached_rows, rows.num_prefill_rows),
             SampledRows(sample_rows, sampled),
             sample_slots,
             sample_positions,
@@ -222,13 +242,14 @@ class EagerLane:
         self, forward: EagerForward, bucket: int, graphs: LayerGraphs, first: int, last: int | None
     ) -> EagerForward:
         num_layers, num_rows = self._decoder.config.num_layers, len(forward.hidden.x)
+        pieces, layer_rows = graphs.pieces, graphs.pieces.rows(num_rows)
         for index in range(first, num_layers if last is None else last):
             graphs.replay(index, bucket)
             if index < num_layers - 1:
-                forward.attention.run_into(index, graphs.queries(num_rows), graphs.attended(num_rows))
+                forward.attention.run_into(index, layer_rows, pieces.attended[:num_rows])
                 continue
             hidden = self._decoder.finish_last_layer(
-                graphs.queries(num_rows), graphs.residual(num_rows), forward.sampled, self._functions
+                layer_rows, pieces.residual[:num_rows], forward.sampled, self._functions
             )
             return dataclasses.replace(forward, hidden=hidden)
         return forward

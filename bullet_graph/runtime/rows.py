@@ -25,6 +25,8 @@ class Rows:
         sample_slots: [s].
         sample_positions: [s], position that each sampled token will have.
         num_prefill: how many of the n sequences are prefill chunks.
+        num_continued: how many of those there are up to the last whose prompt was begun by an earlier step. What
+            follows it begins here, and needs no cache; what is urgent and begins here ahead of it is counted, too.
     """
 
     token_ids: Int32Array
@@ -40,6 +42,7 @@ class Rows:
     sample_slots: Int32Array
     sample_positions: Int32Array
     num_prefill: int
+    num_continued: int
 
     @property
     def num_prefill_rows(self) -> int:
@@ -81,6 +84,8 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
     sequence = np.repeat(np.arange(len(length), dtype=np.int32), length)
     positions = np.arange(q_indptr[-1], dtype=np.int32) - q_indptr[:-1][sequence] + start[sequence]
     blocks = kv_indices[kv_indptr[:-1][sequence] + positions // block_tokens]
+    num_prefill = 0 if prefill is None else len(prefill.slots)
+    continued = np.flatnonzero(start[:num_prefill])
     return Rows(
         token_ids=_NONE if prefill is None else prefill.token_ids,
         decode_slots=_NONE if decode is None else decode.slots,
@@ -94,7 +99,8 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
         sample_indptr=_indptr(sampled.astype(np.int32)),
         sample_slots=slots[sampled],
         sample_positions=kv_lens[sampled],
-        num_prefill=0 if prefill is None else len(prefill.slots),
+        num_prefill=num_prefill,
+        num_continued=int(continued[-1]) + 1 if len(continued) else 0,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from engines import GREEDY, Model, at_any_depth, make_engine, run_to_end, tokens_of
 
 from bullet_graph import Engine, EngineDeadError, RequestError
-from bullet_graph.models.attention import ReferenceAttention
+from bullet_graph.models.attention import LayerRows, ReferenceAttention
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.step import Placement, Step
 
@@ -32,10 +32,10 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, num_calls: int, error: BaseExcep
     run = ReferenceAttention.run
     calls = iter(range(num_calls))
 
-    def failing(self: ReferenceAttention, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def failing(self: ReferenceAttention, layer: int, rows: LayerRows) -> torch.Tensor:
         if next(calls, None) is None:
             raise error
-        return run(self, layer, q)
+        return run(self, layer, rows)
 
     monkeypatch.setattr(ReferenceAttention, "run", failing)
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from bench.kernels.step_variants import variants
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
+from bullet_graph.graphs.key import GraphKey
 from bullet_graph.models.attention import ReferenceAttention
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, eager_functions
@@ -17,6 +19,7 @@ from bullet_graph.models.ops import TorchOps
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.sampler import SamplingState
+from bullet_graph.models.triton_ops import has_programmatic_launch
 from bullet_graph.models.weights import LayerWeights, ModelWeights
 from bullet_graph.partition.spec import WHOLE_GPU
 
@@ -137,6 +140,42 @@ def test_captured_step_equals_uncaptured(setup: Setup, rows: int) -> None:
     assert torch.equal(setup.graphs.run(inputs, replay=False), captured)
     assert torch.equal(setup.graphs.logits(rows), captured_logits)
     assert torch.equal(setup.state.last_token, after)
+
+
+@pytest.mark.parametrize("name", variants(0))
+@torch.inference_mode()
+def test_every_variant_is_close_to_float32(
+    setup: Setup, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    config = setup.decoder.config
+    kernels_for = variants(config.vocab_size)[name]
+    if kernels_for(2).pdl and not has_programmatic_launch(DEVICE):
+        pytest.skip("programmatic dependent launch is for compute capability 9.0 and above")
+    graphs = DecodeGraphs(
+        setup.decoder,
+        setup.state,
+        max_batch_size=MAX_BATCH,
+        num_kv_blocks=NUM_BLOCKS,
+        padding_slot=MAX_BATCH,
+        kernels_for=kernels_for,
+    )
+    stream, errors = torch.cuda.Stream(), {}
+    for rows in (1, 8, 32, 64, 96):
+        graphs.capture_one(GraphKey(rows), stream)
+        inputs = make_inputs(rows, seed=200 + rows)
+        before = setup.state.last_token.clone()
+        expected = reference_logits(setup, inputs)
+        graphs.run(inputs)
+        logits = graphs.logits(rows).clone()
+        errors[rows] = float((logits.float() - expected).norm() / expected.norm())
+        # A launch that ran ahead of what it reads would not do so every time alike.
+        for _ in range(20):
+            setup.state.last_token.copy_(before)
+            graphs.logits(rows).fill_(float("nan"))
+            graphs.run(inputs)
+            assert torch.equal(graphs.logits(rows), logits)
+    record_property("relative_errors", errors)
+    assert max(errors.values()) < 2e-2
 
 
 @torch.inference_mode()

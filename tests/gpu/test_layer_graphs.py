@@ -27,8 +27,12 @@ NUM_BLOCKS, BLOCK_TOKENS, MAX_ROWS, MAX_SEQS = 2000, 16, 600, 64
 
 @dataclass(frozen=True)
 class Setup:
+    """Two lanes of one decoder: forwards of the second are launched kernel by kernel."""
+
     decoder: Decoder
-    lane: EagerLane
+    state: SamplingState
+    captured: EagerLane
+    eager: EagerLane
 
 
 @pytest.fixture(scope="module", params=["llama-3.1-8b", "qwen3-8b"])
@@ -44,13 +48,17 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     decoder = Decoder(config, weights, cache, cos_sin_table(config, 8192, DEVICE))
     with torch.inference_mode():
         graphs = LayerGraphs(decoder, TritonOps(), max_rows=MAX_ROWS)
-        lane = EagerLane(
-            decoder,
-            SamplingState(MAX_SEQS + 1, DEVICE),
-            max_num_seqs=MAX_SEQS,
-            max_rows=MAX_ROWS,
-            num_kv_blocks=NUM_BLOCKS,
-            graphs=graphs,
+        state = SamplingState(MAX_SEQS + 1, DEVICE)
+        captured, eager = (
+            EagerLane(
+                decoder,
+                state,
+                max_num_seqs=MAX_SEQS,
+                max_rows=MAX_ROWS,
+                num_kv_blocks=NUM_BLOCKS,
+                graphs=lane_graphs,
+            )
+            for lane_graphs in (graphs, None)
         )
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -58,7 +66,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
         torch.cuda.synchronize()
     assert report.num_graphs == len(row_buckets(MAX_ROWS)) * config.num_layers
     assert set(graphs.buckets) <= set(row_buckets(MAX_ROWS))
-    return Setup(decoder, lane)
+    return Setup(decoder, state, captured, eager)
 
 
 def make_step(
@@ -107,16 +115,16 @@ def test_pieces_equal_the_eager_forward(
 ) -> None:
     prefill, decode = make_step(chunks, decode_rows, seed=len(chunks) + decode_rows)
     rows = lay_out(prefill, decode if decode_rows else None, BLOCK_TOKENS)
-    lane, cache = setup.lane, setup.decoder.cache
+    cache = setup.decoder.cache
     before = [tuple(half.clone() for half in cache.layer(i)) for i in range(3)]
-    last_tokens = lane._state.last_token.clone()
-    expected, _ = lane.run(rows)
+    last_tokens = setup.state.last_token.clone()
+    expected, _ = setup.eager.run(rows)
     after = [tuple(half.clone() for half in cache.layer(i)) for i in range(3)]
     for layer, halves in enumerate(before):
         for half, old in zip(cache.layer(layer), halves, strict=True):
             half.copy_(old)
-    lane._state.last_token.copy_(last_tokens)
-    logits, _ = lane.run(rows, captured=True)
+    setup.state.last_token.copy_(last_tokens)
+    logits, _ = setup.captured.run(rows)
     # Padding may change a matrix product's tiles, and so its rounding.
     error = torch.linalg.norm(logits.float() - expected.float()) / torch.linalg.norm(expected.float())
     assert error < 1e-2
@@ -132,22 +140,32 @@ def test_pieces_equal_the_eager_forward(
 @torch.inference_mode()
 def test_a_forward_too_long_for_any_bucket_is_launched_kernel_by_kernel(setup: Setup) -> None:
     prefill, _ = make_step([(0, 599, True)], 0, seed=1)
-    forward = setup.lane.begin(lay_out(prefill, None, BLOCK_TOKENS), captured=True)
+    forward = setup.captured.begin(lay_out(prefill, None, BLOCK_TOKENS))
     assert forward.bucket is None
-    logits, _ = setup.lane.finish(setup.lane.run_layers(forward))
+    logits, _ = setup.captured.finish(setup.captured.run_layers(forward))
     assert torch.isfinite(logits).all()
+
+
+@torch.inference_mode()
+def test_pieces_are_for_the_whole_gpu(setup: Setup) -> None:
+    prefill, _ = make_step([(0, 100, True)], 0, seed=2)
+    rows = lay_out(prefill, None, BLOCK_TOKENS)
+    assert setup.captured.begin(rows).bucket is not None
+    assert setup.captured.begin(rows, whole_gpu=False).bucket is None
 
 
 @torch.inference_mode()
 def test_pieces_can_stop_between_layers(setup: Setup) -> None:
     prefill, decode = make_step([(0, 100, True)], 20, seed=3)
     rows = lay_out(prefill, decode, BLOCK_TOKENS)
-    last_tokens = setup.lane._state.last_token.clone()
-    whole, _ = setup.lane.run(rows, captured=True)
+    lane = setup.captured
+    last_tokens = setup.state.last_token.clone()
+    whole, _ = lane.run(rows)
     whole = whole.clone()
-    setup.lane._state.last_token.copy_(last_tokens)
-    forward = setup.lane.begin(rows, captured=True)
-    forward = setup.lane.run_layers(forward, 0, 2)
-    forward = setup.lane.run_layers(forward, 2, None)
-    logits, _ = setup.lane.finish(forward)
+    setup.state.last_token.copy_(last_tokens)
+    forward = lane.begin(rows)
+    assert forward.bucket is not None
+    forward = lane.run_layers(forward, 0, 2)
+    forward = lane.run_layers(forward, 2, None)
+    logits, _ = lane.finish(forward)
     assert torch.equal(logits, whole)

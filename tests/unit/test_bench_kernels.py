@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bench.kernels import decode_attention, prefill_gemm
+from bench.kernels import decode_attention, decode_step, prefill_attention, prefill_gemm
 from bench.kernels.cublaslt import library_path
 from bench.kernels.decode_inputs import Cache, lengths, scattered_blocks
 from bench.kernels.prefill_layers import LAYERS, SHAPES, flops_of
@@ -24,7 +24,12 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.models.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = {"prefill_gemm": prefill_gemm.main, "decode_attention": decode_attention.main}
+COMMANDS = {
+    "prefill_gemm": prefill_gemm.main,
+    "prefill_attention": prefill_attention.main,
+    "decode_attention": decode_attention.main,
+    "decode_step": decode_step.main,
+}
 
 
 def run(command: click.Command, *arguments: object) -> Result:
@@ -63,6 +68,13 @@ def test_rows_that_fill_no_blocks(option: str, rows: str) -> None:
 )
 def test_bad_options_of_prefill(arguments: tuple[str, str]) -> None:
     result = run(prefill_gemm.main, *arguments, "--output-json", "r.json")
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in result.output
+
+
+@pytest.mark.parametrize("arguments", [("--layers", "0"), ("--seconds", "0")])
+def test_bad_options_of_prefill_attention(arguments: tuple[str, str]) -> None:
+    result = run(prefill_attention.main, *arguments, "--output-json", "r.json")
     assert result.exit_code == 2
     assert f"Invalid value for '{arguments[0]}'" in result.output
 
@@ -120,6 +132,41 @@ def test_table_tells_figures_and_failures(capsys: pytest.CaptureFixture[str]) ->
     assert measured.endswith("engine")
     assert "1000.0" in measured
     assert failed == "layer engine rows=512 failed=why"
+
+
+def test_flops_of_causal_attention() -> None:
+    # Two prompts of 3 tokens: 1 + 2 + 3 pairs each, in 32 heads of 128, two multiply-adds an element.
+    assert prefill_attention.attention_flops(PRESETS["llama-3.1-8b"], 2, 3) == 2 * 6 * 32 * 128 * 4
+
+
+def test_prompts_of_prefill_attention_are_fresh_and_share_no_block() -> None:
+    rows = prefill_attention.prompts_of(3, 40, 1 + 9)
+    assert rows.num_prefill == 3
+    assert rows.num_continued == 0
+    assert rows.kv_lens.tolist() == [40, 40, 40]
+    assert sorted(rows.kv_indices.tolist()) == list(range(1, 10))
+    continued = prefill_attention.prompts_of(1, 40, 1 + 9, cached=100)
+    assert continued.num_continued == 1
+    assert continued.kv_lens.tolist() == [140]
+    assert continued.positions.tolist() == list(range(100, 140))
+
+
+def test_both_ways_stand_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    config, case = PRESETS["llama-3.1-8b"], (1, 1023)
+    times = {"paged": 3.2, "ragged": 1.6}  # of 32 layers: 100 and 50 µs each
+    rows = [prefill_attention.figures(config, part, case, times, 1e-3) for part in ("attention", "forward")]
+    assert (rows[0]["paged_us_per_layer"], rows[0]["ragged_us_per_layer"]) == (100.0, 50.0)
+    assert rows[0]["ragged_tflops"] == pytest.approx(4 * 4096 * 1023 * 512 / 50e-6 / 1e12, abs=0.06)
+    assert rows[1]["speedup"] == 2.0
+    assert "ragged_tflops" not in rows[1]
+    cached = prefill_attention.figures(config, "cached", (1, 2), {"fa3": 6.4, "fa2": 3.2}, 1e-3, 5)
+    # Two rows see 6 and 7 tokens, in 200 and 100 µs.
+    assert cached["fa2_tflops"] == pytest.approx(4 * 4096 * 13 / 100e-6 / 1e12, abs=0.06)
+    prefill_attention.print_table([*rows, cached])
+    _, attention, forward, last = capsys.readouterr().out.splitlines()
+    assert attention.split()[:9] == ["attention", "1", "x", "1023", "0", "paged", "100.0,", "ragged", "50.0"]
+    assert last.split()[:9] == ["cached", "1", "x", "2", "5", "fa3", "200.0,", "fa2", "100.0"]
+    assert forward.split()[-1] == "2.000"
 
 
 def test_relative_error() -> None:

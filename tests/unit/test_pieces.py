@@ -1,9 +1,12 @@
 """A forward in pieces is the forward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from bullet_graph.models.attention import ReferenceAttention
+from bullet_graph.models.attention import LayerRows, ReferenceAttention
+from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, SampledRows, eager_functions
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.loader import dummy_weights
@@ -19,10 +22,10 @@ BLOCK_TOKENS = 8
 BLOCKS = torch.tensor([3, 1])
 
 
-def new_decoder() -> Decoder:
-    cache = KVCache(CONFIG, num_blocks=4, block_tokens=BLOCK_TOKENS, dtype=torch.float32, device=CPU)
-    weights = dummy_weights(CONFIG, dtype=torch.float32, device=CPU, seed=2)
-    return Decoder(CONFIG, weights, cache, cos_sin_table(CONFIG, 32, CPU))
+def new_decoder(config: ModelConfig) -> Decoder:
+    cache = KVCache(config, num_blocks=4, block_tokens=BLOCK_TOKENS, dtype=torch.float32, device=CPU)
+    weights = dummy_weights(config, dtype=torch.float32, device=CPU, seed=2)
+    return Decoder(config, weights, cache, cos_sin_table(config, 32, CPU))
 
 
 def attention_of(decoder: Decoder, first_row: int) -> ReferenceAttention:
@@ -37,10 +40,17 @@ def kv_slots() -> torch.Tensor:
     return BLOCKS[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
 
 
+def assert_same_keys(decoder: Decoder, layer: int, rows: LayerRows) -> None:
+    """A piece gives the keys and values that it has put into the cache."""
+    for own, cached in zip((rows.k, rows.v), decoder.cache.layer(layer), strict=True):
+        assert torch.equal(own, cached.flatten(0, 1)[kv_slots()])
+
+
 @pytest.mark.parametrize("bucket", [ROWS, 16])
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, qkv_bias=True)], ids=["plain", "with bias"])
 @torch.inference_mode()
-def test_pieces_and_attentions_make_the_forward(bucket: int) -> None:
-    whole, cut = new_decoder(), new_decoder()
+def test_pieces_and_attentions_make_the_forward(config: ModelConfig, bucket: int) -> None:
+    whole, cut = new_decoder(config), new_decoder(config)
     functions = eager_functions(TorchOps())
     token_ids = torch.arange(ROWS) * 7
     expected = whole.run_layers(
@@ -59,11 +69,11 @@ def test_pieces_and_attentions_make_the_forward(bucket: int) -> None:
         for layer in range(CONFIG.num_layers):
             pieces.run(layer, bucket)
             if layer < CONFIG.num_layers - 1:
-                pieces.attended[:ROWS] = attention.run(layer, pieces.queries[:ROWS]).view(
-                    ROWS, CONFIG.num_heads, CONFIG.head_dim
-                )
+                rows = pieces.rows(ROWS)
+                pieces.attended[:ROWS] = attention.run(layer, rows).view_as(rows.q)
+                assert_same_keys(cut, layer, rows)
         hidden = cut.finish_last_layer(
-            pieces.queries[:ROWS],
+            pieces.rows(ROWS),
             pieces.residual[:ROWS],
             SampledRows(torch.tensor([ROWS - 1]), attention_of(cut, ROWS - 1)),
             functions,

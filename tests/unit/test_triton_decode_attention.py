@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.errors import ConfigError
-from bullet_graph.models.attention import ReferenceAttention
+from bullet_graph.models.attention import LayerRows, ReferenceAttention
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.presets import PRESETS
@@ -43,6 +43,11 @@ def filled_cache(config: ModelConfig, num_blocks: int, dtype: torch.dtype, block
     for tensor in cache.layer(LAYER):
         tensor.copy_(torch.randn(tensor.shape, generator=generator, device=DEVICE))
     return cache
+
+
+def rows_of(q: torch.Tensor) -> LayerRows:
+    """Their keys and values are in the cache, and read from there."""
+    return LayerRows(q, q[:, :0], q[:, :0])
 
 
 def check(
@@ -92,9 +97,9 @@ def check(
         indices,
         torch.tensor([(n - 1) % block_tokens + 1 for n in padded_lens], dtype=torch.int32, device=DEVICE),
     )
-    attended = lane.plan(batch).run(LAYER, q)
+    attended = lane.plan(batch).run(LAYER, rows_of(q))
     tolerance = TOLERANCE[dtype]
-    expected = reference.run(LAYER, q.float())
+    expected = reference.run(LAYER, rows_of(q.float()))
     torch.testing.assert_close(attended.float(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -165,9 +170,9 @@ def test_heads_before_tokens_in_memory() -> None:
     batch = DecodeBatch(
         *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 3, 4], [2, 0, 3, 1], [7, 16]))
     )
-    plain = TritonDecodeAttention(config, cache, max_rows=2, num_sms=2).plan(batch).run(LAYER, q)
+    plain = TritonDecodeAttention(config, cache, max_rows=2, num_sms=2).plan(batch).run(LAYER, rows_of(q))
     cache._layers[:] = [(turned[0], turned[1])] * 2
-    other = TritonDecodeAttention(config, cache, max_rows=2, num_sms=2).plan(batch).run(LAYER, q)
+    other = TritonDecodeAttention(config, cache, max_rows=2, num_sms=2).plan(batch).run(LAYER, rows_of(q))
     torch.testing.assert_close(other, plain)
 
 
@@ -181,14 +186,16 @@ def test_a_plan_reads_its_batch_when_it_runs() -> None:
     lane = TritonDecodeAttention(config, cache, max_rows=2, num_sms=4)
     plan = lane.plan(DecodeBatch(indptr, indices, last))
     q = torch.randn(2, config.num_heads, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    plan.run(LAYER, q)
+    plan.run(LAYER, rows_of(q))
     indptr.copy_(torch.tensor([0, 5, 8]))
     indices.copy_(torch.arange(8, 0, -1))
     last.copy_(torch.tensor([3, 16]))
     reference = ReferenceAttention(
         cache, q_indptr=[0, 1, 2], kv_lens=[67, 48], kv_indptr=[0, 5, 8], kv_indices=indices.long()
     )
-    torch.testing.assert_close(plan.run(LAYER, q), reference.run(LAYER, q), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        plan.run(LAYER, rows_of(q)), reference.run(LAYER, rows_of(q)), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,6 +253,18 @@ def test_bad_plans() -> None:
             lane.plan(batch(1), num_sms=num_sms)
     q = torch.zeros(2, config.num_heads, config.head_dim, device=DEVICE)
     with pytest.raises(ConfigError, match="1 rows that were planned"):
-        lane.plan(batch(1)).run(0, q)
+        lane.plan(batch(1)).run(0, rows_of(q))
     with pytest.raises(ConfigError, match="out must be contiguous"):
         lane.plan(batch(2)).run_into(0, q, torch.zeros_like(q).transpose(0, 1).contiguous().transpose(0, 1))
+
+
+def test_no_launch_behind_another_where_none_overlaps() -> None:
+    config = model()
+    lane = TritonDecodeAttention(
+        config, filled_cache(config, 2, torch.float32), max_rows=2, num_sms=4, overlap_launches=False
+    )
+    one = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    batch = DecodeBatch(torch.arange(2, dtype=torch.int32, device=DEVICE), one - 1, one)
+    with pytest.raises(ConfigError, match="pdl=False"):
+        lane.plan(batch, pdl=True)
+    assert not lane.plan(batch).pdl

@@ -1,0 +1,185 @@
+"""FlashInfer's prefill modules in plain torch, with the arguments of release 0.6.12.
+
+As there, a plan lies in the integer workspace that it was made with, until another is made in it. fa3's kernels find
+all of a batch in the plan; fa2's read ``indptr`` and the last page's length from the device.
+"""
+
+# ruff: noqa: ARG002 - the arguments are FlashInfer's
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CAUSAL = 1
+_NHD = 0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    q_indptr: list[int]
+    kv_indptr: list[int]
+    kv_lens: list[int]
+    causal: bool
+
+
+class FakeModule:
+    """What ``get_batch_prefill_module`` gives.
+
+    Attributes:
+        runs: what has run, in order, as (backend, kind, number of sequences).
+    """
+
+    def __init__(self, backend: str, runs: list[tuple[str, str, int]]) -> None:
+        self._backend = backend
+        self._plans: dict[int, _Plan] = {}
+        self.runs = runs
+
+    def plan(
+        self,
+        float_workspace_buffer: Tensor,
+        int_workspace_buffer: Tensor,
+        page_locked_int_workspace_buffer: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_len_arr: Tensor,
+        total_num_rows: int,
+        batch_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        page_size: int,
+        enable_cuda_graph: bool,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        causal: bool,
+        window_left: int,
+        *fa2_only: object,
+    ) -> list[int]:
+        assert len(fa2_only) == (3 if self._backend == "fa2" else 0)
+        assert len(page_locked_int_workspace_buffer) >= len(int_workspace_buffer) > 0
+        for array in (qo_indptr, kv_indptr, kv_len_arr):
+            assert array.dtype == torch.int32
+            assert array.is_contiguous()
+        assert batch_size == len(kv_len_arr) == len(qo_indptr) - 1 == len(kv_indptr) - 1
+        assert total_num_rows == int(qo_indptr[-1] - qo_indptr[0])
+        assert num_qo_heads % num_kv_heads == 0
+        assert page_size > 0
+        assert head_dim_qk == head_dim_vo
+        assert not enable_cuda_graph
+        assert window_left == -1
+        plan = _Plan(qo_indptr.tolist(), kv_indptr.tolist(), kv_len_arr.tolist(), causal)
+        self._plans[int_workspace_buffer.data_ptr()] = plan
+        return [0] * 9
+
+    def ragged_run(
+        self,
+        float_workspace_buffer: Tensor,
+        int_workspace_buffer: Tensor,
+        plan_info_vec: Sequence[int],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        o: Tensor,
+        maybe_lse: Tensor | None,
+        mask_mode: int,
+        layout: int,
+        window_left: int,
+        enable_pdl: bool,
+        maybe_custom_mask: Tensor | None,
+        maybe_mask_indptr: Tensor | None,
+        maybe_alibi_slopes: Tensor | None,
+        maybe_prefix_len_ptr: Tensor | None,
+        maybe_token_pos_in_items_ptr: Tensor | None,
+        maybe_max_item_len_ptr: Tensor | None,
+        logits_soft_cap: float,
+        sm_scale: float,
+        rope_scale: float,
+        rope_theta: float,
+        token_pos_in_items_len: int,
+    ) -> None:
+        unused = (maybe_lse, maybe_custom_mask, maybe_mask_indptr, maybe_alibi_slopes, maybe_prefix_len_ptr)
+        assert {*unused, maybe_token_pos_in_items_ptr, maybe_max_item_len_ptr} == {None}
+        assert (layout, window_left, token_pos_in_items_len, logits_soft_cap) == (_NHD, -1, 0, 0.0)
+        for tensor in (k, v):
+            # What TMA asks for.
+            assert tensor.stride(-1) == 1
+            assert all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
+            assert tensor.data_ptr() % 16 == 0
+        plan = self._plans[int_workspace_buffer.data_ptr()]
+        assert plan.causal == (mask_mode == _CAUSAL)
+        starts, kv_starts = plan.q_indptr, plan.kv_indptr
+        assert qo_indptr.tolist() == starts
+        assert kv_indptr.tolist() == kv_starts
+        self.runs.append((self._backend, "ragged", len(plan.kv_lens)))
+        for i, kv_len in enumerate(plan.kv_lens):
+            kv = slice(kv_starts[i], kv_starts[i] + kv_len)
+            _attend(q, k[kv], v[kv], o, slice(starts[i], starts[i + 1]), plan.causal, sm_scale)
+
+    def paged_run(
+        self,
+        float_workspace_buffer: Tensor,
+        int_workspace_buffer: Tensor,
+        plan_info_vec: Sequence[int],
+        q: Tensor,
+        paged_k_cache: Tensor,
+        paged_v_cache: Tensor,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        o: Tensor,
+        maybe_lse: Tensor | None,
+        mask_mode: int,
+        layout: int,
+        window_left: int,
+        enable_pdl: bool,
+        maybe_custom_mask: Tensor | None,
+        maybe_mask_indptr: Tensor | None,
+        maybe_alibi_slopes: Tensor | None,
+        maybe_prefix_len_ptr: Tensor | None,
+        maybe_token_pos_in_items_ptr: Tensor | None,
+        maybe_max_item_len_ptr: Tensor | None,
+        logits_soft_cap: float,
+        sm_scale: float,
+        scale_q: Tensor | None,
+        scale_k: Tensor | None,
+        scale_v: Tensor | None,
+        rope_scale: float,
+        rope_theta: float,
+        token_pos_in_items_len: int,
+        workspace_size: int,
+    ) -> None:
+        unused = (maybe_lse, maybe_custom_mask, maybe_mask_indptr, maybe_alibi_slopes, maybe_prefix_len_ptr)
+        unused += (maybe_token_pos_in_items_ptr, maybe_max_item_len_ptr, scale_q, scale_k, scale_v)
+        assert set(unused) == {None}
+        assert (layout, window_left, token_pos_in_items_len, logits_soft_cap) == (_NHD, -1, 0, 0.0)
+        plan = self._plans[int_workspace_buffer.data_ptr()]
+        assert plan.causal == (mask_mode == _CAUSAL)
+        page_tokens = paged_k_cache.shape[1]
+        if self._backend == "fa2":
+            starts, pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
+            held = paged_kv_indptr.diff() * page_tokens - page_tokens + paged_kv_last_page_len
+            assert held.tolist() == plan.kv_lens
+        else:
+            starts, pages = plan.q_indptr, plan.kv_indptr
+        self.runs.append((self._backend, "paged", len(plan.kv_lens)))
+        for i, kv_len in enumerate(plan.kv_lens):
+            blocks = paged_kv_indices[pages[i] :][: -(-kv_len // page_tokens)].long()
+            k, v = (cache[blocks].flatten(0, 1)[:kv_len] for cache in (paged_k_cache, paged_v_cache))
+            _attend(q, k, v, o, slice(starts[i], starts[i + 1]), plan.causal, sm_scale)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor, rows: slice, causal: bool, scale: float) -> None:
+    """One sequence, whose rows are the last of its tokens."""
+    count = rows.stop - rows.start
+    mask = torch.ones(count, len(k), dtype=torch.bool)
+    if causal:
+        mask = mask.tril(len(k) - count)
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q[rows], k, v))
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    o[rows] = attended[0].transpose(0, 1)

@@ -1,0 +1,175 @@
+"""Attention of all kinds of rows in one forward on the GPU, against the reference over the cache in float32."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from forward_rows import make_rows
+
+from bullet_graph.models.attention import LayerRows, ReferenceAttention
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.flashinfer_attention import (
+    AttentionLane,
+    Backend,
+    PagedBatch,
+    RaggedBatch,
+    attention_workspace_bytes,
+    backend_for,
+    prefill_backend,
+)
+from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.models.mixed_attention import MixedAttention
+from bullet_graph.models.ops import RowInputs
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
+from bullet_graph.models.triton_ops import TritonOps
+from bullet_graph.models.weights import LayerWeights
+from bullet_graph.runtime.rows import Rows
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+NUM_BLOCKS, BLOCK_TOKENS, MAX_LEN, LAYER = 1500, 16, 8192, 1
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+UNUSED = torch.empty(0)
+WEIGHTS = LayerWeights(UNUSED, UNUSED, None, None, None, UNUSED, UNUSED, UNUSED, UNUSED)
+
+
+MODELS = {
+    "heads of 128": PRESETS["llama-3.1-8b"],
+    "heads of 64": PRESETS["llama-3.2-1b"],
+    "one key head": replace(PRESETS["llama-3.1-8b"], num_heads=6, num_kv_heads=1),
+}
+
+
+class Kernels:
+    """What one lane has for prefill chunks and decode rows."""
+
+    def __init__(self, config: ModelConfig, cache: KVCache, dtype: torch.dtype) -> None:
+        scratch = torch.zeros(attention_workspace_bytes(config, 1), dtype=torch.uint8, device=DEVICE)
+        best = prefill_backend(DEVICE)
+
+        def lane(backend: Backend) -> AttentionLane:
+            return AttentionLane(
+                config, cache, dtype=dtype, backend=backend, causal=True, float_workspace=scratch
+            )
+
+        self._cached = {backend: lane(backend) for backend in (best, "fa2")}
+        self._fresh = lane(best)
+        num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        self._backend_for = partial(backend_for, config, best, num_sms=num_sms)
+        self._decode = TritonDecodeAttention(config, cache, max_rows=64, num_sms=num_sms)
+        self._block_tokens = cache.block_tokens
+
+    def plan(self, rows: Rows) -> MixedAttention:
+        n, c = rows.num_prefill, rows.num_continued
+        q_indptr, kv_indptr, kv_lens, kv_indices = (
+            torch.from_numpy(a).to(DEVICE)
+            for a in (rows.q_indptr, rows.kv_indptr, rows.kv_lens, rows.kv_indices)
+        )
+        last_block = (kv_lens - 1) % self._block_tokens + 1
+        cached = fresh = decode = None
+        if c:
+            cached = self._cached[self._backend_for(int(rows.q_indptr[c]))].plan(
+                PagedBatch(
+                    q_indptr=q_indptr[: c + 1],
+                    kv_indptr=kv_indptr[: c + 1],
+                    kv_indices=kv_indices,
+                    last_block_tokens=last_block[:c],
+                    host_q_indptr=torch.from_numpy(rows.q_indptr[: c + 1]),
+                    host_kv_indptr=torch.from_numpy(rows.kv_indptr[: c + 1]),
+                    host_kv_lens=torch.from_numpy(rows.kv_lens[:c]),
+                    num_rows=int(rows.q_indptr[c]),
+                ),
+                captured=False,
+            )
+        if c < n:
+            fresh = self._fresh.plan_ragged(
+                RaggedBatch(q_indptr[c : n + 1], torch.from_numpy(rows.q_indptr[c : n + 1]))
+            )
+        if len(rows.decode_slots):
+            decode = self._decode.plan(
+                DecodeBatch(
+                    kv_indptr[n:] - int(rows.kv_indptr[n]), kv_indices[rows.kv_indptr[n] :], last_block[n:]
+                )
+            )
+        return MixedAttention(cached, fresh, decode, int(rows.q_indptr[c]), rows.num_prefill_rows)
+
+
+def rows_of(chunks: list[tuple[int, int]], decode: list[int]) -> Rows:
+    return make_rows(
+        [(start, tokens, True) for start, tokens in chunks],
+        decode,
+        num_blocks=NUM_BLOCKS,
+        block_tokens=BLOCK_TOKENS,
+    )
+
+
+def project(
+    config: ModelConfig, cache: KVCache, rows: Rows, dtype: torch.dtype
+) -> tuple[LayerRows, RowInputs]:
+    """Random queries, keys and values of a forward whose sequences have random prefixes in the cache."""
+    for half in cache.layer(LAYER):
+        half.normal_()
+    width = config.q_size + 2 * config.kv_size
+    qkv = torch.randn(len(rows.positions), width, device=DEVICE).to(dtype)
+    inputs = RowInputs(
+        torch.from_numpy(rows.positions).to(DEVICE),
+        torch.from_numpy(rows.kv_slots).to(DEVICE),
+        cos_sin_table(config, MAX_LEN, DEVICE),
+    )
+    q = TritonOps().rope_and_cache(qkv, inputs, *cache.layer(LAYER), WEIGHTS, config)
+    return LayerRows.of(q, qkv, config), inputs
+
+
+def expected_attention(config: ModelConfig, cache: KVCache, rows: Rows, q: torch.Tensor) -> torch.Tensor:
+    clean = KVCache(
+        config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, dtype=torch.float32, device=DEVICE
+    )
+    for target, source in zip(clean.layer(LAYER), cache.layer(LAYER), strict=True):
+        target.copy_(source)
+    reference = ReferenceAttention(
+        clean,
+        q_indptr=rows.q_indptr.tolist(),
+        kv_lens=rows.kv_lens.tolist(),
+        kv_indptr=rows.kv_indptr.tolist(),
+        kv_indices=torch.from_numpy(rows.kv_indices).long().to(DEVICE),
+    )
+    return reference.run(LAYER, LayerRows(q.float(), UNUSED, UNUSED))
+
+
+def assert_close_in_each_row(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Row by row: one wrong row among thousands must not drown."""
+    errors = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.max() < tolerance, f"row {int(errors.argmax())}: {float(errors.max()):.3g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_mixtures_equal_the_reference(name: str, dtype: torch.dtype) -> None:
+    config = replace(MODELS[name], num_layers=LAYER + 1)
+    cache = KVCache(config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, dtype=dtype, device=DEVICE)
+    kernels = Kernels(config, cache, dtype)
+    for chunks, decode in [
+        ([(0, 1)], []),
+        ([(0, 2048)], []),
+        ([(0, 127), (0, 128), (0, 129), (0, 1)], []),
+        ([(0, 500), (0, 33)], [0, 700]),
+        ([(1000, 300), (0, 700), (0, 9)], [3, 900, 64]),
+        ([(0, 80), (37, 129), (0, 1000)], []),
+        ([(512, 640), (5, 1)], [17]),
+        ([(6000, 176)], [40, 2000]),
+        ([(0, 4000), (0, 191), (0, 193)], [1500]),
+    ]:
+        rows = rows_of(chunks, decode)
+        layer_rows, inputs = project(config, cache, rows, dtype)
+        planned = kernels.plan(rows)
+        expected = expected_attention(config, cache, rows, layer_rows.q)
+        # Rows that begin here must be read here.
+        begin = int(rows.q_indptr[rows.num_continued])
+        for half in cache.layer(LAYER):
+            half.flatten(0, 1)[inputs.kv_slots[begin : rows.num_prefill_rows].long()] = torch.nan
+        assert_close_in_each_row(planned.run(LAYER, layer_rows), expected, TOLERANCE[dtype])

@@ -1,0 +1,148 @@
+"""Forwards of the eager lane on the CPU, with FlashInfer's modules in plain torch, against the reference."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is published for Linux only")
+
+from fakes.flashinfer_prefill import FakeModule
+from forward_rows import make_rows
+
+from bullet_graph.models import pinned
+from bullet_graph.models.attention import ReferenceAttention
+from bullet_graph.models.decoder import Decoder, SampledRows, eager_functions
+from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.models.loader import dummy_weights
+from bullet_graph.models.ops import TorchOps
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.models.sampler import SamplingState
+from bullet_graph.runtime.rows import Rows
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
+
+CPU = torch.device("cpu")
+CONFIG = replace(PRESETS["tiny"], num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True)
+NUM_BLOCKS, BLOCK_TOKENS, MAX_SEQS = 40, 4, 8
+IMPORT_FLASHINFER = ("bullet_graph.models.flashinfer_attention", "bullet_graph.runtime.eager_lane")
+Runs = list[tuple[str, str, int]]
+
+
+class PlainRing:
+    """One buffer: on the CPU, copies have ended when they return."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+
+    @contextmanager
+    def buffer(self) -> Iterator[torch.Tensor]:
+        yield self._buffer
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
+    """What FlashInfer's modules have run, once they are fakes and the GPU has one SM."""
+    found: Runs = []
+    package, prefill = ModuleType("flashinfer"), ModuleType("flashinfer.prefill")
+    prefill.get_batch_prefill_module = lambda backend, *_: FakeModule(backend, found)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
+    monkeypatch.setattr(pinned, "PinnedRing", PlainRing)
+    properties = SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    for name in IMPORT_FLASHINFER:
+        sys.modules.pop(name, None)
+    yield found
+    for name in IMPORT_FLASHINFER:
+        sys.modules.pop(name, None)
+
+
+def new_decoder() -> Decoder:
+    generator = torch.Generator().manual_seed(3)
+    cache = KVCache(CONFIG, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, dtype=torch.float32, device=CPU)
+    for layer in range(CONFIG.num_layers):
+        for half in cache.layer(layer):
+            half.normal_(generator=generator)
+    weights = dummy_weights(CONFIG, dtype=torch.float32, device=CPU, seed=2)
+    return Decoder(CONFIG, weights, cache, cos_sin_table(CONFIG, 64, CPU))
+
+
+def reference_logits(decoder: Decoder, rows: Rows) -> torch.Tensor:
+    attention, sampled = (
+        ReferenceAttention(
+            decoder.cache,
+            q_indptr=indptr.tolist(),
+            kv_lens=rows.kv_lens.tolist(),
+            kv_indptr=rows.kv_indptr.tolist(),
+            kv_indices=torch.from_numpy(rows.kv_indices).long(),
+        )
+        for indptr in (rows.q_indptr, rows.sample_indptr)
+    )
+    hidden = decoder.run_layers(
+        decoder.embed(torch.from_numpy(np.append(rows.token_ids, np.zeros_like(rows.decode_slots)))),
+        torch.from_numpy(rows.positions).long(),
+        torch.from_numpy(rows.kv_slots).long(),
+        attention,
+        eager_functions(TorchOps()),
+        sampled=SampledRows(torch.from_numpy(rows.sample_rows).long(), sampled),
+    )
+    return decoder.logits(hidden, TorchOps())
+
+
+@pytest.mark.parametrize(
+    ("chunks", "decode", "prefill_runs"),
+    [
+        ([(0, 9, True), (0, 1, True)], [], [("ragged", 2)]),
+        ([(0, 3, True), (0, 6, True), (0, 5, False)], [4, 11], [("ragged", 3)]),
+        ([(7, 5, True), (0, 6, True), (0, 1, False)], [4], [("paged", 1), ("ragged", 2)]),
+        ([(0, 2, True), (7, 5, True), (0, 4, True)], [], [("paged", 2), ("ragged", 1)]),
+        ([(6, 2, True), (9, 3, False)], [3], [("paged", 2)]),
+        # 20 rows of 4 heads are more than 0.6 tiles of 128.
+        ([(6, 20, True), (0, 2, False)], [3], [("many paged", 1), ("ragged", 1)]),
+        ([], [5, 0, 9], []),
+    ],
+)
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+@torch.inference_mode()
+def test_forward_equals_the_reference(
+    runs: Runs,
+    monkeypatch: pytest.MonkeyPatch,
+    chunks: list[tuple[int, int, bool]],
+    decode: list[int],
+    prefill_runs: list[tuple[str, int]],
+    capability: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    eager_lane = importlib.import_module("bullet_graph.runtime.eager_lane")
+    decoder, reference = new_decoder(), new_decoder()
+    lane = eager_lane.EagerLane(
+        decoder,
+        SamplingState(MAX_SEQS, CPU),
+        max_num_seqs=MAX_SEQS,
+        max_rows=64,
+        num_kv_blocks=NUM_BLOCKS,
+    )
+    rows = make_rows(chunks, decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
+    logits, _ = lane.run(rows)
+    torch.testing.assert_close(logits, reference_logits(reference, rows), rtol=1e-4, atol=1e-4)
+    for layer in range(CONFIG.num_layers):
+        for half, expected in zip(decoder.cache.layer(layer), reference.cache.layer(layer), strict=True):
+            torch.testing.assert_close(half, expected, rtol=1e-4, atol=1e-4)
+
+    # All layers but the last; there only the sampled rows attend, to the cache.
+    if capability == (9, 0):
+        expected_runs = [
+            ("fa2" if kind == "paged" else "fa3", kind.removeprefix("many "), count)
+            for kind, count in prefill_runs
+        ]
+    else:
+        expected_runs = [("fa2", "paged", len(chunks))] if chunks else []
+    assert runs == [*expected_runs, ("fa2", "paged", len(rows.kv_lens))]
