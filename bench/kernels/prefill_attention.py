@@ -61,6 +61,8 @@ CACHED_CASES = (
     (512, 4096),
 )
 """(tokens, cached tokens before them)"""
+MAX_FORWARD_ERROR = 5e-2
+"""What attention rounds otherwise grows from layer to layer."""
 WARM_UP_S = 3.0
 _LEAST_TURNS = 3
 
@@ -194,14 +196,16 @@ def forward_runs(decoder: Decoder, rows: Rows, attentions: Mapping[str, MixedAtt
     return {way: partial(run, attention) for way, attention in attentions.items()}
 
 
-def interleaved(runs: Mapping[str, Run], seconds: float) -> tuple[dict[str, float], float]:
+def interleaved(
+    runs: Mapping[str, Run], seconds: float, max_error: float = MAX_ERROR
+) -> tuple[dict[str, float], float]:
     """Replay graphs of the runs in turn.
 
     Returns:
         (median time of each in ms, relative error of the last against the first).
 
     Raises:
-        DeviceError: their results differ by more than MAX_ERROR.
+        DeviceError: their results differ by more than ``max_error``.
     """
     graphs, outs = {}, {}
     for way, run in runs.items():
@@ -216,9 +220,9 @@ def interleaved(runs: Mapping[str, Run], seconds: float) -> tuple[dict[str, floa
         results[way] = outs[way].float()
     ways = tuple(runs)
     error = relative_error(results[ways[1]], results[ways[0]])
-    if not error <= MAX_ERROR:
+    if not error <= max_error:
         raise DeviceError(
-            f"both ways must give the same results: at most {MAX_ERROR} apart, relative; found {error:.3g}"
+            f"both ways must give the same results: at most {max_error} apart, relative; found {error:.3g}"
         )
     turns: list[list[tuple[str, torch.cuda.Event, torch.cuda.Event]]] = []
     end = time.perf_counter() + seconds
@@ -313,8 +317,11 @@ def main(seconds: float, layers: int, output_json: Path) -> None:
         for case in CASES:
             rows = prompts_of(*case, num_blocks)
             planned = attentions.plan(rows)
-            for part, make in (("attention", attention_runs), ("forward", forward_runs)):
-                times_ms, error = interleaved(make(decoder, rows, planned), seconds)
+            for part, make, max_error in (
+                ("attention", attention_runs, MAX_ERROR),
+                ("forward", forward_runs, MAX_FORWARD_ERROR),
+            ):
+                times_ms, error = interleaved(make(decoder, rows, planned), seconds, max_error)
                 results.append(figures(config, part, case, times_ms, error))
                 print(json.dumps(results[-1]), flush=True)
         for tokens, cached in CACHED_CASES:

@@ -28,7 +28,7 @@ class StepKernels:
             attention and sampling are launched likewise.
     """
 
-    halves: Halves = "compiled"
+    halves: Halves = "compiled-norm"
     ops: TritonOps = field(default_factory=TritonOps)
 
     @property
@@ -60,5 +60,5 @@ class StepKernels:
 
 
 def default_step_kernels(rows: int) -> StepKernels:
-    """What the product runs for so many rows."""
-    return StepKernels(halves="eager" if rows == 1 else "compiled")
+    """What the product runs for so many rows: the fastest with torch.compile (bench/results/h200/decode_step.json)."""
+    return StepKernels(halves="eager" if rows == 1 else "compiled-norm")
