@@ -13,7 +13,7 @@ from bench.kernels.decode_inputs import DEVICE, DTYPE, Cache, Int32Array, length
 from bench.kernels.graph_timing import us_per_layer
 from bullet_graph.models import flashinfer_attention
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch, attention_workspace_bytes
+from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch, decode_workspace_bytes
 from bullet_graph.models.triton_decode_attention import (
     DecodeBatch,
     DecodeKernelSettings,
@@ -60,7 +60,7 @@ class Bench:
             backend="fa2",
             causal=False,
             float_workspace=torch.zeros(
-                attention_workspace_bytes(self.config, MAX_ROWS), dtype=torch.uint8, device=DEVICE
+                decode_workspace_bytes(self.config, MAX_ROWS), dtype=torch.uint8, device=DEVICE
             ),
         )
         self.triton_cache = self.cache.turned() if self.hnd else self.cache

@@ -108,7 +108,7 @@ class Attentions:
                 f"capability 9.0; this GPU has {'.'.join(map(str, torch.cuda.get_device_capability(DEVICE)))}"
             )
         scratch = torch.zeros(
-            flashinfer_attention.attention_workspace_bytes(decoder.config, 1),
+            flashinfer_attention.decode_workspace_bytes(decoder.config, 1),
             dtype=torch.uint8,
             device=DEVICE,
         )

@@ -28,15 +28,8 @@ _NO_POSITIONS = 0
 _NO_ROPE = (1.0, 1e4, 0)
 """Scale and base of a RoPE that is not FlashInfer's here, and no lengths of items: all unused."""
 _BLOCKS_PER_SM = 2
-_MOST_BLOCKS = 512
-"""More than a split batch has on any GPU so far: two an SM."""
 _DECODE_TILE_ROWS = 16
 """Query rows of a tensor-core decode tile: fa2's smallest."""
-_TILE_ROWS = 128
-"""Query rows of the largest tile, of both."""
-FA3_LEAST_FILL = 0.6
-"""From this share of the SMs on, fa3 is faster than fa2: arithmetic on rates of full batches (463 and 274 TFLOP/s at
-4,096 tokens on an H200)."""
 
 
 @lru_cache
@@ -52,32 +45,15 @@ def prefill_backend(device: torch.device) -> Backend:
     return "fa3" if torch.cuda.get_device_capability(device) == (9, 0) else "fa2"
 
 
-def backend_for(config: ModelConfig, backend: Backend, num_rows: int, num_sms: int) -> Backend:
-    """The faster kernels for prompt rows that attend to a long cached prefix.
-
-    fa3 gives each tile of 128 rows and each head one block, which goes through all of the prefix: few rows leave SMs
-    idle. fa2 divides the prefix as well.
-
-    Args:
-        backend: what :func:`prefill_backend` says.
-        num_rows: prompt rows of the batch.
-        num_sms: of the device.
-    """
-    fill = num_rows * config.num_heads / (_TILE_ROWS * num_sms)
-    return backend if fill >= FA3_LEAST_FILL else "fa2"
-
-
-def attention_workspace_bytes(config: ModelConfig, max_rows: int) -> int:
-    """Float scratch of a decode of ``max_rows`` rows, or of a divided batch of prompt rows.
+def decode_workspace_bytes(config: ModelConfig, max_rows: int) -> int:
+    """Float scratch of a decode of ``max_rows`` rows.
 
     FlashInfer keeps partial outputs and their log-sum-exp in float32 for each (head, tile, row); a captured
-    plan counts at most ceil(rows * group / tile) + rows - 1 tiles, a divided one what fills the device.
+    plan counts at most ceil(rows * group / tile) + rows - 1 tiles, or what fills the device if that is more.
     """
     group = config.num_heads // config.num_kv_heads
-    decode_tiles = -(-max_rows * group // _DECODE_TILE_ROWS) + max_rows - 1
-    split_tiles = _MOST_BLOCKS // config.num_kv_heads + 1
-    rows = max(decode_tiles * _DECODE_TILE_ROWS, split_tiles * _TILE_ROWS)
-    return config.num_heads * rows * (config.head_dim + 1) * 4 + 1024**2
+    tiles = max(-(-max_rows * group // _DECODE_TILE_ROWS) + max_rows - 1, 512 // config.num_kv_heads + 1)
+    return config.num_heads * tiles * _DECODE_TILE_ROWS * (config.head_dim + 1) * 4 + 1024**2
 
 
 @dataclass(frozen=True, slots=True)

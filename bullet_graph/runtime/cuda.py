@@ -17,7 +17,7 @@ from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.flashinfer_attention import attention_workspace_bytes
+from bullet_graph.models.flashinfer_attention import decode_workspace_bytes
 from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState, token_logprobs
 from bullet_graph.models.triton_ops import TritonOps
@@ -158,7 +158,7 @@ class CudaExecutor:
     @staticmethod
     def workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:
         """Fixed scratch of the executor, for the memory ledger."""
-        lanes = attention_workspace_bytes(config, max_num_seqs) + attention_workspace_bytes(config, 1)
+        lanes = decode_workspace_bytes(config, max_num_seqs) + decode_workspace_bytes(config, 1)
         return lanes + _LIBRARY_BYTES
 
     @staticmethod

@@ -15,8 +15,7 @@ from bullet_graph.models.flashinfer_attention import (
     PagedBatch,
     PlannedAttention,
     RaggedBatch,
-    attention_workspace_bytes,
-    backend_for,
+    decode_workspace_bytes,
     prefill_backend,
 )
 from bullet_graph.models.mixed_attention import MixedAttention
@@ -77,16 +76,12 @@ class EagerLane:
         graphs: LayerGraphs | None = None,
     ) -> None:
         config, device = decoder.config, decoder.cos_sin.device
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._decoder = decoder
-        self._num_sms = num_sms
         self._state = state
         self._functions = eager_functions(TritonOps())
         self._partial_functions = eager_functions(PartitionOps())
         self._graphs = graphs
-        scratch = torch.zeros(
-            attention_workspace_bytes(config, max_num_seqs), dtype=torch.uint8, device=device
-        )
+        scratch = torch.zeros(decode_workspace_bytes(config, max_num_seqs), dtype=torch.uint8, device=device)
 
         def attention_lane(backend: Backend, *, causal: bool) -> AttentionLane:
             # They take turns, so they may share their scratch.
@@ -99,10 +94,8 @@ class EagerLane:
                 float_workspace=scratch,
             )
 
-        self._backend = backend = prefill_backend(device)
-        self._cached_attention = {
-            name: attention_lane(name, causal=True) for name in dict.fromkeys((backend, "fa2"))
-        }
+        backend = prefill_backend(device)
+        self._cached_attention = attention_lane(backend, causal=True)
         # TMA, which makes contiguous keys the faster ones, is Hopper's.
         self._fresh_attention = attention_lane(backend, causal=True) if backend == "fa3" else None
         self._sampled_attention = attention_lane("fa2", causal=False)
@@ -110,7 +103,7 @@ class EagerLane:
             config,
             decoder.cache,
             max_rows=max_num_seqs,
-            num_sms=num_sms,
+            num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         )
         # Eleven arrays of a row or a sequence each and the block ids; a bucket has at most ``max_rows``, too.
         self._uploader = Uploader(11 * (max_rows + 8) + num_kv_blocks, device)
@@ -166,9 +159,8 @@ class EagerLane:
         num_cached_rows = int(rows.q_indptr[num_cached])
         cached = fresh = decode = None
         if num_cached:
-            backend = backend_for(self._decoder.config, self._backend, num_cached_rows, self._num_sms)
             cached = self._plan(
-                self._cached_attention[backend],
+                self._cached_attention,
                 rows,
                 rows.q_indptr,
                 num_cached,

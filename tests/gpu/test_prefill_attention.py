@@ -1,7 +1,6 @@
 """Attention of all kinds of rows in one forward on the GPU, against the reference over the cache in float32."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -11,11 +10,9 @@ from bullet_graph.models.attention import LayerRows, ReferenceAttention
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.flashinfer_attention import (
     AttentionLane,
-    Backend,
     PagedBatch,
     RaggedBatch,
-    attention_workspace_bytes,
-    backend_for,
+    decode_workspace_bytes,
     prefill_backend,
 )
 from bullet_graph.models.kv_cache import KVCache
@@ -48,18 +45,19 @@ class Kernels:
     """What one lane has for prefill chunks and decode rows."""
 
     def __init__(self, config: ModelConfig, cache: KVCache, dtype: torch.dtype) -> None:
-        scratch = torch.zeros(attention_workspace_bytes(config, 1), dtype=torch.uint8, device=DEVICE)
-        best = prefill_backend(DEVICE)
-
-        def lane(backend: Backend) -> AttentionLane:
-            return AttentionLane(
-                config, cache, dtype=dtype, backend=backend, causal=True, float_workspace=scratch
+        scratch = torch.zeros(decode_workspace_bytes(config, 1), dtype=torch.uint8, device=DEVICE)
+        self._cached, self._fresh = (
+            AttentionLane(
+                config,
+                cache,
+                dtype=dtype,
+                backend=prefill_backend(DEVICE),
+                causal=True,
+                float_workspace=scratch,
             )
-
-        self._cached = {backend: lane(backend) for backend in (best, "fa2")}
-        self._fresh = lane(best)
+            for _ in range(2)
+        )
         num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-        self._backend_for = partial(backend_for, config, best, num_sms=num_sms)
         self._decode = TritonDecodeAttention(config, cache, max_rows=64, num_sms=num_sms)
         self._block_tokens = cache.block_tokens
 
@@ -72,7 +70,7 @@ class Kernels:
         last_block = (kv_lens - 1) % self._block_tokens + 1
         cached = fresh = decode = None
         if c:
-            cached = self._cached[self._backend_for(int(rows.q_indptr[c]))].plan(
+            cached = self._cached.plan(
                 PagedBatch(
                     q_indptr=q_indptr[: c + 1],
                     kv_indptr=kv_indptr[: c + 1],

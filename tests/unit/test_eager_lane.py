@@ -49,14 +49,14 @@ class PlainRing:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
-    """What FlashInfer's modules have run, once they are fakes and the GPU has one SM."""
+    """What FlashInfer's modules have run, once they are fakes and the GPU has four SMs."""
     found: Runs = []
     package, prefill = ModuleType("flashinfer"), ModuleType("flashinfer.prefill")
     prefill.get_batch_prefill_module = lambda backend, *_: FakeModule(backend, found)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
     monkeypatch.setattr(pinned, "PinnedRing", PlainRing)
-    properties = SimpleNamespace(multi_processor_count=1)
+    properties = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     for name in IMPORT_FLASHINFER:
         sys.modules.pop(name, None)
@@ -105,8 +105,7 @@ def reference_logits(decoder: Decoder, rows: Rows) -> torch.Tensor:
         ([(7, 5, True), (0, 6, True), (0, 1, False)], [4], [("paged", 1), ("ragged", 2)]),
         ([(0, 2, True), (7, 5, True), (0, 4, True)], [], [("paged", 2), ("ragged", 1)]),
         ([(6, 2, True), (9, 3, False)], [3], [("paged", 2)]),
-        # 20 rows of 4 heads are more than 0.6 tiles of 128.
-        ([(6, 20, True), (0, 2, False)], [3], [("many paged", 1), ("ragged", 1)]),
+        ([(6, 20, True), (0, 2, False)], [3], [("paged", 1), ("ragged", 1)]),
         ([], [5, 0, 9], []),
     ],
 )
@@ -139,10 +138,7 @@ def test_forward_equals_the_reference(
 
     # All layers but the last; there only the sampled rows attend, to the cache.
     if capability == (9, 0):
-        expected_runs = [
-            ("fa2" if kind == "paged" else "fa3", kind.removeprefix("many "), count)
-            for kind, count in prefill_runs
-        ]
+        expected_runs = [("fa3", kind, count) for kind, count in prefill_runs]
     else:
         expected_runs = [("fa2", "paged", len(chunks))] if chunks else []
     assert runs == [*expected_runs, ("fa2", "paged", len(rows.kv_lens))]
