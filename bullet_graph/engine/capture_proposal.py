@@ -14,7 +14,7 @@ from bullet_graph.graphs.capture_plan import (
     CapturePlan,
     DecodeSizes,
 )
-from bullet_graph.graphs.key import smallest_holding
+from bullet_graph.graphs.key import batch_size_buckets, smallest_holding
 from bullet_graph.graphs.size_choice import Choice, Demand, best_choices, lost_ms
 
 BATCH_STEP = 8
@@ -87,7 +87,7 @@ class Workload:
 
     Attributes:
         decode: by SMs of the decode lane, None (the whole GPU) always among them, as the first.
-        forwards: with prompt tokens, on the whole GPU.
+        forwards: with prompt tokens, on the whole GPU, of as many rows as may be captured.
         num_layers: of the model.
         max_num_seqs: that the whole GPU must hold.
     """
@@ -98,13 +98,16 @@ class Workload:
     max_num_seqs: int
 
     @classmethod
-    def of(cls, usage: CaptureUsage, max_num_seqs: int) -> "Workload":
-        """What a run has collected."""
+    def of(cls, usage: CaptureUsage, like: CapturePlan) -> "Workload":
+        """What a run has collected that captured graphs of such an engine may serve."""
         partitions = sorted(sms for sms in usage.decode if sms is not None)
-        decode = {sms: usage.decode_demands(sms, math.inf) for sms in (None, *partitions)}
-        # Never seen, yet to be held: this size costs nothing to want.
-        decode[None].append(Demand(max_num_seqs, 0, lambda _: 0.0, math.inf))
-        return cls(decode, usage.forward_demands(), usage.model.num_layers, max_num_seqs)
+        decode: dict[int | None, list[Demand]] = {
+            None: usage.whole_gpu_demands(unseen=batch_size_buckets(like.max_num_seqs))
+        }
+        decode |= {sms: usage.partition_demands(sms) for sms in partitions}
+        max_rows = like.short_forward_rows[-1] if like.short_forward_rows else 0
+        forwards = usage.forward_demands(max_rows)
+        return cls(decode, forwards, usage.model.num_layers, like.max_num_seqs)
 
     def batch_candidates(self, decode_sms: int | None) -> tuple[int, ...]:
         """Batch sizes worth capturing for so many SMs, rising: where the batches that were seen are padded to."""
@@ -112,14 +115,15 @@ class Workload:
         grid += [*range(BATCH_STEP, self.max_num_seqs, BATCH_STEP), self.max_num_seqs]
         return _reached(grid, self.decode[decode_sms])
 
-    def row_candidates(self, max_rows: int) -> tuple[int, ...]:
-        """Rows of short forwards worth capturing, rising."""
-        return _reached(range(ROW_STEP, max_rows + 1, ROW_STEP), self.forwards)
+    def row_candidates(self, like: CapturePlan) -> tuple[int, ...]:
+        """Rows of short forwards worth capturing, rising, none above those of ``like``."""
+        most = like.short_forward_rows[-1] if like.short_forward_rows else 0
+        return _reached(range(ROW_STEP, most + 1, ROW_STEP), self.forwards)
 
-    def everything(self, *, max_rows: int, like: CapturePlan) -> CapturePlan:
+    def everything(self, *, like: CapturePlan) -> CapturePlan:
         """Every candidate captured: the least time lost that there can be."""
         decode = {sms: self.batch_candidates(sms) for sms in self.decode}
-        return _plan(like, decode, self.row_candidates(max_rows))
+        return _plan(like, decode, self.row_candidates(like))
 
     def uses(self, plan: CapturePlan) -> tuple[GroupUse, ...]:
         """What each size of a plan would do for these steps."""
@@ -156,8 +160,7 @@ def propose(workload: Workload, budget: Budget, *, like: CapturePlan) -> Capture
         candidates = workload.batch_candidates(sms)
         choices[sms] = best_choices(candidates, demands, most=min(most, len(candidates)))
     by_count = _share_out(choices, most)
-    max_rows = like.short_forward_rows[-1] if like.short_forward_rows else 0
-    rows = workload.row_candidates(max_rows)
+    rows = workload.row_candidates(like)
     best: tuple[float, dict[int | None, Choice], Choice] | None = None
     for count, forwards in enumerate(best_choices(rows, workload.forwards, most=len(rows))):
         pieces = count * workload.num_layers

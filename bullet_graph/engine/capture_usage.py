@@ -1,6 +1,9 @@
 """Which captured graphs a served workload asks for, and what time they save it. No torch."""
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from bullet_graph.graphs.size_choice import Demand
 from bullet_graph.partition.spec import SMS_PER_TPC
@@ -9,7 +12,18 @@ from bullet_graph.runtime.simulated import StepRecord
 
 EAGER_LAYER_MS = 0.2
 """What a layer of a forward costs the host that is launched kernel by kernel, whatever its rows
-(``graphs/layer_graphs.py``); a forward that is shorter on the device waits for that."""
+(``graphs/layer_graphs.py``)."""
+
+CAPTURED_LAYER_MS = 0.08
+"""The same for captured pieces: 2.5 ms for 32 layers (bench/LOG.md)."""
+
+SINGLE_ROW_LOSS = 0.146
+"""Least share of a step that one row loses when it is padded: 4.24 ms with the matrix kernel that one row has of its
+own, 4.86 ms with the library's (bench/LOG.md). No table tells, as it goes in a line from one row to the next size."""
+
+UNSEEN_STEPS = 1e-3
+"""Batch sizes of the whole GPU that never came up count as so many steps: what room no step needs is theirs, since a
+burst may bring them."""
 
 
 @dataclass(slots=True)
@@ -81,22 +95,40 @@ class CaptureUsage:
         beside_ms, whole_ms = self.beside_ms.get(decode_sms, (0.0, 0.0))
         self.beside_ms[decode_sms] = beside_ms + record.device_ms, whole_ms + alone_ms
 
-    def decode_demands(self, decode_sms: int | None, unserved_ms: float) -> list[Demand]:
-        """The decode steps on so many SMs; those on the whole GPU must be served.
+    def whole_gpu_demands(self, unseen: Iterable[int]) -> list[Demand]:
+        """The decode steps on the whole GPU, which must be served, and sizes that may yet come up."""
+        seen = self.decode.get(None, {})
+        total = Rows()
+        for rows in seen.values():
+            total.num_steps += rows.num_steps
+            total.batch_size += rows.batch_size
+            total.kv_tokens += rows.kv_tokens
+        depth = max(total.kv_tokens // max(total.batch_size, 1), 1)
+        demands = [
+            Demand(size, rows.num_steps, _PaddedDecode(self.model, None, size, rows), math.inf)
+            for size, rows in sorted(seen.items())
+        ]
+        for size in sorted(set(unseen) - seen.keys()):
+            rows = Rows(num_steps=1, batch_size=size, kv_tokens=size * depth)
+            one = _PaddedDecode(self.model, None, size, rows)
+            demands.append(Demand(size, 0, partial(_scaled, one, UNSEEN_STEPS), math.inf))
+        return demands
+
+    def partition_demands(self, decode_sms: int) -> list[Demand]:
+        """The decode steps beside prefill on so many SMs.
 
         A step that is padded costs what its padded rows cost. One that a part of the GPU has no graph for takes its
         turn with prefill on the whole GPU instead, which costs what both would take there, one after the other.
-
-        Args:
-            unserved_ms: of a step on the whole GPU that no graph holds.
         """
-        demands = []
-        for size, rows in sorted(self.decode.get(decode_sms, {}).items()):
-            missing = unserved_ms if decode_sms is None else self._turns_ms(decode_sms, size, rows)
-            demands.append(
-                Demand(size, rows.num_steps, _PaddedDecode(self.model, decode_sms, size, rows), missing)
+        return [
+            Demand(
+                size,
+                rows.num_steps,
+                _PaddedDecode(self.model, decode_sms, size, rows),
+                self._turns_ms(decode_sms, size, rows),
             )
-        return demands
+            for size, rows in sorted(self.decode[decode_sms].items())
+        ]
 
     def _turns_ms(self, decode_sms: int, size: int, rows: Rows) -> float:
         beside_ms, whole_ms = self.beside_ms.get(decode_sms, (1.0, 0.0))
@@ -104,15 +136,18 @@ class CaptureUsage:
         split_ms = rows.device_ms / rows.num_steps
         return rows.num_steps * max(alone_ms + split_ms * whole_ms / beside_ms - split_ms, 0.0)
 
-    def forward_demands(self) -> list[Demand]:
-        """Forwards with prompt tokens: padded to captured pieces, or launched kernel by kernel at the host's speed."""
-        demands = []
-        eager_ms = EAGER_LAYER_MS * self.model.num_layers
-        for size, rows in sorted(self.forwards.items()):
-            padded = _PaddedForward(self.model, size, rows)
-            unserved_ms = rows.num_steps * max(eager_ms - padded.ms(size), 0.0)
-            demands.append(Demand(size, rows.num_steps, padded, unserved_ms))
-        return demands
+    def forward_demands(self, max_rows: int) -> list[Demand]:
+        """Forwards with prompt tokens of up to so many rows: padded to captured pieces, or launched kernel by kernel.
+
+        What that takes longer on the host is lost in full: until it is done, the host launches and hands out nothing
+        else.
+        """
+        eager_ms = (EAGER_LAYER_MS - CAPTURED_LAYER_MS) * self.model.num_layers
+        return [
+            Demand(size, rows.num_steps, _PaddedForward(self.model, size, rows), rows.num_steps * eager_ms)
+            for size, rows in sorted(self.forwards.items())
+            if size <= max_rows
+        ]
 
 
 @dataclass(slots=True)
@@ -127,8 +162,9 @@ class _PaddedDecode:
 
     def __call__(self, padded: int) -> float:
         if padded not in self.known_ms:
-            lost = max(self._ms(padded) - self._ms(self.size), 0.0)
-            self.known_ms[padded] = self.rows.num_steps * lost
+            own_ms = self._ms(self.size)
+            least = SINGLE_ROW_LOSS * own_ms if self.size == 1 < padded else 0.0
+            self.known_ms[padded] = self.rows.num_steps * max(self._ms(padded) - own_ms, least)
         return self.known_ms[padded]
 
     def _ms(self, batch_size: int) -> float:
@@ -156,3 +192,7 @@ class _PaddedForward:
         if not mean.batch_size:
             return self.model.prefill(tokens, pairs).ms
         return self.model.mixed(tokens, pairs, max(round(mean.batch_size / n), 1), mean.kv_tokens // n).ms
+
+
+def _scaled(lost_ms: Callable[[int], float], factor: float, padded: int) -> float:
+    return factor * lost_ms(padded)

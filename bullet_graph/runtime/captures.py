@@ -30,21 +30,23 @@ def named_plan(config: EngineConfig, runtime: Runtime) -> CapturePlan | None:
         )
     num_sms = torch.cuda.get_device_properties(runtime.device).multi_processor_count
     plan = load_plan(config.capture_plan)
-    check_plan(plan, config, dtype=str(runtime.dtype).removeprefix("torch."), num_sms=num_sms)
+    dtype = str(runtime.dtype).removeprefix("torch.")
+    check_plan(plan, config, name=config.capture_plan, dtype=dtype, num_sms=num_sms)
     return plan
 
 
-def check_plan(plan: CapturePlan, config: EngineConfig, *, dtype: str, num_sms: int) -> None:
-    """Make sure that an engine of this configuration can follow the plan that it names.
+def check_plan(plan: CapturePlan, config: EngineConfig, *, name: str, dtype: str, num_sms: int) -> None:
+    """Make sure that an engine of this configuration can follow the plan.
 
     Args:
+        name: of the plan, for messages.
         dtype: of the engine, resolved.
         num_sms: of the GPU.
 
     Raises:
         ConfigError: the plan was made for something else; names the key, both values, and what to do.
     """
-    name = f"the capture plan {config.capture_plan}"
+    name = f"the capture plan {name}"
     for key, found, required in (
         ("model", plan.model, Path(config.model).name),
         ("dtype", plan.dtype, dtype),

@@ -102,7 +102,7 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
     plan = None
     if config.capture_plan is not None:
         plan = load_plan(config.capture_plan)
-        check_plan(plan, config, dtype=_name(dtype), num_sms=unpadded.num_sms)
+        check_plan(plan, config, name=config.capture_plan, dtype=_name(dtype), num_sms=unpadded.num_sms)
         performance = PaddedModel(unpadded, plan.padded)
     return SimulatedDevice(
         name,
