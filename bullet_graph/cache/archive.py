@@ -52,7 +52,7 @@ def export_entry(
     file: Path,
     *,
     sign_key: Path | None = None,
-    on_bytes: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], object] | None = None,
 ) -> None:
     """Write an entry into one file, whole or not at all; a file that exists is replaced.
 
@@ -90,7 +90,7 @@ def import_archive(
     *,
     trusted_keys: Sequence[Path] = (),
     tell: Callable[[str], None],
-    on_bytes: Callable[[int], None] | None = None,
+    on_bytes: Callable[[int], object] | None = None,
 ) -> Imported:
     """Place an exported entry into the store after all of it was checked; memory stays bounded.
 
@@ -138,7 +138,11 @@ def _write_member(writer: ArchiveWriter, name: str, data: bytes) -> None:
 
 
 def _write_artifact(
-    writer: ArchiveWriter, index: int, artifact: Artifact, path: Path, on_bytes: Callable[[int], None] | None
+    writer: ArchiveWriter,
+    index: int,
+    artifact: Artifact,
+    path: Path,
+    on_bytes: Callable[[int], object] | None,
 ) -> None:
     writer.write(member_header(artifact_member(index), artifact.num_bytes))
     left = artifact.num_bytes
@@ -179,7 +183,7 @@ def _read_artifacts(
     manifest: Manifest,
     header: bytes,
     folder: Path,
-    on_bytes: Callable[[int], None] | None,
+    on_bytes: Callable[[int], object] | None,
 ) -> None:
     for index, artifact in enumerate(manifest.artifacts):
         if header != member_header(artifact_member(index), artifact.num_bytes):
@@ -199,7 +203,9 @@ def _read_artifacts(
 class _Member:
     """The content of one member, as a file."""
 
-    def __init__(self, reader: ArchiveReader, num_bytes: int, on_bytes: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, reader: ArchiveReader, num_bytes: int, on_bytes: Callable[[int], object] | None
+    ) -> None:
         self._reader, self._left, self._on_bytes = reader, num_bytes, on_bytes
 
     def read(self, num_bytes: int, /) -> bytes:

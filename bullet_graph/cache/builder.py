@@ -233,24 +233,29 @@ class Build:
 
     def _place(self, artifact: Artifact, source: Reader) -> None:
         """Copy an artifact that was built elsewhere, whose size and checksum are known."""
-        written = self._write(artifact, source)
-        if written != artifact:
-            raise CacheError(f"{artifact.path} changed while it was copied: start the build again")
 
-    def _write(self, artifact: Artifact, source: Reader) -> Artifact:
+        def check(written: Artifact) -> None:
+            if written != artifact:
+                raise CacheError(f"{artifact.path} changed while it was copied: start the build again")
+
+        self._write(artifact, source, check)
+
+    def _write(
+        self, artifact: Artifact, source: Reader, check: Callable[[Artifact], None] = lambda _: None
+    ) -> None:
         target = self._files / artifact.path
         make_folder(target.parent)
         num_bytes, sha256 = copy_hashed(source, target)
         try:
-            sync_folder(target.parent)
             written = replace(artifact, num_bytes=num_bytes, sha256=sha256)
+            check(written)
+            sync_folder(target.parent)
             self._journal.append(written)
         except BaseException:
             # An entry with a file that is not listed counts as damaged.
             target.unlink(missing_ok=True)
             raise
         self._artifacts[artifact.name] = written
-        return written
 
 
 @contextmanager

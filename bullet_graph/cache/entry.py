@@ -1,13 +1,20 @@
 """Entries of the store, as found, as looked up, and as opened."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from bullet_graph.cache.files import Damage, check_files
-from bullet_graph.cache.fingerprint import ArtifactKind, Difference, stale_kinds
+from bullet_graph.cache.fingerprint import (
+    ArtifactKind,
+    Difference,
+    Fingerprint,
+    plan_differences,
+    stale_kinds,
+)
 from bullet_graph.cache.locks import InUse
 from bullet_graph.cache.manifest import REBUILD, Artifact, Manifest
 from bullet_graph.errors import CacheError
@@ -71,6 +78,20 @@ class Mismatch:
     def stale(self) -> frozenset[ArtifactKind]:
         """Kinds of artifacts that have to be built anew."""
         return stale_kinds(self.differences)
+
+
+def compare(entry: Entry, here: Fingerprint, plan: Mapping[str, Any] | None) -> Mismatch | None:
+    """Where an entry differs from what is needed; None: nowhere.
+
+    Args:
+        plan: None takes any.
+    """
+    differences = entry.manifest.fingerprint.differences(here)
+    if plan is not None:
+        differences += plan_differences(entry.manifest.plan, plan)
+    if not differences:
+        return None
+    return Mismatch(entry, differences, entry.manifest.build_seconds(stale_kinds(differences)))
 
 
 @dataclass(frozen=True, slots=True)

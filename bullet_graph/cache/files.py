@@ -59,8 +59,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write or replace a small file: whole or not at all, whenever the machine stops."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write or replace a small file: whole or not at all, whenever the machine stops. One process at a time."""
+    # The same name each time: what a killed process left is overwritten.
+    draft = path.with_name(f"{path.name}.tmp")
     try:
         with draft.open("wb") as file:
             file.write(data)

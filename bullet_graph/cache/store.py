@@ -12,9 +12,17 @@ from typing import Any
 
 from platformdirs import user_cache_path
 
-from bullet_graph.cache.entry import MANIFEST_NAME, DamagedEntry, Entry, Lookup, Mismatch, OpenedEntry
+from bullet_graph.cache.entry import (
+    MANIFEST_NAME,
+    DamagedEntry,
+    Entry,
+    Lookup,
+    Mismatch,
+    OpenedEntry,
+    compare,
+)
 from bullet_graph.cache.files import file_errors, make_folder, sync_folder, sync_tree, write_durably
-from bullet_graph.cache.fingerprint import Fingerprint, entry_id, plan_differences, stale_kinds
+from bullet_graph.cache.fingerprint import Fingerprint, entry_id
 from bullet_graph.cache.locks import InUse, build_lock, unused
 from bullet_graph.cache.manifest import REBUILD, Manifest
 from bullet_graph.cache.manifest_file import MAX_MANIFEST_BYTES, manifest_bytes, parse_manifest
@@ -115,12 +123,9 @@ class CaptureStore:
         hit: Entry | None = None
         mismatches: list[Mismatch] = []
         for entry in entries:
-            differences = entry.manifest.fingerprint.differences(fingerprint)
-            if plan is not None:
-                differences += plan_differences(entry.manifest.plan, plan)
-            if differences:
-                seconds = entry.manifest.build_seconds(stale_kinds(differences))
-                mismatches.append(Mismatch(entry, differences, seconds))
+            mismatch = compare(entry, fingerprint, plan)
+            if mismatch is not None:
+                mismatches.append(mismatch)
             elif hit is None:
                 hit = entry
         mismatches.sort(key=lambda miss: (len(miss.stale), miss.rebuild_seconds, len(miss.differences)))
@@ -182,7 +187,7 @@ class CaptureStore:
         Raises:
             CacheError: it is not there, in use, being built, or cannot be removed.
         """
-        if "/" in name or not os.path.lexists(self.folder(name)):
+        if "/" in name or name in ("", ".", "..") or not os.path.lexists(self.folder(name)):
             raise CacheError(f"there is no entry {name!r} in {self.root}")
         with file_errors(f"cannot remove entry {name}"):
             self.make_folders()
