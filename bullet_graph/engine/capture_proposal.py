@@ -53,7 +53,7 @@ class SizeUse:
         size: rows.
         num_steps: steps that it serves.
         num_exact: those of them that need no padding.
-        worth_ms: time lost without it; infinite where it must be.
+        worth_ms: time lost without it, by batches as well that did not come up but may; infinite where it must be.
     """
 
     size: int
@@ -70,7 +70,7 @@ class GroupUse:
         name: ``whole GPU``, ``N SMs``, or ``short forwards``.
         num_steps: steps that were seen.
         num_unserved: those of them that no size holds.
-        lost_ms: time lost by all.
+        lost_ms: time lost by all that were seen.
         sizes: those captured.
     """
 
@@ -137,7 +137,7 @@ class Workload:
 
 
 def propose(workload: Workload, budget: Budget, *, like: CapturePlan) -> CapturePlan:
-    """The plan within a budget that loses these steps the least time.
+    """The plan within a budget that loses these steps, and those that may yet come up, the least time.
 
     First the best sizes for each partition, for every number of them; then the best numbers for all partitions together
     (a knapsack whose items all cost the same); and the same against every number of sizes of short forwards.
@@ -211,16 +211,17 @@ def _plan(like: CapturePlan, decode: dict[int | None, tuple[int, ...]], rows: tu
 
 
 def _use(name: str, demands: Sequence[Demand], sizes: Sequence[int]) -> GroupUse:
-    lost = lost_ms(demands, sizes)
+    expected = lost_ms(demands, sizes)
     served = {size: [d for d in demands if smallest_holding(d.size, sizes) == size] for size in sizes}
     uses = tuple(
         SizeUse(
             size,
             sum(d.num_steps for d in served[size]),
             sum(d.num_steps for d in served[size] if d.size == size),
-            lost_ms(demands, [other for other in sizes if other != size]) - lost,
+            lost_ms(demands, [other for other in sizes if other != size]) - expected,
         )
         for size in sizes
     )
     total = sum(d.num_steps for d in demands)
+    lost = lost_ms([d for d in demands if d.num_steps], sizes)
     return GroupUse(name, total, total - sum(use.num_steps for use in uses), lost, uses)

@@ -21,9 +21,13 @@ SINGLE_ROW_LOSS = 0.146
 """Least share of a step that one row loses when it is padded: 4.24 ms with the matrix kernel that one row has of its
 own, 4.86 ms with the library's (bench/LOG.md). No table tells, as it goes in a line from one row to the next size."""
 
-UNSEEN_STEPS = 1e-3
-"""Batch sizes of the whole GPU that never came up count as so many steps: what room no step needs is theirs, since a
-burst may bring them."""
+LEAST_SPLIT_GAIN = 0.05
+"""Least share of its step that a split gains over taking turns: the planner took it, if not for throughput, then for a
+target that turns would miss."""
+
+UNSEEN_SHARE = 0.01
+"""Batch sizes of the whole GPU that never came up count as this share of its decode steps, all together: a burst may
+bring them, and must not be padded to the very largest size."""
 
 
 @dataclass(slots=True)
@@ -108,10 +112,13 @@ class CaptureUsage:
             Demand(size, rows.num_steps, _PaddedDecode(self.model, None, size, rows), math.inf)
             for size, rows in sorted(seen.items())
         ]
-        for size in sorted(set(unseen) - seen.keys()):
-            rows = Rows(num_steps=1, batch_size=size, kv_tokens=size * depth)
-            one = _PaddedDecode(self.model, None, size, rows)
-            demands.append(Demand(size, 0, partial(_scaled, one, UNSEEN_STEPS), math.inf))
+        new = sorted(set(unseen) - seen.keys())
+        for size in new:
+            one = _PaddedDecode(
+                self.model, None, size, Rows(num_steps=1, batch_size=size, kv_tokens=size * depth)
+            )
+            weight = UNSEEN_SHARE * max(total.num_steps, 1) / len(new)
+            demands.append(Demand(size, 0, partial(_scaled, one, weight), math.inf))
         return demands
 
     def partition_demands(self, decode_sms: int) -> list[Demand]:
@@ -134,7 +141,8 @@ class CaptureUsage:
         beside_ms, whole_ms = self.beside_ms.get(decode_sms, (1.0, 0.0))
         alone_ms = self.model.decode(size, rows.kv_tokens // rows.num_steps).ms
         split_ms = rows.device_ms / rows.num_steps
-        return rows.num_steps * max(alone_ms + split_ms * whole_ms / beside_ms - split_ms, 0.0)
+        turns_ms = alone_ms + split_ms * whole_ms / beside_ms
+        return rows.num_steps * max(turns_ms - split_ms, LEAST_SPLIT_GAIN * split_ms)
 
     def forward_demands(self, max_rows: int) -> list[Demand]:
         """Forwards with prompt tokens of up to so many rows: padded to captured pieces, or launched kernel by kernel.

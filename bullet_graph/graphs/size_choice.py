@@ -13,7 +13,7 @@ class Demand:
 
     Attributes:
         size: their rows.
-        num_steps: how many.
+        num_steps: how many were seen; 0 for a size that only may come up.
         padded_ms: time lost, all of them together, when padded to a size that holds them.
         unserved_ms: the same when no captured size holds them; infinite where that may not be.
     """
