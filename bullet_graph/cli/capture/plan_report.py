@@ -126,8 +126,8 @@ def _size_table(study: CaptureStudy) -> Table:
             str(use.size) for use in group.sizes if not use.num_steps and not math.isinf(use.worth_ms)
         ]:
             span = idle[0] if len(idle) == 1 else f"{len(idle)}: {idle[0]}–{idle[-1]}"
-            worth = sum(use.worth_ms for use in group.sizes if not use.num_steps and use.worth_ms < math.inf)
-            table.add_row(group.name, span, "0", "", f"{worth:,.1f}")
+            all_ms = sum(use.worth_ms for use in group.sizes if not use.num_steps and use.worth_ms < math.inf)
+            table.add_row(group.name, span, "0", "", f"{all_ms:,.1f}")
         if group.num_unserved:
             table.add_row(group.name, "none", f"{group.num_unserved:,}", "", "")
         table.add_section()
