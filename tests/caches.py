@@ -60,7 +60,8 @@ with open_build(store, fingerprint, {}, tell=say) as build:
         for index in range(int(sys.argv[3])):
             if f"part{index}" not in build:
                 data = bytes([index]) * 100_000
-                build.add_bytes(f"part{index}", ArtifactKind.TRITON, data, path=f"{index % 3}/{index}.bin", build_seconds=1)
+                path = f"{index % 3}/{index}.bin"
+                build.add_bytes(f"part{index}", ArtifactKind.TRITON, data, path=path, build_seconds=1)
                 say(f"added {index}")
         build.commit(canary=None, provenance={})
         say("committed")

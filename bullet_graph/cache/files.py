@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -81,11 +82,13 @@ def open_regular(path: Path) -> BufferedReader:
     """
     # O_NONBLOCK: a pipe without a writer would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    file = os.fdopen(descriptor, "rb")
-    if not os.path.isfile(descriptor):
-        file.close()
-        raise OSError(f"{path} is not a regular file")
-    return file
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def copy_hashed(source: Reader, target: Path) -> tuple[int, str]:

@@ -178,11 +178,8 @@ def test_folders_and_files_are_copied(store: CaptureStore, tmp_path: Path) -> No
         build.add_folder("triton", KIND, source, path="triton", build_seconds=3)
         build.add_folder("triton", KIND, source, path="triton", build_seconds=3)
         entry = build.commit(canary=None, provenance={})
-    assert [artifact.name for artifact in entry.manifest.artifacts] == [
-        "single",
-        "triton/deep/one.so",
-        "triton/two.json",
-    ]
+    names = [artifact.name for artifact in entry.manifest.artifacts]
+    assert names == ["single", "triton/deep/one.so", "triton/two.json"]
     assert entry.manifest.build_seconds({KIND}) == 3.0
     with store.open(entry) as opened:
         assert opened.path("triton/deep/one.so").read_bytes() == b"1"
