@@ -204,6 +204,20 @@ def test_an_entry_in_use_stays(store: CaptureStore, entry: Entry) -> None:
         store.open(entry)
 
 
+def test_an_entry_that_is_replaced_while_it_is_opened_is_not_used(
+    store: CaptureStore, entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest_file = entry.folder / MANIFEST_NAME
+
+    def replace_first(*_: object) -> None:
+        manifest_file.with_name("new").write_bytes(manifest_file.read_bytes())
+        manifest_file.with_name("new").replace(manifest_file)
+
+    monkeypatch.setattr("bullet_graph.cache.locks.fcntl.flock", replace_first)
+    with pytest.raises(CacheError, match="replaced just now"):
+        store.open(entry)
+
+
 def test_an_entry_that_is_being_built_stays(store: CaptureStore, entry: Entry) -> None:
     with (
         build_lock(store.lock_file(entry.entry_id), on_wait=None),
