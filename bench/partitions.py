@@ -186,7 +186,7 @@ class Workbench:
         def stream_for(partition: SmPartition) -> torch.cuda.Stream:
             return torch.cuda.ExternalStream(backend.stream("decode", partition))
 
-        self.graphs.capture([], stream_for, progress=False)
+        self.graphs.capture({}, stream_for, progress=False)
         for partition in partitions:
             self.graphs.capture_one(GraphKey(self.batch_size, partition), stream_for(partition))
         torch.cuda.synchronize()

@@ -7,6 +7,7 @@ from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import CompletionOutput, EngineStats, OutputKind, RequestOutput, TokenLogprobs
 from bullet_graph.errors import (
     BulletGraphError,
+    CacheError,
     CheckpointError,
     ConfigError,
     DeviceError,
@@ -30,6 +31,7 @@ __all__ = [
     "Arm",
     "AsyncEngine",
     "BulletGraphError",
+    "CacheError",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",

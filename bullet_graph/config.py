@@ -110,6 +110,9 @@ class EngineConfig:
         perf_table: the performance model's numbers, for arms and targets that need predictions: a table file of
             ``bullet-graph profile``, or ``roofline`` for an unmeasured estimate; None looks for a table of this
             GPU and model among the user's own and those that come with the package.
+        capture_plan: which decode steps and short forwards to capture, for which partitions: a file of
+            ``bullet-graph capture plan`` (ending in ``.toml``), or the name of one that comes with the package; None
+            captures all buckets for all partitions.
 
     Raises:
         ConfigError: at construction, naming the setting.
@@ -131,6 +134,7 @@ class EngineConfig:
     decode_sms: tuple[int, ...] = ()
     slo: Slo = NO_TARGETS
     perf_table: str | None = None
+    capture_plan: str | None = None
 
     def __post_init__(self) -> None:
         choices = {
@@ -149,6 +153,16 @@ class EngineConfig:
                 _require_count(name, getattr(self, name))
         if self.perf_table is not None and not self.perf_table:
             raise ConfigError("perf_table must be a file's name, roofline or None, got ''")
+        if self.capture_plan is not None:
+            if not isinstance(self.capture_plan, str) or not self.capture_plan:
+                raise ConfigError(
+                    f"capture_plan must be a file's name, a shipped plan's or None, got {self.capture_plan!r}"
+                )
+            if self.decode_sms or not self.cuda_graphs:
+                raise ConfigError(
+                    "capture_plan says which partitions and sizes are captured: leave out decode_sms and "
+                    "cuda_graphs=False, or leave out the plan"
+                )
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")

@@ -41,6 +41,10 @@ class PerfTableError(BulletGraphError, ValueError):
     """A performance table is missing, damaged, incomplete, or was measured under other conditions."""
 
 
+class CacheError(BulletGraphError, ValueError):
+    """A cache of captures is damaged, does not fit, is in use, or cannot be written; the message gives the part."""
+
+
 class RequestError(BulletGraphError, ValueError):
     """One request is wrong; other requests are not affected."""
 

@@ -1,6 +1,7 @@
 """The engine's core on two simulated lanes, every launch checked on the way."""
 
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -61,12 +62,14 @@ class CheckedExecutor:
     device: PagedDevice = field(default_factory=lambda: PagedDevice(KV_BLOCK_TOKENS))
     launches: list[Launch] = field(default_factory=list)
     in_flight: dict[Lane, deque[Launch]] = field(default_factory=lambda: {lane: deque() for lane in LANES})
+    max_batch_sizes: Mapping[SmPartition, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.clock = SimulatedExecutor(
             MODEL,
             partitions=[partition_of(sms, num_sms=MODEL.num_sms) for sms in MODEL.decode_sms],
             host_overhead_ms=self.host_overhead_ms,
+            max_batch_sizes=self.max_batch_sizes,
         )
         self.num_sms = MODEL.num_sms
         self.partitions = self.clock.partitions
@@ -74,6 +77,9 @@ class CheckedExecutor:
         """The chunk on the prefill lane whose last layers are not launched."""
         self._device_tickets: dict[int, int] = {}
         self._last_turn: dict[Lane, int] = dict.fromkeys(LANES, -1)
+
+    def max_batch_size(self, partition: SmPartition) -> int | None:
+        return self.clock.max_batch_size(partition)
 
     def launch(self, step: Step, placement: Placement) -> int:
         lane = placement.lane

@@ -135,6 +135,7 @@ def describe_run(
             "decode_sms": config.decode_sms,
             "slo": str(config.slo),
             "perf_table": config.perf_table,
+            "capture_plan": config.capture_plan,
         },
         num_steps=after.num_steps - before.num_steps,
         num_preemptions=after.num_preemptions - before.num_preemptions,

@@ -6,6 +6,7 @@ import click
 
 from bullet_graph._version import __version__
 from bullet_graph.cli.bench.command import bench
+from bullet_graph.cli.capture.command import capture
 from bullet_graph.cli.doctor import doctor
 from bullet_graph.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
 from bullet_graph.cli.explain.command import explain
@@ -43,11 +44,13 @@ def main() -> None:
       bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
       bullet-graph bench latency --model llama-3.1-8b --batch-size 64
       bullet-graph simulate --trace azure:conv --request-rate 20 --goodput ttft:500 tpot:15
+      bullet-graph capture list
       bullet-graph doctor
     """
 
 
 main.add_command(bench)
+main.add_command(capture)
 main.add_command(doctor)
 main.add_command(explain)
 main.add_command(generate)

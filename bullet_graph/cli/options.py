@@ -102,6 +102,12 @@ def engine_options(
             metavar="FILE|roofline",
             help="Performance table of `bullet-graph profile`; roofline: an estimate.  [default: the one that fits]",
         ),
+        "capture_plan": click.option(
+            "--capture-plan",
+            metavar="FILE.toml|NAME",
+            help="What to capture: a file of `bullet-graph capture plan`, or a plan that comes with the package.  "
+            "[default: all batch sizes for all partitions]",
+        ),
         "max_num_seqs": click.option(
             "--max-num-seqs",
             type=int,
@@ -197,7 +203,12 @@ def _check_trace_file(path: Path | None, output_json: Path | None, overwrite: bo
 
 
 def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
-    """Make room for just so many sequences, unless the user said how many: fewer CUDA graphs to capture."""
+    """Make room for just so many sequences, unless the user said how many: fewer CUDA graphs to capture.
+
+    A capture plan is for one number of sequences.
+    """
+    if config.capture_plan is not None:
+        return config
     source = click.get_current_context().get_parameter_source("max_num_seqs")
     if source is not ParameterSource.DEFAULT:
         return config

@@ -42,6 +42,7 @@ def new_core(
         config.arm,
         max_chunk_tokens=config.chunk_tokens,
         decode_sms=[SMS_PER_TPC * p.decode_tpcs for p in executor.partitions if p.decode_tpcs is not None],
+        max_batch_sizes=max_batch_sizes(executor),
         num_layers=num_layers,
         model=performance,
         corrections=corrections,
@@ -55,6 +56,12 @@ def new_core(
         num_layers=num_layers,
         trace=trace,
     )
+
+
+def max_batch_sizes(executor: Executor) -> dict[int, int]:
+    """Most rows of a decode step by SMs of the decode lane, where there are fewer than slots."""
+    limits = ((p.decode_tpcs, executor.max_batch_size(p)) for p in executor.partitions)
+    return {SMS_PER_TPC * tpcs: rows for tpcs, rows in limits if tpcs is not None and rows is not None}
 
 
 def open_trace(

@@ -180,8 +180,12 @@ class EngineCore:
             and prefilling
             and not self._flights.fit_beside("decode", partition)
         ):
-            # The last slices of a split still run: stay on its side until they are done.
-            partition = prefilling[-1].placement.partition
+            # The last slices of a split still run: stay on its side until they are done, if a graph there holds
+            # the batch.
+            beside = prefilling[-1].placement.partition
+            most = self.executor.max_batch_size(beside)
+            if most is None or len(scheduled.sampled) <= most:
+                partition = beside
         # Blocks may have run out for some of the rows that the prediction was for.
         prompt_rows = 0 if scheduled.step.prefill is None else len(scheduled.step.prefill.token_ids)
         predicted_ms = plan.decode_ms if prompt_rows == chunk_tokens else None

@@ -74,6 +74,7 @@ class Engine:
         decode_sms: Sequence[int] = (),
         slo: Slo = NO_TARGETS,
         perf_table: str | None = None,
+        capture_plan: str | None = None,
         trace_decisions: str | Path | None = None,
         use_tqdm: bool = False,
         on_ledger: Callable[[MemoryLedger], None] | None = None,
@@ -95,6 +96,7 @@ class Engine:
             decode_sms=tuple(decode_sms),
             slo=slo,
             perf_table=perf_table,
+            capture_plan=capture_plan,
         )
         if trace_decisions is not None and Path(trace_decisions).exists():
             # Known now rather than after the weights are loaded.

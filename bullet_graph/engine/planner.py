@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from bullet_graph.config import Arm
 from bullet_graph.engine.backlog import Backlog, ChunkSizes
@@ -45,6 +46,7 @@ class Planner:
             beside decode rows.
         decode_sms: sizes of the decode lane that have captured graphs and that the model knows.
         num_layers: of the model.
+        max_batch_sizes: most rows of a decode step on such a lane, by its SMs; one that is not in it takes any.
         model: of the device; ``serial`` and ``mixed`` do without.
         corrections: of the model, learned before; None begins with none.
 
@@ -61,6 +63,7 @@ class Planner:
         num_layers: int,
         model: PerformanceModel | None,
         corrections: Corrections | None = None,
+        max_batch_sizes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         if model is None and arm.name not in ("serial", "mixed"):
             raise ConfigError(
@@ -80,6 +83,7 @@ class Planner:
         self._max_chunk_tokens = max_chunk_tokens
         self._fixed_chunk_tokens = min(arm.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
         self._decode_sms = tuple(sorted(decode_sms if arm.decode_sms is None else (arm.decode_sms,)))
+        self._max_batch_sizes = max_batch_sizes
         self._num_layers = num_layers
         self._corrections = Corrections() if corrections is None else corrections
         self._ms_per_token = 0.0
@@ -201,7 +205,9 @@ class Planner:
         if self.arm.name == "sliced":
             return outlook.sliced()
         if self.arm.name == "split":
-            options = [outlook.split(sms) for sms in self._decode_sms]
+            options = self._splits(outlook)
+            if not options:  # no lane has a graph for so many rows: turns, until there are fewer
+                return outlook.sliced()
             # The fewest SMs that hold the target; where none do, what is fastest for decode.
             return next((o for o in options if o.holds_tpot), None) or min(options, key=_interval)
         if self.arm.chunk_tokens is not None:
@@ -240,8 +246,15 @@ class Planner:
         options = [outlook.sliced()]
         if load.chunk is None:
             options.extend(outlook.mixed_sizes())
-        options.extend(outlook.split(sms) for sms in self._decode_sms)
+        options.extend(self._splits(outlook))
         return options
+
+    def _splits(self, outlook: Outlook) -> list[Option]:
+        """One for each size of the decode lane that has a graph for the batch."""
+        rows = outlook.batch_size
+        return [
+            outlook.split(sms) for sms in self._decode_sms if rows <= self._max_batch_sizes.get(sms, rows)
+        ]
 
     @staticmethod
     def _rescue(outlook: Outlook) -> Option | None:

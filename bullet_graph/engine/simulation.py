@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bullet_graph.config import KV_BLOCK_TOKENS, Arm
+from bullet_graph.engine.assembly import max_batch_sizes
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.planner import Planner
@@ -15,9 +16,10 @@ from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence as EngineSequence
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.partition.spec import partition_of
 from bullet_graph.perf.performance import PerformanceModel
-from bullet_graph.runtime.simulated import SimulatedExecutor
+from bullet_graph.runtime.simulated import SimulatedExecutor, StepRecord
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload
@@ -38,6 +40,7 @@ class SimulationSettings:
         max_num_seqs: most sequences running at once.
         max_num_batched_tokens: most rows of one forward with prompt tokens in it.
         decode_sms: sizes of the decode lane to choose from; None for all that the performance model knows.
+        capture_plan: what is captured, which then says the sizes of the decode lane; None: everything.
         host_overhead_ms: what a launch costs the host.
         time_noise: how far the device's times are from those predicted; see
             :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`.
@@ -53,6 +56,7 @@ class SimulationSettings:
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
     decode_sms: tuple[int, ...] | None = None
+    capture_plan: CapturePlan | None = None
     host_overhead_ms: float = HOST_OVERHEAD_MS
     time_noise: float = 0.0
     seed: int = 0
@@ -98,15 +102,23 @@ class SimulatedEngine:
         model: tells how long each step takes, and the planner what to expect.
         settings: of the engine.
         trace: told of every decision, launch and finished request.
+        on_step: told of every launch that has finished.
 
     Raises:
         ConfigError: the arm needs a size of the decode lane that the model does not know.
     """
 
     def __init__(
-        self, model: PerformanceModel, settings: SimulationSettings, *, trace: DecisionTrace | None = None
+        self,
+        model: PerformanceModel,
+        settings: SimulationSettings,
+        *,
+        trace: DecisionTrace | None = None,
+        on_step: Callable[[StepRecord], object] = lambda _: None,
     ) -> None:
-        decode_sms = tuple(model.decode_sms if settings.decode_sms is None else settings.decode_sms)
+        plan = settings.capture_plan
+        chosen = settings.decode_sms if plan is None else plan.decode_sms
+        decode_sms = tuple(model.decode_sms if chosen is None else chosen)
         unknown = sorted(set(decode_sms) - set(model.decode_sms))
         if unknown:
             raise ConfigError(
@@ -120,6 +132,8 @@ class SimulatedEngine:
             host_overhead_ms=settings.host_overhead_ms,
             time_noise=settings.time_noise,
             seed=settings.seed,
+            max_batch_sizes={} if plan is None else plan.max_batch_sizes,
+            on_step=on_step,
         )
         planner = Planner(
             settings.arm,
@@ -127,6 +141,7 @@ class SimulatedEngine:
             decode_sms=decode_sms,
             num_layers=model.num_layers,
             model=model,
+            max_batch_sizes=max_batch_sizes(self._executor),
         )
         self._core = EngineCore(
             self._executor,
@@ -186,6 +201,7 @@ def simulate(
     slo: Slo = NO_TARGETS,
     max_concurrency: int | None = None,
     trace: DecisionTrace | None = None,
+    on_step: Callable[[StepRecord], object] = lambda _: None,
     on_output: Callable[[RequestOutput], object] = lambda _: None,
 ) -> Simulation:
     """Serve a workload in virtual time; the same arguments give the same result.
@@ -200,6 +216,7 @@ def simulate(
         slo: targets of every request.
         max_concurrency: most requests under way at once; None is no limit.
         trace: told of every decision.
+        on_step: told of every launch that has finished.
         on_output: told of each request's last output as it comes.
 
     Raises:
@@ -214,6 +231,6 @@ def simulate(
         )
         for request, arrival_s in zip(workload.requests, arrivals, strict=True)
     )
-    engine = SimulatedEngine(model, settings, trace=trace)
+    engine = SimulatedEngine(model, settings, trace=trace, on_step=on_step)
     result = replay(engine, requests, max_concurrency=max_concurrency, on_output=on_output)
     return Simulation(requests, result, engine.stats())

@@ -1,7 +1,7 @@
 """Captured decode steps: one CUDA graph a batch size, replayed with new inputs at fixed addresses."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.cublas import cublas_sm_count, fitting_blas
-from bullet_graph.graphs.key import GraphKey, batch_size_buckets, bucket_for
+from bullet_graph.graphs.key import GraphKey, batch_size_buckets, largest_first, smallest_holding
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.graphs.step_kernels import StepKernels, default_step_kernels
 from bullet_graph.models.decoder import Decoder, LayerFunctions
@@ -115,19 +115,20 @@ class DecodeGraphs:
             max_batch_size, decoder.config.vocab_size, dtype=decoder.weights.lm_head.dtype, device=device
         )
         self._captured: dict[GraphKey, _Captured] = {}
+        self._sizes: dict[SmPartition, tuple[int, ...]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(
         self,
-        partitions: Sequence[SmPartition],
+        batch_sizes: Mapping[SmPartition, Sequence[int]],
         stream_for: Callable[[SmPartition], torch.cuda.Stream],
         *,
         progress: bool,
     ) -> CaptureReport:
-        """Compile, then capture every batch size for every partition, the largest first.
+        """Compile, then capture these batch sizes for their partitions, the largest first.
 
         Args:
-            partitions: SMs to capture for; a graph keeps for ever those that its stream had at capture.
+            batch_sizes: to capture, by the SMs to capture for; a graph keeps for ever those that its stream had.
             stream_for: the decode lane's stream, bound to a partition by the call.
             progress: show a progress bar.
         """
@@ -136,7 +137,7 @@ class DecodeGraphs:
         for size in self.batch_sizes:
             self._functions_for(size)
         compiled_s = time.perf_counter()
-        keys = [GraphKey(size, partition) for size in self.batch_sizes[::-1] for partition in partitions]
+        keys = largest_first(batch_sizes)
         with progress_bar(progress, total=len(keys), desc="Capturing decode graphs", unit="graph") as advance:
             for key in keys:
                 self.capture_one(key, stream_for(key.partition))
@@ -173,6 +174,7 @@ class DecodeGraphs:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self._captured[key] = _Captured(graph, token_ids)
+        self._sizes[key.partition] = tuple(sorted({*self._sizes.get(key.partition, ()), key.batch_size}))
 
     def run(self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU, *, replay: bool = True) -> Tensor:
         """Enqueue a decode step on the current stream.
@@ -185,7 +187,7 @@ class DecodeGraphs:
             [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
         """
         rows = len(inputs.slots)
-        key = GraphKey(bucket_for(rows, self.batch_sizes), partition)
+        key = GraphKey(smallest_holding(rows, self._sizes.get(partition, ())) or rows, partition)
         captured = self._captured.get(key)
         if captured is None and replay:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Which captured graph serves a decode step."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
@@ -57,6 +57,18 @@ def worthwhile_buckets(times_ms: Mapping[int, float]) -> tuple[int, ...]:
         if not kept or times_ms[size] < times_ms[kept[-1]]:
             kept.append(size)
     return tuple(kept[::-1])
+
+
+def largest_first(batch_sizes: Mapping[SmPartition, Sequence[int]]) -> list[GraphKey]:
+    """The graphs to capture for these sizes by partition, the largest first: the smaller find room in its memory."""
+    keys = [GraphKey(size, partition) for partition, sizes in batch_sizes.items() for size in sizes]
+    return sorted(keys, key=lambda key: -key.batch_size)
+
+
+def smallest_holding(batch_size: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of the rising sizes that holds so many rows; None where none does."""
+    index = bisect_left(sizes, batch_size)
+    return sizes[index] if index < len(sizes) else None
 
 
 def bucket_for(batch_size: int, buckets: tuple[int, ...]) -> int:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from bullet_graph.graphs.key import bucket_for, row_buckets, worthwhile_buckets
+from bullet_graph.graphs.key import bucket_for, worthwhile_buckets
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.ops import LayerOps
@@ -24,15 +24,15 @@ class LayerGraphs:
     Args:
         decoder: weights and cache.
         ops: how the steps of a layer are computed.
-        max_rows: most rows that a forward will have.
+        buckets: numbers of rows to capture, rising; longer forwards will not be asked for.
 
     Attributes:
         pieces: what is captured; between replays, its buffers are the caller's to fill and read.
         buckets: numbers of rows to pad a forward to, rising; once captured, those that are faster than all larger ones.
     """
 
-    def __init__(self, decoder: Decoder, ops: LayerOps, *, max_rows: int) -> None:
-        self.buckets = row_buckets(max_rows)
+    def __init__(self, decoder: Decoder, ops: LayerOps, *, buckets: tuple[int, ...]) -> None:
+        self.buckets = buckets
         self._num_layers = decoder.config.num_layers
         self.pieces = LayerPieces(decoder, ops, self.buckets[-1] if self.buckets else 0)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}

@@ -78,7 +78,7 @@ def collect_provenance(device: str) -> Provenance:
         },
         git_commit=None if git is None else git.commit,
         git_dirty=None if git is None else git.is_dirty,
-        host_cpu=_host_cpu(),
+        host_cpu=host_cpu(),
         host_num_cpus=len(os.sched_getaffinity(0)),
         device_name="cpu" if gpu is None else gpu.name,
         device_memory_bytes=None if gpu is None else gpu.total_memory,
@@ -125,7 +125,8 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def _host_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+def host_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """Model name of the processor, or None where the kernel does not tell."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

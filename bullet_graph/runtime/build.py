@@ -5,12 +5,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError, UnsupportedModelError
+from bullet_graph.graphs.capture_plan import CapturePlan, default_plan
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.kv_cache import KVCache
@@ -18,8 +20,9 @@ from bullet_graph.models.loader import dummy_weights, load_weights
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.weights import ModelWeights
 from bullet_graph.partition.backend import open_backend
-from bullet_graph.partition.spec import SmPartition, partition_of
+from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition, partition_of
 from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.runtime.captures import max_forward_rows, named_plan
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.launcher import Launcher
@@ -96,6 +99,7 @@ def _check_device(config: EngineConfig, runtime: Runtime) -> None:
                 "SM partitions need a GPU, but the device is the CPU: leave out decode_sms, partition_backend and "
                 "the arm split"
             )
+        named_plan(config, runtime)  # raises for any: there is nothing to capture
         return
     _require_cuda_libraries()
     if runtime.model.head_dim not in GPU_HEAD_DIMS:
@@ -133,12 +137,7 @@ def plan_ledger(
         workspaces = CudaExecutor.workspace_bytes(runtime.model, config.max_num_seqs)
         graphs = 0
         if config.cuda_graphs:
-            graphs = CudaExecutor.graph_bytes(
-                runtime.model,
-                max_num_seqs=config.max_num_seqs,
-                max_rows=_max_rows(config),
-                num_partitions=len(partitions_of(config, runtime, performance)),
-            )
+            graphs = CudaExecutor.graph_bytes(runtime.model, capture_plan_of(config, runtime, performance))
     return plan_memory(
         config,
         runtime.model,
@@ -151,9 +150,27 @@ def plan_ledger(
     )
 
 
-def _max_rows(config: EngineConfig) -> int:
-    """Most rows of a forward."""
-    return config.chunk_tokens + config.max_num_seqs
+def capture_plan_of(
+    config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None = None
+) -> CapturePlan:
+    """What an engine on a GPU captures: the plan it names, or all buckets for the partitions it may use.
+
+    Raises:
+        ConfigError: the plan cannot be read, or was made for another engine.
+        PartitionError: a partition's size is odd.
+    """
+    plan = named_plan(config, runtime)
+    if plan is not None:
+        return plan
+    partitions = partitions_of(config, runtime, performance)
+    return default_plan(
+        model=Path(config.model).name,
+        dtype=str(runtime.dtype).removeprefix("torch."),
+        num_sms=torch.cuda.get_device_properties(runtime.device).multi_processor_count,
+        max_num_seqs=config.max_num_seqs,
+        max_rows=max_forward_rows(config),
+        decode_sms=[SMS_PER_TPC * p.decode_tpcs for p in partitions if p.decode_tpcs is not None],
+    )
 
 
 def _build_cpu(
@@ -177,19 +194,21 @@ def _build_cuda(
     # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
     from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
 
-    partitions = partitions_of(config, runtime, performance)
+    plan = capture_plan_of(config, runtime, performance)
     # Before the weights: a partition that does not hold should not cost their loading.
-    backend, why = open_backend(config.partition_backend, partitions, device=torch.cuda.current_device())
+    backend, why = open_backend(
+        config.partition_backend, tuple(plan.batch_sizes), device=torch.cuda.current_device()
+    )
     launcher = Launcher(backend, runtime.device)
     with ExitStack() as undo:
         undo.callback(launcher.close)
         executor = CudaExecutor(
             build_decoder(config, runtime, ledger, progress),
             max_num_seqs=config.max_num_seqs,
-            max_rows=_max_rows(config),
+            max_rows=max_forward_rows(config),
             num_kv_blocks=ledger.num_kv_blocks,
             launcher=launcher,
-            partitions=partitions,
+            plan=plan,
             cuda_graphs=config.cuda_graphs,
             prefill_lane=config.arm.uses_prefill_lane,
             progress=progress,

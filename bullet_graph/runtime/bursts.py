@@ -11,7 +11,7 @@ import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
-from bullet_graph.graphs.key import GraphKey, bucket_for
+from bullet_graph.graphs.key import GraphKey, bucket_for, row_buckets
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.progress import progress_bar
@@ -135,7 +135,7 @@ class Workbench:
             padding_slot=max_batch_size,
         )
         max_rows = limits.max_tokens + max_batch_size
-        self._layer_graphs = LayerGraphs(decoder, TritonOps(), max_rows=max_rows)
+        self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=row_buckets(max_rows))
         self._eager = EagerLane(
             decoder,
             state,
@@ -165,7 +165,7 @@ class Workbench:
             for point in points
             if point.kind in ("decode", "split")
         }
-        self._graphs.capture([], stream_for, progress=False)
+        self._graphs.capture({}, stream_for, progress=False)
         # The largest first: the smaller then find room in its memory.
         ordered = sorted(keys, key=lambda key: (-key.batch_size, key.partition.decode_tpcs or 0))
         with progress_bar(progress, total=len(keys), desc="Capturing decode graphs", unit="graph") as advance:

@@ -49,6 +49,10 @@ class CpuExecutor:
         self._results: dict[int, StepResult] = {}
         self._next_ticket = 0
 
+    def max_batch_size(self, partition: SmPartition) -> int | None:  # noqa: ARG002 - the protocol's
+        """See :meth:`Executor.max_batch_size`."""
+        return None
+
     @torch.inference_mode()
     def launch(self, step: Step, placement: Placement) -> int:
         """Run the step, or the next of its layers; see :meth:`Executor.launch`."""

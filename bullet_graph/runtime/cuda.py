@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
-from bullet_graph.graphs.key import batch_size_buckets, row_buckets
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.config import ModelConfig
@@ -29,10 +29,6 @@ from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.slots import settings_row
 from bullet_graph.runtime.step import Placement, SlotInit, Step, StepLogprobs, StepResult
 
-_GRAPH_BYTES = 8 * 1024**2
-"""A captured decode step of 32 layers: 2.5 to 7 MiB measured (bench/results/h200/partitions.json)."""
-_PIECE_BYTES = 512 * 1024
-"""A captured piece of a short forward: 1,024 of them and 39 decode steps took 845 MB (llama-3.1-8b on an H200)."""
 _LIBRARY_BYTES = 1024**3
 """Loaded kernels, cuBLAS workspaces and the allocator's slack."""
 _POLL_S = 20e-6
@@ -77,8 +73,8 @@ class CudaExecutor:
         max_rows: most rows of a forward.
         num_kv_blocks: blocks of the cache.
         launcher: the lanes' streams; closed with the executor.
-        partitions: that steps may be placed on, the whole GPU among them.
-        cuda_graphs: capture decode steps for them; else they are launched kernel by kernel.
+        plan: whose partitions steps may be placed on, and what is captured for them.
+        cuda_graphs: capture what the plan says; else all is launched kernel by kernel.
         prefill_lane: there will be steps on the prefill lane.
         progress: show a progress bar while capturing.
 
@@ -96,7 +92,7 @@ class CudaExecutor:
         max_rows: int,
         num_kv_blocks: int,
         launcher: Launcher,
-        partitions: Sequence[SmPartition],
+        plan: CapturePlan,
         cuda_graphs: bool,
         prefill_lane: bool,
         progress: bool,
@@ -108,7 +104,8 @@ class CudaExecutor:
         self._pending: dict[int, _Pending] = {}
         self._next_ticket = 0
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.partitions = tuple(partitions)
+        self.partitions = tuple(plan.batch_sizes)
+        self._max_batch_sizes = plan.max_batch_sizes if cuda_graphs else {}
         self.has_prefill_lane = prefill_lane
         torch.cuda.synchronize(device)  # weights and cache were made on the default stream
         stream = launcher.stream("decode", WHOLE_GPU)
@@ -118,7 +115,7 @@ class CudaExecutor:
         self._layer_graphs: LayerGraphs | None = None
         if cuda_graphs:
             with torch.cuda.stream(stream), torch.inference_mode():
-                self._layer_graphs = LayerGraphs(decoder, TritonOps(), max_rows=max_rows)
+                self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=plan.short_forward_rows)
 
         def lane(name: Lane, max_decode_rows: int, graphs: LayerGraphs | None) -> _LaneState:
             lane_stream = launcher.stream(name, WHOLE_GPU)
@@ -149,7 +146,7 @@ class CudaExecutor:
                     padding_slot=self._padding_slot,
                 )
                 report = self._graphs.capture(
-                    partitions, partial(launcher.stream, "decode"), progress=progress
+                    plan.batch_sizes, partial(launcher.stream, "decode"), progress=progress
                 )
                 launcher.stream("decode", WHOLE_GPU)
                 self.capture = report.including(self._layer_graphs.capture(progress=progress))
@@ -162,10 +159,13 @@ class CudaExecutor:
         return lanes + _LIBRARY_BYTES
 
     @staticmethod
-    def graph_bytes(config: ModelConfig, *, max_num_seqs: int, max_rows: int, num_partitions: int) -> int:
+    def graph_bytes(config: ModelConfig, plan: CapturePlan) -> int:
         """Estimate of the captured graphs' memory, for the memory ledger."""
-        decode = len(batch_size_buckets(max_num_seqs)) * num_partitions * _GRAPH_BYTES
-        return decode + len(row_buckets(max_rows)) * config.num_layers * _PIECE_BYTES
+        return plan.graph_bytes(config.num_layers)
+
+    def max_batch_size(self, partition: SmPartition) -> int | None:
+        """See :meth:`Executor.max_batch_size`."""
+        return self._max_batch_sizes.get(partition)
 
     @torch.inference_mode()
     def launch(self, step: Step, placement: Placement) -> int:

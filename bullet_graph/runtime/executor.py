@@ -31,6 +31,12 @@ class Executor(Protocol):
     def partitions(self) -> Sequence[SmPartition]:
         """Partitions that steps may be placed on, the whole GPU among them."""
 
+    def max_batch_size(self, partition: SmPartition) -> int | None:
+        """Most rows of a decode step that may be placed on one of :attr:`partitions`; None: as many as there are slots.
+
+        The whole GPU takes any.
+        """
+
     def launch(self, step: Step, placement: Placement) -> int:
         """Enqueue a step, or the next of its layers, and return a ticket; does not wait for the device."""
 

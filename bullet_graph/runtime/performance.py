@@ -7,12 +7,14 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import PerfTableError
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.models.config import ModelConfig
+from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline, device_spec
 from bullet_graph.perf.shipped import list_tables
 from bullet_graph.perf.table import PerfTable, require_match
 from bullet_graph.perf.table_file import read_table
+from bullet_graph.runtime.captures import named_plan
 from bullet_graph.runtime.perf_tables import table_key, user_table_file
 from bullet_graph.runtime.resolve import Runtime
 
@@ -26,6 +28,7 @@ def find_performance(config: EngineConfig, runtime: Runtime) -> PerformanceModel
     Raises:
         PerfTableError: the table named cannot be read or is of another GPU, model, dtype or kernels; or one is needed
             and none fits.
+        ConfigError: the configuration names a capture plan, by which batches are padded, that it cannot follow.
     """
     name = config.perf_table
     if name == ROOFLINE:
@@ -52,6 +55,9 @@ def find_performance(config: EngineConfig, runtime: Runtime) -> PerformanceModel
             f"{config.model}` once, or pass perf_table='roofline' for an estimate"
         )
     require_match(table, table_key(runtime, config.model))
+    plan = named_plan(config, runtime)
+    if plan is not None:
+        return PaddedModel(TableModel(table, runtime.model), plan.padded)
     return table_model(table, config.max_num_seqs, runtime.model)
 
 

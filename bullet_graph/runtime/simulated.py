@@ -2,9 +2,10 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from types import MappingProxyType
 
 import numpy as np
 
@@ -24,6 +25,27 @@ class _Work:
     batch_size: int
     kv_tokens: int
     num_sampled: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One launch that has finished, in the performance model's terms.
+
+    Attributes:
+        placement: where it ran, and which layers.
+        tokens: prompt rows.
+        pairs: (query, key) pairs of their attention.
+        batch_size: decode rows.
+        kv_tokens: tokens that these attend to, all together.
+        device_ms: its time on the device.
+    """
+
+    placement: Placement
+    tokens: int
+    pairs: float
+    batch_size: int
+    kv_tokens: int
+    device_ms: float
 
 
 @dataclass(slots=True)
@@ -56,10 +78,12 @@ class SimulatedExecutor:
     Args:
         model: predicts step times.
         partitions: that steps may be placed on; the whole GPU always is.
+        max_batch_sizes: most rows of a decode step by partition; one that is not in it takes any.
         host_overhead_ms: what a launch costs the host; the device goes on meanwhile.
         time_noise: how far launches are from what the model predicts: standard deviation of the logarithm of their
             times, whose median stays as predicted.
         seed: of the noise.
+        on_step: told of every launch that has finished.
     """
 
     max_in_flight = 2
@@ -69,11 +93,15 @@ class SimulatedExecutor:
         model: PerformanceModel,
         *,
         partitions: Sequence[SmPartition] = (),
+        max_batch_sizes: Mapping[SmPartition, int] = MappingProxyType({}),
         host_overhead_ms: float = 0.0,
         time_noise: float = 0.0,
         seed: int = 0,
+        on_step: Callable[[StepRecord], object] = lambda _: None,
     ) -> None:
         self._model = model
+        self._max_batch_sizes = max_batch_sizes
+        self._on_step = on_step
         self._time_noise = time_noise
         self._random = Random(seed)
         self._partitions = tuple(dict.fromkeys((WHOLE_GPU, *partitions)))
@@ -101,11 +129,16 @@ class SimulatedExecutor:
         """See :attr:`Executor.partitions`."""
         return self._partitions
 
+    def max_batch_size(self, partition: SmPartition) -> int | None:
+        """See :meth:`Executor.max_batch_size`."""
+        return self._max_batch_sizes.get(partition)
+
     def launch(self, step: Step, placement: Placement) -> int:
         """Enqueue a step; see :meth:`Executor.launch`.
 
         Raises:
-            PartitionError: the partition is none of :attr:`partitions`, or has no time for this kind of step.
+            PartitionError: the partition is none of :attr:`partitions`, has no time for this kind of step, or takes no
+                batch as large.
             ValueError: the layers do not follow those that the lane ran last, or decode rows are on the prefill lane.
         """
         if placement.partition not in self._partitions:
@@ -122,6 +155,12 @@ class SimulatedExecutor:
             )
         self._next_layer[lane] = 0 if placement.last_layer is None else stop
         work = _measure(step, samples=placement.last_layer is None)
+        most = self.max_batch_size(placement.partition)
+        if step.prefill is None and most is not None and work.batch_size > most:
+            raise PartitionError(
+                f"a decode step of {work.batch_size} rows was placed on {placement.partition}, where at most {most} "
+                "are captured: place it on the whole GPU"
+            )
         factor = math.exp(self._random.gauss(0, self._time_noise)) if self._time_noise else 1.0
         alone_ms = factor * self._alone_ms(work, placement)
         self._advance(self._now_s + self._host_overhead_s)
@@ -258,10 +297,12 @@ class SimulatedExecutor:
     def _complete(self, job: _Job) -> None:
         self._lanes[job.placement.lane].popleft()
         started_s = self._now_s if job.start_s is None else job.start_s
+        device_ms, work = (self._now_s - started_s) * 1e3, job.work
         self._results[job.ticket] = StepResult(
-            token_ids=np.zeros(job.work.num_sampled, dtype=np.int32),
-            logprobs=None,
-            device_ms=(self._now_s - started_s) * 1e3,
+            token_ids=np.zeros(work.num_sampled, dtype=np.int32), logprobs=None, device_ms=device_ms
+        )
+        self._on_step(
+            StepRecord(job.placement, work.tokens, work.pairs, work.batch_size, work.kv_tokens, device_ms)
         )
 
 

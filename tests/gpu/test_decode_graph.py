@@ -80,7 +80,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     )
     stream = torch.cuda.Stream()
     with torch.inference_mode(), torch.cuda.stream(stream):
-        report = graphs.capture((WHOLE_GPU,), lambda _: stream, progress=False)
+        report = graphs.capture({WHOLE_GPU: graphs.batch_sizes}, lambda _: stream, progress=False)
     assert report.num_graphs == len(graphs.batch_sizes)
     torch.cuda.synchronize()
     return Setup(decoder, reference, graphs, state)

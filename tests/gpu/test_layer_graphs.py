@@ -47,7 +47,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
             half.normal_()
     decoder = Decoder(config, weights, cache, cos_sin_table(config, 8192, DEVICE))
     with torch.inference_mode():
-        graphs = LayerGraphs(decoder, TritonOps(), max_rows=MAX_ROWS)
+        graphs = LayerGraphs(decoder, TritonOps(), buckets=row_buckets(MAX_ROWS))
         state = SamplingState(MAX_SEQS + 1, DEVICE)
         captured, eager = (
             EagerLane(

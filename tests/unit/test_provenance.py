@@ -85,16 +85,16 @@ def test_a_library_that_is_not_installed_is_none() -> None:
 def test_processor_name_comes_from_cpuinfo(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\nmodel name\t: Other\n")
-    assert provenance._host_cpu(cpuinfo) == "Fast CPU @ 3 GHz"
+    assert provenance.host_cpu(cpuinfo) == "Fast CPU @ 3 GHz"
 
 
 def test_processor_without_a_model_name_is_the_platforms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provenance.platform, "processor", lambda: "aarch64")
-    assert provenance._host_cpu(tmp_path / "missing") == "aarch64"
+    assert provenance.host_cpu(tmp_path / "missing") == "aarch64"
     monkeypatch.setattr(provenance.platform, "processor", lambda: "")
-    assert provenance._host_cpu(tmp_path / "missing") is None
+    assert provenance.host_cpu(tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize(("text", "is_dirty"), [("0123abc\n", False), ("0123abc-dirty\n", True)])

@@ -12,6 +12,7 @@ PUBLIC_NAMES = [
     "Arm",
     "AsyncEngine",
     "BulletGraphError",
+    "CacheError",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",

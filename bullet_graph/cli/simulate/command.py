@@ -40,6 +40,11 @@ _FIRST_RATE = 8.0
     "--decode-sms", metavar="N,N,…", callback=parse_sizes, default="", help="Sizes of the decode lane."
 )
 @click.option(
+    "--capture-plan",
+    metavar="FILE.toml|NAME",
+    help="What is captured (see `bullet-graph capture plan`).  [default: all batch sizes for all partitions]",
+)
+@click.option(
     "--max-num-seqs", type=int, default=1024, show_default=True, help="Most sequences running at once."
 )
 @click.option(

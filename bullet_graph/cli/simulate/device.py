@@ -9,13 +9,17 @@ import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import ConfigError, PerfTableError
+from bullet_graph.graphs.capture_plan import CapturePlan
+from bullet_graph.graphs.plan_file import load_plan
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.kv_cache import kv_block_bytes
 from bullet_graph.models.presets import resolve_model
+from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import DEVICE_SPECS, Roofline
 from bullet_graph.perf.shipped import gpu_nickname, load_table
+from bullet_graph.runtime.captures import check_plan
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
 from bullet_graph.runtime.performance import table_model
 
@@ -36,7 +40,10 @@ class SimulatedDevice:
     Attributes:
         gpu: the GPU's name.
         is_measured: its times come from a measured table.
-        performance: predicts them.
+        performance: predicts them, batches padded as the engine's graphs pad them.
+        unpadded: the same without padding.
+        capture_plan: the plan that the configuration names, or None.
+        dtype: of weights and KV cache.
         max_model_len: most tokens of a prompt and its output together.
         kv_cache_tokens: tokens that the KV cache holds.
         folder: the model's folder; None for a preset.
@@ -45,6 +52,9 @@ class SimulatedDevice:
     gpu: str
     is_measured: bool
     performance: PerformanceModel
+    unpadded: PerformanceModel
+    capture_plan: CapturePlan | None
+    dtype: str
     max_model_len: int
     kv_cache_tokens: int
     folder: Path | None
@@ -73,10 +83,11 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
             f"max_model_len={max_model_len} is more than the model's own limit of {limit} positions: lower it"
         )
     performance: PerformanceModel
+    unpadded: PerformanceModel
     if gpu.startswith(ROOFLINE_PREFIX):
         name = _known_gpu(gpu.removeprefix(ROOFLINE_PREFIX))
         memory_bytes = GPU_MEMORY_BYTES.get(name)
-        performance = Roofline(DEVICE_SPECS[name], model, dtype_bytes=dtype.itemsize)
+        performance = unpadded = Roofline(DEVICE_SPECS[name], model, dtype_bytes=dtype.itemsize)
     else:
         table = load_table(gpu, model=config.model, dtype=_name(dtype))
         name = table.key.gpu
@@ -86,10 +97,24 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
                 "measure one in this dtype with `bullet-graph profile`"
             )
         memory_bytes = table.provenance.get("device_memory_bytes", GPU_MEMORY_BYTES.get(name))
-        performance = table_model(table, config.max_num_seqs, model)
+        performance, unpadded = table_model(table, config.max_num_seqs, model), TableModel(table, model)
     tokens = _kv_cache_tokens(config, model, dtype, max_model_len, name, memory_bytes)
-    measured = isinstance(performance, TableModel)
-    return SimulatedDevice(name, measured, performance, max_model_len, tokens, folder)
+    plan = None
+    if config.capture_plan is not None:
+        plan = load_plan(config.capture_plan)
+        check_plan(plan, config, name=config.capture_plan, dtype=_name(dtype), num_sms=unpadded.num_sms)
+        performance = PaddedModel(unpadded, plan.padded)
+    return SimulatedDevice(
+        name,
+        is_measured=isinstance(unpadded, TableModel),
+        performance=performance,
+        unpadded=unpadded,
+        capture_plan=plan,
+        dtype=_name(dtype),
+        max_model_len=max_model_len,
+        kv_cache_tokens=tokens,
+        folder=folder,
+    )
 
 
 def _kv_cache_tokens(

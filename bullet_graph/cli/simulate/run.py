@@ -12,9 +12,12 @@ from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.engine.output import EngineStats
 from bullet_graph.engine.simulation import SimulationSettings, simulate
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.serving import RateSearch, ServingResult, find_goodput, summarize_serving
+from bullet_graph.runtime.simulated import StepRecord
 from bullet_graph.workloads import Workload, load_workload
 from bullet_graph.workloads.arrivals import arrival_times, trace_times
 
@@ -93,9 +96,19 @@ class Simulator:
         *,
         trace: DecisionTrace | None = None,
         on_output: Callable[[object], object] = lambda _: None,
+        on_step: Callable[[StepRecord], object] = lambda _: None,
+        capture_plan: CapturePlan | None = None,
     ) -> ArmRun:
-        """Serve the workload once."""
+        """Serve the workload once.
+
+        Args:
+            on_step: told of every launch that has finished.
+            capture_plan: to follow in the place of the configuration's.
+        """
         spec, config, device = self.spec, self.spec.config, self.device
+        performance = device.performance
+        if capture_plan is not None:
+            performance = PaddedModel(device.unpadded, capture_plan.padded)
         started = datetime.now()
         settings = SimulationSettings(
             arm=arm,
@@ -104,6 +117,7 @@ class Simulator:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             decode_sms=config.decode_sms or None,
+            capture_plan=capture_plan or device.capture_plan,
             host_overhead_ms=spec.host_overhead_ms,
             time_noise=spec.time_noise,
             seed=config.seed,
@@ -118,13 +132,14 @@ class Simulator:
                 seed=config.seed,
             )
         simulation = simulate(
-            device.performance,
+            performance,
             self.workload,
             arrivals,
             settings,
             slo=config.slo,
             max_concurrency=spec.max_concurrency,
             trace=trace,
+            on_step=on_step,
             on_output=on_output,
         )
         result = summarize_serving(
@@ -189,7 +204,12 @@ class Simulator:
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "kv_cache_tokens": device.kv_cache_tokens,
-            "decode_sms": list(config.decode_sms or device.performance.decode_sms),
+            "decode_sms": list(
+                (config.decode_sms or device.performance.decode_sms)
+                if device.capture_plan is None
+                else device.capture_plan.decode_sms
+            ),
+            "capture_plan": config.capture_plan,
             "host_overhead_ms": spec.host_overhead_ms,
             "time_noise": spec.time_noise,
         }

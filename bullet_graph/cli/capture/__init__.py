@@ -1,0 +1,1 @@
+"""``bullet-graph capture``: caches of precomputed captures."""

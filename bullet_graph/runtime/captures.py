@@ -1,0 +1,72 @@
+"""Which capture plan an engine follows: the one its configuration names, or all buckets for its partitions."""
+
+from pathlib import Path
+
+import torch
+
+from bullet_graph.config import EngineConfig
+from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.capture_plan import CapturePlan
+from bullet_graph.graphs.plan_file import load_plan
+from bullet_graph.runtime.resolve import Runtime
+
+
+def max_forward_rows(config: EngineConfig) -> int:
+    """Most rows of a forward."""
+    return config.chunk_tokens + config.max_num_seqs
+
+
+def named_plan(config: EngineConfig, runtime: Runtime) -> CapturePlan | None:
+    """The plan that the configuration names, checked against engine and device; None where it names none.
+
+    Raises:
+        ConfigError: it cannot be read, or was made for another model, dtype, GPU or engine.
+    """
+    if config.capture_plan is None:
+        return None
+    if runtime.device.type == "cpu":
+        raise ConfigError(
+            "a capture plan says which CUDA graphs to capture, but the device is the CPU: leave out capture_plan"
+        )
+    num_sms = torch.cuda.get_device_properties(runtime.device).multi_processor_count
+    plan = load_plan(config.capture_plan)
+    dtype = str(runtime.dtype).removeprefix("torch.")
+    check_plan(plan, config, name=config.capture_plan, dtype=dtype, num_sms=num_sms)
+    return plan
+
+
+def check_plan(plan: CapturePlan, config: EngineConfig, *, name: str, dtype: str, num_sms: int) -> None:
+    """Make sure that an engine of this configuration can follow the plan.
+
+    Args:
+        name: of the plan, for messages.
+        dtype: of the engine, resolved.
+        num_sms: of the GPU.
+
+    Raises:
+        ConfigError: the plan was made for something else; names the key, both values, and what to do.
+    """
+    name = f"the capture plan {name}"
+    for key, found, required in (
+        ("model", plan.model, Path(config.model).name),
+        ("dtype", plan.dtype, dtype),
+        ("num_sms", plan.num_sms, num_sms),
+        ("max_num_seqs", plan.max_num_seqs, config.max_num_seqs),
+    ):
+        if found != required:
+            raise ConfigError(
+                f"{name} was made for {key}={found}, but the engine has {key}={required}: set the engine's to that of "
+                "the plan, or make another plan with `bullet-graph capture plan`"
+            )
+    max_rows = max_forward_rows(config)
+    if plan.short_forward_rows and plan.short_forward_rows[-1] > max_rows:
+        raise ConfigError(
+            f"{name} captures forwards of {plan.short_forward_rows[-1]} rows in short_forward_rows, but the longest of "
+            f"this engine has {max_rows} (chunk and max_num_seqs): remove the larger sizes, or allow longer chunks"
+        )
+    sms = config.arm.decode_sms
+    if sms is not None and sms not in plan.decode_sms:
+        raise ConfigError(
+            f"{name} has no decode lane of {sms} SMs, which the arm {config.arm} needs, but "
+            f"{', '.join(map(str, plan.decode_sms)) or 'the whole GPU only'}: choose one of these, or add a [[decode]]"
+        )

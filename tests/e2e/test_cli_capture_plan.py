@@ -1,0 +1,154 @@
+"""``bullet-graph capture plan``, end to end, in virtual time; and plans in the other commands."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runner import TINY, refused, run
+from click.testing import Result
+
+from bullet_graph.graphs.plan_file import format_plan, parse_plan, read_plan
+
+CONV = ("--trace", "azure:conv", "--num-prompts", "60", "--request-rate", "18", "--slo", "ttft:500 tpot:15")
+
+
+def plan(*arguments: str, model: str = "llama-3.1-8b") -> Result:
+    return run("capture", "plan", "--model", model, *CONV, *arguments)
+
+
+def fields(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    parsed: dict[str, Any] = json.loads(result.stdout)
+    return parsed
+
+
+@pytest.fixture(scope="module")
+def proposed() -> dict[str, Any]:
+    return fields(plan("--memory-gb", "0.3", "--time-s", "2", "--json"))
+
+
+def test_the_json_tells_what_was_seen_and_what_is_proposed(proposed: dict[str, Any]) -> None:
+    steps = [*proposed["seen"]["decode"], *proposed["seen"]["forwards"]]
+    assert sum(step["share"] for step in steps) == pytest.approx(1, abs=0.05)
+    assert {step["decode_sms"] for step in proposed["seen"]["decode"]} >= {None}
+    proposal, against, everything = (
+        proposed["plans"][name] for name in ("proposal", "against", "every_size")
+    )
+    assert against["name"] == "no plan"
+    assert proposal["memory_gb"] <= 0.3
+    assert proposal["time_s"] <= 2
+    assert everything["lost_ms"] <= proposal["lost_ms"] * (1 + 1e-9)
+    assert proposal["memory_gb"] < against["memory_gb"] == pytest.approx(2.08, abs=0.01)
+    assert proposal["met_percent"] == pytest.approx(against["met_percent"], abs=5)
+    whole = proposal["groups"][0]
+    assert (whole["name"], whole["num_unserved"]) == ("whole GPU", 0)
+    assert whole["sizes"][-1] | {"num_steps": 0} == {
+        "size": 256,
+        "num_steps": 0,
+        "num_exact": 0,
+        "worth_ms": None,
+    }
+    assert all(size["worth_ms"] >= 0 for size in whole["sizes"][:-1])
+    assert parse_plan(proposed["toml"]).max_num_seqs == 256
+    assert [list(entry["batch_sizes"]) for entry in proposed["plan"]["decode"]] == [
+        list(entry.batch_sizes) for entry in parse_plan(proposed["toml"]).decode
+    ]
+
+
+def test_the_same_arguments_give_the_same_plan(proposed: dict[str, Any]) -> None:
+    assert plan("--memory-gb", "0.3", "--time-s", "2").stdout == proposed["toml"]
+
+
+def test_the_plan_goes_to_stdout_or_a_file_and_the_tables_beside_it(tmp_path: Path) -> None:
+    shown = plan("--max-num-seqs", "64")
+    assert shown.exit_code == 0
+    assert parse_plan(shown.stdout).max_num_seqs == 64
+    path = tmp_path / "conv.toml"
+    written = plan("--max-num-seqs", "64", "--output", str(path))
+    assert path.read_text() == shown.stdout
+    for text in ("steps on the decode lane", "worth, ms", "must be", "time lost, ms", "every size", "wrote"):
+        assert text in written.stdout
+    assert "worth, ms" in shown.stderr
+    assert path.read_text().startswith("# What an engine captures at its start")
+    assert "azure:conv at 18 requests/s, ttft:500ms tpot:15ms" in path.read_text()
+    assert "add --overwrite" in refused(plan("--output", str(path)))
+
+
+def test_a_proposal_is_held_against_another_plan(tmp_path: Path) -> None:
+    named = fields(plan("--against", "llama-3.1-8b_bfloat16_conv", "--json"))
+    assert named["plans"]["against"]["name"] == "llama-3.1-8b_bfloat16_conv"
+    assert named["plans"]["against"]["met_percent"] is not None
+    path = tmp_path / "own.toml"
+    path.write_text(named["toml"])
+    own = fields(plan("--against", str(path), "--json"))
+    assert own["plans"]["against"]["lost_ms"] == own["plans"]["proposal"]["lost_ms"]
+
+
+def test_a_plan_made_by_the_command_can_be_simulated(proposed: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(proposed["toml"])
+    simulate = ("simulate", *CONV[:-2], "--goodput", "ttft:500", "tpot:15", "--max-num-seqs", "256", "--json")
+    with_plan = fields(run(*simulate, "--capture-plan", str(path)))
+    assert with_plan["capture_plan"] == str(path)
+    assert with_plan["decode_sms"] == [
+        entry["decode_sms"] for entry in proposed["plan"]["decode"] if entry["decode_sms"]
+    ]
+    assert with_plan["p90_tpot_ms"] == pytest.approx(proposed["plans"]["proposal"]["p90_tpot_ms"])
+    wrong = run(*simulate, "--max-num-seqs", "99", "--capture-plan", str(path))
+    assert "made for max_num_seqs=256, but the engine has max_num_seqs=99" in refused(wrong)
+
+
+def test_a_forced_split_and_an_estimated_gpu() -> None:
+    split = fields(plan("--gpu", "roofline:h200", "--arm", "split:64", "--json"))
+    assert {entry["decode_sms"] for entry in split["plan"]["decode"]} <= {None, 64}
+    assert split["performance"] == "roofline"
+    assert split["budget"] == {"memory_gb": None, "time_s": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--memory-gb", "0.005"), "the whole GPU needs a graph of max_num_seqs=256 rows"),
+        (("--time-s", "0.01"), "raise --memory-gb or --time-s"),
+        (("--time-s", "0"), "0.0 is not in the range"),
+        (("--gpu", "abacus"), "no performance table abacus_llama-3.1-8b_bfloat16.json"),
+        (("--model", "qwen3-8b"), "no performance table h200_qwen3-8b_bfloat16.json"),
+        (("--model", "gpt-9"), "unknown model 'gpt-9'"),
+        (("--arm", "fast"), "unknown arm 'fast'"),
+        (("--slo", "soon"), "is no latency target"),
+        (("--request-rate", "often"), "is no rate"),
+        (("--trace", "azure:none"), "unknown excerpt"),
+        (("--against", "nonesuch"), "no capture plan 'nonesuch' comes with the package"),
+        (("--output", "missing/plan.toml"), "the folder missing does not exist"),
+    ],
+)
+def test_bad_input_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(plan(*arguments))
+
+
+def test_a_bad_plan_is_refused_with_file_and_key(tmp_path: Path, proposed: dict[str, Any]) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text("bucket_sizes = [1]\n" + proposed["toml"])
+    message = refused(plan("--against", str(path)))
+    assert f"cannot use the capture plan {path}: bucket_sizes is no key of a capture plan" in message
+    other = parse_plan(proposed["toml"].replace('"llama-3.1-8b"', '"qwen3-8b"'))
+    path.write_text(format_plan(other))
+    assert "made for model=qwen3-8b" in refused(plan("--against", str(path)))
+    assert read_plan(path) == other
+
+
+def test_an_engine_on_the_cpu_captures_nothing() -> None:
+    result = run("generate", *TINY, "--prompt", "1 2 3", "--capture-plan", "llama-3.1-8b_bfloat16")
+    assert "the device is the CPU: leave out capture_plan" in refused(result)
+
+
+def test_no_figure_is_infinite(proposed: dict[str, Any]) -> None:
+    def numbers(value: Any) -> list[float]:
+        if isinstance(value, dict | list):
+            children = value.values() if isinstance(value, dict) else value
+            return [number for child in children for number in numbers(child)]
+        return [value] if isinstance(value, float) else []
+
+    assert all(map(math.isfinite, numbers(proposed)))

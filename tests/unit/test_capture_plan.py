@@ -1,0 +1,183 @@
+"""Capture plans, and their files."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.capture_plan import (
+    DECODE_GRAPH_BYTES,
+    DECODE_GRAPH_S,
+    PIECE_BYTES,
+    PIECE_S,
+    PLAN_DTYPES,
+    CapturePlan,
+    DecodeSizes,
+    default_plan,
+)
+from bullet_graph.graphs.key import batch_size_buckets, row_buckets
+from bullet_graph.graphs.plan_file import format_plan, list_plans, load_plan, parse_plan, read_plan
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.perf.shipped import load_table
+
+PLAN = CapturePlan(
+    model="m",
+    dtype="bfloat16",
+    num_sms=132,
+    max_num_seqs=64,
+    decode=(DecodeSizes(None, (1, 8, 64)), DecodeSizes(32, (4, 16)), DecodeSizes(48, (8,))),
+    short_forward_rows=(16, 128),
+)
+
+
+def rising(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
+    sizes = st.sets(st.integers(1, most), min_size=least, max_size=40)
+    return sizes.map(lambda found: tuple(sorted(found)))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> CapturePlan:
+    num_sms, most = draw(st.integers(2, 200)), draw(st.integers(1, 2000))
+    lanes = draw(st.sets(st.integers(1, 100).map(lambda tpcs: 2 * tpcs), max_size=5))
+    whole = (*(size for size in draw(rising(0, most)) if size < most), most)
+    return CapturePlan(
+        model=draw(st.text(min_size=1).filter(str.isprintable)),
+        dtype=draw(st.sampled_from(PLAN_DTYPES)),
+        num_sms=num_sms,
+        max_num_seqs=most,
+        decode=(
+            DecodeSizes(None, whole),
+            *(DecodeSizes(sms, draw(rising(1, most))) for sms in sorted(lanes) if sms <= num_sms - 2),
+        ),
+        short_forward_rows=draw(rising(0, 1024)),
+    )
+
+
+@given(plans(), st.lists(st.text().filter(str.isprintable), max_size=2))
+def test_a_plan_is_read_as_it_was_written(plan: CapturePlan, notes: list[str]) -> None:
+    assert parse_plan(format_plan(plan, notes)) == plan
+
+
+@given(plans(), st.data())
+def test_a_batch_is_padded_to_the_smallest_captured_size_that_holds_it(
+    plan: CapturePlan, data: st.DataObject
+) -> None:
+    entry = data.draw(st.sampled_from(plan.decode))
+    batch_size = data.draw(st.integers(1, plan.max_num_seqs))
+    holding = [size for size in entry.batch_sizes if size >= batch_size]
+    assert plan.padded(batch_size, entry.decode_sms) == min(holding, default=batch_size)
+    assert plan.padded(batch_size) >= batch_size, "the whole GPU holds any"
+    assert plan.max_batch_sizes[WHOLE_GPU] == plan.max_num_seqs
+
+
+def test_what_a_plan_says_of_partitions() -> None:
+    assert PLAN.decode_sms == (32, 48)
+    narrow, wide = SmPartition(16, 50), SmPartition(24, 42)
+    assert dict(PLAN.batch_sizes) == {WHOLE_GPU: (1, 8, 64), narrow: (4, 16), wide: (8,)}
+    assert dict(PLAN.max_batch_sizes) == {WHOLE_GPU: 64, narrow: 16, wide: 8}
+    assert (PLAN.padded(5, 32), PLAN.padded(17, 32), PLAN.padded(5, 16)) == (16, 17, 5)
+
+
+def test_cost_follows_the_plan() -> None:
+    assert PLAN.num_decode_graphs == 6
+    assert PLAN.graph_bytes(32) == 6 * DECODE_GRAPH_BYTES + 2 * 32 * PIECE_BYTES
+    assert PLAN.capture_s(32) == pytest.approx(6 * DECODE_GRAPH_S + 2 * 32 * PIECE_S)
+
+
+def test_without_a_plan_every_bucket_is_captured_for_every_partition() -> None:
+    plan = default_plan(
+        model="m", dtype="float16", num_sms=132, max_num_seqs=100, max_rows=300, decode_sms=(16, 96)
+    )
+    assert [entry.decode_sms for entry in plan.decode] == [None, 16, 96]
+    assert {entry.batch_sizes for entry in plan.decode} == {batch_size_buckets(100)}
+    assert plan.short_forward_rows == row_buckets(300)
+
+
+def test_shipped_plans() -> None:
+    names = {path.stem for path in list_plans()}
+    assert names == {f"llama-3.1-8b_bfloat16{end}" for end in ("", "_conv", "_code")}
+    for name in names:
+        assert (load_plan(name).model, load_plan(name).dtype) == ("llama-3.1-8b", "bfloat16")
+    table = load_table("h200", model="llama-3.1-8b")
+    sizes = sorted({point.decode_sms for point in table.points.split})
+    assert load_plan("llama-3.1-8b_bfloat16") == default_plan(
+        model="llama-3.1-8b",
+        dtype="bfloat16",
+        num_sms=table.key.num_sms,
+        max_num_seqs=256,
+        max_rows=8192 + 256,
+        decode_sms=sizes,
+    )
+
+
+TEXT = format_plan(PLAN)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('model = "m"', "model = 7", "model must be the name of a preset or of a model folder; found 7"),
+        ('model = "m"\n', "", "model is missing"),
+        ('"bfloat16"', '"int3"', "dtype must be one of bfloat16, float16, float32; found 'int3'"),
+        ("num_sms = 132", "num_sms = 1", "num_sms must be an integer of at least 2"),
+        (
+            "max_num_seqs = 64",
+            "max_num_seqs = true",
+            "max_num_seqs must be an integer of at least 1; found True",
+        ),
+        ("max_num_seqs = 64", "max_num_seqs = 99", "max_num_seqs=99 as the largest size"),
+        ("max_num_seqs = 64", "max_num_seqs = 32", "sizes up to max_num_seqs=32"),
+        ("max_num_seqs = 64", "max_num_seqs = 64\nmax_seqs = 2", "max_seqs is no key of a capture plan"),
+        ("[1, 8, 64]", "[8, 1, 64]", r"decode[0].batch_sizes[1] must be more than the size before, 8"),
+        ("[1, 8, 64]", "[8, 8, 64]", "each once; found 8"),
+        ("[1, 8, 64]", "[0, 64]", r"decode[0].batch_sizes[0] must be an integer of at least 1; found 0"),
+        ("[1, 8, 64]", '["1", 64]', "found '1'"),
+        ("[1, 8, 64]", "64", "decode[0].batch_sizes must be a list of sizes, such as [1, 2, 4]; found 64"),
+        ("[4, 16]", "[]", "at least one size"),
+        ("[4, 16]", "[4, 16]\nsizes = [3]", "decode[1].sizes is no key"),
+        ("decode_sms = 32\n", "decode_sms = 32.0\n", "decode[1].decode_sms must be a number of SMs"),
+        ("decode_sms = 32\n", "decode_sms = 33\n", "a multiple of 2 SMs (a TPC): take 34; found 33"),
+        ("decode_sms = 32\n", "decode_sms = 132\n", "at most 130 of the GPU's 132 SMs: lower it; found 132"),
+        ("decode_sms = 32\n", "decode_sms = 48\n", "more SMs than the entry before"),
+        ("decode_sms = 32\n", "", "the whole GPU (an entry without decode_sms) first, and once"),
+        ("[16, 128]", "[128, 16]", "short_forward_rows[1] must be more"),
+        ("version = 1", "version = 2", "format and version must be 'bullet_graph capture plan' and 1; found"),
+        ("version = 1", "version = [", "not valid TOML"),
+        ("[[decode]]", "[decode]", "not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name_and_key(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    path = tmp_path / "plan.toml"
+    assert old in TEXT
+    path.write_text(TEXT.replace(old, new, 1))
+    with pytest.raises(ConfigError) as refused:
+        read_plan(path)
+    assert str(refused.value).startswith(f"cannot use the capture plan {path}: ")
+    assert message in str(refused.value)
+
+
+def test_decode_must_be_tables() -> None:
+    with pytest.raises(ConfigError, match=r"each written \[\[decode\]\]"):
+        parse_plan(TEXT[: TEXT.index("[[decode]]")] + "decode = [1]\n")
+
+
+def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot read the capture plan .*x\.toml.*llama-3\.1-8b_bfloat16_conv"
+    ):
+        load_plan(str(tmp_path / "x.toml"))
+    with pytest.raises(ConfigError, match="no capture plan 'nonesuch' comes with the package"):
+        load_plan("nonesuch")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="no text in UTF-8"):
+        load_plan(str(tmp_path / "binary.toml"))
+
+
+def test_plans_are_checked_however_they_are_made() -> None:
+    with pytest.raises(ConfigError, match="take 34"):
+        replace(PLAN, decode=(PLAN.decode[0], DecodeSizes(33, (1,))))

@@ -1,0 +1,208 @@
+"""Proposals of what to capture: usage, budgets, and the best use of them."""
+
+import math
+from itertools import combinations, product
+
+import pytest
+from fakes.perf_tables import LLAMA_8B, h200_table
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bullet_graph.engine.capture_proposal import Budget, Workload, propose
+from bullet_graph.engine.capture_usage import (
+    CAPTURED_LAYER_MS,
+    EAGER_LAYER_MS,
+    LEAST_SPLIT_GAIN,
+    SINGLE_ROW_LOSS,
+    CaptureUsage,
+)
+from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.capture_plan import DECODE_GRAPH_BYTES, DECODE_GRAPH_S, CapturePlan, default_plan
+from bullet_graph.graphs.key import batch_size_buckets
+from bullet_graph.graphs.size_choice import Demand, lost_ms
+from bullet_graph.partition.spec import WHOLE_GPU, partition_of
+from bullet_graph.perf.predict import TableModel
+from bullet_graph.runtime.simulated import StepRecord
+from bullet_graph.runtime.step import Placement
+
+MODEL = TableModel(h200_table(), LLAMA_8B)
+SPLIT = partition_of(48, num_sms=132)
+LIKE = default_plan(
+    model="m", dtype="bfloat16", num_sms=132, max_num_seqs=64, max_rows=256, decode_sms=MODEL.decode_sms
+)
+
+
+def decode(batch_size: int, partition: object = WHOLE_GPU, ms: float = 10.0) -> StepRecord:
+    placement = Placement("decode", partition)  # type: ignore[arg-type]
+    return StepRecord(placement, 0, 0.0, batch_size, 1000 * batch_size, ms)
+
+
+def forward(tokens: int, batch_size: int) -> StepRecord:
+    return StepRecord(Placement(), tokens, tokens * 100.0, batch_size, 1000 * batch_size, 9.0)
+
+
+def chunk(tokens: int, ms: float, first: int = 0, last: int | None = None) -> StepRecord:
+    return StepRecord(Placement("prefill", SPLIT, first, last), tokens, tokens * 100.0, 0, 0, ms)
+
+
+def usage_of(*records: StepRecord) -> CaptureUsage:
+    usage = CaptureUsage(MODEL)
+    for record in records:
+        usage.note(record)
+    return usage
+
+
+def sizes_of(plan: CapturePlan, decode_sms: int | None = None) -> tuple[int, ...]:
+    return next((entry.batch_sizes for entry in plan.decode if entry.decode_sms == decode_sms), ())
+
+
+# ---- what was seen, and what it costs ----
+
+
+def test_steps_are_told_apart() -> None:
+    usage = usage_of(
+        decode(3), decode(3), decode(5, SPLIT), forward(60, 4), chunk(512, 8.0, 0, 16), chunk(512, 8.0, 16)
+    )
+    assert {sms: list(sizes) for sms, sizes in usage.decode.items()} == {None: [3], 48: [5]}
+    assert usage.decode[None][3].num_steps == 2
+    assert list(usage.forwards) == [64]
+    beside_ms, whole_ms = usage.beside_ms[48]
+    assert beside_ms == 16
+    assert whole_ms == pytest.approx(MODEL.prefill(512, 51200.0).ms), "two halves of one chunk"
+
+
+def test_padding_costs_what_the_padded_rows_cost() -> None:
+    whole = usage_of(decode(40), decode(40)).whole_gpu_demands(unseen=())
+    (demand,) = whole
+    assert demand.padded_ms(40) == 0
+    expected = 2 * (MODEL.decode(64, 40_000).ms - MODEL.decode(40, 40_000).ms)
+    assert demand.padded_ms(64) == pytest.approx(expected)
+    assert demand.padded_ms(64) > 0
+    assert demand.unserved_ms == math.inf, "no batch may be left out on the whole GPU"
+
+
+def test_one_row_has_kernels_of_its_own() -> None:
+    (one,) = usage_of(decode(1)).whole_gpu_demands(unseen=())
+    assert one.padded_ms(1) == 0
+    assert one.padded_ms(2) >= SINGLE_ROW_LOSS * MODEL.decode(1, 1000).ms
+
+
+def test_a_split_that_has_no_graph_takes_turns_instead() -> None:
+    prefill_ms = MODEL.prefill(2048, 204800.0).ms
+    usage = usage_of(decode(64, SPLIT, ms=12.0), chunk(2048, 1.5 * prefill_ms))
+    (demand,) = usage.partition_demands(48)
+    # Beside decode, prefill has two thirds of its rate: in 12 ms what takes 8 alone.
+    expected = MODEL.decode(64, 64_000).ms + 8.0 - 12.0
+    assert expected > 0.7
+    assert demand.unserved_ms == pytest.approx(expected)
+    slow = usage_of(decode(64, SPLIT, ms=14.0), chunk(2048, 100 * prefill_ms)).partition_demands(48)
+    assert slow[0].unserved_ms == pytest.approx(LEAST_SPLIT_GAIN * 14.0)
+
+
+def test_a_forward_without_pieces_costs_the_hosts_time() -> None:
+    (demand,) = usage_of(forward(100, 20), forward(900, 0)).forward_demands(max_rows=256)
+    assert demand.size == 120
+    assert demand.unserved_ms == pytest.approx((EAGER_LAYER_MS - CAPTURED_LAYER_MS) * 32)
+    assert demand.padded_ms(128) == pytest.approx(
+        MODEL.mixed(108, 10_000.0, 20, 20_000).ms - MODEL.mixed(100, 10_000.0, 20, 20_000).ms
+    )
+    (alone,) = usage_of(forward(100, 0)).forward_demands(max_rows=256)
+    assert alone.padded_ms(112) == pytest.approx(MODEL.prefill(112, 1e4).ms - MODEL.prefill(100, 1e4).ms)
+
+
+# ---- what is proposed ----
+
+
+def test_without_limits_all_that_came_up_is_captured() -> None:
+    usage = usage_of(*[decode(37)] * 9, *[decode(16, SPLIT)] * 9, *[forward(90, 20)] * 9, chunk(512, 1000.0))
+    plan = propose(Workload.of(usage, LIKE), Budget(), like=LIKE)
+    assert 40 in sizes_of(plan)
+    assert set(sizes_of(plan)) >= set(batch_size_buckets(64)[3:]), "room is left for batches that may come"
+    assert sizes_of(plan, 48) == (16,)
+    assert plan.short_forward_rows == (112,)
+
+
+def test_the_whole_gpu_always_holds_the_largest_batch() -> None:
+    usage = usage_of(decode(3), decode(20, SPLIT), forward(30, 2))
+    plan = propose(Workload.of(usage, LIKE), Budget(time_s=DECODE_GRAPH_S), like=LIKE)
+    assert plan.decode[0].batch_sizes == (64,)
+    assert (len(plan.decode), plan.short_forward_rows) == (1, ())
+
+
+@pytest.mark.parametrize("budget", [Budget(memory_bytes=DECODE_GRAPH_BYTES - 1), Budget(time_s=0.001)])
+def test_a_budget_for_nothing_is_refused(budget: Budget) -> None:
+    with pytest.raises(ConfigError, match="the whole GPU needs a graph of max_num_seqs=64 rows"):
+        propose(Workload.of(usage_of(decode(3)), LIKE), budget, like=LIKE)
+
+
+records = st.lists(
+    st.builds(decode, st.integers(1, 64), st.sampled_from([WHOLE_GPU, SPLIT]))
+    | st.builds(forward, st.integers(1, 200), st.integers(0, 40)),
+    max_size=12,
+)
+
+
+@given(records, st.floats(0.01, 1.0), st.floats(0.03, 4.0))
+def test_a_proposal_keeps_to_its_budget_and_is_never_worse_than_less_of_it(
+    steps: list[StepRecord], memory_gb: float, time_s: float
+) -> None:
+    workload = Workload.of(usage_of(*steps, chunk(512, 100.0)), LIKE)
+    plan = propose(workload, Budget(memory_gb * 1e9, time_s), like=LIKE)
+    assert plan.graph_bytes(32) <= memory_gb * 1e9
+    assert plan.capture_s(32) <= time_s * (1 + 1e-9)
+    more = propose(workload, Budget(2 * memory_gb * 1e9, 2 * time_s), like=LIKE)
+    assert expected_ms(workload, more) <= expected_ms(workload, plan) * (1 + 1e-9)
+    for group in workload.uses(plan):
+        assert group.num_steps == group.num_unserved + sum(use.num_steps for use in group.sizes)
+        assert all(use.worth_ms >= -1e-9 for use in group.sizes)
+
+
+def expected_ms(workload: Workload, plan: CapturePlan) -> float:
+    decode_ms = (lost_ms(demands, sizes_of(plan, sms)) for sms, demands in workload.decode.items())
+    return sum(decode_ms) + lost_ms(workload.forwards, plan.short_forward_rows)
+
+
+@st.composite
+def small_workloads(draw: st.DrawFn) -> Workload:
+    def demand(size: int, unserved_ms: float) -> Demand:
+        losses = draw(st.lists(st.integers(0, 50), min_size=4, max_size=4))
+        # As padding does, losing more the farther it goes.
+        return Demand(size, 1, lambda to: float(sum(losses[: (to - size) // 8])), unserved_ms)
+
+    missing = st.integers(0, 60).map(float)
+    whole = [demand(size, math.inf) for size in draw(st.sets(st.sampled_from([8, 16, 24])))]
+    return Workload(
+        {
+            None: [*whole, demand(32, math.inf)],
+            16: [demand(size, draw(missing)) for size in draw(st.sets(st.sampled_from([8, 16, 32])))],
+        },
+        [demand(size, draw(missing)) for size in draw(st.sets(st.sampled_from([16, 32])))],
+        num_layers=2,
+        max_num_seqs=32,
+    )
+
+
+@given(small_workloads(), st.integers(1, 8))
+def test_no_other_plan_within_the_budget_loses_less(workload: Workload, count: int) -> None:
+    like = default_plan(
+        model="m", dtype="bfloat16", num_sms=132, max_num_seqs=32, max_rows=32, decode_sms=(16,)
+    )
+    budget = Budget(time_s=count * DECODE_GRAPH_S)
+    plan = propose(workload, budget, like=like)
+
+    def subsets(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [chosen for k in range(len(sizes) + 1) for chosen in combinations(sizes, k)]
+
+    tried = [
+        lost_ms(workload.decode[None], whole)
+        + lost_ms(workload.decode[16], part)
+        + lost_ms(workload.forwards, rows)
+        for whole, part, rows in product(
+            subsets(workload.batch_candidates(None)),
+            subsets(workload.batch_candidates(16)),
+            subsets(workload.row_candidates(like)),
+        )
+        # A piece of each of 2 layers takes 0.01 s together.
+        if (len(whole) + len(part)) * DECODE_GRAPH_S + len(rows) * 0.01 <= budget.time_s * (1 + 1e-9)
+    ]
+    assert expected_ms(workload, plan) == pytest.approx(min(tried))

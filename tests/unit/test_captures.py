@@ -1,0 +1,356 @@
+"""An engine follows its capture plan: what is captured, what it costs, and where steps may be placed."""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from core_loop import MODEL, NUM_LAYERS, CheckedExecutor, CoreLoop
+from fakes.perf_tables import LLAMA_8B, h200_table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_loads import chosen, decoding, load_of
+
+from bullet_graph import Engine
+from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.engine.plan import Load, Plan
+from bullet_graph.engine.planner import Planner
+from bullet_graph.errors import ConfigError, PartitionError
+from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
+from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
+from bullet_graph.graphs.key import GraphKey, largest_first, smallest_holding
+from bullet_graph.graphs.plan_file import format_plan
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition, partition_of
+from bullet_graph.perf.padded import PaddedModel
+from bullet_graph.perf.predict import TableModel
+from bullet_graph.runtime.build import capture_plan_of
+from bullet_graph.runtime.captures import check_plan
+from bullet_graph.runtime.resolve import Runtime
+from bullet_graph.slo import NO_TARGETS, Slo
+
+NARROW = SmPartition(16, 50)
+PLAN = CapturePlan(
+    model="llama-3.1-8b",
+    dtype="bfloat16",
+    num_sms=132,
+    max_num_seqs=64,
+    decode=(DecodeSizes(None, (1, 8, 64)), DecodeSizes(32, (4, 16))),
+    short_forward_rows=(16, 128),
+)
+CONFIG = EngineConfig(model="llama-3.1-8b", max_num_seqs=64, max_num_batched_tokens=512)
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> str:
+    path = tmp_path / "plan.toml"
+    path.write_text(format_plan(PLAN))
+    return str(path)
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """A runtime on a GPU of 132 SMs, as far as anybody asks."""
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    return Runtime(PRESETS["llama-3.1-8b"], None, torch.device("cuda"), torch.bfloat16, 4096)
+
+
+# ---- which plan ----
+
+
+def test_the_plan_that_is_named_is_followed(plan_file: str, h200: Runtime) -> None:
+    assert capture_plan_of(replace(CONFIG, capture_plan=plan_file), h200) == PLAN
+
+
+def test_without_one_all_buckets_are_captured_for_all_partitions(h200: Runtime) -> None:
+    plan = capture_plan_of(replace(CONFIG, decode_sms=(48, 32)), h200)
+    assert plan.decode_sms == (32, 48)
+    assert {entry.batch_sizes for entry in plan.decode} == {(1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}
+    assert plan.short_forward_rows[-1] == 576
+    auto = capture_plan_of(replace(CONFIG, arm=Arm("auto")), h200, MODEL)
+    assert auto.decode_sms == tuple(MODEL.decode_sms)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "qwen3-8b"}, "made for model=llama-3.1-8b, but the engine has model=qwen3-8b"),
+        ({"max_num_seqs": 65}, "made for max_num_seqs=64, but the engine has max_num_seqs=65"),
+        (
+            {"max_num_batched_tokens": 63},
+            "128 rows in short_forward_rows, but the longest of this engine has 127",
+        ),
+        (
+            {"arm": Arm("split", decode_sms=48)},
+            "has no decode lane of 48 SMs, which the arm split:48 needs, but 32",
+        ),
+    ],
+)
+def test_a_plan_for_another_engine_is_refused(change: dict[str, object], message: str) -> None:
+    config = replace(CONFIG, **change)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as refused:
+        check_plan(PLAN, config, name="p.toml", dtype="bfloat16", num_sms=132)
+    assert str(refused.value).startswith("the capture plan p.toml ")
+    assert message in str(refused.value)
+
+
+def test_a_plan_for_another_gpu_or_dtype_is_refused() -> None:
+    check_plan(PLAN, CONFIG, name="p", dtype="bfloat16", num_sms=132)
+    with pytest.raises(ConfigError, match="num_sms=132, but the engine has num_sms=108"):
+        check_plan(PLAN, CONFIG, name="p", dtype="bfloat16", num_sms=108)
+    with pytest.raises(ConfigError, match="dtype=bfloat16, but the engine has dtype=float16"):
+        check_plan(PLAN, CONFIG, name="p", dtype="float16", num_sms=132)
+
+
+def test_a_plan_on_the_cpu_is_refused(plan_file: str) -> None:
+    with pytest.raises(ConfigError, match="the device is the CPU: leave out capture_plan"):
+        Engine("tiny", device="cpu", capture_plan=plan_file)
+
+
+@pytest.mark.parametrize("settings", [{"decode_sms": (32,)}, {"cuda_graphs": False}])
+def test_a_plan_contradicts_other_ways_to_say_the_same(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="leave out decode_sms"):
+        EngineConfig(model="tiny", capture_plan="p.toml", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["", 3])
+def test_a_plan_has_a_name(name: object) -> None:
+    with pytest.raises(ConfigError, match="capture_plan must be a file's name"):
+        EngineConfig(model="tiny", capture_plan=name)  # type: ignore[arg-type]
+
+
+# ---- what is captured ----
+
+
+def test_graphs_are_captured_largest_first() -> None:
+    assert largest_first(PLAN.batch_sizes) == [
+        GraphKey(64),
+        GraphKey(16, NARROW),
+        GraphKey(8),
+        GraphKey(4, NARROW),
+        GraphKey(1),
+    ]
+
+
+@given(st.integers(1, 40), st.sets(st.integers(1, 30)).map(lambda sizes: tuple(sorted(sizes))))
+def test_the_smallest_size_that_holds_a_batch(batch_size: int, sizes: tuple[int, ...]) -> None:
+    holding = [size for size in sizes if size >= batch_size]
+    assert smallest_holding(batch_size, sizes) == (min(holding) if holding else None)
+
+
+def test_a_step_replays_the_smallest_graph_of_its_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = object.__new__(DecodeGraphs)
+    graphs._sizes = {WHOLE_GPU: (8, 64), NARROW: (16,)}
+    graphs._captured = {
+        key: SimpleNamespace(
+            graph=SimpleNamespace(replay=lambda key=key: replayed.append(key)), token_ids=[0] * 64
+        )
+        for key in (GraphKey(8), GraphKey(64), GraphKey(16, NARROW))
+    }  # type: ignore[assignment]
+    replayed: list[GraphKey] = []
+    padded: list[int] = []
+    monkeypatch.setattr(DecodeGraphs, "_pad", lambda _, inputs, size: padded.append(size) or inputs)
+    monkeypatch.setattr(DecodeGraphs, "_prepare", lambda *_: None)
+
+    def run(rows: int, partition: SmPartition = WHOLE_GPU) -> int:
+        tokens = graphs.run(DecodeInputs([0] * rows, *[None] * 4), partition)  # type: ignore[arg-type, list-item]
+        return len(tokens)
+
+    assert [run(3), run(9), run(9, NARROW)] == [3, 9, 9]
+    assert replayed == [GraphKey(8), GraphKey(64), GraphKey(16, NARROW)]
+    assert padded == [8, 64, 16]
+    with pytest.raises(ConfigError, match=r"no decode graph was captured for .*batch_size=17"):
+        run(17, NARROW)
+
+
+def test_a_captured_size_is_used_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a profile does, which captures one graph after the other."""
+    graphs = object.__new__(DecodeGraphs)
+    graphs._sizes, graphs._captured, graphs._padding_slot, graphs._pool = {}, {}, 0, None
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    graph = SimpleNamespace(capture_begin=lambda **_: None, capture_end=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    for name in ("_prepare", "_run"):
+        monkeypatch.setattr(DecodeGraphs, name, lambda *_: None)
+    for key in (GraphKey(16), GraphKey(4), GraphKey(8, NARROW), GraphKey(16)):
+        graphs.capture_one(key, stream)  # type: ignore[arg-type]
+    assert graphs._sizes == {WHOLE_GPU: (4, 16), NARROW: (8,)}
+    assert set(graphs._captured) == {GraphKey(16), GraphKey(4), GraphKey(8, NARROW)}
+
+
+class _Graphs:
+    """In the place of DecodeGraphs and LayerGraphs: notes what it is told to capture."""
+
+    def __init__(self, *_: object, buckets: tuple[int, ...] = (), **__: object) -> None:
+        self.buckets = buckets
+
+    def capture(self, batch_sizes: object = None, stream_for: object = None, *, progress: bool) -> "_Graphs":
+        del stream_for, progress
+        self.batch_sizes = batch_sizes
+        return self
+
+    def including(self, other: "_Graphs") -> dict[str, object]:
+        return {"batch_sizes": self.batch_sizes, "buckets": other.buckets}
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_the_executor_captures_what_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch, h200: Runtime, cuda_graphs: bool
+) -> None:
+    del h200
+    if "flashinfer" not in sys.modules:
+        prefill = ModuleType("flashinfer.prefill")
+        prefill.get_batch_prefill_module = None  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+        monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
+    before = set(sys.modules)
+    import bullet_graph.runtime.cuda as cuda  # noqa: PLC0415
+
+    for name in ("DecodeGraphs", "LayerGraphs"):
+        monkeypatch.setattr(cuda, name, _Graphs)
+    state = SimpleNamespace(settings=torch.empty(1, 8))
+    for name, value in (("SamplingState", state), ("EagerLane", None), ("Uploader", None)):
+        monkeypatch.setattr(cuda, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    executor = cuda.CudaExecutor(
+        SimpleNamespace(cos_sin=torch.empty(1)),  # type: ignore[arg-type]
+        max_num_seqs=64,
+        max_rows=576,
+        num_kv_blocks=10,
+        launcher=SimpleNamespace(stream=lambda *_: None),  # type: ignore[arg-type]
+        plan=PLAN,
+        cuda_graphs=cuda_graphs,
+        prefill_lane=True,
+        progress=False,
+    )
+    assert executor.partitions == (WHOLE_GPU, NARROW)
+    if cuda_graphs:
+        assert executor.capture == {"batch_sizes": PLAN.batch_sizes, "buckets": (16, 128)}
+        assert (executor.max_batch_size(WHOLE_GPU), executor.max_batch_size(NARROW)) == (64, 16)
+    else:
+        assert executor.capture is None
+        assert executor.max_batch_size(NARROW) is None, "nothing is captured, so nothing limits a batch"
+    llama = PRESETS["llama-3.1-8b"]
+    assert cuda.CudaExecutor.graph_bytes(llama, PLAN) == 5 * 8 * 2**20 + 2 * 32 * 2**19
+    for name in set(sys.modules) - before:
+        if name.startswith("bullet_graph"):
+            monkeypatch.delitem(sys.modules, name)
+
+
+# ---- where steps may be placed ----
+
+
+def make_planner(arm: str, limits: dict[int, int]) -> Planner:
+    return Planner(
+        Arm.parse(arm),
+        max_chunk_tokens=8192,
+        decode_sms=MODEL.decode_sms,
+        num_layers=NUM_LAYERS,
+        model=MODEL,
+        max_batch_sizes=limits,
+    )
+
+
+def test_a_split_is_weighed_only_where_a_graph_holds_the_batch() -> None:
+    planner = make_planner("auto", {sms: 16 for sms in MODEL.decode_sms if sms != 48})
+    plan = planner.plan(load_of(decoding(17, tpot=20.0), 2048, 2048))
+    assert {option.decode_sms for option in plan.options} == {None, 48}
+    plan = planner.plan(load_of(decoding(16, tpot=20.0), 2048, 2048))
+    assert {option.decode_sms for option in plan.options} == {None, *MODEL.decode_sms}
+
+
+def test_a_forced_split_takes_turns_while_no_graph_holds_the_batch() -> None:
+    planner = make_planner("split", dict.fromkeys(MODEL.decode_sms, 8))
+    assert chosen(planner.plan(load_of(decoding(8), 2048))).arm == "split"
+    plan = planner.plan(load_of(decoding(9), 2048))
+    assert (plan.arm, plan.partition, plan.takes_turns) == ("sliced", WHOLE_GPU, True)
+
+
+@given(
+    arm=st.sampled_from(["split", "split:48", "auto"]),
+    limits=st.fixed_dictionaries({sms: st.integers(1, 8) for sms in MODEL.decode_sms}),
+    gaps=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.002, 0.03]), st.integers(1, 900), st.integers(1, 60)),
+        min_size=1,
+        max_size=12,
+    ),
+    depth=st.integers(1, 2),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_batch_is_placed_where_no_graph_holds_it(
+    arm: str, limits: dict[int, int], gaps: list[tuple[float, int, int]], depth: int
+) -> None:
+    """The executor refuses such a launch, and checks all others as ever."""
+    by_partition = {partition_of(sms, num_sms=MODEL.num_sms): most for sms, most in limits.items()}
+    executor = CheckedExecutor(max_in_flight=depth, max_batch_sizes=by_partition)
+    loop = CoreLoop(make_planner(arm, limits), executor=executor)
+    now_s, arrivals = 0.0, []
+    for gap_s, prompt, output in gaps:
+        now_s += gap_s
+        arrivals.append((now_s, prompt, output, Slo(tpot_ms=12)))
+    loop.run(arrivals=arrivals)
+    for launch in executor.launches:
+        if launch.step.prefill is None and launch.step.decode is not None:
+            most = by_partition.get(launch.placement.partition, 64)
+            assert len(launch.step.decode.slots) <= most
+
+
+class _Alternating(Planner):
+    """Slices beside 48 SMs, then a step on the whole GPU while they run, and so on."""
+
+    def plan(self, load: Load) -> Plan:
+        if load.prompts or load.chunk:
+            self.turn = not getattr(self, "turn", False)
+            if self.turn or load.decode is None:
+                rows = 0 if load.chunk else 512
+                return Plan(
+                    "split", False, "prefill", rows, slice_layers=4, partition=partition_of(48, num_sms=132)
+                )
+        return Plan("solo", decode=True)
+
+
+@pytest.mark.parametrize("most", [2, 8])
+def test_a_step_stays_beside_the_slices_in_flight_only_where_a_graph_holds_it(most: int) -> None:
+    beside = partition_of(48, num_sms=132)
+    executor = CheckedExecutor(max_batch_sizes={beside: most})
+    planner = _Alternating(
+        Arm("auto"), max_chunk_tokens=8192, decode_sms=(48,), num_layers=NUM_LAYERS, model=MODEL
+    )
+    loop = CoreLoop(planner, executor=executor)
+    loop.run(arrivals=[(0.0, 100, 50, NO_TARGETS)] * 4 + [(0.2, 900, 5, NO_TARGETS)])
+    decode = [launch for launch in executor.launches if launch.step.decode is not None]
+    on_its_side = [launch for launch in decode if launch.placement.partition == beside]
+    assert bool(on_its_side) == (most == 8)
+    if most == 2:
+        assert any(launch.placement.takes_turns for launch in decode), "it waits for the slices instead"
+
+
+def test_a_device_refuses_a_batch_that_no_graph_holds() -> None:
+    executor = CheckedExecutor(max_batch_sizes={partition_of(48, num_sms=132): 2})
+    loop = CoreLoop(make_planner("split:48", {}), executor=executor)
+    arrivals = [(0.0, 100, 50, NO_TARGETS)] * 4 + [(0.1, 900, 5, NO_TARGETS)]
+    with pytest.raises(PartitionError, match="where at most 2 are captured: place it on the whole GPU"):
+        loop.run(arrivals=arrivals)
+
+
+# ---- what is predicted ----
+
+
+def test_predictions_are_padded_as_the_plan_pads() -> None:
+    table = TableModel(h200_table(), LLAMA_8B)
+    padded = PaddedModel(table, PLAN.padded)
+    assert padded.decode(9, 9000) == table.decode(64, 9000)
+    assert padded.decode(9, 9000, 32) == table.decode(16, 9000, 32)
+    assert padded.split(32, 3, 3000, 512, 1e5) == table.split(32, 4, 3000, 512, 1e5)
+    assert padded.mixed(100, 1e4, 9, 9000) == table.mixed(100, 1e4, 9, 9000)
+    assert padded.prefill(100, 1e4) == table.prefill(100, 1e4)
+    assert padded.wave_chunk_tokens(2048, 100) == table.wave_chunk_tokens(2048, 100)
+    assert (padded.num_sms, padded.num_layers) == (132, 32)
+    assert tuple(padded.decode_sms) == tuple(table.decode_sms)
