@@ -8,6 +8,7 @@ from bullet_graph.engine.output import CompletionOutput, EngineStats, OutputKind
 from bullet_graph.errors import (
     BulletGraphError,
     CacheError,
+    CaptureCacheWarning,
     CheckpointError,
     ConfigError,
     DeviceError,
@@ -32,6 +33,7 @@ __all__ = [
     "AsyncEngine",
     "BulletGraphError",
     "CacheError",
+    "CaptureCacheWarning",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",

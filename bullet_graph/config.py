@@ -11,6 +11,7 @@ DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 PartitionBackendName = Literal["auto", "smctrl", "green", "none"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+CanaryChoice = Literal["off", "sample", "all"]
 ArmChoice = Literal["serial", "sliced", "mixed", "split", "auto"]
 
 KV_BLOCK_TOKENS = 16
@@ -113,6 +114,12 @@ class EngineConfig:
         capture_plan: which decode steps and short forwards to capture, for which partitions: a file of
             ``bullet-graph capture plan`` (ending in ``.toml``), or the name of one that comes with the package; None
             captures all buckets for all partitions.
+        compile: on the CPU, fuse each layer's halves with torch.compile; a GPU's captured decode steps always are.
+        capture_cache: start from what ``bullet-graph capture build`` has kept in this folder, or ``auto`` for the
+            user's own; what does not fit or does not hold is compiled, with a warning. None compiles everything.
+            A cache is code: take one from a trusted place only.
+        canary: at which batch sizes a start from a cache compares its logits with the uncompiled model's: ``off``,
+            ``sample`` (the smallest, the middle, the largest) or ``all``.
 
     Raises:
         ConfigError: at construction, naming the setting.
@@ -135,6 +142,9 @@ class EngineConfig:
     slo: Slo = NO_TARGETS
     perf_table: str | None = None
     capture_plan: str | None = None
+    compile: bool = False
+    capture_cache: str | None = None
+    canary: CanaryChoice = "sample"
 
     def __post_init__(self) -> None:
         choices = {
@@ -142,6 +152,7 @@ class EngineConfig:
             "dtype": ("auto", "bfloat16", "float16", "float32"),
             "device": ("auto", "cuda", "cpu"),
             "partition_backend": ("auto", "smctrl", "green", "none"),
+            "canary": get_args(CanaryChoice),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -163,6 +174,10 @@ class EngineConfig:
                     "capture_plan says which partitions and sizes are captured: leave out decode_sms and "
                     "cuda_graphs=False, or leave out the plan"
                 )
+        if self.capture_cache is not None and (
+            not isinstance(self.capture_cache, str) or not self.capture_cache
+        ):
+            raise ConfigError(f"capture_cache must be a folder, auto or None, got {self.capture_cache!r}")
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")

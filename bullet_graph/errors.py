@@ -45,6 +45,10 @@ class CacheError(BulletGraphError, ValueError):
     """A cache of captures is damaged, does not fit, is in use, or cannot be written; the message gives the part."""
 
 
+class CaptureCacheWarning(UserWarning):
+    """A cache of captures, or a part of it, is not used; the message tells why and what is done instead."""
+
+
 class RequestError(BulletGraphError, ValueError):
     """One request is wrong; other requests are not affected."""
 

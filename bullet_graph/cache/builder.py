@@ -67,6 +67,20 @@ class Build:
         """Whether the artifact of this name is finished."""
         return name in self._artifacts
 
+    def path(self, name: str) -> Path:
+        """Where the finished artifact of this name lies; as :meth:`OpenedEntry.path`.
+
+        Raises:
+            CacheError: there is none.
+        """
+        if name not in self._artifacts:
+            raise CacheError(f"entry {self._name} has no artifact {name!r} yet")
+        return self._files / self._artifacts[name].path
+
+    def of_kind(self, kind: ArtifactKind) -> tuple[Artifact, ...]:
+        """The finished artifacts of a kind."""
+        return tuple(artifact for artifact in self._artifacts.values() if artifact.kind is kind)
+
     def start(self) -> None:
         """Find out what is there already; the caller holds the entry's lock."""
         found = self._finished_entry()
@@ -188,14 +202,19 @@ class Build:
         except CacheError as error:
             self._tell(f"rebuilding entry {self._name}: {error}")
             return ()
+        rejected: tuple[ArtifactKind, ...] = ()
+        if entry.rejection is not None:
+            self._tell(f"rebuilding parts of entry {self._name}: {entry.rejection.reason}")
+            rejected = entry.rejection.kinds
         damages = entry.check()
-        if not damages:
+        if not damages and entry.rejection is None:
             return entry
-        self._tell(
-            f"rebuilding parts of entry {self._name}: {'; '.join(damage.problem for damage in damages)}"
-        )
+        if damages:
+            self._tell(
+                f"rebuilding parts of entry {self._name}: {'; '.join(damage.problem for damage in damages)}"
+            )
         damaged = {damage.artifact for damage in damages}
-        return [artifact for artifact in entry.manifest.artifacts if artifact not in damaged]
+        return [a for a in entry.manifest.artifacts if a not in damaged and a.kind not in rejected]
 
     def _resumable(self) -> dict[str, Artifact]:
         """Artifacts that the journal of an interrupted build lists and whose files are whole; others are deleted."""

@@ -21,6 +21,21 @@ from bullet_graph.errors import CacheError
 
 MANIFEST_NAME = "manifest.json"
 ARTIFACTS_NAME = "artifacts"
+REJECTION_NAME = "rejected.json"
+CANARY = "canary"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A start has found parts of an entry to compute something else than the model.
+
+    Attributes:
+        reason: what was found.
+        kinds: of artifacts that are to be built anew.
+    """
+
+    reason: str
+    kinds: tuple[ArtifactKind, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +46,13 @@ class Entry:
         folder: where it lies.
         manifest: what it should hold.
         last_used: when it was opened last, or made.
+        rejection: why it is not to be used; None: nothing is known against it.
     """
 
     folder: Path
     manifest: Manifest
     last_used: datetime
+    rejection: Rejection | None = None
 
     @property
     def entry_id(self) -> str:
@@ -89,6 +106,8 @@ def compare(entry: Entry, here: Fingerprint, plan: Mapping[str, Any] | None) -> 
     differences = entry.manifest.fingerprint.differences(here)
     if plan is not None:
         differences += plan_differences(entry.manifest.plan, plan)
+    if entry.rejection is not None:
+        differences += (Difference(CANARY, entry.rejection.reason, None, entry.rejection.kinds),)
     if not differences:
         return None
     return Mismatch(entry, differences, entry.manifest.build_seconds(stale_kinds(differences)))

@@ -1,5 +1,6 @@
 """The folder of precomputed captures: its entries, which of them fits, and the paths of one that was checked."""
 
+import json
 import os
 import secrets
 import shutil
@@ -14,15 +15,17 @@ from platformdirs import user_cache_path
 
 from bullet_graph.cache.entry import (
     MANIFEST_NAME,
+    REJECTION_NAME,
     DamagedEntry,
     Entry,
     Lookup,
     Mismatch,
     OpenedEntry,
+    Rejection,
     compare,
 )
 from bullet_graph.cache.files import file_errors, make_folder, sync_folder, sync_tree, write_durably
-from bullet_graph.cache.fingerprint import Fingerprint, entry_id
+from bullet_graph.cache.fingerprint import ALL_KINDS, ArtifactKind, Fingerprint, entry_id
 from bullet_graph.cache.locks import InUse, build_lock, unused
 from bullet_graph.cache.manifest import REBUILD, Manifest
 from bullet_graph.cache.manifest_file import MAX_MANIFEST_BYTES, manifest_bytes, parse_manifest
@@ -111,7 +114,7 @@ class CaptureStore:
         manifest = parse_manifest(data, str(manifest_file))
         if manifest.entry_id != name:
             raise CacheError(f"{manifest_file} is the manifest of entry {manifest.entry_id}; {REBUILD}")
-        return Entry(folder, manifest, datetime.fromtimestamp(status.st_mtime, UTC))
+        return Entry(folder, manifest, datetime.fromtimestamp(status.st_mtime, UTC), _rejection(folder))
 
     def find(self, fingerprint: Fingerprint, plan: Mapping[str, Any] | None) -> Lookup:
         """Look for captures that hold for a machine, a model and a plan.
@@ -144,7 +147,7 @@ class CaptureStore:
         """Check every file of an entry and keep it from being removed.
 
         Raises:
-            CacheError: it was removed, or a file is missing, changed, or not listed; all of them are named.
+            CacheError: it was removed or rejected, or a file is missing, changed, or not listed; all of them are named.
         """
         manifest_file = entry.folder / MANIFEST_NAME
         with file_errors(f"entry {entry.entry_id} cannot be opened, it may have been removed"):
@@ -155,6 +158,8 @@ class CaptureStore:
             if damages := entry.check():
                 problems = "; ".join(damage.problem for damage in damages)
                 raise CacheError(f"entry {entry.entry_id} is damaged: {problems}; {REBUILD}")
+            if entry.rejection is not None:
+                raise CacheError(f"entry {entry.entry_id} was rejected: {entry.rejection.reason}; {REBUILD}")
         except BaseException:
             mark.release()
             raise
@@ -162,6 +167,15 @@ class CaptureStore:
             # The file's time says when the entry was used; a cache that only can be read has no use for it.
             os.utime(manifest_file)
         return OpenedEntry(entry, mark)
+
+    def reject(self, entry: Entry, rejection: Rejection) -> bool:
+        """Mark an entry as not to be used until its parts are built anew; False where the store cannot be written."""
+        mark = {"reason": rejection.reason, "kinds": list(rejection.kinds)}
+        try:
+            write_durably(entry.folder / REJECTION_NAME, json.dumps(mark).encode())
+        except OSError:
+            return False
+        return True
 
     def place(self, manifest: Manifest, staged: Path) -> Entry:
         """Make a folder of artifacts an entry, at once; one of the same name makes way. The caller holds its lock.
@@ -226,6 +240,17 @@ class CaptureStore:
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
+
+
+def _rejection(folder: Path) -> Rejection | None:
+    path = folder / REJECTION_NAME
+    if not os.path.lexists(path):
+        return None
+    try:
+        mark = json.loads(_read_up_to(path, MAX_MANIFEST_BYTES))
+        return Rejection(str(mark["reason"])[:500], tuple(ArtifactKind(kind) for kind in mark["kinds"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Rejection("its mark of rejection cannot be read", ALL_KINDS)
 
 
 def _read_up_to(path: Path, num_bytes: int) -> bytes:

@@ -14,9 +14,11 @@ from rich.table import Table
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats
+from bullet_graph.graphs.compile_counts import CompileCounts
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.provenance import Provenance, collect_provenance
+from bullet_graph.runtime.artifacts.use import CacheUse
 from bullet_graph.runtime.memory import MemoryLedger, format_bytes
 from bullet_graph.runtime.resolve import Runtime
 from bullet_graph.workloads import Workload, load_workload
@@ -34,6 +36,8 @@ class RunRecord:
         num_preemptions: sequences that lost their KV blocks and were recomputed during the measurement.
         kv_blocks_peak: most KV blocks in use at once.
         device: what the device did during the measurement.
+        compiles: what the engine's start compiled; all zero where a cache had it.
+        cache_use: what a cache of captures has brought to the start.
     """
 
     model: str
@@ -47,6 +51,8 @@ class RunRecord:
     kv_blocks_peak: int
     kv_blocks_total: int
     device: DeviceReport
+    compiles: CompileCounts
+    cache_use: CacheUse
     provenance: Provenance
 
 
@@ -115,7 +121,12 @@ def resolved_load_format(config: EngineConfig, runtime: Runtime) -> str:
 
 
 def describe_run(
-    config: EngineConfig, runtime: Runtime, before: EngineStats, after: EngineStats, device: DeviceReport
+    config: EngineConfig,
+    engine: Engine,
+    runtime: Runtime,
+    before: EngineStats,
+    after: EngineStats,
+    device: DeviceReport,
 ) -> RunRecord:
     """Describe a measurement from the engine's statistics before and after it."""
     return RunRecord(
@@ -136,12 +147,17 @@ def describe_run(
             "slo": str(config.slo),
             "perf_table": config.perf_table,
             "capture_plan": config.capture_plan,
+            "compile": config.compile,
+            "capture_cache": config.capture_cache,
+            "canary": config.canary,
         },
         num_steps=after.num_steps - before.num_steps,
         num_preemptions=after.num_preemptions - before.num_preemptions,
         kv_blocks_peak=after.kv_blocks_peak,
         kv_blocks_total=after.kv_blocks_total,
         device=device,
+        compiles=engine.compiles,
+        cache_use=engine.cache_use,
         provenance=collect_provenance(runtime.device.type),
     )
 

@@ -11,7 +11,15 @@ import click
 from click.core import ParameterSource
 
 from bullet_graph.cli.result_file import check_result_file
-from bullet_graph.config import Arm, DeviceName, DtypeName, EngineConfig, LoadFormat, PartitionBackendName
+from bullet_graph.config import (
+    Arm,
+    CanaryChoice,
+    DeviceName,
+    DtypeName,
+    EngineConfig,
+    LoadFormat,
+    PartitionBackendName,
+)
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
 
@@ -107,6 +115,25 @@ def engine_options(
             metavar="FILE.toml|NAME",
             help="What to capture: a file of `bullet-graph capture plan`, or a plan that comes with the package.  "
             "[default: all batch sizes for all partitions]",
+        ),
+        "compile": click.option(
+            "--compile",
+            is_flag=True,
+            help="On the CPU: fuse the halves of each layer with torch.compile (captured steps on a GPU always are).",
+        ),
+        "capture_cache": click.option(
+            "--capture-cache",
+            metavar="DIR|auto|off",
+            callback=lambda _, __, value: None if value in (None, "off") else value,
+            help="Start from what `bullet-graph capture build` has put into this folder; auto: the one in your cache "
+            "folder.  [default: off]",
+        ),
+        "canary": click.option(
+            "--canary",
+            type=click.Choice(get_args(CanaryChoice)),
+            default=defaults["canary"],
+            show_default=True,
+            help="At which batch sizes a start from a cache compares its logits with the uncompiled model's.",
         ),
         "max_num_seqs": click.option(
             "--max-num-seqs",
@@ -205,9 +232,9 @@ def _check_trace_file(path: Path | None, output_json: Path | None, overwrite: bo
 def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
     """Make room for just so many sequences, unless the user said how many: fewer CUDA graphs to capture.
 
-    A capture plan is for one number of sequences.
+    A capture plan is for one number of sequences, and so is a cache of captures.
     """
-    if config.capture_plan is not None:
+    if config.capture_plan is not None or config.capture_cache is not None:
         return config
     source = click.get_current_context().get_parameter_source("max_num_seqs")
     if source is not ParameterSource.DEFAULT:

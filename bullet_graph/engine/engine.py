@@ -12,6 +12,7 @@ import torch
 
 from bullet_graph.config import (
     Arm,
+    CanaryChoice,
     DeviceName,
     DtypeName,
     EngineConfig,
@@ -75,6 +76,9 @@ class Engine:
         slo: Slo = NO_TARGETS,
         perf_table: str | None = None,
         capture_plan: str | None = None,
+        compile: bool = False,
+        capture_cache: str | Path | None = None,
+        canary: CanaryChoice = "sample",
         trace_decisions: str | Path | None = None,
         use_tqdm: bool = False,
         on_ledger: Callable[[MemoryLedger], None] | None = None,
@@ -97,6 +101,9 @@ class Engine:
             slo=slo,
             perf_table=perf_table,
             capture_plan=capture_plan,
+            compile=compile,
+            capture_cache=str(capture_cache) if isinstance(capture_cache, Path) else capture_cache,
+            canary=canary,
         )
         if trace_decisions is not None and Path(trace_decisions).exists():
             # Known now rather than after the weights are loaded.
@@ -116,6 +123,8 @@ class Engine:
         self.memory = built.memory
         self.partition_backend = built.partition_backend
         self.capture = built.capture
+        self.compiles = built.compiles
+        self.cache_use = built.cache_use
         self._performance = built.performance
         # Of this device, so they outlive a change of policy.
         self._corrections = Corrections()

@@ -1,51 +1,18 @@
 """The two halves of a decoder layer, compiled once for every batch size above one."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bullet_graph.models.decoder import Decoder, LayerFunctions, attention_input, attention_output
 from bullet_graph.models.ops import LayerOps, TorchOps
-from bullet_graph.models.triton_ops import TritonOps
 
 _MOST_COMPILED = 64
 """Versions of a half that a process keeps, of all its models and settings: Dynamo's own limit is 8."""
-
-
-# An operator that Inductor calls and does not look into: kernels that it traces lose how they are launched.
-@torch.library.custom_op("bullet_graph::add_rms_norm", mutates_args=())
-def _add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool
-) -> tuple[Tensor, Tensor]:
-    return TritonOps(pdl).add_rms_norm(x, residual, weight, eps)
-
-
-@_add_rms_norm.register_fake
-def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return torch.empty_like(x), torch.empty_like(x)
-
-
-@dataclass(frozen=True)
-class TritonNormOps(TorchOps):
-    """Plain torch but for the norm, whose Triton kernel holds a row at once where Inductor's goes over it twice.
-
-    Attributes:
-        pdl: see :class:`~bullet_graph.models.triton_ops.TritonOps`.
-    """
-
-    pdl: bool
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See :func:`~bullet_graph.models.ops.add_rms_norm`."""
-        normed, total = _add_rms_norm(x, residual, weight, eps, self.pdl)
-        return normed, total if summed is None else summed.copy_(total)
 
 
 @contextmanager
@@ -59,8 +26,62 @@ def _environment_restored() -> Iterator[None]:
             del os.environ[name]
 
 
+class HalfCompiler(Protocol):
+    """Makes a compiled function of a half."""
+
+    def __call__(
+        self,
+        name: str,
+        half: Callable[..., tuple[Tensor, Tensor]],
+        arguments: Sequence[Any],
+        settings: dict[str, Any],
+        /,
+    ) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Compile.
+
+        Args:
+            name: of the half.
+            half: what to compile, the whole of it.
+            arguments: of a call, whose dynamic dimensions are marked.
+            settings: for torch.compile.
+        """
+
+
+def compile_now(
+    name: str,  # noqa: ARG001 - the protocol's
+    half: Callable[..., tuple[Tensor, Tensor]],
+    arguments: Sequence[Any],
+    settings: dict[str, Any],
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A :class:`HalfCompiler` that keeps nothing."""
+    function = torch.compile(half, **settings)
+    function(*arguments)
+    return function
+
+
+def by_rows(one: LayerFunctions, several: LayerFunctions) -> LayerFunctions:
+    """Functions for forwards of any number of rows: compiled halves are for two or more."""
+
+    def chosen(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+        for_one, for_several = getattr(one, name), getattr(several, name)
+
+        def half(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+            result: tuple[Tensor, Tensor] = (for_one if len(x) == 1 else for_several)(x, *rest)
+            return result
+
+        return half
+
+    return LayerFunctions(several.ops, chosen("attention_input"), chosen("attention_output"))
+
+
 def compiled_functions(
-    decoder: Decoder, between: LayerOps, max_rows: int, *, fused: LayerOps | None = None, pdl: bool = False
+    decoder: Decoder,
+    between: LayerOps,
+    max_rows: int,
+    *,
+    fused: LayerOps | None = None,
+    pdl: bool = False,
+    compiler: HalfCompiler = compile_now,
 ) -> LayerFunctions:
     """Layer functions whose halves torch.compile fuses, for 2 to ``max_rows`` rows.
 
@@ -73,6 +94,7 @@ def compiled_functions(
         max_rows: most rows, at least 2.
         fused: operations of the halves; None for plain torch.
         pdl: have Inductor launch its kernels while the one before them runs; the device must be able to.
+        compiler: of the halves.
     """
     ops = TorchOps() if fused is None else fused
 
@@ -82,13 +104,10 @@ def compiled_functions(
     def compiled_output(*arguments: Any) -> tuple[Tensor, Tensor]:
         return attention_output(ops, *arguments)
 
-    def compiled(half: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-        # Not dynamic=True: that would make the weights' shapes symbolic, too. Options, not a patch of the settings:
-        # Dynamo takes what it has compiled for the same code with the same options. The whole function or an error:
-        # what it cannot compile, it would run eagerly and not say so.
-        return torch.compile(half, dynamic=False, fullgraph=True, options={"triton.enable_pdl": pdl})
-
-    functions = LayerFunctions(between, compiled(compiled_input), compiled(compiled_output))
+    # Not dynamic=True: that would make the weights' shapes symbolic, too. Options, not a patch of the settings:
+    # Dynamo takes what it has compiled for the same code with the same options. The whole function or an error:
+    # what it cannot compile, it would run eagerly and not say so.
+    settings = {"dynamic": False, "fullgraph": True, "options": {"triton.enable_pdl": pdl}}
     config, layer = decoder.config, decoder.weights.layers[0]
     x, residual, attended = (
         torch.zeros(max_rows, width, dtype=layer.qkv.dtype, device=layer.qkv.device)
@@ -102,8 +121,16 @@ def compiled_functions(
         torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED),
         _environment_restored(),
     ):
-        functions.attention_input(x, residual, layer.input_norm, layer.qkv, layer.qkv_bias, eps)
-        functions.attention_output(
-            attended, residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps
+        first = compiler(
+            "attention_input",
+            compiled_input,
+            (x, residual, layer.input_norm, layer.qkv, layer.qkv_bias, eps),
+            settings,
         )
-    return functions
+        second = compiler(
+            "attention_output",
+            compiled_output,
+            (attended, residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps),
+            settings,
+        )
+    return LayerFunctions(between, first, second)

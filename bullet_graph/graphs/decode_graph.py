@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.compiled import HalfCompiler, compile_now
 from bullet_graph.graphs.cublas import cublas_sm_count, fitting_blas
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, largest_first, smallest_holding
 from bullet_graph.graphs.report import CaptureReport
@@ -82,6 +83,7 @@ class DecodeGraphs:
         grid_follows_partition: lay attention and matrix products out for the partition's SMs instead of the
             device's; False is for comparisons.
         kernels_for: what a step of so many rows launches.
+        compiler_for: gives the compiler of halves that bear this name.
     """
 
     def __init__(
@@ -94,9 +96,11 @@ class DecodeGraphs:
         padding_slot: int,
         grid_follows_partition: bool = True,
         kernels_for: Callable[[int], StepKernels] = default_step_kernels,
+        compiler_for: Callable[[str], HalfCompiler] = lambda _: compile_now,
     ) -> None:
         self._decoder = decoder
         self._kernels_for = kernels_for
+        self._compiler_for = compiler_for
         self._functions: dict[StepKernels, LayerFunctions] = {}
         self._grid_follows_partition = grid_follows_partition
         device = decoder.cos_sin.device
@@ -206,7 +210,9 @@ class DecodeGraphs:
     def _functions_for(self, rows: int) -> LayerFunctions:
         kernels = self._kernels_for(rows)
         if kernels not in self._functions:
-            self._functions[kernels] = kernels.functions(self._decoder, self.batch_sizes[-1])
+            max_rows = self.batch_sizes[-1]
+            compiler = self._compiler_for(f"{kernels.name}-{max_rows}")
+            self._functions[kernels] = kernels.functions(self._decoder, max_rows, compiler)
         return self._functions[kernels]
 
     def _pad(self, inputs: DecodeInputs, batch_size: int) -> DecodeInputs:

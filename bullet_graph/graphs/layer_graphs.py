@@ -25,14 +25,23 @@ class LayerGraphs:
         decoder: weights and cache.
         ops: how the steps of a layer are computed.
         buckets: numbers of rows to capture, rising; longer forwards will not be asked for.
+        worthwhile: those of them that were found worthwhile here before, which alone are then captured; None times all.
 
     Attributes:
         pieces: what is captured; between replays, its buffers are the caller's to fill and read.
         buckets: numbers of rows to pad a forward to, rising; once captured, those that are faster than all larger ones.
     """
 
-    def __init__(self, decoder: Decoder, ops: LayerOps, *, buckets: tuple[int, ...]) -> None:
-        self.buckets = buckets
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: LayerOps,
+        *,
+        buckets: tuple[int, ...],
+        worthwhile: tuple[int, ...] | None = None,
+    ) -> None:
+        self.buckets = buckets if worthwhile is None else worthwhile
+        self._is_tuned = worthwhile is not None
         self._num_layers = decoder.config.num_layers
         self.pieces = LayerPieces(decoder, ops, self.buckets[-1] if self.buckets else 0)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -56,7 +65,8 @@ class LayerGraphs:
                         graph.capture_end()
                     self._graphs[rows, layer] = graph
                     advance(1)
-        self.buckets = worthwhile_buckets({rows: self._time_ms(rows) for rows in self.buckets})
+        if not self._is_tuned:
+            self.buckets = worthwhile_buckets({rows: self._time_ms(rows) for rows in self.buckets})
         torch.cuda.synchronize()
         free_after, _ = torch.cuda.mem_get_info()
         return CaptureReport(

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bullet_graph.errors import DeviceError
-from bullet_graph.graphs.compiled import TritonNormOps, compiled_functions
+from bullet_graph.graphs.compiled import HalfCompiler, compile_now, compiled_functions
+from bullet_graph.graphs.triton_norm import TritonNormOps
 from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
 from bullet_graph.models.ops import TorchOps
 from bullet_graph.models.triton_ops import TritonOps, has_programmatic_launch
@@ -36,8 +37,18 @@ class StepKernels:
         """Whether some kernel is launched while the one before it runs."""
         return self.ops.pdl or self.halves == "compiled-pdl"
 
-    def functions(self, decoder: Decoder, max_rows: int) -> LayerFunctions:
+    @property
+    def name(self) -> str:
+        """Tells these kernels from others."""
+        return f"{self.halves}{'-between-pdl' if self.ops.pdl else ''}"
+
+    def functions(
+        self, decoder: Decoder, max_rows: int, compiler: HalfCompiler = compile_now
+    ) -> LayerFunctions:
         """The layer functions, compiled if need be for 2 to ``max_rows`` rows, on the current stream.
+
+        Args:
+            compiler: of the halves.
 
         Raises:
             DeviceError: the device has no programmatic dependent launch, and ``pdl`` asks for it.
@@ -56,6 +67,7 @@ class StepKernels:
             max_rows,
             fused=TritonNormOps(self.ops.pdl) if self.halves == "compiled-norm" else TorchOps(),
             pdl=self.halves == "compiled-pdl",
+            compiler=compiler,
         )
 
 

@@ -32,12 +32,18 @@ _DECODE_TILE_ROWS = 16
 """Query rows of a tensor-core decode tile: fa2's smallest."""
 
 
-@lru_cache
-def _module(backend: Backend, dtype: torch.dtype, head_dim: int) -> Any:
-    """FlashInfer's compiled kernels; the first use on a machine compiles them."""
-    return get_batch_prefill_module(
-        backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim, _NO_POSITIONS, False, False, False
+def module_arguments(backend: Backend, dtype: torch.dtype, head_dim: int) -> tuple[Any, ...]:
+    """What FlashInfer knows its kernels by."""
+    return (
+        *(backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim),
+        *(_NO_POSITIONS, False, False, False),
     )
+
+
+@lru_cache
+def load_module(backend: Backend, dtype: torch.dtype, head_dim: int) -> Any:
+    """FlashInfer's compiled kernels; the first use on a machine compiles them."""
+    return get_batch_prefill_module(*module_arguments(backend, dtype, head_dim))
 
 
 def prefill_backend(device: torch.device) -> Backend:
@@ -122,7 +128,7 @@ class AttentionLane:
         self._cache = cache
         self._backend = backend
         self._causal = causal
-        self._module = _module(backend, dtype, config.head_dim)
+        self._module = load_module(backend, dtype, config.head_dim)
         self._float_workspace = float_workspace
         self._int_workspace = torch.empty(
             _INT_WORKSPACE_BYTES, dtype=torch.uint8, device=float_workspace.device

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -13,6 +15,8 @@ import torch
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError, UnsupportedModelError
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan
+from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounts
+from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.kv_cache import KVCache
@@ -20,10 +24,14 @@ from bullet_graph.models.loader import dummy_weights, load_weights
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.weights import ModelWeights
 from bullet_graph.partition.backend import open_backend
-from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition, partition_of
+from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.runtime.artifacts.plan import cpu_plan, gpu_plan
+from bullet_graph.runtime.artifacts.start import CanaryHook, cached_table_for, start_with_captures
+from bullet_graph.runtime.artifacts.use import NO_CACHE, CacheUse, Captures, CapturesOpener, open_captures
+from bullet_graph.runtime.canary import step_logits
 from bullet_graph.runtime.captures import max_forward_rows, named_plan
-from bullet_graph.runtime.cpu import CpuExecutor
+from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.launcher import Launcher
 from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory
@@ -50,6 +58,9 @@ class BuiltRuntime:
         performance: predicts its times; None where neither arm nor targets need it and no table was named.
         partition_backend: which back end confines the lanes and why; None on the CPU.
         capture: what capturing decode graphs cost; None where none were.
+        compiles: what was compiled at the start.
+        cache_use: what a cache of captures has brought.
+        canary: what a canary asks; None where nothing was compiled.
     """
 
     executor: Executor
@@ -57,6 +68,9 @@ class BuiltRuntime:
     performance: PerformanceModel | None = None
     partition_backend: str | None = None
     capture: CaptureReport | None = None
+    compiles: CompileCounts = NOTHING_COMPILED
+    cache_use: CacheUse = NO_CACHE
+    canary: CanaryHook | None = None
 
 
 def build_executor(
@@ -65,12 +79,14 @@ def build_executor(
     *,
     progress: bool,
     on_ledger: Callable[[MemoryLedger], None],
+    captures_for: CapturesOpener = open_captures,
 ) -> BuiltRuntime:
     """Plan the memory, then load the weights and build the executor.
 
     Args:
         progress: show progress bars.
         on_ledger: told the ledger before anything is allocated.
+        captures_for: opens the artifacts of the start.
 
     Raises:
         InsufficientMemoryError: the ledger does not fit.
@@ -80,11 +96,28 @@ def build_executor(
         PartitionError: the SM partitions asked for cannot be had, or do not hold.
     """
     _check_device(config, runtime)
-    performance = find_performance(config, runtime)
+    performance = find_performance(config, runtime, cached_table=partial(cached_table_for, config, runtime))
     ledger = plan_ledger(config, runtime, performance)
     on_ledger(ledger)
     build = _build_cpu if runtime.device.type == "cpu" else _build_cuda
-    return build(config, runtime, performance, ledger, progress)
+    plan = artifact_plan(config, runtime, performance)
+    built, compiles, cache_use = start_with_captures(
+        config, runtime, plan, captures_for, partial(build, config, runtime, performance, ledger, progress)
+    )
+    return replace(built, compiles=compiles, cache_use=cache_use, canary=None)
+
+
+def artifact_plan(
+    config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None
+) -> dict[str, Any]:
+    """What a cache's entry for this engine is named by, besides machine and model.
+
+    Raises:
+        ConfigError: see :func:`capture_plan_of`.
+    """
+    if runtime.device.type == "cpu":
+        return cpu_plan(config, runtime)
+    return gpu_plan(capture_plan_of(config, runtime, performance), config)
 
 
 def _check_device(config: EngineConfig, runtime: Runtime) -> None:
@@ -100,7 +133,17 @@ def _check_device(config: EngineConfig, runtime: Runtime) -> None:
                 "the arm split"
             )
         named_plan(config, runtime)  # raises for any: there is nothing to capture
+        if config.capture_cache is not None and not config.compile:
+            raise ConfigError(
+                "capture_cache keeps what is compiled, and on the CPU nothing is: pass compile=True (--compile), or "
+                "leave out capture_cache"
+            )
         return
+    if config.compile:
+        raise ConfigError(
+            "compile is for the CPU, and the device is a GPU, whose captured decode steps always are compiled: "
+            "leave it out"
+        )
     _require_cuda_libraries()
     if runtime.model.head_dim not in GPU_HEAD_DIMS:
         raise UnsupportedModelError(
@@ -179,9 +222,17 @@ def _build_cpu(
     performance: PerformanceModel | None,
     ledger: MemoryLedger,
     progress: bool,
+    captures: Captures,
 ) -> BuiltRuntime:
-    executor = CpuExecutor(build_decoder(config, runtime, ledger, progress), max_num_seqs=config.max_num_seqs)
-    return BuiltRuntime(executor, ledger, performance)
+    decoder = build_decoder(config, runtime, ledger, progress)
+    if not config.compile:
+        return BuiltRuntime(CpuExecutor(decoder, max_num_seqs=config.max_num_seqs), ledger, performance)
+    functions = compiled_for_cpu(decoder, max_forward_rows(config), captures)
+    executor = CpuExecutor(decoder, max_num_seqs=config.max_num_seqs, functions=functions)
+    # Of one row, nothing is compiled.
+    sizes = batch_size_buckets(config.max_num_seqs)[1:] or (2,)
+    hook = CanaryHook(decoder, partial(step_logits, decoder, functions), sizes)
+    return BuiltRuntime(executor, ledger, performance, canary=hook)
 
 
 def _build_cuda(
@@ -190,6 +241,7 @@ def _build_cuda(
     performance: PerformanceModel | None,
     ledger: MemoryLedger,
     progress: bool,
+    captures: Captures,
 ) -> BuiltRuntime:
     # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
     from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
@@ -202,8 +254,9 @@ def _build_cuda(
     launcher = Launcher(backend, runtime.device)
     with ExitStack() as undo:
         undo.callback(launcher.close)
+        decoder = build_decoder(config, runtime, ledger, progress)
         executor = CudaExecutor(
-            build_decoder(config, runtime, ledger, progress),
+            decoder,
             max_num_seqs=config.max_num_seqs,
             max_rows=max_forward_rows(config),
             num_kv_blocks=ledger.num_kv_blocks,
@@ -212,9 +265,13 @@ def _build_cuda(
             cuda_graphs=config.cuda_graphs,
             prefill_lane=config.arm.uses_prefill_lane,
             progress=progress,
+            captures=captures,
         )
         undo.pop_all()
-    return BuiltRuntime(executor, ledger, performance, why, executor.capture)
+    hook = None
+    if config.cuda_graphs:
+        hook = CanaryHook(decoder, executor.canary_logits, plan.batch_sizes[WHOLE_GPU])
+    return BuiltRuntime(executor, ledger, performance, why, executor.capture, canary=hook)
 
 
 def partitions_of(

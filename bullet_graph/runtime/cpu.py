@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from bullet_graph.graphs.compiled import by_rows, compiled_functions
 from bullet_graph.models.attention import ReferenceAttention
-from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
+from bullet_graph.models.decoder import Decoder, Hidden, LayerFunctions, SampledRows, eager_functions
 from bullet_graph.models.ops import TorchOps
 from bullet_graph.models.sampler import SamplingState, sample, token_logprobs
 from bullet_graph.partition.masks import Lane
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.runtime.artifacts.use import Captures
 from bullet_graph.runtime.rows import Rows, lay_out
 from bullet_graph.runtime.slots import settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, Step, StepLogprobs, StepResult
@@ -28,12 +30,25 @@ class _Forward:
     hidden: Hidden
 
 
+@torch.inference_mode()
+def compiled_for_cpu(decoder: Decoder, max_rows: int, captures: Captures) -> LayerFunctions:
+    """Layer functions for up to ``max_rows`` rows; the halves of forwards of two or more are compiled.
+
+    Args:
+        captures: may have them.
+    """
+    compiler = captures.compiler_for(f"cpu-{max_rows}")
+    compiled = compiled_functions(decoder, TorchOps(), max_rows, compiler=compiler)
+    return by_rows(eager_functions(TorchOps()), compiled)
+
+
 class CpuExecutor:
     """Runs a decoder on the CPU; the lanes take turns, launch by launch.
 
     Args:
         decoder: weights and cache on the CPU.
         max_num_seqs: slots.
+        functions: how a layer is computed; None for operation by operation.
     """
 
     max_in_flight = 1
@@ -41,9 +56,11 @@ class CpuExecutor:
     has_prefill_lane = True
     partitions: Sequence[SmPartition] = (WHOLE_GPU,)
 
-    def __init__(self, decoder: Decoder, *, max_num_seqs: int) -> None:
+    def __init__(
+        self, decoder: Decoder, *, max_num_seqs: int, functions: LayerFunctions | None = None
+    ) -> None:
         self._decoder = decoder
-        self._functions = eager_functions(TorchOps())
+        self._functions = eager_functions(TorchOps()) if functions is None else functions
         self._state = SamplingState(max_num_seqs, torch.device("cpu"))
         self._forwards: dict[Lane, _Forward] = {}
         self._results: dict[int, StepResult] = {}

@@ -23,6 +23,8 @@ from bullet_graph.models.sampler import SamplingState, token_logprobs
 from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.partition.masks import Lane
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.runtime.artifacts.use import Captures
+from bullet_graph.runtime.canary import CanaryStep
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
 from bullet_graph.runtime.launcher import Launcher
 from bullet_graph.runtime.rows import lay_out
@@ -77,6 +79,7 @@ class CudaExecutor:
         cuda_graphs: capture what the plan says; else all is launched kernel by kernel.
         prefill_lane: there will be steps on the prefill lane.
         progress: show a progress bar while capturing.
+        captures: gives compiled halves and what was tuned before; None: there is nothing of it.
 
     Attributes:
         capture: what capturing cost, or None.
@@ -96,7 +99,9 @@ class CudaExecutor:
         cuda_graphs: bool,
         prefill_lane: bool,
         progress: bool,
+        captures: Captures | None = None,
     ) -> None:
+        captures = Captures() if captures is None else captures
         device = decoder.cos_sin.device
         self._decoder = decoder
         self._launcher = launcher
@@ -115,7 +120,12 @@ class CudaExecutor:
         self._layer_graphs: LayerGraphs | None = None
         if cuda_graphs:
             with torch.cuda.stream(stream), torch.inference_mode():
-                self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=plan.short_forward_rows)
+                self._layer_graphs = LayerGraphs(
+                    decoder,
+                    TritonOps(),
+                    buckets=plan.short_forward_rows,
+                    worthwhile=captures.row_buckets(plan),
+                )
 
         def lane(name: Lane, max_decode_rows: int, graphs: LayerGraphs | None) -> _LaneState:
             lane_stream = launcher.stream(name, WHOLE_GPU)
@@ -144,6 +154,7 @@ class CudaExecutor:
                     max_batch_size=max_num_seqs,
                     num_kv_blocks=num_kv_blocks,
                     padding_slot=self._padding_slot,
+                    compiler_for=captures.compiler_for,
                 )
                 report = self._graphs.capture(
                     plan.batch_sizes, partial(launcher.stream, "decode"), progress=progress
@@ -151,6 +162,28 @@ class CudaExecutor:
                 launcher.stream("decode", WHOLE_GPU)
                 self.capture = report.including(self._layer_graphs.capture(progress=progress))
         torch.cuda.synchronize(device)  # the lanes begin with all that both of them need
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Rows of short forwards that run in captured pieces, rising."""
+        return () if self._layer_graphs is None else self._layer_graphs.buckets
+
+    @torch.inference_mode()
+    def canary_logits(self, step: CanaryStep) -> Tensor:
+        """Logits of a captured decode step, for the canary; only between the start and the first launch."""
+        if self._graphs is None:
+            raise RuntimeError("no decode steps were captured")
+        stream = self._launcher.stream("decode", WHOLE_GPU)
+        slots = np.arange(len(step.token_ids), dtype=np.int32)
+        with torch.cuda.stream(stream):
+            self._state.last_token[: len(slots)] = torch.from_numpy(step.token_ids).to(self._state.last_token)
+            self._graphs.run(
+                DecodeInputs(slots, step.positions, step.kv_slots, step.kv_indptr, step.kv_indices)
+            )
+            logits = self._graphs.logits(len(slots)).clone()
+        # The reference runs on the default stream.
+        stream.synchronize()
+        return logits
 
     @staticmethod
     def workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:

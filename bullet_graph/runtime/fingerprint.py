@@ -27,7 +27,11 @@ _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 _COMPILER_TIMEOUT_S = 20
 _NONE = "none"
 
-KERNEL_SOURCES = ("config.py", "graphs/compiled.py", "graphs/cublas.py", "models/*.py")
+KERNEL_SOURCES = (
+    "config.py",
+    *("graphs/aot.py", "graphs/compiled.py", "graphs/cublas.py", "graphs/triton_norm.py"),
+    "models/*.py",
+)
 """What decides which kernels there are and how they are compiled; whole files, for Triton's keys hold line numbers."""
 
 GRAPH_SOURCES = (

@@ -1,5 +1,6 @@
 """Finds the performance model of a runtime: measured where there is a table, estimated where that is asked for."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +23,13 @@ ROOFLINE = "roofline"
 """The ``perf_table`` that asks for an estimate from arithmetic instead of measured numbers."""
 
 
-def find_performance(config: EngineConfig, runtime: Runtime) -> PerformanceModel | None:
+def find_performance(
+    config: EngineConfig, runtime: Runtime, *, cached_table: Callable[[], PerfTable | None] = lambda: None
+) -> PerformanceModel | None:
     """The performance model that the configuration needs or names; None where it needs none.
+
+    Args:
+        cached_table: asked where neither the user nor the package has a table.
 
     Raises:
         PerfTableError: the table named cannot be read or is of another GPU, model, dtype or kernels; or one is needed
@@ -45,7 +51,8 @@ def find_performance(config: EngineConfig, runtime: Runtime) -> PerformanceModel
             f"{what} needs a performance table, and tables are measured on GPUs, but the device is the CPU: pass "
             "perf_table='roofline' for an estimate, or choose serial or mixed:CHUNK"
         )
-    table = _find_table(config, runtime) if name is None else read_table(Path(name))
+    file = table_file(config, runtime)
+    table = cached_table() if file is None else read_table(file)
     if table is None:
         key = table_key(runtime, config.model)
         raise PerfTableError(
@@ -67,16 +74,18 @@ def table_model(table: PerfTable, max_num_seqs: int, model: ModelConfig) -> Tabl
     return TableModel(table, model, pad=partial(bucket_for, buckets=buckets))
 
 
-def _find_table(config: EngineConfig, runtime: Runtime) -> PerfTable | None:
-    """The user's own table of this GPU and model, or one that comes with the package."""
+def table_file(config: EngineConfig, runtime: Runtime) -> Path | None:
+    """The table that is named, or the user's own of this GPU and model, or one that comes with the package."""
+    if config.perf_table is not None:
+        return Path(config.perf_table)
     key = table_key(runtime, config.model)
     own = user_table_file(key)
     if own.is_file():
-        return read_table(own)
+        return own
     for path in list_tables():
         table = read_table(path)
         if (table.key.gpu, table.key.shape, table.key.dtype) == (key.gpu, key.shape, key.dtype):
-            return table
+            return path
     return None
 
 

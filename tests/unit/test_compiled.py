@@ -8,8 +8,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bullet_graph.graphs import compiled
-from bullet_graph.graphs.compiled import TritonNormOps, compiled_functions
+from bullet_graph.graphs import triton_norm
+from bullet_graph.graphs.compiled import compiled_functions
+from bullet_graph.graphs.triton_norm import TritonNormOps
 from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.loader import dummy_weights
@@ -80,14 +81,14 @@ def test_once_for_all_rows(
 
 def test_norms_are_one_operator(decoder: Decoder, options: list[dict[str, object]]) -> None:  # noqa: ARG001
     calls: list[torch.Tensor] = []
-    add_rms_norm = compiled.TritonOps.add_rms_norm
+    add_rms_norm = triton_norm.TritonOps.add_rms_norm
 
     def recorded(self: Any, x: torch.Tensor, *rest: Any) -> Any:
         calls.append(x)
         return add_rms_norm(self, x, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled.TritonOps, "add_rms_norm", recorded)
+        patch.setattr(triton_norm.TritonOps, "add_rms_norm", recorded)
         functions = compiled_functions(decoder, TorchOps(), MAX_ROWS, fused=TritonNormOps(pdl=False))
         calls.clear()
         halves(functions, decoder, 4)

@@ -13,6 +13,7 @@ PUBLIC_NAMES = [
     "AsyncEngine",
     "BulletGraphError",
     "CacheError",
+    "CaptureCacheWarning",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",

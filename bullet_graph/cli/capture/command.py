@@ -3,6 +3,7 @@
 import click
 
 from bullet_graph.cli.capture.archive import export, import_
+from bullet_graph.cli.capture.build import build
 from bullet_graph.cli.capture.explain import explain
 from bullet_graph.cli.capture.listing import list_, show, verify
 from bullet_graph.cli.capture.plan import plan
@@ -11,13 +12,14 @@ from bullet_graph.cli.capture.prune import prune
 
 @click.group()
 def capture() -> None:
-    """Keep, check and ship caches of precomputed captures.
+    """Build, keep, check and ship caches of precomputed captures.
 
     A cache is code: whoever made it decides what the engine runs. Import and use only what comes from a source
     you trust.
 
     \b
     Examples:
+      bullet-graph capture build --model llama-3.1-8b
       bullet-graph capture list
       bullet-graph capture explain --model llama-3.1-8b
       bullet-graph capture export 3f2a captures.tgz
@@ -25,6 +27,7 @@ def capture() -> None:
     """
 
 
+capture.add_command(build)
 capture.add_command(explain)
 capture.add_command(export)
 capture.add_command(import_)

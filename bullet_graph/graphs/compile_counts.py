@@ -1,0 +1,120 @@
+"""What was compiled while something ran, told by the libraries' own counters."""
+
+import sys
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch._dynamo.utils import compilation_time_metrics, counters
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCounts:
+    """How often something was compiled that no cache had.
+
+    Attributes:
+        dynamo_frames: functions that Dynamo has traced.
+        aot_autograd: graphs that AOTAutograd's cache missed.
+        inductor: graphs that Inductor's cache missed.
+        cpp: runs of the C++ compiler by Inductor, those that probe it included.
+        triton: kernels compiled by Triton, of Inductor's and of ours.
+        triton_stubs: launchers and other host code that Triton had compiled.
+        flashinfer: modules that FlashInfer had compiled.
+    """
+
+    dynamo_frames: int = 0
+    aot_autograd: int = 0
+    inductor: int = 0
+    cpp: int = 0
+    triton: int = 0
+    triton_stubs: int = 0
+    flashinfer: int = 0
+
+    def __add__(self, other: "CompileCounts") -> "CompileCounts":
+        return CompileCounts(
+            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        )
+
+    @property
+    def total(self) -> int:
+        """All of them together; 0: nothing was compiled."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+NOTHING_COMPILED = CompileCounts()
+
+
+class CompileCounter:
+    """Counts from the begin to the end of its ``with`` block, in this process; Inductor's workers are not started here.
+
+    Another thread that compiles meanwhile is counted as well.
+
+    Attributes:
+        counts: once the block has ended.
+    """
+
+    def __init__(self) -> None:
+        self.counts = CompileCounts()
+        self._triton = 0
+        self._listener: Any = None
+
+    def __enter__(self) -> Self:
+        self._before = _torch_counts()
+        self._stubs, self._modules = _triton_stubs(), _flashinfer_modules()
+        if find_spec("triton") is not None:
+            # Imported here: published for Linux only.
+            from triton import knobs  # noqa: PLC0415
+
+            self._listener = knobs.compilation.listener
+            knobs.compilation.listener = self._on_triton
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if "triton" in sys.modules:
+            from triton import knobs  # noqa: PLC0415
+
+            knobs.compilation.listener = self._listener
+        after = _torch_counts()
+        modules = _flashinfer_modules()
+        self.counts = CompileCounts(
+            **{name: after[name] - self._before[name] for name in after},
+            triton=self._triton,
+            triton_stubs=len(_triton_stubs() - self._stubs),
+            flashinfer=sum(self._modules.get(name) != built for name, built in modules.items()),
+        )
+
+    def _on_triton(self, **told: Any) -> None:
+        self._triton += not told["cache_hit"]
+        if self._listener is not None:
+            self._listener(**told)
+
+
+def _torch_counts() -> dict[str, int]:
+    return {
+        "dynamo_frames": counters["stats"]["unique_graphs"],
+        "aot_autograd": counters["aot_autograd"]["autograd_cache_miss"],
+        "inductor": counters["inductor"]["fxgraph_cache_miss"],
+        "cpp": len(compilation_time_metrics.get("compile_file", ())),
+    }
+
+
+def _triton_stubs() -> set[Path]:
+    """Shared libraries in Triton's cache: it tells nobody when it has one compiled."""
+    if find_spec("triton") is None:
+        return set()
+    from triton import knobs  # noqa: PLC0415
+
+    return set(Path(knobs.cache.dir).glob("*/*.so"))
+
+
+def _flashinfer_modules() -> dict[str, int]:
+    """When each module in FlashInfer's own folder was built, by name; empty before it is imported."""
+    env = sys.modules.get("flashinfer.jit.env")
+    if env is None:
+        return {}
+    libraries = Path(env.FLASHINFER_JIT_DIR).glob("*/*.so")
+    return {library.name: library.stat().st_mtime_ns for library in libraries}

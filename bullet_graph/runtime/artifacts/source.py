@@ -1,0 +1,24 @@
+"""Where artifacts are taken from."""
+
+from pathlib import Path
+from typing import Protocol
+
+from bullet_graph.cache.fingerprint import ArtifactKind
+from bullet_graph.cache.manifest import Artifact
+
+
+class ArtifactSource(Protocol):
+    """An opened entry of the store, or one under construction."""
+
+    def of_kind(self, kind: ArtifactKind) -> tuple[Artifact, ...]:
+        """The artifacts of a kind."""
+
+    def path(self, name: str) -> Path:
+        """Where one of them lies; nothing may be written there."""
+
+
+def data_of(source: ArtifactSource, kind: ArtifactKind, name: str) -> bytes | None:
+    """What an artifact holds; None where there is none of this name."""
+    if all(artifact.name != name for artifact in source.of_kind(kind)):
+        return None
+    return source.path(name).read_bytes()

@@ -1,0 +1,312 @@
+"""What a start takes from a capture cache, and what a build adds to one on the way."""
+
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bullet_graph.cache.builder import Build
+from bullet_graph.cache.entry import Entry, Lookup, OpenedEntry, Rejection
+from bullet_graph.cache.fingerprint import ArtifactKind
+from bullet_graph.cache.store import CaptureStore, default_root
+from bullet_graph.config import EngineConfig
+from bullet_graph.errors import CacheError, CaptureCacheWarning, DeviceError
+from bullet_graph.graphs.aot import Half, stored
+from bullet_graph.graphs.capture_plan import CapturePlan
+from bullet_graph.graphs.compiled import HalfCompiler, compile_now
+from bullet_graph.models.decoder import Decoder
+from bullet_graph.runtime.artifacts.library_caches import LIBRARY_CACHES, TRITON, caches_below, restore
+from bullet_graph.runtime.artifacts.measured import restore_mask_offset, tuned_row_buckets
+from bullet_graph.runtime.artifacts.source import ArtifactSource, data_of
+from bullet_graph.runtime.canary import (
+    CanaryPoint,
+    CanaryStep,
+    fitting_sizes,
+    run_canary,
+    sampled_sizes,
+)
+from bullet_graph.runtime.fingerprint import fingerprint_of
+from bullet_graph.runtime.resolve import Runtime
+
+COMPUTING_KINDS = (
+    ArtifactKind.TORCH_COMPILE,
+    ArtifactKind.TRITON,
+    ArtifactKind.TUNING,
+    ArtifactKind.CAPTURE,
+)
+"""What is built anew when the canary does not hold: all that decides what a decode step computes."""
+
+HALVES = "halves"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What a capture cache has brought to a start.
+
+    Attributes:
+        entry_id: of the entry that was used; None: none was.
+        canary: what was compared, by batch size.
+        problems: why the cache, or a part of it, was not used, in words.
+    """
+
+    entry_id: str | None = None
+    canary: tuple[CanaryPoint, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+NO_CACHE = CacheUse()
+
+
+class Captures:
+    """Artifacts for one start.
+
+    Args:
+        source: where they are taken from; None: there are none, and everything is compiled.
+        build: where what has to be compiled is added; None: nowhere.
+        entry: behind the source, and its store, to be marked where it computes something else than the model.
+        canary: batch sizes to compare: off, sample or all.
+        problems: known already.
+    """
+
+    def __init__(
+        self,
+        source: ArtifactSource | None = None,
+        *,
+        build: Build | None = None,
+        entry: tuple[CaptureStore, Entry] | None = None,
+        canary: str = "off",
+        problems: Sequence[str] = (),
+    ) -> None:
+        self._source, self._build, self._entry, self._canary = source, build, entry, canary
+        self._points: tuple[CanaryPoint, ...] = ()
+        self._problems = list(problems)
+
+    @property
+    def use(self) -> CacheUse:
+        """What has come of it so far."""
+        used = None if self._entry is None else self._entry[1].entry_id
+        return CacheUse(used, self._points, tuple(self._problems))
+
+    def compiler_for(self, name: str) -> HalfCompiler:
+        """The compiler of the halves that bear this name."""
+        return compile_now if self._source is None else stored(self, f"{HALVES}/{name}")
+
+    def row_buckets(self, plan: CapturePlan) -> tuple[int, ...] | None:
+        """Rows of short forwards that were found worthwhile before; None: they have to be timed."""
+        if self._source is None or self._build is not None:
+            return None
+        try:
+            return tuned_row_buckets(self._source, plan.short_forward_rows)
+        except CacheError as error:
+            self._tell(f"rows of short forwards are timed anew: {error}")
+            return None
+
+    # ---- of compiled halves: see graphs.aot.HalfStore ----
+
+    def load(self, name: str) -> bytes | None:
+        """What is there under this name."""
+        assert self._source is not None
+        return data_of(self._source, ArtifactKind.TORCH_COMPILE, name)
+
+    def save(self, name: str, compile_half: Callable[[], tuple[Half, bytes]]) -> Half:
+        """Compile what is not there."""
+        start_s = time.perf_counter()
+        half, data = compile_half()
+        if self._build is None:
+            self._tell(f"{name} is not in the cache of captures: it was compiled")
+        else:
+            seconds = time.perf_counter() - start_s
+            self._build.add_bytes(name, ArtifactKind.TORCH_COMPILE, data, path=name, build_seconds=seconds)
+        return half
+
+    def refuse(self, name: str, problem: str) -> None:
+        """Say that what is there cannot be loaded."""
+        if self._build is not None:
+            raise CacheError(
+                f"{name} was built before, but cannot be loaded ({problem}): remove what is left of the build with "
+                "`bullet-graph capture prune` and begin anew"
+            )
+        self._reject(f"{name} cannot be loaded ({problem})")
+
+    # ---- the canary ----
+
+    def holds(
+        self, decoder: Decoder, logits_of: Callable[[CanaryStep], Tensor], batch_sizes: Sequence[int]
+    ) -> bool:
+        """Whether the logits are those of the uncompiled model; where not, the entry is rejected.
+
+        Args:
+            logits_of: see :func:`~bullet_graph.runtime.canary.run_canary`.
+            batch_sizes: that can be compared, rising.
+        """
+        if self._source is None or self._canary == "off":
+            return True
+        sizes = fitting_sizes(decoder, batch_sizes)
+        self._points = run_canary(
+            decoder, logits_of, sampled_sizes(sizes) if self._canary == "sample" else sizes
+        )
+        missed = [point for point in self._points if not point.holds]
+        if missed:
+            self._reject(f"the canary does not hold: {'; '.join(map(str, missed))}")
+        return not missed
+
+    def without(self) -> "Captures":
+        """For a start that compiles everything, and knows what happened to this one."""
+        fallback = Captures(problems=self._problems)
+        fallback._points = self._points
+        return fallback
+
+    # ---- the libraries' own folders ----
+
+    def restore_libraries(self, runtime: Runtime, folder: Path) -> None:
+        """Copy what Inductor and Triton kept into a folder of this start, and load FlashInfer's modules."""
+        if self._source is None:
+            return
+        for cache in LIBRARY_CACHES:
+            restore(self._source, cache, folder / cache.name)
+        if runtime.device.type == "cuda":
+            self._load_flashinfer(runtime)
+            if self._build is None:
+                restore_mask_offset(self._source)
+
+    def publish_kernels(self) -> None:
+        """Give the user's own folder the Triton kernels that it lacks: those that no start runs are loaded later."""
+        if self._source is not None and self._build is None and self._source.of_kind(ArtifactKind.TRITON):
+            from triton import knobs  # noqa: PLC0415 - published for Linux only
+
+            try:
+                restore(self._source, TRITON, Path(knobs.cache.dir))
+            except CacheError as error:
+                self._tell(f"kernels that are needed later will be compiled then: {error}")
+
+    def _load_flashinfer(self, runtime: Runtime) -> None:
+        assert self._source is not None
+        # Imported here because it needs flashinfer, which a machine without a GPU does not have.
+        from bullet_graph.models.flashinfer_modules import load_modules, needed_modules  # noqa: PLC0415
+
+        modules = needed_modules(runtime.device, runtime.dtype, runtime.model.head_dim)
+        libraries = {artifact.name: artifact for artifact in self._source.of_kind(ArtifactKind.FLASHINFER)}
+        there = [module for module in modules if flashinfer_artifact(module.name) in libraries]
+        if not there:
+            return
+        folder = self._source.path(flashinfer_artifact(there[0].name)).parents[1]
+        try:
+            load_modules(there, folder)
+        # The loader is FlashInfer's; whatever it raises, the modules can be compiled.
+        except Exception as error:
+            self._tell(f"FlashInfer's modules cannot be loaded and are compiled: {error!s:.300}")
+
+    def _reject(self, reason: str) -> None:
+        if self._build is not None:
+            raise CacheError(
+                f"what was compiled here does not compute the model, so it is not kept: {reason}: please report this"
+            )
+        marked = "; `bullet-graph capture build` builds the part anew"
+        if self._entry is not None:
+            store, entry = self._entry
+            # Twice is as good as once: the first reason may be a half, the second the canary.
+            if not store.reject(entry, Rejection(reason, COMPUTING_KINDS)):
+                marked = "; it could not be marked as rejected, so the next start will find the same"
+        self._tell(f"captures are compiled anew: {reason}{marked}")
+
+    def _tell(self, problem: str) -> None:
+        self._problems.append(problem)
+        warn(problem)
+
+
+def warn(problem: str) -> None:
+    """Tell that a cache of captures is not used, or not all of it."""
+    warnings.warn(problem, CaptureCacheWarning, stacklevel=3)
+
+
+def flashinfer_artifact(module: str) -> str:
+    """Name and path of a module's artifact: as FlashInfer looks for modules below a folder."""
+    return f"flashinfer/{module}/{module}.so"
+
+
+def store_of(config: EngineConfig) -> CaptureStore | None:
+    """The store that the configuration names."""
+    if config.capture_cache is None:
+        return None
+    return CaptureStore(default_root() if config.capture_cache == "auto" else Path(config.capture_cache))
+
+
+CapturesOpener = Callable[[EngineConfig, Runtime, dict[str, Any]], AbstractContextManager[Captures]]
+"""Gives a start its artifacts: :func:`open_captures`, or what a build does."""
+
+
+@contextmanager
+def open_captures(config: EngineConfig, runtime: Runtime, plan: dict[str, Any]) -> Iterator[Captures]:
+    """What the configured cache has for an engine; while the block runs, Inductor and Triton work in a folder apart.
+
+    Where it has nothing that fits, a warning tells why, and everything is compiled.
+
+    Args:
+        plan: see :func:`~bullet_graph.runtime.artifacts.plan.artifact_plan`.
+    """
+    store = store_of(config)
+    if store is None:
+        yield Captures()
+        return
+    with ExitStack() as held:
+        try:
+            opened = _open(store, runtime, plan)
+        except (CacheError, DeviceError) as error:
+            problem = f"everything is compiled: {error}"
+            warn(problem)
+            yield Captures(problems=[problem])
+            return
+        held.enter_context(opened)
+        captures = Captures(opened, entry=(store, opened.entry), canary=config.canary)
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="bullet_graph_")))
+        with caches_below(folder):
+            captures.restore_libraries(runtime, folder)
+            yield captures
+        if not captures.use.problems:
+            captures.publish_kernels()
+
+
+def _open(store: CaptureStore, runtime: Runtime, plan: dict[str, Any]) -> OpenedEntry:
+    lookup = store.find(fingerprint_of(runtime), plan)
+    if lookup.hit is None:
+        raise CacheError(f"{_why(store, lookup)}: build it with `bullet-graph capture build`")
+    return store.open(lookup.hit)
+
+
+def _why(store: CaptureStore, lookup: Lookup) -> str:
+    if lookup.damaged:
+        return f"{store.root} has no captures for this engine, but {lookup.damaged[0].problem}"
+    if not lookup.mismatches:
+        return f"{store.root} has no captures"
+    nearest = lookup.mismatches[0]
+    found = [
+        f"{difference.component} is {difference.here or 'not known'} here, {difference.cached or 'not known'} there"
+        for difference in nearest.differences
+    ]
+    more = f" and {len(found) - 2} more" if len(found) > 2 else ""
+    return f"{store.root} has no captures for this engine; of the nearest, {nearest.entry.entry_id}, " + (
+        f"{'; '.join(found[:2])}{more}"
+    )
+
+
+def forget_kernels() -> None:
+    """Drop the Triton kernels of this package that the process has loaded, so that none of a bad cache is left."""
+    if "triton" not in sys.modules:
+        return
+    from triton.runtime.jit import JITFunction  # noqa: PLC0415 - published for Linux only
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("bullet_graph.models."):
+            for function in vars(module).values():
+                if isinstance(function, JITFunction):
+                    function.device_caches.clear()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
