@@ -2,12 +2,9 @@
 
 import sys
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-
-from torch._dynamo.utils import compilation_time_metrics, counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +48,26 @@ class CompileCounter:
 
     Another thread that compiles meanwhile is counted as well.
 
+    Args:
+        gpu: count what is compiled for one, too; imports Triton.
+
     Attributes:
         counts: once the block has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gpu: bool) -> None:
+        self._gpu = gpu
         self.counts = CompileCounts()
         self._triton = 0
         self._listener: Any = None
 
     def __enter__(self) -> Self:
         self._before = _torch_counts()
-        self._stubs, self._modules = _triton_stubs(), _flashinfer_modules()
-        if find_spec("triton") is not None:
-            # Imported here: published for Linux only.
+        if self._gpu:
+            # Imported here because a machine without a GPU need not have it.
             from triton import knobs  # noqa: PLC0415
 
+            self._stubs, self._modules = _triton_stubs(), _flashinfer_modules()
             self._listener = knobs.compilation.listener
             knobs.compilation.listener = self._on_triton
         return self
@@ -74,18 +75,19 @@ class CompileCounter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if "triton" in sys.modules:
+        after = _torch_counts()
+        counts = {name: after[name] - self._before.get(name, 0) for name in after}
+        if self._gpu:
             from triton import knobs  # noqa: PLC0415
 
             knobs.compilation.listener = self._listener
-        after = _torch_counts()
-        modules = _flashinfer_modules()
-        self.counts = CompileCounts(
-            **{name: after[name] - self._before[name] for name in after},
-            triton=self._triton,
-            triton_stubs=len(_triton_stubs() - self._stubs),
-            flashinfer=sum(self._modules.get(name) != built for name, built in modules.items()),
-        )
+            modules = _flashinfer_modules()
+            counts |= {
+                "triton": self._triton,
+                "triton_stubs": len(_triton_stubs() - self._stubs),
+                "flashinfer": sum(self._modules.get(name) != built for name, built in modules.items()),
+            }
+        self.counts = CompileCounts(**counts)
 
     def _on_triton(self, **told: Any) -> None:
         self._triton += not told["cache_hit"]
@@ -94,18 +96,21 @@ class CompileCounter:
 
 
 def _torch_counts() -> dict[str, int]:
+    """Empty before anything has been compiled: to import Dynamo takes a second, and it imports Triton."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return {}
     return {
-        "dynamo_frames": counters["stats"]["unique_graphs"],
-        "aot_autograd": counters["aot_autograd"]["autograd_cache_miss"],
-        "inductor": counters["inductor"]["fxgraph_cache_miss"],
-        "cpp": len(compilation_time_metrics.get("compile_file", ())),
+        "dynamo_frames": dynamo.counters["stats"]["unique_graphs"],
+        "aot_autograd": dynamo.counters["aot_autograd"]["autograd_cache_miss"],
+        "inductor": dynamo.counters["inductor"]["fxgraph_cache_miss"],
+        # Each run of the compiler is timed under this name.
+        "cpp": len(dynamo.compilation_time_metrics.get("compile_file", ())),
     }
 
 
 def _triton_stubs() -> set[Path]:
     """Shared libraries in Triton's cache: it tells nobody when it has one compiled."""
-    if find_spec("triton") is None:
-        return set()
     from triton import knobs  # noqa: PLC0415
 
     return set(Path(knobs.cache.dir).glob("*/*.so"))

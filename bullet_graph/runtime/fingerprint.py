@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch._inductor.cpp_builder import get_cpp_compiler
 
 from bullet_graph.cache.fingerprint import MODEL_COMPONENTS, Fingerprint, digest
 from bullet_graph.errors import DeviceError
@@ -162,6 +161,9 @@ def _cpu_components() -> dict[str, str]:
 
 
 def _cxx_compiler() -> str:
+    # Imported here because it imports all of torch's compiler, and Triton.
+    from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
+
     try:
         compiler = get_cpp_compiler()
         command = [compiler, "--version"]

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch._inductor import cpp_builder
 from caches import FINGERPRINT, PLAN
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,7 +136,7 @@ def test_this_machine_without_a_gpu() -> None:
 
 
 def test_without_a_compiler_it_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_fingerprint, "get_cpp_compiler", lambda: "/nonexistent/g++")
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "/nonexistent/g++")
     assert machine_components("cpu")["cxx_compiler"] == "none"
 
 

@@ -65,7 +65,7 @@ def list_(store: CaptureStore, as_json: bool) -> None:
                     size_text(row["num_bytes"]),
                     f"{row['build_seconds']:.1f} s",
                     age_text(entry.last_used),
-                    f"differs in {', '.join(differs)}" if differs else "fits",
+                    _fit(differs, entry),
                 )
             )
         )
@@ -164,6 +164,12 @@ def difference_row(difference: Difference) -> dict[str, Any]:
     }
 
 
+def _fit(differs: list[str], entry: Entry) -> str:
+    if entry.rejection is not None:
+        return f"rejected: {entry.rejection.reason}"
+    return f"differs in {', '.join(differs)}" if differs else "fits"
+
+
 def _row(entry: Entry) -> dict[str, Any]:
     manifest = entry.manifest
     return {
@@ -174,6 +180,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         "created_utc": manifest.created_utc,
         "last_used_utc": entry.last_used.isoformat(timespec="seconds"),
         "differences": [difference_row(difference) for difference in differences_here(entry)],
+        "rejected": None if entry.rejection is None else entry.rejection.reason,
     }
 
 

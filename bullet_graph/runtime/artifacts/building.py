@@ -104,7 +104,7 @@ def build_captures(config: EngineConfig, store: CaptureStore, settings: BuildSet
             add_perf_table(build, config, runtime)
             add_mask_offset(build)
             parts.begin("flashinfer")
-            with CompileCounter() as counter:
+            with CompileCounter(gpu=True) as counter:
                 _add_flashinfer(build, runtime, settings.jobs)
             compiles += counter.counts
         built, points = _start(config, runtime, build, plan, parts)
@@ -160,7 +160,7 @@ def _start(
             )
             try:
                 parts.begin("kernels")
-                with CompileCounter() as counter:
+                with CompileCounter(gpu=runtime.device.type == "cuda") as counter:
                     exercise(
                         built.executor,
                         max_rows=max_forward_rows(config),

@@ -72,8 +72,9 @@ def start_with_captures(
     Returns:
         What ``start`` made, what was compiled on the way, and what the cache has brought.
     """
+    gpu = runtime.device.type == "cuda"
     with ExitStack() as undo:
-        with captures_for(config, runtime, plan) as captures, CompileCounter() as counter:
+        with captures_for(config, runtime, plan) as captures, CompileCounter(gpu=gpu) as counter:
             started = start(captures)
             undo.callback(started.executor.shutdown)
             hook = started.canary
@@ -86,7 +87,7 @@ def start_with_captures(
     del started, hook
     forget_kernels()
     captures = captures.without()
-    with CompileCounter() as again:
+    with CompileCounter(gpu=gpu) as again:
         restarted = start(captures)
     return restarted, counter.counts + again.counts, captures.use
 

@@ -1,0 +1,160 @@
+"""A cache of captures of the tiny model, built once for all tests; and processes and engines that start from caches."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+
+from bullet_graph import Engine, SamplingParams
+from bullet_graph.cache.entry import Entry
+from bullet_graph.cache.store import CaptureStore
+
+SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "kv_cache_bytes": 4 * 2**20}
+OPTIONS = (
+    *("--model", "tiny", "--device", "cpu", "--max-num-seqs", "4", "--max-model-len", "256"),
+    *("--kv-cache-bytes", "4MiB"),
+)
+PROMPTS = [[1, 2, 3, 4, 5], [9] * 40, [7]]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+START = """
+import dataclasses, json, sys
+from bullet_graph import Engine, SamplingParams
+from bullet_graph.graphs.compile_counts import CompileCounter
+settings = json.loads(sys.argv[1])
+with Engine("tiny", device="cpu", compile=True, **settings) as engine, CompileCounter(gpu=False) as serving:
+    outputs = engine.generate(
+        json.loads(sys.argv[2]),
+        SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True),
+        use_tqdm=False,
+    )
+print(json.dumps({
+    "start": dataclasses.asdict(engine.compiles),
+    "serving": dataclasses.asdict(serving.counts),
+    "use": dataclasses.asdict(engine.cache_use),
+    "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+}))
+"""
+
+QUICK_BUILD = """
+import os, signal, sys
+import torch
+from bullet_graph.cache.builder import Build
+from bullet_graph.cli.main import main
+# Without Inductor, which takes seconds; and, on demand, killed as soon as one half is finished.
+compile_half = torch.compile
+torch.compile = lambda half, *, options, **settings: compile_half(half, backend="aot_eager", **settings)
+if sys.argv[1] == "killed":
+    add_bytes = Build.add_bytes
+    def add_and_die(self, name, *arguments, **settings):
+        add_bytes(self, name, *arguments, **settings)
+        os.kill(os.getpid(), signal.SIGKILL)
+    Build.add_bytes = add_and_die
+main(sys.argv[2:])
+"""
+
+
+def environment(libraries: Path) -> dict[str, str]:
+    """Of a process whose compilers keep their caches in a folder of its own."""
+    return os.environ | {
+        "PYTHONPATH": str(Path(sys.modules["bullet_graph"].__path__[0]).parent),
+        "OMP_NUM_THREADS": "1",
+        # Scalar code: to find the processor's vector instructions takes Inductor longer than all the rest.
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(libraries / "inductor"),
+        "TRITON_CACHE_DIR": str(libraries / "triton"),
+    }
+
+
+def start_process(libraries: Path, code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Python code in a process of its own."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(
+        command, env=environment(libraries), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ended(process: subprocess.Popen[str], *, exit_code: int = 0) -> tuple[Any, str]:
+    """What a process printed as JSON, or None for nothing, and its stderr."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == exit_code, err
+    return json.loads(out) if out else None, err
+
+
+def start_engine(libraries: Path, **settings: Any) -> Any:
+    """Start an engine in a process of its own and let it serve."""
+    arguments = json.dumps({**SETTINGS, **settings}), json.dumps(PROMPTS), str(GREEDY.max_tokens)
+    return ended(start_process(libraries, START, *arguments))[0]
+
+
+def engine_from(store: CaptureStore, **settings: Any) -> Engine:
+    """An engine in this process that starts from a store."""
+    return Engine("tiny", device="cpu", compile=True, capture_cache=store.root, **SETTINGS | settings)
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    """What it generates."""
+    outputs = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def only_entry(store: CaptureStore) -> Entry:
+    """The one that is there."""
+    (entry,), damaged = store.entries()
+    assert not damaged
+    return entry
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[CaptureStore, Any]:
+    """A store with one entry, and what the build printed; read it only. Shared with the other processes of pytest."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "built_captures"
+    shared.mkdir(exist_ok=True)
+    printed = shared / "printed.json"
+    with FileLock(shared / "lock"):
+        if not printed.exists():
+            code = "from bullet_graph.cli.main import main; main()"
+            arguments = ("capture", "build", *OPTIONS, "--json", "--cache-dir", str(shared / "store"))
+            process = start_process(shared / "libraries", code, *arguments)
+            printed.write_text(json.dumps(ended(process)[0]))
+    return CaptureStore(shared / "store"), json.loads(printed.read_text())
+
+
+@pytest.fixture
+def store(built: tuple[CaptureStore, Any], tmp_path: Path) -> CaptureStore:
+    """A copy of that store, to be damaged."""
+    shutil.copytree(built[0].root, tmp_path / "store")
+    return CaptureStore(tmp_path / "store")
+
+
+@pytest.fixture
+def quickly() -> Iterator[None]:
+    """What has to be compiled is, but without Inductor; what was built is loaded."""
+    with without_inductor():
+        yield
+
+
+@contextmanager
+def without_inductor() -> Iterator[None]:
+    """As :func:`quickly`."""
+    compile_half = torch.compile
+
+    def compiled(half: Any, *, options: dict[str, object], **settings: Any) -> Any:
+        del options
+        return compile_half(half, backend="aot_eager", **settings)
+
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
+        patch.setattr(torch, "compile", compiled)
+        torch._dynamo.reset()
+        yield
+    torch._dynamo.reset()

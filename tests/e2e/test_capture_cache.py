@@ -1,0 +1,345 @@
+"""From `capture build` to an engine that compiles nothing, and what becomes of caches that are damaged or wrong."""
+
+import gzip
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from built_captures import (
+    OPTIONS,
+    PROMPTS,
+    QUICK_BUILD,
+    SETTINGS,
+    built,
+    ended,
+    engine_from,
+    only_entry,
+    quickly,
+    start_engine,
+    start_process,
+    store,
+    tokens_of,
+    without_inductor,
+)
+from caches import flip_byte
+from cli_runner import refused, run
+
+from bullet_graph import CaptureCacheWarning, ConfigError, Engine
+from bullet_graph.cache.builder import open_build
+from bullet_graph.cache.entry import ARTIFACTS_NAME, MANIFEST_NAME, Entry
+from bullet_graph.cache.store import CaptureStore
+from bullet_graph.graphs.aot import compile_ahead
+from bullet_graph.models.decoder import attention_output
+from bullet_graph.models.ops import TorchOps
+from bullet_graph.runtime import fingerprint as runtime_fingerprint
+
+__all__ = ["built", "quickly", "store"]
+
+HALF = "halves/cpu-8196/attention_output"
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What an engine that compiles nothing generates."""
+    with Engine("tiny", device="cpu", **SETTINGS) as engine:
+        assert engine.compiles.total == 0
+        return tokens_of(engine)
+
+
+def artifact(entry: Entry, name: str) -> Path:
+    return entry.folder / ARTIFACTS_NAME / name
+
+
+def json_of(*arguments: str) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_built_exported_wiped_imported_and_started(
+    built: tuple[CaptureStore, Any], tmp_path: Path, expected: list[list[int]]
+) -> None:
+    origin, printed = built
+    compiles = printed["compiles"]
+    assert compiles["dynamo_frames"] == compiles["aot_autograd"] == 2
+    assert compiles["cpp"] >= 2
+    assert [part["part"] for part in printed["parts"]] == ["torch_compile"]
+    assert printed["parts"][0]["build_seconds"] > 1
+    assert printed["canary"]["relative_error"].keys() == {"2", "4"}
+    assert max(printed["canary"]["relative_error"].values()) < printed["canary"]["tolerance"] == 1e-4
+
+    archive, travelled = tmp_path / "captures.tgz", CaptureStore(tmp_path / "fleet")
+    json_of("capture", "export", printed["entry_id"], str(archive), "--cache-dir", str(origin.root))
+    imported = json_of("capture", "import", str(archive), "--cache-dir", str(travelled.root))
+    assert imported["differences"] == []
+    archive.unlink()
+
+    libraries = tmp_path / "libraries"
+    found = start_engine(libraries, capture_cache=str(travelled.root), canary="all")
+    assert set(found["start"].values()) == {0}
+    assert set(found["serving"].values()) == {0}
+    assert found["use"]["entry_id"] == printed["entry_id"]
+    assert found["use"]["problems"] == []
+    assert [point["batch_size"] for point in found["use"]["canary"]] == [2, 4]
+    assert found["tokens"] == expected
+    left = [path for path in libraries.rglob("*") if path.is_file()]
+    assert left == [], "nothing is left in the libraries' own folders"
+
+
+def test_in_this_process(
+    store: CaptureStore, quickly: None, recwarn: pytest.WarningsRecorder, expected: list[list[int]]
+) -> None:
+    del quickly
+    with engine_from(store) as engine:
+        assert engine.compiles.total == 0
+        assert engine.cache_use.problems == ()
+        assert tokens_of(engine) == expected
+    assert not [warning for warning in recwarn if warning.category is CaptureCacheWarning]
+    # A second build has nothing to do.
+    again = json_of("capture", "build", *OPTIONS, "--cache-dir", str(store.root))
+    assert again["was_there"]
+
+
+def damage_flipped(entry: Entry) -> None:
+    flip_byte(artifact(entry, HALF), 1000)
+
+
+def damage_truncated(entry: Entry) -> None:
+    path = artifact(entry, HALF)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_missing(entry: Entry) -> None:
+    next(artifact(entry, "inductor").rglob("*.so")).unlink()
+
+
+def damage_additional(entry: Entry) -> None:
+    (artifact(entry, "halves") / "more.py").write_text("raise SystemExit")
+
+
+def damage_manifest(entry: Entry) -> None:
+    flip_byte(entry.folder / MANIFEST_NAME, 40)
+
+
+def damage_gone(entry: Entry) -> None:
+    shutil.rmtree(entry.folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (damage_flipped, "attention_output has another checksum"),
+        (damage_truncated, r"attention_output has \d+ bytes instead of"),
+        (damage_missing, r"\.so is missing"),
+        (damage_additional, r"more\.py is not listed"),
+        (damage_manifest, "has no captures for this engine, but "),
+        (damage_gone, "has no captures: build it with `bullet-graph capture build`"),
+    ],
+)
+def test_a_damaged_cache_is_not_used(
+    store: CaptureStore, quickly: None, damage: Any, told: str, expected: list[list[int]]
+) -> None:
+    del quickly
+    damage(only_entry(store))
+    with pytest.warns(CaptureCacheWarning, match=told), engine_from(store) as engine:
+        assert engine.compiles.dynamo_frames == 2, "compiled after all"
+        assert engine.cache_use.entry_id is None
+        assert tokens_of(engine) == expected
+
+
+def test_a_cache_of_another_version(
+    store: CaptureStore, quickly: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del quickly
+    components = runtime_fingerprint.machine_components
+
+    def newer(device: Any) -> dict[str, str]:
+        return components(device) | {"torch": "99.0"}
+
+    monkeypatch.setattr(runtime_fingerprint, "machine_components", newer)
+    with pytest.warns(CaptureCacheWarning, match=r"torch is 99\.0 here, 2\."), engine_from(store) as engine:
+        assert engine.compiles.dynamo_frames == 2
+
+
+def test_a_cache_for_another_plan(store: CaptureStore, quickly: None) -> None:
+    del quickly
+    told = r"plan\.compiled_rows is 8195 here, 8196 there"
+    with pytest.warns(CaptureCacheWarning, match=told), engine_from(store, max_num_seqs=3) as engine:
+        assert engine.compiles.dynamo_frames == 2
+
+
+def test_a_damaged_part_alone_is_built_again(store: CaptureStore, quickly: None) -> None:
+    del quickly
+    damage_flipped(only_entry(store))
+    result = run("capture", "build", *OPTIONS, "--cache-dir", str(store.root), "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert "another checksum" in result.stderr
+    assert HALF not in printed["resumed"]
+    assert HALF.replace("output", "input") in printed["resumed"]
+    assert printed["compiles"]["dynamo_frames"] == 1
+    assert only_entry(store).check() == ()
+
+
+def plant(store: CaptureStore, data: bytes) -> Entry:
+    """Put another half into the entry, with a right checksum."""
+    entry = only_entry(store)
+    kept = [(a, artifact(entry, a.path).read_bytes()) for a in entry.manifest.artifacts]
+    store.remove(entry.entry_id)
+    manifest = entry.manifest
+    with open_build(store, manifest.fingerprint, manifest.plan, tell=print) as build:
+        for found, content in kept:
+            planted = data if found.name == HALF else content
+            build.add_bytes(found.name, found.kind, planted, path=found.path, build_seconds=1.0)
+        return build.commit(canary=manifest.canary, provenance=manifest.provenance)
+
+
+def wrong_half() -> bytes:
+    """The layer's second half, but for a factor."""
+    with Engine("tiny", device="cpu", **SETTINGS) as engine, torch.inference_mode():
+        decoder = engine._executor._decoder  # type: ignore[union-attr]
+        config, layer = decoder.config, decoder.weights.layers[0]
+        attended, residual = torch.zeros(8, config.q_size), torch.zeros(8, config.hidden_size)
+        for tensor in (attended, residual):
+            torch._dynamo.mark_dynamic(tensor, 0, min=2, max=8196)
+
+        def wrong(*arguments: Any) -> Any:
+            x, residual = attention_output(TorchOps(), *arguments)
+            return x * 1.01, residual
+
+        arguments = (
+            attended,
+            residual,
+            layer.o,
+            layer.post_norm,
+            layer.gate_up,
+            layer.down,
+            config.rms_norm_eps,
+        )
+        return compile_ahead(wrong, arguments, {"dynamic": False, "fullgraph": True, "options": {}})[1]
+
+
+def test_a_wrong_half_is_found_by_the_canary(
+    store: CaptureStore, quickly: None, expected: list[list[int]]
+) -> None:
+    del quickly
+    plant(store, wrong_half())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureCacheWarning)
+        with engine_from(store, canary="off") as engine:
+            assert engine.cache_use.canary == ()
+    told = r"canary does not hold: batch size 2: relative error 0\.0\d+, tolerance 0\.0001; batch size 4"
+    with pytest.warns(CaptureCacheWarning, match=told), engine_from(store) as engine:
+        assert engine.compiles.dynamo_frames == 2, "both halves are compiled anew"
+        assert not all(point.holds for point in engine.cache_use.canary)
+        assert tokens_of(engine) == expected
+
+    # It is marked: no start believes it again, whoever asks is told why, and a build makes the part anew.
+    with pytest.warns(CaptureCacheWarning, match="canary does not hold"), engine_from(store, canary="off"):
+        pass
+    entry = only_entry(store)
+    listed = json_of("capture", "list", "--cache-dir", str(store.root))["entries"]
+    assert "canary does not hold" in listed[0]["rejected"]
+    assert "rejected" in run("capture", "list", "--cache-dir", str(store.root)).stdout
+    explained = run(
+        "capture", "explain", "--model", "tiny", "--device", "cpu", "--cache-dir", str(store.root)
+    )
+    assert explained.exit_code == 1
+    assert "canary" in explained.stdout
+    archive = store.root.parent / "wrong.tgz"
+    command = ("capture", "export", entry.entry_id, str(archive), "--cache-dir", str(store.root))
+    assert "was rejected" in refused(run(*command))
+    result = run("capture", "build", *OPTIONS, "--cache-dir", str(store.root), "--json")
+    assert "rebuilding parts" in result.stderr
+    assert json.loads(result.stdout)["compiles"]["dynamo_frames"] == 2
+    with engine_from(store) as engine:
+        assert (engine.compiles.dynamo_frames, engine.cache_use.problems) == (0, ())
+
+
+def test_a_half_that_cannot_be_loaded(store: CaptureStore, quickly: None, expected: list[list[int]]) -> None:
+    del quickly
+    plant(store, b"not a pickle at all")
+    with (
+        pytest.warns(CaptureCacheWarning, match="attention_output cannot be loaded"),
+        engine_from(store) as engine,
+    ):
+        assert engine.compiles.dynamo_frames == 1
+        assert tokens_of(engine) == expected
+    assert only_entry(store).rejection is not None
+
+
+def test_a_wrong_half_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bullet_graph.graphs import compiled  # noqa: PLC0415 - to be patched
+
+    def wrong(*arguments: Any) -> Any:
+        x, residual = attention_output(*arguments)
+        return x * 1.01, residual
+
+    monkeypatch.setattr(compiled, "attention_output", wrong)
+    with without_inductor():
+        told = refused(run("capture", "build", *OPTIONS, "--cache-dir", str(tmp_path), "--json"))
+    assert "does not compute the model" in told
+    assert "batch size 2" in told
+    assert CaptureStore(tmp_path).entries() == ((), ())
+
+
+def test_a_killed_builder_and_two_at_once(tmp_path: Path) -> None:
+    root, libraries = tmp_path / "store", tmp_path / "libraries"
+    arguments = ("capture", "build", *OPTIONS, "--json", "--cache-dir", str(root))
+    ended(start_process(libraries, QUICK_BUILD, "killed", *arguments), exit_code=-9)
+    assert CaptureStore(root).entries() == ((), ())
+    both = [start_process(libraries, QUICK_BUILD, "whole", *arguments) for _ in range(2)]
+    (first, first_err), (second, second_err) = (ended(process) for process in both)
+    builder, waiter = (first, second) if second["was_there"] else (second, first)
+    assert builder["entry_id"] == waiter["entry_id"]
+    assert (builder["was_there"], waiter["was_there"]) == (False, True)
+    assert builder["resumed"] == [HALF.replace("output", "input")]
+    assert builder["compiles"]["dynamo_frames"] == 1
+    assert waiter["compiles"]["dynamo_frames"] == 0
+    # Unless it came only afterwards.
+    told = second_err if second["was_there"] else first_err
+    assert "waiting for that to end" in told or told == ""
+    assert only_entry(CaptureStore(root)).check() == ()
+
+
+def test_an_archive_with_a_path_that_leads_out(store: CaptureStore, tmp_path: Path) -> None:
+    archive, target = tmp_path / "captures.tgz", tmp_path / "a" / "b" / "store"
+    json_of("capture", "export", only_entry(store).entry_id, str(archive), "--cache-dir", str(store.root))
+    tar = bytearray(gzip.decompress(archive.read_bytes()))
+    # The second member's header: the manifest's content is padded to blocks of 512 bytes.
+    size = int(tar[124:135], 8)
+    header = 512 + -(-size // 512) * 512
+    tar[header : header + 100] = b"../../../evil".ljust(100, b"\0")
+    tar[header + 148 : header + 156] = b" " * 8
+    tar[header + 148 : header + 156] = b"%06o\0 " % sum(tar[header : header + 512])
+    archive.write_bytes(gzip.compress(bytes(tar)))
+    refused(run("capture", "import", str(archive), "--cache-dir", str(target), "--json"))
+    assert CaptureStore(target).entries() == ((), ())
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_settings_that_make_no_sense(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"on the CPU nothing is: pass compile=True"):
+        Engine("tiny", device="cpu", capture_cache=tmp_path)
+    with pytest.raises(ConfigError, match="canary must be one of off, sample, all"):
+        Engine("tiny", device="cpu", canary="some")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="capture_cache must be a folder"):
+        Engine("tiny", device="cpu", capture_cache="")
+    told = refused(
+        run("generate", "--model", "tiny", "--device", "cpu", "--prompt", "1", "--capture-cache", "auto")
+    )
+    assert "--compile" in told
+
+
+def test_the_environment_is_left_as_it_was(store: CaptureStore, quickly: None) -> None:
+    import os  # noqa: PLC0415 - for this test alone
+
+    del quickly
+    before = dict(os.environ)
+    with engine_from(store) as engine:
+        assert len(tokens_of(engine)) == len(PROMPTS)
+    assert dict(os.environ) == before
