@@ -1,8 +1,8 @@
 """Halves of a layer that were compiled ahead of time: made into bytes, and loaded without compiling anything.
 
 ``torch.compile(...).aot_compile`` is the one of torch's ways that skips Dynamo as well: with its caches (Inductor's
-folder, or the archive of ``torch.compiler.save_cache_artifacts``) each process traces anew. What it does not hold are the
-shared libraries of Inductor's C++ kernels, which it looks for in Inductor's cache folder.
+folder, or the archive of ``torch.compiler.save_cache_artifacts``) each process traces anew. What it does not hold are
+the shared libraries of Inductor's C++ kernels, which it looks for in Inductor's cache folder.
 """
 
 import io
@@ -27,8 +27,8 @@ class HalfStore(Protocol):
     def load(self, name: str) -> bytes | None:
         """What was kept under this name; None: nothing."""
 
-    def save(self, name: str, compile_half: Callable[[], tuple[Half, bytes]]) -> Half:
-        """Compile a half that is not there, and keep it if it is to be kept."""
+    def save(self, name: str, ahead: Callable[[], tuple[Half, bytes]], now: Callable[[], Half]) -> Half:
+        """Compile a half that is not there: ahead of time where it is to be kept, else as ever."""
 
     def refuse(self, name: str, problem: str) -> None:
         """Be told that what was kept cannot be loaded; raises where that is an error."""
@@ -56,7 +56,11 @@ def stored(store: HalfStore, prefix: str) -> HalfCompiler:
             except Exception as error:
                 store.refuse(name, f"{type(error).__name__}: {error!s:.300}")
             return compile_now(name, half, arguments, settings)
-        return store.save(name, lambda: compile_ahead(half, arguments, settings))
+        return store.save(
+            name,
+            lambda: compile_ahead(half, arguments, settings),
+            lambda: compile_now(name, half, arguments, settings),
+        )
 
     return compile_or_load
 

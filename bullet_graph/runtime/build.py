@@ -26,9 +26,10 @@ from bullet_graph.models.weights import ModelWeights
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.runtime.artifacts.opening import CapturesOpener, open_captures
 from bullet_graph.runtime.artifacts.plan import cpu_plan, gpu_plan
 from bullet_graph.runtime.artifacts.start import CanaryHook, cached_table_for, start_with_captures
-from bullet_graph.runtime.artifacts.use import NO_CACHE, CacheUse, Captures, CapturesOpener, open_captures
+from bullet_graph.runtime.artifacts.use import NO_CACHE, CacheUse, Captures
 from bullet_graph.runtime.canary import step_logits
 from bullet_graph.runtime.captures import max_forward_rows, named_plan
 from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu

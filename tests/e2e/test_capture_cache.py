@@ -50,6 +50,12 @@ def expected() -> list[list[int]]:
         return tokens_of(engine)
 
 
+def warned(store: CaptureStore, told: str, **settings: Any) -> Engine:
+    """An engine whose start warns."""
+    with pytest.warns(CaptureCacheWarning, match=told):
+        return engine_from(store, **settings)
+
+
 def artifact(entry: Entry, name: str) -> Path:
     return entry.folder / ARTIFACTS_NAME / name
 
@@ -145,7 +151,7 @@ def test_a_damaged_cache_is_not_used(
 ) -> None:
     del quickly
     damage(only_entry(store))
-    with pytest.warns(CaptureCacheWarning, match=told), engine_from(store) as engine:
+    with warned(store, told) as engine:
         assert engine.compiles.dynamo_frames == 2, "compiled after all"
         assert engine.cache_use.entry_id is None
         assert tokens_of(engine) == expected
@@ -161,14 +167,14 @@ def test_a_cache_of_another_version(
         return components(device) | {"torch": "99.0"}
 
     monkeypatch.setattr(runtime_fingerprint, "machine_components", newer)
-    with pytest.warns(CaptureCacheWarning, match=r"torch is 99\.0 here, 2\."), engine_from(store) as engine:
+    with warned(store, r"torch is 99\.0 here, 2\.") as engine:
         assert engine.compiles.dynamo_frames == 2
 
 
 def test_a_cache_for_another_plan(store: CaptureStore, quickly: None) -> None:
     del quickly
     told = r"plan\.compiled_rows is 8195 here, 8196 there"
-    with pytest.warns(CaptureCacheWarning, match=told), engine_from(store, max_num_seqs=3) as engine:
+    with warned(store, told, max_num_seqs=3) as engine:
         assert engine.compiles.dynamo_frames == 2
 
 
@@ -233,14 +239,13 @@ def test_a_wrong_half_is_found_by_the_canary(
         with engine_from(store, canary="off") as engine:
             assert engine.cache_use.canary == ()
     told = r"canary does not hold: batch size 2: relative error 0\.0\d+, tolerance 0\.0001; batch size 4"
-    with pytest.warns(CaptureCacheWarning, match=told), engine_from(store) as engine:
+    with warned(store, told) as engine:
         assert engine.compiles.dynamo_frames == 2, "both halves are compiled anew"
         assert not all(point.holds for point in engine.cache_use.canary)
         assert tokens_of(engine) == expected
 
     # It is marked: no start believes it again, whoever asks is told why, and a build makes the part anew.
-    with pytest.warns(CaptureCacheWarning, match="canary does not hold"), engine_from(store, canary="off"):
-        pass
+    warned(store, "canary does not hold", canary="off").shutdown()
     entry = only_entry(store)
     listed = json_of("capture", "list", "--cache-dir", str(store.root))["entries"]
     assert "canary does not hold" in listed[0]["rejected"]
@@ -263,10 +268,7 @@ def test_a_wrong_half_is_found_by_the_canary(
 def test_a_half_that_cannot_be_loaded(store: CaptureStore, quickly: None, expected: list[list[int]]) -> None:
     del quickly
     plant(store, b"not a pickle at all")
-    with (
-        pytest.warns(CaptureCacheWarning, match="attention_output cannot be loaded"),
-        engine_from(store) as engine,
-    ):
+    with warned(store, "attention_output cannot be loaded") as engine:
         assert engine.compiles.dynamo_frames == 1
         assert tokens_of(engine) == expected
     assert only_entry(store).rejection is not None

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from torch._inductor import cpp_builder
 from caches import FINGERPRINT, PLAN
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._inductor import cpp_builder
 
 from bullet_graph.cache.fingerprint import (
     ALL_KINDS,

@@ -171,7 +171,7 @@ def _start(
             finally:
                 built.executor.shutdown()
             seconds = time.perf_counter() - start_s
-            _add_start(build, built, folder, plan, row_buckets, seconds)
+            _add_start(build, built, folder, plan, row_buckets, seconds, traced=captures.keeps_traced)
     return built.compiles + counter.counts, captures.use.canary
 
 
@@ -182,6 +182,8 @@ def _add_start(
     plan: dict[str, Any],
     row_buckets: tuple[int, ...],
     seconds: float,
+    *,
+    traced: bool,
 ) -> None:
     add_capture(build, built.capture, plan)
     if row_buckets:
@@ -193,7 +195,7 @@ def _add_start(
     )
     # What is neither compiling halves nor capturing is, with weights loaded already, compiling kernels.
     collect(build, TRITON, folder / TRITON.name, build_seconds=max(seconds - counted, 0.0))
-    collect(build, INDUCTOR, folder / INDUCTOR.name, build_seconds=0.0)
+    collect(build, INDUCTOR, folder / INDUCTOR.name, build_seconds=0.0, traced=traced)
 
 
 def _adopt(store: CaptureStore, build: Build, here: Fingerprint, plan: dict[str, Any]) -> tuple[str, ...]:

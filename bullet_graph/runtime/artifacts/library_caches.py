@@ -26,20 +26,23 @@ class LibraryCache:
         kind: theirs.
         variable: of the environment, in which the library looks for its folder.
         unwanted: its subfolders that hold nothing a start needs.
+        traced: its subfolders that only a start needs which traces anew.
     """
 
     name: str
     kind: ArtifactKind
     variable: str
     unwanted: frozenset[str] = frozenset()
+    traced: frozenset[str] = frozenset()
 
 
 INDUCTOR = LibraryCache(
     "inductor",
     ArtifactKind.TORCH_COMPILE,
     "TORCHINDUCTOR_CACHE_DIR",
-    # Functions compiled ahead of time hold what these caches would give.
-    frozenset({"aotautograd", "fxgraph", "locks"}),
+    unwanted=frozenset({"locks"}),
+    # Functions compiled ahead of time hold what these would give.
+    traced=frozenset({"aotautograd", "fxgraph"}),
 )
 TRITON = LibraryCache("triton", ArtifactKind.TRITON, "TRITON_CACHE_DIR")
 LIBRARY_CACHES = (INDUCTOR, TRITON)
@@ -65,16 +68,22 @@ def caches_below(folder: Path) -> Iterator[None]:
                 os.environ[variable] = value
 
 
-def collect(build: Build, cache: LibraryCache, folder: Path, *, build_seconds: float) -> None:
+def collect(
+    build: Build, cache: LibraryCache, folder: Path, *, build_seconds: float, traced: bool = False
+) -> None:
     """Add what is in a library's cache folder to a build; what it has by that name stays.
 
     Args:
         folder: the library's.
         build_seconds: what making all of it took.
+        traced: also what a start needs that traces anew.
     """
+    unwanted = cache.unwanted if traced else cache.unwanted | cache.traced
     with file_errors(f"cannot read {folder}"):
         files = [
-            path for path in sorted(folder.rglob("*")) if path.is_file() and _is_wanted(cache, folder, path)
+            path
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and _is_wanted(unwanted, path.relative_to(folder))
         ]
         added = [(path, f"{cache.name}/{path.relative_to(folder).as_posix()}") for path in files]
         added = [(path, name) for path, name in added if name not in build]
@@ -108,11 +117,11 @@ def restore(source: ArtifactSource, cache: LibraryCache, folder: Path) -> int:
     return copied
 
 
-def _is_wanted(cache: LibraryCache, folder: Path, path: Path) -> bool:
-    parts = path.relative_to(folder).parts
+def _is_wanted(unwanted: frozenset[str], path: Path) -> bool:
+    parts = path.parts
     # Triton's and Inductor's unfinished files.
     unfinished = any(part.startswith("tmp.") or part.endswith((".tmp", ".lock")) for part in parts)
-    return not unfinished and parts[0] not in cache.unwanted and path.name != "lock"
+    return not unfinished and parts[0] not in unwanted and path.name != "lock"
 
 
 def _is_group(name: str) -> bool:

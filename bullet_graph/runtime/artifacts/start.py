@@ -12,13 +12,8 @@ from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.perf.table import PerfTable
 from bullet_graph.runtime.artifacts.measured import cached_perf_table
-from bullet_graph.runtime.artifacts.use import (
-    CacheUse,
-    Captures,
-    CapturesOpener,
-    forget_kernels,
-    store_of,
-)
+from bullet_graph.runtime.artifacts.opening import CapturesOpener, store_of
+from bullet_graph.runtime.artifacts.use import CacheUse, Captures, forget_kernels
 from bullet_graph.runtime.canary import CanaryStep
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.fingerprint import fingerprint_of

@@ -1,29 +1,25 @@
 """What a start takes from a capture cache, and what a build adds to one on the way."""
 
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bullet_graph.cache.builder import Build
-from bullet_graph.cache.entry import Entry, Lookup, OpenedEntry, Rejection
+from bullet_graph.cache.entry import Entry, Rejection
 from bullet_graph.cache.fingerprint import ArtifactKind
-from bullet_graph.cache.store import CaptureStore, default_root
-from bullet_graph.config import EngineConfig
-from bullet_graph.errors import CacheError, CaptureCacheWarning, DeviceError
+from bullet_graph.cache.store import CaptureStore
+from bullet_graph.errors import CacheError, CaptureCacheWarning
 from bullet_graph.graphs.aot import Half, stored
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compiled import HalfCompiler, compile_now
 from bullet_graph.models.decoder import Decoder
-from bullet_graph.runtime.artifacts.library_caches import LIBRARY_CACHES, TRITON, caches_below, restore
+from bullet_graph.runtime.artifacts.library_caches import LIBRARY_CACHES, TRITON, restore
 from bullet_graph.runtime.artifacts.measured import restore_mask_offset, tuned_row_buckets
 from bullet_graph.runtime.artifacts.source import ArtifactSource, data_of
 from bullet_graph.runtime.canary import (
@@ -33,7 +29,6 @@ from bullet_graph.runtime.canary import (
     run_canary,
     sampled_sizes,
 )
-from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.resolve import Runtime
 
 COMPUTING_KINDS = (
@@ -74,6 +69,10 @@ class Captures:
         entry: behind the source, and its store, to be marked where it computes something else than the model.
         canary: batch sizes to compare: off, sample or all.
         problems: known already.
+
+    Attributes:
+        keeps_traced: of a build: some half could not be compiled ahead of time, so that starts need what
+            Inductor's own caches have of it.
     """
 
     def __init__(
@@ -88,6 +87,8 @@ class Captures:
         self._source, self._build, self._entry, self._canary = source, build, entry, canary
         self._points: tuple[CanaryPoint, ...] = ()
         self._problems = list(problems)
+        self._is_rejected = False
+        self.keeps_traced = False
 
     @property
     def use(self) -> CacheUse:
@@ -116,15 +117,23 @@ class Captures:
         assert self._source is not None
         return data_of(self._source, ArtifactKind.TORCH_COMPILE, name)
 
-    def save(self, name: str, compile_half: Callable[[], tuple[Half, bytes]]) -> Half:
-        """Compile what is not there."""
-        start_s = time.perf_counter()
-        half, data = compile_half()
+    def save(self, name: str, ahead: Callable[[], tuple[Half, bytes]], now: Callable[[], Half]) -> Half:
+        """Compile what is not there; a build keeps it."""
         if self._build is None:
-            self._tell(f"{name} is not in the cache of captures: it was compiled")
-        else:
-            seconds = time.perf_counter() - start_s
-            self._build.add_bytes(name, ArtifactKind.TORCH_COMPILE, data, path=name, build_seconds=seconds)
+            self._tell(f"{name} is not in the cache of captures: torch traces it")
+            return now()
+        start_s = time.perf_counter()
+        try:
+            half, data = ahead()
+        # Torch says in many ways that it cannot; what it cannot compile at all fails below as well.
+        except Exception as error:
+            self._tell(
+                f"{name} cannot be compiled ahead of time, so each start will trace it: {error!s:.300}"
+            )
+            self.keeps_traced = True
+            return now()
+        seconds = time.perf_counter() - start_s
+        self._build.add_bytes(name, ArtifactKind.TORCH_COMPILE, data, path=name, build_seconds=seconds)
         return half
 
     def refuse(self, name: str, problem: str) -> None:
@@ -179,7 +188,9 @@ class Captures:
 
     def publish_kernels(self) -> None:
         """Give the user's own folder the Triton kernels that it lacks: those that no start runs are loaded later."""
-        if self._source is not None and self._build is None and self._source.of_kind(ArtifactKind.TRITON):
+        if self._source is None or self._build is not None or self._is_rejected:
+            return
+        if self._source.of_kind(ArtifactKind.TRITON):
             from triton import knobs  # noqa: PLC0415 - published for Linux only
 
             try:
@@ -209,6 +220,7 @@ class Captures:
             raise CacheError(
                 f"what was compiled here does not compute the model, so it is not kept: {reason}: please report this"
             )
+        self._is_rejected = True
         marked = "; `bullet-graph capture build` builds the part anew"
         if self._entry is not None:
             store, entry = self._entry
@@ -230,71 +242,6 @@ def warn(problem: str) -> None:
 def flashinfer_artifact(module: str) -> str:
     """Name and path of a module's artifact: as FlashInfer looks for modules below a folder."""
     return f"flashinfer/{module}/{module}.so"
-
-
-def store_of(config: EngineConfig) -> CaptureStore | None:
-    """The store that the configuration names."""
-    if config.capture_cache is None:
-        return None
-    return CaptureStore(default_root() if config.capture_cache == "auto" else Path(config.capture_cache))
-
-
-CapturesOpener = Callable[[EngineConfig, Runtime, dict[str, Any]], AbstractContextManager[Captures]]
-"""Gives a start its artifacts: :func:`open_captures`, or what a build does."""
-
-
-@contextmanager
-def open_captures(config: EngineConfig, runtime: Runtime, plan: dict[str, Any]) -> Iterator[Captures]:
-    """What the configured cache has for an engine; while the block runs, Inductor and Triton work in a folder apart.
-
-    Where it has nothing that fits, a warning tells why, and everything is compiled.
-
-    Args:
-        plan: see :func:`~bullet_graph.runtime.artifacts.plan.artifact_plan`.
-    """
-    store = store_of(config)
-    if store is None:
-        yield Captures()
-        return
-    with ExitStack() as held:
-        try:
-            opened = _open(store, runtime, plan)
-        except (CacheError, DeviceError) as error:
-            problem = f"everything is compiled: {error}"
-            warn(problem)
-            yield Captures(problems=[problem])
-            return
-        held.enter_context(opened)
-        captures = Captures(opened, entry=(store, opened.entry), canary=config.canary)
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="bullet_graph_")))
-        with caches_below(folder):
-            captures.restore_libraries(runtime, folder)
-            yield captures
-        if not captures.use.problems:
-            captures.publish_kernels()
-
-
-def _open(store: CaptureStore, runtime: Runtime, plan: dict[str, Any]) -> OpenedEntry:
-    lookup = store.find(fingerprint_of(runtime), plan)
-    if lookup.hit is None:
-        raise CacheError(f"{_why(store, lookup)}: build it with `bullet-graph capture build`")
-    return store.open(lookup.hit)
-
-
-def _why(store: CaptureStore, lookup: Lookup) -> str:
-    if lookup.damaged:
-        return f"{store.root} has no captures for this engine, but {lookup.damaged[0].problem}"
-    if not lookup.mismatches:
-        return f"{store.root} has no captures"
-    nearest = lookup.mismatches[0]
-    found = [
-        f"{difference.component} is {difference.here or 'not known'} here, {difference.cached or 'not known'} there"
-        for difference in nearest.differences
-    ]
-    more = f" and {len(found) - 2} more" if len(found) > 2 else ""
-    return f"{store.root} has no captures for this engine; of the nearest, {nearest.entry.entry_id}, " + (
-        f"{'; '.join(found[:2])}{more}"
-    )
 
 
 def forget_kernels() -> None:

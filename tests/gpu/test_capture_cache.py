@@ -1,0 +1,92 @@
+"""A cache of captures on the GPU: built in one process, started from in another, which compiles nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from built_captures import GREEDY, PROMPTS
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS = (
+    *("--model", "llama-3.2-1b", "--max-num-seqs", "16", "--max-model-len", "4096"),
+    *("--kv-cache-bytes", "1GiB", "--partition-backend", "none"),
+)
+START = """
+import dataclasses, json, sys
+from bullet_graph import Engine, SamplingParams
+from bullet_graph.graphs.compile_counts import CompileCounter
+settings = json.loads(sys.argv[1])
+with Engine("llama-3.2-1b", max_num_seqs=16, max_model_len=4096, kv_cache_bytes=2**30, partition_backend="none",
+            **settings) as engine:
+    with CompileCounter(gpu=True) as serving:
+        outputs = engine.generate(
+            json.loads(sys.argv[2]),
+            SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True),
+            use_tqdm=False,
+        )
+print(json.dumps({
+    "start": dataclasses.asdict(engine.compiles),
+    "serving": dataclasses.asdict(serving.counts),
+    "use": dataclasses.asdict(engine.cache_use),
+    "capture": dataclasses.asdict(engine.capture),
+    "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+}))
+"""
+LONG_PROMPT = [5] * 1500
+
+
+def run(libraries: Path, *arguments: str) -> Any:
+    """A process whose libraries' caches begin empty, but for FlashInfer's, which takes minutes."""
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(sys.modules["bullet_graph"].__path__[0]).parent),
+        "TORCHINDUCTOR_CACHE_DIR": str(libraries / "inductor"),
+        "TRITON_CACHE_DIR": str(libraries / "triton"),
+    }
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def start(libraries: Path, **settings: Any) -> Any:
+    prompts = json.dumps([*PROMPTS, LONG_PROMPT])
+    return run(libraries, "-c", START, json.dumps(settings), prompts, str(GREEDY.max_tokens))
+
+
+def test_the_second_start_compiles_nothing(tmp_path: Path, record_property: Any) -> None:
+    store = tmp_path / "store"
+    built = run(
+        tmp_path / "first",
+        *("-m", "bullet_graph", "capture", "build", *OPTIONS, "--cache-dir", str(store), "--json"),
+    )
+    record_property("built", built)
+    kinds = {part["part"] for part in built["parts"]}
+    assert {"torch_compile", "triton", "tuning", "flashinfer", "capture"} <= kinds
+    assert built["compiles"]["dynamo_frames"] > 0
+    assert built["compiles"]["triton"] > 0
+    canary = built["canary"]
+    assert canary["relative_error"].keys() == {"1", "2", "4", "8", "16"}
+    assert max(canary["relative_error"].values()) < canary["tolerance"]
+
+    cached = start(tmp_path / "second", capture_cache=str(store), canary="all")
+    record_property("started", cached)
+    assert cached["use"]["entry_id"] == built["entry_id"]
+    assert cached["use"]["problems"] == []
+    assert set(cached["start"].values()) == {0}
+    assert set(cached["serving"].values()) == {0}, "kernels that no start runs were compiled by the build"
+
+    compiled = start(tmp_path / "third")
+    record_property("compiled", compiled)
+    assert compiled["start"]["dynamo_frames"] > 0
+    assert cached["tokens"] == compiled["tokens"]

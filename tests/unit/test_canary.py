@@ -1,0 +1,126 @@
+"""The canary: logits of decode steps against the uncompiled model's, and the forwards that a build runs."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
+from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.models.loader import dummy_weights
+from bullet_graph.models.ops import TorchOps
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.runtime.artifacts.exercise import exercise
+from bullet_graph.runtime.canary import (
+    CanaryPoint,
+    CanaryStep,
+    fitting_sizes,
+    run_canary,
+    sampled_sizes,
+    step_logits,
+)
+from bullet_graph.runtime.cpu import CpuExecutor
+from bullet_graph.runtime.step import Placement, Step
+
+CPU, CONFIG = torch.device("cpu"), PRESETS["tiny"]
+EAGER = eager_functions(TorchOps())
+
+
+def new_decoder(dtype: torch.dtype = torch.float32, num_blocks: int = 40) -> Decoder:
+    weights = dummy_weights(CONFIG, dtype=dtype, device=CPU, seed=3)
+    cache = KVCache(CONFIG, num_blocks=num_blocks, block_tokens=16, dtype=dtype, device=CPU)
+    return Decoder(CONFIG, weights, cache, cos_sin_table(CONFIG, 4096, CPU))
+
+
+def scaled(factor: float) -> LayerFunctions:
+    def output(*arguments: Any) -> Any:
+        x, residual = EAGER.attention_output(*arguments)
+        return x * factor, residual
+
+    return LayerFunctions(EAGER.ops, EAGER.attention_input, output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_model_itself_holds(dtype: torch.dtype) -> None:
+    decoder = new_decoder(dtype)
+    points = run_canary(decoder, partial(step_logits, decoder, EAGER), (1, 2, 33))
+    assert [point.batch_size for point in points] == [1, 2, 33]
+    assert all(point.holds for point in points)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.3)])
+def test_another_model_does_not(dtype: torch.dtype, factor: float) -> None:
+    decoder = new_decoder(dtype)
+    (point,) = run_canary(decoder, partial(step_logits, decoder, scaled(factor)), (8,))
+    assert not point.holds
+    assert f"batch size 8: relative error {point.relative_error:.2g}, tolerance" in str(point)
+
+
+def test_every_compared_row_counts() -> None:
+    decoder = new_decoder()
+
+    def last_row_wrong(step: CanaryStep) -> torch.Tensor:
+        logits = step_logits(decoder, EAGER, step)
+        logits[-1] *= 1.1
+        return logits
+
+    (point,) = run_canary(decoder, last_row_wrong, (33,))
+    assert point.relative_error == pytest.approx(0.1, rel=1e-3)
+
+
+def test_later_steps_read_what_earlier_ones_cached() -> None:
+    decoder = new_decoder()
+
+    def forgetful(step: CanaryStep) -> torch.Tensor:
+        for index in range(CONFIG.num_layers):
+            for cache in decoder.cache.layer(index):
+                cache.zero_()
+        return step_logits(decoder, EAGER, step)
+
+    (point,) = run_canary(decoder, forgetful, (4,))
+    assert not point.holds
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_does_not_hold(value: float) -> None:
+    decoder = new_decoder()
+    logits: Callable[[CanaryStep], torch.Tensor] = lambda step: torch.full(  # noqa: E731
+        (len(step.token_ids), CONFIG.vocab_size), value
+    )
+    (point,) = run_canary(decoder, logits, (4,))
+    assert point == CanaryPoint(4, float("inf"), 1e-4)
+
+
+def test_sizes() -> None:
+    assert sampled_sizes((1, 2, 4, 8, 16)) == (1, 4, 16)
+    assert sampled_sizes((1, 2)) == (1, 2)
+    assert sampled_sizes((7,)) == (7,)
+    assert sampled_sizes(()) == ()
+    assert fitting_sizes(new_decoder(num_blocks=9), (1, 8, 9)) == (1, 8)
+
+
+@pytest.mark.parametrize(("num_blocks", "max_rows", "lengths"), [(40, 513, 6), (400, 4096, 9), (3, 512, 0)])
+def test_forwards_of_each_kind_are_run(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_rows: int, lengths: int
+) -> None:
+    launched: list[tuple[Step, Placement]] = []
+    launch = CpuExecutor.launch
+
+    def noted(self: CpuExecutor, step: Step, placement: Placement) -> int:
+        launched.append((step, placement))
+        return launch(self, step, placement)
+
+    monkeypatch.setattr(CpuExecutor, "launch", noted)
+    executor = CpuExecutor(new_decoder(num_blocks=num_blocks), max_num_seqs=2)
+    steps = exercise(executor, max_rows=max_rows, max_model_len=4096, num_kv_blocks=num_blocks)
+    assert steps == len(launched) == lengths * 8
+    if lengths:
+        assert {placement.lane for _, placement in launched} == {"decode", "prefill"}
+        assert any(step.prefill is None for step, _ in launched)
+        assert any(step.prefill is not None and step.decode is not None for step, _ in launched)
+        for step, _ in launched:
+            for batch in (step.prefill, step.decode):
+                assert batch is None or (batch.kv_indices.min() > 0 and batch.kv_indices.max() < num_blocks)

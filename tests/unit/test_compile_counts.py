@@ -1,0 +1,53 @@
+"""What was compiled, told by the libraries' counters."""
+
+import pytest
+import torch
+
+from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounter, CompileCounts
+
+
+def test_nothing() -> None:
+    with CompileCounter(gpu=False) as counter:
+        torch.ones(2) + 1
+    assert counter.counts == NOTHING_COMPILED
+    assert counter.counts.total == 0
+
+
+def test_what_dynamo_traces() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + 1
+
+    torch._dynamo.reset()
+    with CompileCounter(gpu=False) as counter:
+        compiled = torch.compile(function, backend="aot_eager")
+        compiled(torch.ones(3))
+        compiled(torch.ones(3))
+    with CompileCounter(gpu=False) as again:
+        compiled(torch.ones(3))
+    torch._dynamo.reset()
+    assert counter.counts.dynamo_frames == 1
+    assert again.counts == NOTHING_COMPILED
+
+
+def test_triton_s_listener_is_put_back() -> None:
+    knobs = pytest.importorskip("triton", reason="Triton is published for Linux only").knobs
+    told: list[dict[str, object]] = []
+    before = knobs.compilation.listener
+    try:
+        knobs.compilation.listener = mine = lambda **found: told.append(found)
+        with CompileCounter(gpu=True) as counter:
+            for cache_hit in (False, True, False):
+                knobs.compilation.listener(cache_hit=cache_hit)
+        assert knobs.compilation.listener is mine
+    finally:
+        knobs.compilation.listener = before
+    assert counter.counts == CompileCounts(triton=2)
+    assert [found["cache_hit"] for found in told] == [False, True, False], (
+        "whoever listened before still hears all"
+    )
+
+
+def test_sums() -> None:
+    both = CompileCounts(cpp=2, triton=1) + CompileCounts(dynamo_frames=3, triton=4)
+    assert both == CompileCounts(dynamo_frames=3, cpp=2, triton=5)
+    assert both.total == 10
