@@ -102,9 +102,17 @@ def test_sizes() -> None:
     assert fitting_sizes(new_decoder(num_blocks=9), (1, 8, 9)) == (1, 8)
 
 
-@pytest.mark.parametrize(("num_blocks", "max_rows", "lengths"), [(40, 513, 6), (400, 4096, 9), (3, 512, 0)])
+@pytest.mark.parametrize(
+    ("num_blocks", "max_rows", "max_num_seqs", "prompts", "mixed"),
+    [(40, 513, 8, 6, 16), (400, 4096, 200, 9, 40), (3, 512, 1, 3, 0)],
+)
 def test_forwards_of_each_kind_are_run(
-    monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_rows: int, lengths: int
+    monkeypatch: pytest.MonkeyPatch,
+    num_blocks: int,
+    max_rows: int,
+    max_num_seqs: int,
+    prompts: int,
+    mixed: int,
 ) -> None:
     launched: list[tuple[Step, Placement]] = []
     launch = CpuExecutor.launch
@@ -114,13 +122,24 @@ def test_forwards_of_each_kind_are_run(
         return launch(self, step, placement)
 
     monkeypatch.setattr(CpuExecutor, "launch", noted)
-    executor = CpuExecutor(new_decoder(num_blocks=num_blocks), max_num_seqs=2)
-    steps = exercise(executor, max_rows=max_rows, max_model_len=4096, num_kv_blocks=num_blocks)
-    assert steps == len(launched) == lengths * 8
-    if lengths:
-        assert {placement.lane for _, placement in launched} == {"decode", "prefill"}
-        assert any(step.prefill is None for step, _ in launched)
-        assert any(step.prefill is not None and step.decode is not None for step, _ in launched)
-        for step, _ in launched:
-            for batch in (step.prefill, step.decode):
-                assert batch is None or (batch.kv_indices.min() > 0 and batch.kv_indices.max() < num_blocks)
+    executor = CpuExecutor(new_decoder(num_blocks=num_blocks), max_num_seqs=max_num_seqs)
+    steps = exercise(
+        executor,
+        max_rows=max_rows,
+        max_num_seqs=max_num_seqs,
+        max_model_len=4096,
+        num_kv_blocks=num_blocks,
+    )
+    assert steps == len(launched)
+    alone = {(len(s.prefill.token_ids), p.lane) for s, p in launched if s.prefill and not s.decode}
+    assert len(alone) == 2 * prompts, "each length on each lane"
+    assert sum(step.prefill is not None and step.decode is not None for step, _ in launched) == mixed
+    for step, placement in launched:
+        assert step.decode is None or placement.lane == "decode"
+        rows = 0
+        for batch in (step.prefill, step.decode):
+            if batch is not None:
+                assert 0 < batch.kv_indices.min() <= batch.kv_indices.max() < num_blocks
+                assert batch.slots.max() < max_num_seqs
+                rows += len(getattr(batch, "token_ids", batch.slots))
+        assert 0 < rows <= max_rows

@@ -164,6 +164,7 @@ def _start(
                     exercise(
                         built.executor,
                         max_rows=max_forward_rows(config),
+                        max_num_seqs=config.max_num_seqs,
                         max_model_len=runtime.max_model_len,
                         num_kv_blocks=built.memory.num_kv_blocks,
                     )
