@@ -1,50 +1,57 @@
-"""The two halves of a decoder layer, compiled once for every batch size above one."""
+"""The two halves of a decoder layer in a captured decode step: which ones run, and compiling them once for all rows."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from bullet_graph.models.decoder import Decoder, LayerFunctions, attention_input, attention_output
+from bullet_graph.models.decoder import (
+    Decoder,
+    LayerFunctions,
+    attention_input,
+    attention_output,
+    eager_functions,
+)
 from bullet_graph.models.ops import LayerOps, TorchOps
 from bullet_graph.models.triton_ops import TritonOps
+
+Halves = Literal["eager", "compiled", "compiled-norm"]
+"""How a layer's two halves are computed:
+
+eager: operation by operation, by Triton's operations; the only way for one row, which has a matrix kernel of its own;
+compiled: plain torch, fused by torch.compile;
+compiled-norm: likewise, but for the norms, which are this package's Triton kernel."""
+
+DEFAULT_HALVES: Halves = "compiled-norm"
+"""Of more rows than one: the fastest with torch.compile (bench/results/h200/decode_step.json)."""
 
 _MOST_COMPILED = 64
 """Versions of a half that a process keeps, of all its models and settings: Dynamo's own limit is 8."""
 
 
-# An operator that Inductor calls and does not look into: kernels that it traces lose how they are launched.
+# An operator that Inductor calls and does not look into, so that its kernel is launched as it is everywhere else.
 @torch.library.custom_op("bullet_graph::add_rms_norm", mutates_args=())
-def _add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool
-) -> tuple[Tensor, Tensor]:
-    return TritonOps(pdl).add_rms_norm(x, residual, weight, eps)
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return TritonOps.add_rms_norm(x, residual, weight, eps)
 
 
 @_add_rms_norm.register_fake
-def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, pdl: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     return torch.empty_like(x), torch.empty_like(x)
 
 
-@dataclass(frozen=True)
 class TritonNormOps(TorchOps):
-    """Plain torch but for the norm, whose Triton kernel holds a row at once where Inductor's goes over it twice.
+    """Plain torch but for the norm, whose Triton kernel holds a row at once where Inductor's goes over it twice."""
 
-    Attributes:
-        pdl: see :class:`~bullet_graph.models.triton_ops.TritonOps`.
-    """
-
-    pdl: bool
-
+    @staticmethod
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See :func:`~bullet_graph.models.ops.add_rms_norm`."""
-        normed, total = _add_rms_norm(x, residual, weight, eps, self.pdl)
+        normed, total = _add_rms_norm(x, residual, weight, eps)
         return normed, total if summed is None else summed.copy_(total)
 
 
@@ -59,9 +66,21 @@ def _environment_restored() -> Iterator[None]:
             del os.environ[name]
 
 
-def compiled_functions(
-    decoder: Decoder, between: LayerOps, max_rows: int, *, fused: LayerOps | None = None, pdl: bool = False
-) -> LayerFunctions:
+def halves_for(rows: int, many: Halves = DEFAULT_HALVES) -> Halves:
+    """What a decode step of so many rows runs; ``many`` for more than one."""
+    return "eager" if rows == 1 else many
+
+
+def decode_functions(decoder: Decoder, halves: Halves, max_rows: int) -> LayerFunctions:
+    """The layer functions of captured decode steps, compiled if need be for 2 to ``max_rows`` rows."""
+    ops = TritonOps()
+    if halves == "eager":
+        return eager_functions(ops)
+    fused = TritonNormOps() if halves == "compiled-norm" else TorchOps()
+    return compiled_functions(decoder, ops, fused, max_rows)
+
+
+def compiled_functions(decoder: Decoder, between: LayerOps, fused: LayerOps, max_rows: int) -> LayerFunctions:
     """Layer functions whose halves torch.compile fuses, for 2 to ``max_rows`` rows.
 
     Compiling happens here and once: the number of rows stays symbolic. Inductor's worker processes are not
@@ -70,23 +89,20 @@ def compiled_functions(
     Args:
         decoder: whose weights to compile for.
         between: operations for what lies between the halves.
+        fused: operations of the halves.
         max_rows: most rows, at least 2.
-        fused: operations of the halves; None for plain torch.
-        pdl: have Inductor launch its kernels while the one before them runs; the device must be able to.
     """
-    ops = TorchOps() if fused is None else fused
 
     def compiled_input(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return attention_input(ops, *arguments)
+        return attention_input(fused, *arguments)
 
     def compiled_output(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return attention_output(ops, *arguments)
+        return attention_output(fused, *arguments)
 
     def compiled(half: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-        # Not dynamic=True: that would make the weights' shapes symbolic, too. Options, not a patch of the settings:
-        # Dynamo takes what it has compiled for the same code with the same options. The whole function or an error:
-        # what it cannot compile, it would run eagerly and not say so.
-        return torch.compile(half, dynamic=False, fullgraph=True, options={"triton.enable_pdl": pdl})
+        # Not dynamic=True: that would make the weights' shapes symbolic, too. The whole function or an error: what it
+        # cannot compile, it would run eagerly and not say so.
+        return torch.compile(half, dynamic=False, fullgraph=True)
 
     functions = LayerFunctions(between, compiled(compiled_input), compiled(compiled_output))
     config, layer = decoder.config, decoder.weights.layers[0]

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.compiled import DEFAULT_HALVES, Halves, decode_functions, halves_for
 from bullet_graph.graphs.cublas import cublas_sm_count, fitting_blas
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, largest_first, smallest_holding
 from bullet_graph.graphs.report import CaptureReport
-from bullet_graph.graphs.step_kernels import StepKernels, default_step_kernels
 from bullet_graph.models.decoder import Decoder, LayerFunctions
 from bullet_graph.models.pinned import Uploader, packed_offsets
 from bullet_graph.models.progress import progress_bar
@@ -81,7 +81,7 @@ class DecodeGraphs:
         padding_slot: slot that padded rows read and write.
         grid_follows_partition: lay attention and matrix products out for the partition's SMs instead of the
             device's; False is for comparisons.
-        kernels_for: what a step of so many rows launches.
+        halves: how steps of more than one row compute a layer's halves; others than the default are for comparisons.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class DecodeGraphs:
         num_kv_blocks: int,
         padding_slot: int,
         grid_follows_partition: bool = True,
-        kernels_for: Callable[[int], StepKernels] = default_step_kernels,
+        halves: Halves = DEFAULT_HALVES,
     ) -> None:
         self._decoder = decoder
-        self._kernels_for = kernels_for
-        self._functions: dict[StepKernels, LayerFunctions] = {}
+        self._halves = halves
+        self._functions: dict[Halves, LayerFunctions] = {}
         self._grid_follows_partition = grid_follows_partition
         device = decoder.cos_sin.device
         self._attention = TritonDecodeAttention(
@@ -154,7 +154,7 @@ class DecodeGraphs:
     def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
         """Capture one graph on the stream that is bound to its partition now; replaces an earlier one.
 
-        Compiles first if that has not been done for its kernels.
+        Compiles first if that has not been done for its number of rows.
         """
         self._functions_for(key.batch_size)
         # One padded row stands for all: lengths do not change what is launched.
@@ -204,10 +204,10 @@ class DecodeGraphs:
         return self._logits[:rows]
 
     def _functions_for(self, rows: int) -> LayerFunctions:
-        kernels = self._kernels_for(rows)
-        if kernels not in self._functions:
-            self._functions[kernels] = kernels.functions(self._decoder, self.batch_sizes[-1])
-        return self._functions[kernels]
+        halves = halves_for(rows, self._halves)
+        if halves not in self._functions:
+            self._functions[halves] = decode_functions(self._decoder, halves, self.batch_sizes[-1])
+        return self._functions[halves]
 
     def _pad(self, inputs: DecodeInputs, batch_size: int) -> DecodeInputs:
         missing = batch_size - len(inputs.slots)
@@ -238,9 +238,7 @@ class DecodeGraphs:
         )
         _, indices_start = packed_offsets([rows] * 5 + [rows + 1])
         batch = DecodeBatch(kv_indptr, self._uploader.device_buffer[indices_start:], last_block_tokens)
-        attention = self._attention.plan(
-            batch, num_sms=self._lane_sms(partition), pdl=self._kernels_for(rows).ops.pdl
-        )
+        attention = self._attention.plan(batch, num_sms=self._lane_sms(partition))
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 
     def _run(self, step: _DeviceStep, partition: SmPartition) -> Tensor:
@@ -265,5 +263,4 @@ class DecodeGraphs:
             functions,
         )
         logits = self._decoder.logits(hidden, functions.ops, out=self._logits[:rows])
-        pdl = self._kernels_for(rows).ops.pdl
-        return sample(logits, step.slots, step.sample_positions, self._state, pdl=pdl)
+        return sample(logits, step.slots, step.sample_positions, self._state)
