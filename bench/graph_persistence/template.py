@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.graph_persistence.saved import AllocationTable, SavedGraph, SavedKernel, SavedNode, words
+from bench.graph_persistence.allocations import AllocationTable, words
+from bench.graph_persistence.saved import SavedGraph, SavedKernel, SavedNode
 
 
 @dataclass(frozen=True, slots=True)
