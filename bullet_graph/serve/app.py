@@ -23,6 +23,7 @@ from bullet_graph.serve.generation import Generation
 from bullet_graph.serve.limits import Gate, LimitMiddleware
 from bullet_graph.serve.live import live_figures
 from bullet_graph.serve.metrics import ServerMetrics
+from bullet_graph.serve.owner import OWNER
 from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest
 from bullet_graph.serve.responses import (
     ChatCompletion,
@@ -35,9 +36,6 @@ from bullet_graph.serve.responses import (
 )
 from bullet_graph.serve.settings import ServeSettings
 from bullet_graph.serve.watchdog import Watchdog
-
-OWNER = "bullet_graph"
-"""Who owns the model, as ``/v1/models`` tells it; a client knows this server by it."""
 
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 

@@ -33,6 +33,7 @@ class Watchdog:
         stalled = self._engine.stalled(self._limit_s)
         if stalled is None or self._engine.failure is not None:
             return
-        reason = f"the engine made no progress for {self._limit_s:g} s (--watchdog-timeout): {stalled}; restart the server"
+        limit = f"{self._limit_s:g} s (--watchdog-timeout)"
+        reason = f"the engine made no progress for {limit}: {stalled}; restart the server"
         logger.error(reason)
         self._engine.fail(reason)
