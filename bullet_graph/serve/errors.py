@@ -105,7 +105,12 @@ def validation_error(error: RequestValidationError) -> ApiError:
             found.get("ctx", {}).get("field", path[0] if path and found["type"] != "json_invalid" else "")
         )
         param = param or field or None
-        if field in _UNIONS and isinstance(body, dict) and field in body:
+        if (
+            field in _UNIONS
+            and found["type"] != "extra_forbidden"
+            and isinstance(body, dict)
+            and field in body
+        ):
             reason = f"`{field}` must be {_UNIONS[field]}; found {_shown(body[field])}"
         else:
             reason = _reason(found, path)
@@ -125,6 +130,8 @@ def _reason(found: Mapping[str, Any], path: Sequence[object]) -> str:
         return f"`{where}` is no field of this request: leave it out, or correct its name"
     if kind == "missing":
         return f"`{where}` is required" if path else _OBJECT
+    if kind == "string_unicode" and not path:
+        return f"names of fields must be valid Unicode, found {_shown(found.get('input'))}"
     if not path and kind in ("unsupported_field", "stream_options", "top_logprobs", "max_tokens"):
         return str(message)
     if not path:

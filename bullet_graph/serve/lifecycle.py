@@ -60,9 +60,11 @@ class DrainingServer(uvicorn.Server):
         self._drain_s = drain_s
         self._on_started = on_started
         self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._on_started()
@@ -75,7 +77,7 @@ class DrainingServer(uvicorn.Server):
             return
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(number, self._stop)
         try:
             yield
         finally:
@@ -83,7 +85,11 @@ class DrainingServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Begin to drain, or, told again, end at once; in the event loop's thread."""
+        """Begin to drain, or, told again, end at once; from any thread, once it has started."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
         if self._draining is not None:
             self._abort("the server was told to stop at once")
             return
@@ -131,6 +137,37 @@ def bind(settings: ServeSettings) -> socket.socket:
     return listener
 
 
+def make_server(
+    engine: AsyncEngine,
+    settings: ServeSettings,
+    *,
+    energy: EnergyMeter,
+    on_started: Callable[[], object],
+) -> DrainingServer:
+    """A server, to be run.
+
+    Args:
+        engine: serves the requests; the caller shuts it down.
+        settings: of the server.
+        energy: of the engine's GPU.
+        on_started: told when requests are served.
+    """
+    app = create_app(engine, settings, energy)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout_s) + _LAST_WORDS_S,
+    )
+    return DrainingServer(
+        config, engine, app.state.gate, drain_s=settings.shutdown_timeout_s, on_started=on_started
+    )
+
+
 def run_server(
     engine: AsyncEngine,
     settings: ServeSettings,
@@ -151,24 +188,7 @@ def run_server(
     Returns:
         Whether the engine's thread has ended, and its memory is free; one that is stuck in the device never does.
     """
-    app = create_app(engine, settings, energy)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="on",
-        backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout_s) + _LAST_WORDS_S,
-    )
-    server = DrainingServer(
-        config,
-        engine,
-        app.state.gate,
-        drain_s=settings.shutdown_timeout_s,
-        on_started=lambda: on_started(url_of(listener)),
-    )
+    server = make_server(engine, settings, energy=energy, on_started=lambda: on_started(url_of(listener)))
     try:
         # Weights, graphs and modules stay: looking through them again and again would stop every stream for long.
         gc.collect()
