@@ -313,7 +313,7 @@ def test_metrics_have_vllms_names_and_count(served: Served) -> None:
 # ---- errors, as the client raises them ----
 
 
-def test_errors_have_the_clients_classes(served: Served, client: openai.OpenAI) -> None:
+def test_errors_have_the_clients_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'gpt-4' is not served here") as missing:
         client.completions.create(model="gpt-4", prompt="x")
     assert missing.value.code == "model_not_found"
