@@ -65,7 +65,13 @@ def test_all_but_health_asks_for_the_key() -> None:
                 kind = "Basic" if path in ("/", "/live", "/metrics") else "Bearer"
                 assert response.headers["WWW-Authenticate"].startswith(kind)
             assert stranger.post("/v1/completions", content=b"x" * 9).status_code == 401
-            for header in ("Bearer s3cret", "Bearer s3cret!!", "s3cret!", "Basic czNjcmV0IQ==", "Bearer \u00fc"):
+            for header in (
+                "Bearer s3cret",
+                "Bearer s3cret!!",
+                "s3cret!",
+                "Basic czNjcmV0IQ==",
+                "Bearer \u00fc",
+            ):
                 headers = {"Authorization": header.encode("latin-1")}
                 assert stranger.get("/v1/models", headers=headers).status_code == 401
             # A browser's dialog gives the key as a password, for what a browser looks at.
@@ -192,7 +198,9 @@ def test_a_dead_engine_is_told_in_health_and_to_every_request(monkeypatch: pytes
         assert "on fire" in served.http.get("/live").json()["failure"]
 
 
-def test_a_stuck_lane_fails_all_requests_and_turns_health_red(stuck: Stuck, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stuck_lane_fails_all_requests_and_turns_health_red(
+    stuck: Stuck, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving(max_model_len=64, max_num_seqs=2, watchdog_timeout_s=0.4, idle=False) as served:
         answers: list[httpx.Response] = []
 

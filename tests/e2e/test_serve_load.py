@@ -41,7 +41,9 @@ def body(prompt: list[int], max_tokens: int, **more: object) -> dict[str, object
     }
 
 
-async def tokens_of_stream(client: aiohttp.ClientSession, prompt: list[int], max_tokens: int) -> tuple[int, ...]:
+async def tokens_of_stream(
+    client: aiohttp.ClientSession, prompt: list[int], max_tokens: int
+) -> tuple[int, ...]:
     """Of one stream; its choices must bring a token each and come to their end."""
     ids: list[int] = []
     reason = None
@@ -141,7 +143,9 @@ async def test_a_full_queue_is_told_and_loses_nothing(monkeypatch: pytest.Monkey
             async def try_one(n: int) -> tuple[int, ...] | None:
                 async with client.post(URL, json=body([n], 3)) as response:
                     if response.status == 200:
-                        return tuple([event["choices"][0]["token_ids"][0] async for event in events(response)])  # type: ignore[index]
+                        return tuple(
+                            [event["choices"][0]["token_ids"][0] async for event in events(response)]
+                        )  # type: ignore[index]
                     assert response.status == 429
                     assert int(response.headers["Retry-After"]) >= 1
                     refused.append((await response.json())["error"])
