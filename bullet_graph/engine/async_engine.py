@@ -202,6 +202,7 @@ class AsyncEngine:
             # First of all, for a device that has failed may fail again when it is shut down.
             self._end_streams(failure)
             self._streams.clear()
+            self._busy_since_s = None
             try:
                 self.engine.shutdown()
             finally:
