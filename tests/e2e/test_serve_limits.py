@@ -250,7 +250,7 @@ def test_an_address_in_use_is_told_before_anything_is_loaded() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be had .*another --port"):
             bind(ServeSettings(served_model_name="x", port=port))
-    with pytest.raises(ConfigError, match="no.such.host.invalid:0 cannot be had"):
+    with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid:0 cannot be had"):
         bind(ServeSettings(served_model_name="x", port=0, host="no.such.host.invalid"))
 
 

@@ -71,13 +71,13 @@ class Load:
             assert self._begun.acquire(timeout=30)
 
     def _stream(self) -> None:
-        line = ""
         try:
             body = REQUEST | {"stream": True, "max_tokens": 500}
             with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=30) as response:
-                for number, line in enumerate(filter(None, response.iter_lines())):
-                    if number == 0:
-                        self._begun.release()
+                lines = filter(None, response.iter_lines())
+                next(lines)
+                self._begun.release()
+                *_, line = lines
         except httpx.HTTPError as error:
             line = type(error).__name__
         self.endings.append(line)

@@ -6,7 +6,7 @@ import pytest
 from core_loop import MODEL, CoreLoop, make_planner
 
 from bullet_graph.config import EngineConfig
-from bullet_graph.engine.lanes import Launching, LaneSms
+from bullet_graph.engine.lanes import LaneSms, Launching
 from bullet_graph.engine.stall import stalled_launches
 from bullet_graph.partition.masks import LANES, lane_masks
 from bullet_graph.partition.spec import SMS_PER_TPC

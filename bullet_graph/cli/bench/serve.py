@@ -53,11 +53,12 @@ class ServerRun:
 
     def fields(self, *, detailed: bool = False) -> dict[str, Any]:
         """The figures for a JSON file, with the fields of ``bench online``; ``detailed`` adds those of each request."""
+        unknown: dict[str, Any] = dict.fromkeys(_ENGINE_ONLY)
         return (
             self.result.fields(detailed=detailed)
-            | dict.fromkeys(_ENGINE_ONLY)
+            | unknown
             | {"model": self.server["model"], "trace": self.trace, "slo": str(self.slo), "seed": self.seed}
-            | self.told
+            | dict(self.told)
             | {"server": dict(self.server)}
         )
 
