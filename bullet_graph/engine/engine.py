@@ -309,9 +309,12 @@ class Engine:
 
         May be asked from any thread, also while :meth:`step` is stuck in another.
         """
-        if self._executor is None:
+        executor = self._executor
+        if executor is None:
             return ()
-        return stalled_launches(self._core, limit_s=limit_s, config=self.config, lane_sms=self._lane_sms)
+        return stalled_launches(
+            self._core, now_s=executor.now(), limit_s=limit_s, config=self.config, lane_sms=self._lane_sms
+        )
 
     def set_policy(self, arm: str | Arm, slo: Slo = NO_TARGETS) -> None:
         """Serve under another arm and other targets from now on, with the graphs and partitions there are.

@@ -7,7 +7,7 @@ from bullet_graph.partition.masks import LANES
 
 
 def stalled_launches(
-    core: EngineCore, *, limit_s: float, config: EngineConfig, lane_sms: LaneSms
+    core: EngineCore, *, now_s: float, limit_s: float, config: EngineConfig, lane_sms: LaneSms
 ) -> tuple[str, ...]:
     """The launches that have held a lane up for longer than a limit, in words; the one launched first comes first.
 
@@ -15,11 +15,11 @@ def stalled_launches(
 
     Args:
         core: its loop may be running, or stuck, in another thread.
+        now_s: on the executor's clock.
         limit_s: most time that a launch may be the oldest of its lane, or that the call that launches it may take.
         config: of the engine.
         lane_sms: the SMs of each lane in each partition.
     """
-    now_s = core.executor.now()
     stuck = []
     for lane in LANES:
         oldest = core.oldest(lane)

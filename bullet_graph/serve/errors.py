@@ -31,6 +31,9 @@ _UNIONS = {
 """What fields of several types, or made of several, must be: each type's own complaint would not help."""
 
 _OBJECT = "a JSON object is required as the body, with Content-Type: application/json"
+_OWN_KINDS = ("unsupported_field", "stream_options", "top_logprobs", "max_tokens", "too_many_outputs")
+"""Kinds of errors that ``protocol.py`` raises, whose messages say it all."""
+
 _SHOWN_CHARACTERS = 80
 _MOST_REASONS = 3
 
@@ -132,7 +135,7 @@ def _reason(found: Mapping[str, Any], path: Sequence[object]) -> str:
         return f"`{where}` is required" if path else _OBJECT
     if kind == "string_unicode" and not path:
         return f"names of fields must be valid Unicode, found {_shown(found.get('input'))}"
-    if not path and kind in ("unsupported_field", "stream_options", "top_logprobs", "max_tokens"):
+    if not path and kind in _OWN_KINDS:
         return str(message)
     if not path:
         return f"{_OBJECT}; found {_shown(found.get('input'))}"

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
@@ -87,7 +87,9 @@ class DrainingServer(uvicorn.Server):
     def stop(self) -> None:
         """Begin to drain, or, told again, end at once; from any thread, once it has started."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._stop)
+            # Raised where the loop is closed: it has stopped already.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:
         if self._draining is not None:

@@ -14,7 +14,7 @@ from bullet_graph.sampling_params import MAX_LOGPROBS, MAX_TEMPERATURE, Sampling
 from bullet_graph.slo import Slo
 
 MAX_OUTPUTS = 128
-"""Most samples of a prompt, and most prompts of a request; as OpenAI's interface has it."""
+"""Most outputs of a request, ``n`` for each of its prompts; OpenAI's interface has this limit for ``n``."""
 
 _HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields that change nothing of the answer: accepted and passed over."""
@@ -167,6 +167,17 @@ class CompletionRequest(GenerationRequest):
         ]
     ) = Field(description="A text, token ids, or a list of either.")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _outputs_are_not_too_many(self) -> "CompletionRequest":
+        outputs = len(self.prompts) * (self.n or 1)
+        if outputs > MAX_OUTPUTS:
+            raise PydanticCustomError(
+                "too_many_outputs",
+                "a request may have at most {most} outputs, found {prompts} prompts with `n`={n}: send several",
+                {"most": MAX_OUTPUTS, "prompts": len(self.prompts), "n": self.n or 1},
+            )
+        return self
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -96,7 +96,7 @@ def test_a_request_that_takes_too_long_is_aborted(monkeypatch: pytest.MonkeyPatc
         return launch(executor, step, placement)
 
     monkeypatch.setattr(CpuExecutor, "launch", slow)
-    with serving(max_model_len=64, request_timeout_s=0.3) as served:
+    with serving(max_model_len=64, request_timeout_s=0.6) as served:
         whole = served.post("/v1/completions", **LONG)
         assert whole.status_code == 504
         assert "--request-timeout" in error_of(whole)["message"]
@@ -235,9 +235,9 @@ def test_a_slow_but_moving_engine_is_let_be(monkeypatch: pytest.MonkeyPatch) -> 
         return launch(executor, step, placement)
 
     monkeypatch.setattr(CpuExecutor, "launch", slow)
-    with serving(max_model_len=64, watchdog_timeout_s=0.4) as served:
-        assert served.complete(prompt=[1], max_tokens=10)
-        time.sleep(0.6)  # idle is no lack of progress
+    with serving(max_model_len=64, watchdog_timeout_s=0.8) as served:
+        assert served.complete(prompt=[1], max_tokens=12)
+        time.sleep(1.1)  # idle is no lack of progress
         assert served.http.get("/health").status_code == 200
 
 

@@ -122,6 +122,20 @@ async def test_of_five_hundred_requests_a_third_disconnects_midway() -> None:
         assert ended['request_success_total{finished_reason="error"}'] == 0
 
 
+async def test_targets_of_requests_do_not_hurt_an_engine_without_a_performance_table() -> None:
+    """It cannot plan by them, but it must not fail on what a request brings."""
+    with serving(max_model_len=64) as served:
+        async with session(served) as client:
+
+            async def ask(n: int) -> int:
+                slo = {"ttft_ms": (0.001, 1e5)[n % 2], "tpot_ms": (0.001, 1e5)[n % 3 == 0]}
+                async with client.post(URL, json=body([1] * (1 + n), 10, slo=slo, stream=False)) as response:
+                    return response.status
+
+            assert set(await asyncio.gather(*map(ask, range(40)))) == {200}
+        assert served.metrics()["slo_requests_total"] == 40
+
+
 async def test_a_full_queue_is_told_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one sequence running and five that may wait, forty come at once."""
     release = asyncio.Event()

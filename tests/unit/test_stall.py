@@ -35,8 +35,13 @@ def lane_sms(loop: CoreLoop) -> LaneSms:
     return {(lane, p): getattr(m, lane).sms for p, m in masks.items() for lane in LANES}
 
 
+def told_of(loop: CoreLoop, *, limit_s: float, config: EngineConfig, lane_sms: LaneSms) -> tuple[str, ...]:
+    now_s = loop.executor.now()
+    return stalled_launches(loop.core, now_s=now_s, limit_s=limit_s, config=config, lane_sms=lane_sms)
+
+
 def test_both_lanes_are_named_with_graph_and_mask(loop: CoreLoop, lane_sms: LaneSms) -> None:
-    told = stalled_launches(loop.core, limit_s=-1, config=CONFIG, lane_sms=lane_sms)
+    told = told_of(loop, limit_s=-1, config=CONFIG, lane_sms=lane_sms)
     by_lane = {text.partition(" ")[0]: text for text in told}
     assert by_lane.keys() == {"decode", "prefill"}
     assert by_lane["decode"].startswith(
@@ -57,9 +62,9 @@ def test_both_lanes_are_named_with_graph_and_mask(loop: CoreLoop, lane_sms: Lane
 
 
 def test_only_what_is_older_than_the_limit_is_told(loop: CoreLoop, lane_sms: LaneSms) -> None:
-    assert stalled_launches(loop.core, limit_s=10.0, config=CONFIG, lane_sms=lane_sms) == ()
+    assert told_of(loop, limit_s=10.0, config=CONFIG, lane_sms=lane_sms) == ()
     loop.run()
-    assert stalled_launches(loop.core, limit_s=-1, config=CONFIG, lane_sms=lane_sms) == ()
+    assert told_of(loop, limit_s=-1, config=CONFIG, lane_sms=lane_sms) == ()
     assert all(loop.core.oldest(lane) is None for lane in LANES)
 
 
@@ -69,12 +74,12 @@ def test_a_launch_that_the_driver_has_not_taken_comes_last(loop: CoreLoop, lane_
     flight, since_s = oldest
     assert loop.core.launching is None
     loop.core.launching = Launching(flight.scheduled.step, flight.placement, since_s)
-    *_, last = stalled_launches(loop.core, limit_s=-1, config=CONFIG, lane_sms=lane_sms)
+    *_, last = told_of(loop, limit_s=-1, config=CONFIG, lane_sms=lane_sms)
     assert "is still being launched after" in last
 
 
 def test_without_a_gpu_there_is_neither_graph_nor_mask(loop: CoreLoop) -> None:
-    told = stalled_launches(loop.core, limit_s=-1, config=CONFIG, lane_sms={})
+    told = told_of(loop, limit_s=-1, config=CONFIG, lane_sms={})
     assert any(
         "a decode step of 7 rows, launched kernel by kernel on a device without SMs" in text for text in told
     )
