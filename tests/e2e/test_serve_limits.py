@@ -158,8 +158,9 @@ async def test_what_does_not_end_in_time_is_aborted_and_told(stuck: Stuck) -> No
     with serving(max_model_len=64, shutdown_timeout_s=0.2, idle=False) as served:
         streams = [asyncio.create_task(stream_to_its_end(served)) for _ in range(3)]
         await asyncio.to_thread(stuck.entered.wait, 20)
-        while served.gate.num_inside < 3:
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(15):
+            while served.gate.num_inside < 3:
+                await asyncio.sleep(0.005)
         served.server.stop()
         responses = await asyncio.gather(*streams)
         assert {response.status_code for response in responses} >= {200}

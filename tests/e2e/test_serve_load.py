@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import aiohttp
 import pytest
@@ -148,10 +148,13 @@ async def test_a_full_queue_is_told_and_loses_nothing(monkeypatch: pytest.Monkey
 
     with serving(max_model_len=64, max_num_seqs=1, max_queue_len=5) as served:
         monkeypatch.setattr(CpuExecutor, "launch", held)
-        async with session(served) as client:
+        # However the test ends, the engine must be able to.
+        async with session(served) as client, AsyncExitStack() as stack:
+            stack.callback(release.set)
             first = asyncio.create_task(tokens_of_stream(client, [1], 3))
-            while served.engine.engine.num_running() == 0:
-                await asyncio.sleep(0.005)
+            async with asyncio.timeout(15):
+                while served.engine.engine.num_running() == 0:
+                    await asyncio.sleep(0.005)
             refused = []
 
             async def try_one(n: int) -> tuple[int, ...] | None:
@@ -166,8 +169,9 @@ async def test_a_full_queue_is_told_and_loses_nothing(monkeypatch: pytest.Monkey
                     return None
 
             others = [asyncio.create_task(try_one(n)) for n in range(40)]
-            while len(refused) < 35:
-                await asyncio.sleep(0.005)
+            async with asyncio.timeout(15):
+                while len(refused) < 35:
+                    await asyncio.sleep(0.005)
             assert served.metrics()["num_requests_waiting"] == 5
             release.set()
             answers = [answer for answer in await asyncio.gather(*others) if answer is not None]
