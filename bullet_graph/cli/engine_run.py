@@ -14,11 +14,10 @@ from rich.table import Table
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats
-from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.provenance import Provenance, collect_provenance
 from bullet_graph.runtime.memory import MemoryLedger, format_bytes
-from bullet_graph.runtime.resolve import Runtime
+from bullet_graph.runtime.resolve import Runtime, load_tokenizer
 from bullet_graph.workloads import Workload, load_workload
 
 
@@ -77,11 +76,6 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
             err=True,
         )
     return engine
-
-
-def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
-    """The model's tokenizer, without building an engine: what depends on it can fail before weights load."""
-    return None if runtime.folder is None else Tokenizer.from_folder(runtime.folder)
 
 
 def load_requests(runtime: Runtime, trace: str, num_prompts: int | None, *, seed: int) -> Workload:

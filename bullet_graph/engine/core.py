@@ -7,6 +7,7 @@ from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.chunk import ChunkUnderWay
 from bullet_graph.engine.corrections import ForwardKind
 from bullet_graph.engine.flights import Flight, Flights, other_lane
+from bullet_graph.engine.lanes import LaneUse, Launching
 from bullet_graph.engine.loop_trace import LoopTrace
 from bullet_graph.engine.output import EngineStats, RequestOutput
 from bullet_graph.engine.plan import ArmName, DecodeLoad, Load, Plan, PromptLoad
@@ -61,6 +62,8 @@ class EngineCore:
         self.tracker = RequestTracker(self.scheduler, max_model_len=max_model_len)
         self.num_steps = 0
         self.arm_seconds: dict[ArmName, float] = {}
+        self.lane_use = LaneUse(executor.num_sms)
+        self.launching: Launching | None = None
         self._num_layers = num_layers
         self._flights = Flights(executor.num_sms)
         self._chunk: ChunkUnderWay | None = None
@@ -125,8 +128,15 @@ class EngineCore:
             num_waiting=self.scheduler.num_waiting,
             num_decoding=len(self.scheduler.decoding()),
             arm_seconds=dict(self.arm_seconds),
+            lane_seconds=dict(self.lane_use.seconds),
+            lane_sm_seconds=dict(self.lane_use.sm_seconds),
+            lane_sms=self.lane_use.now(self._flights),
             corrections=self.planner.corrections,
         )
+
+    def oldest(self, lane: Lane) -> tuple[Flight, float] | None:
+        """A lane's oldest launch and since when it has been that; may be asked from any thread."""
+        return self._flights.oldest(lane)
 
     def close(self) -> None:
         """Forget all requests and let go of the executor; the counters stay."""
@@ -240,7 +250,9 @@ class EngineCore:
         placement = replace(placement, takes_turns=takes_turns)
         now = self.executor.now()
         self.tracker.note_scheduled(scheduled, now)
+        self.launching = Launching(scheduled.step, placement, now)
         ticket = self.executor.launch(scheduled.step, placement)
+        self.launching = None
         beside = bool(self._flights[other_lane(lane)])
         flight = Flight(ticket, scheduled, placement, plan.arm, predicted_ms, beside)
         self._flights.add(flight, now)
@@ -298,6 +310,7 @@ class EngineCore:
         now = self.executor.now()
         flight = self._flights.pop(lane, now)
         self.arm_seconds[flight.arm] = self.arm_seconds.get(flight.arm, 0.0) + result.device_ms / 1e3
+        self.lane_use.retired(flight.placement, result.device_ms)
         self.trace.retired(flight.ticket, now, result.device_ms)
         # In a split a step that ran alone for a while says nothing of how fast it is beside the other lane.
         alone = flight.arm == "split" and not (flight.beside and self._flights[other_lane(lane)])

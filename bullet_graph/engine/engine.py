@@ -24,14 +24,14 @@ from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.corrections import Corrections
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.request import Request, Sample
+from bullet_graph.engine.stall import stalled_launches
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
 from bullet_graph.models.progress import progress_bar
-from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.runtime.build import build_executor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger
-from bullet_graph.runtime.resolve import resolve
+from bullet_graph.runtime.resolve import load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
@@ -105,7 +105,7 @@ class Engine:
         self.model_config = runtime.model
         self.max_model_len = runtime.max_model_len
         self.device_name = runtime.device.type
-        self.tokenizer = None if runtime.folder is None else Tokenizer.from_folder(runtime.folder)
+        self.tokenizer = load_tokenizer(runtime)
         self._admission = Admission(
             self.model_config, self.tokenizer, max_model_len=self.max_model_len, seed=seed
         )
@@ -116,6 +116,8 @@ class Engine:
         self.memory = built.memory
         self.partition_backend = built.partition_backend
         self.capture = built.capture
+        self.num_sms = built.executor.num_sms
+        self._lane_sms = built.lane_sms
         self._performance = built.performance
         # Of this device, so they outlive a change of policy.
         self._corrections = Corrections()
@@ -299,6 +301,22 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and state now."""
         return self._core.stats()
+
+    def num_running(self) -> int:
+        """Sequences that hold KV blocks; may be asked from any thread."""
+        return self._core.scheduler.num_running
+
+    def stalled_launches(self, limit_s: float) -> tuple[str, ...]:
+        """The launches that have held a lane up for longer than so many seconds, in words, the first one first.
+
+        May be asked from any thread, also while :meth:`step` is stuck in another.
+        """
+        executor = self._executor
+        if executor is None:
+            return ()
+        return stalled_launches(
+            self._core, now_s=executor.now(), limit_s=limit_s, config=self.config, lane_sms=self._lane_sms
+        )
 
     def set_policy(self, arm: str | Arm, slo: Slo = NO_TARGETS) -> None:
         """Serve under another arm and other targets from now on, with the graphs and partitions there are.

@@ -1,8 +1,8 @@
 """Plans the memory of a resolved configuration and builds its executor."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from bullet_graph.models.loader import dummy_weights, load_weights
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.weights import ModelWeights
 from bullet_graph.partition.backend import open_backend
+from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition, partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.runtime.captures import max_forward_rows, named_plan
@@ -50,6 +51,7 @@ class BuiltRuntime:
         performance: predicts its times; None where neither arm nor targets need it and no table was named.
         partition_backend: which back end confines the lanes and why; None on the CPU.
         capture: what capturing decode graphs cost; None where none were.
+        lane_sms: the SMs of each lane in each partition; empty on the CPU.
     """
 
     executor: Executor
@@ -57,6 +59,7 @@ class BuiltRuntime:
     performance: PerformanceModel | None = None
     partition_backend: str | None = None
     capture: CaptureReport | None = None
+    lane_sms: Mapping[tuple[Lane, SmPartition], frozenset[int]] = field(default_factory=dict)
 
 
 def build_executor(
@@ -214,7 +217,8 @@ def _build_cuda(
             progress=progress,
         )
         undo.pop_all()
-    return BuiltRuntime(executor, ledger, performance, why, executor.capture)
+    lane_sms = {(lane, p): backend.expected_sms(lane, p) for p in plan.batch_sizes for lane in LANES}
+    return BuiltRuntime(executor, ledger, performance, why, executor.capture, lane_sms)
 
 
 def partitions_of(

@@ -56,7 +56,9 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """A runtime on a GPU of 132 SMs, as far as anybody asks."""
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    return Runtime(PRESETS["llama-3.1-8b"], None, torch.device("cuda"), torch.bfloat16, 4096)
+    return Runtime(
+        PRESETS["llama-3.1-8b"], None, "llama-3.1-8b", torch.device("cuda"), torch.bfloat16, 4096
+    )
 
 
 # ---- which plan ----
@@ -176,7 +178,7 @@ def test_a_captured_size_is_used_from_then_on(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    for name in ("_prepare", "_run"):
+    for name in ("_prepare", "_run", "_functions_for"):
         monkeypatch.setattr(DecodeGraphs, name, lambda *_: None)
     for key in (GraphKey(16), GraphKey(4), GraphKey(8, NARROW), GraphKey(16)):
         graphs.capture_one(key, stream)  # type: ignore[arg-type]

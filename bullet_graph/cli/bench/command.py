@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from bullet_graph.cli.bench.serve_command import serve
 from bullet_graph.cli.bench.sweep_command import sweep
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs, result_options
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
@@ -206,4 +207,5 @@ def _emit(text: str, render: Callable[[], None], path: Path | None, *, as_json: 
         render()
 
 
+bench.add_command(serve)
 bench.add_command(sweep)
