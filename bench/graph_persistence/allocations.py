@@ -42,7 +42,9 @@ class AllocationTable:
         self._starts = [one.address for one in self.allocations]
         for one, following in zip(self.allocations, self.allocations[1:], strict=False):
             if one.address + one.num_bytes > following.address:
-                raise CacheError(f"allocations {one.name} and {following.name} overlap: give each byte one owner")
+                raise CacheError(
+                    f"allocations {one.name} and {following.name} overlap: give each byte one owner"
+                )
 
     def find(self, address: int) -> Allocation | None:
         """The allocation that holds the address, None for none."""

