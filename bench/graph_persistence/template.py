@@ -32,7 +32,7 @@ class TemplateFit:
 
 
 def find_period(sequence: Sequence[object], repeats: int) -> tuple[int, int] | None:
-    """The (start, period) of the shortest piece that stands ``repeats`` times one after another; None for fewer than 2."""
+    """The (start, period) of the shortest piece that stands ``repeats`` times, at least 2, one after another."""
     for period in range(1, len(sequence) // repeats + 1) if repeats > 1 else ():
         run = 0
         for index in range(len(sequence) - period):
