@@ -178,12 +178,19 @@ class AsyncEngine:
             _put_all(loop, items)
 
     def _take_commands(self) -> bool:
-        """Carry out what callers asked for; waits while the engine is idle. False means stop."""
+        """Carry out what callers asked for; waits, and captures what is missing, while the engine is idle.
+
+        False means stop.
+        """
         while True:
             try:
-                command = self._commands.get(block=not self.engine.has_unfinished_requests())
+                command = self._commands.get_nowait()
             except queue.Empty:
-                return True
+                if self.engine.has_unfinished_requests():
+                    return True
+                if self.engine.prepare_next():
+                    continue
+                command = self._commands.get()
             if command is None:
                 return False
             command()

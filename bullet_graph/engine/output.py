@@ -112,6 +112,7 @@ class EngineStats:
         num_running: sequences that hold blocks.
         num_waiting: sequences that wait for blocks.
         num_decoding: running sequences whose prompts are done.
+        num_missing_graphs: CUDA graphs still to be captured, of an engine that was ready before all of them were.
         arm_seconds: time the device spent on launches under each of the planner's arms.
         corrections: measured over predicted time, by arm and kind of forward, as the planner has learned it.
     """
@@ -124,6 +125,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_decoding: int
+    num_missing_graphs: int
     arm_seconds: Mapping[ArmName, float]
     corrections: Mapping[tuple[ArmName, ForwardKind], float]
 

@@ -42,6 +42,11 @@ class LayerPieces:
         self._positions = decoder.cos_sin.new_zeros(max_rows).int()
         self._kv_slots = self._positions.clone()
 
+    def clear(self) -> None:
+        """Begin anew with buffers of zeros."""
+        for buffer in (self._x, self.residual, self._qkv, self._queries, self.attended):
+            buffer.zero_()
+
     def load(self, hidden: Hidden, positions: Tensor, kv_slots: Tensor) -> None:
         """Take a forward's inputs.
 
