@@ -65,6 +65,7 @@ class EngineCore:
         self.arm_seconds: dict[ArmName, float] = {}
         self._num_layers = num_layers
         self._flights = Flights(executor.num_sms)
+        self._num_missing_graphs = executor.num_missing_graphs
         self._pace = PreparationPace()
         self._chunk: ChunkUnderWay | None = None
         self._prompts: list[Sequence] = []
@@ -101,7 +102,7 @@ class EngineCore:
             RuntimeError: requests wait, yet nothing could be launched: a bug.
         """
         self._launch()
-        if self.executor.num_missing_graphs:
+        if self._num_missing_graphs:
             self._prepare_between()
         heads = self._flights.heads()
         if not heads:
@@ -116,6 +117,7 @@ class EngineCore:
     def prepare_next(self) -> bool:
         """Have the executor capture what is missing next, whatever waits; see :meth:`Executor.prepare_next`."""
         more = self.executor.prepare_next()
+        self._num_missing_graphs = self.executor.num_missing_graphs
         self.planner.limit_batch_sizes(max_batch_sizes(self.executor))
         return more
 
@@ -135,7 +137,7 @@ class EngineCore:
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             num_decoding=len(self.scheduler.decoding()),
-            num_missing_graphs=self.executor.num_missing_graphs,
+            num_missing_graphs=self._num_missing_graphs,
             arm_seconds=dict(self.arm_seconds),
             corrections=self.planner.corrections,
         )
