@@ -20,6 +20,7 @@ from typing import Any
 import click
 import torch
 
+# Run as a script, only this file's own folder would be looked in.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.kernels.gpu_command import GpuCommand
