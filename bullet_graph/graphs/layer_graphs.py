@@ -64,6 +64,7 @@ class LayerGraphs:
         """Capture one piece on the current stream, which must see the whole GPU; a size's layers in their order."""
         if layer == 0:
             # Kernels are loaded on first use, which a capture may not; all layers use the same.
+            self.pieces.clear()
             self.pieces.run(min(1, self._num_layers - 1), rows)
         graph = torch.cuda.CUDAGraph()
         with paused_collector():
@@ -84,6 +85,7 @@ class LayerGraphs:
 
     def time_ms(self, rows: int) -> float:
         """Time of one piece, the least of several, on the current stream; nothing else should run on the GPU."""
+        self.pieces.clear()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_REPLAYS + 1)]
         events[0].record()
         for event in events[1:]:

@@ -18,7 +18,7 @@ from bullet_graph.models.pinned import PinnedRing
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.weights import ModelWeights
 
-_STAGING_BYTES = 32 * 1024**2
+_STAGING_BYTES = 16 * 1024**2
 """Of a pinned buffer: large enough for a copy's full speed."""
 
 # Bytes an element takes in the file, of the types that are read.

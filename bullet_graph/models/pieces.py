@@ -43,8 +43,11 @@ class LayerPieces:
         self._kv_slots = self._positions.clone()
 
     def clear(self) -> None:
-        """Begin anew with buffers of zeros."""
-        for buffer in (self._x, self.residual, self._qkv, self._queries, self.attended):
+        """Forget the last forward: what runs next without :meth:`load` writes into the cache's padding alone."""
+        for buffer in (
+            *(self._x, self.residual, self._qkv, self._queries, self.attended),
+            *(self._positions, self._kv_slots),
+        ):
             buffer.zero_()
 
     def load(self, hidden: Hidden, positions: Tensor, kv_slots: Tensor) -> None:

@@ -151,7 +151,7 @@ class CudaExecutor:
         join_weights()
         torch.cuda.synchronize(device)  # the lanes begin with all that both of them need
         if self._layer_graphs is not None:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), torch.inference_mode():
                 self._layer_graphs.pieces.clear()  # what was run with half of the weights
         if ready == "all":
             with clock.phase("short forwards"):  # only now, with the GPU to themselves, they can be timed

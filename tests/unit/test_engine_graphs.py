@@ -299,7 +299,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def piece_graphs(log: list[str]) -> LayerGraphs:
     graphs = object.__new__(LayerGraphs)
     graphs._graphs, graphs._pool, graphs._num_layers, graphs.buckets = {}, None, LAYERS, (16, 128)  # type: ignore[assignment]
-    graphs.pieces = SimpleNamespace(run=lambda layer, rows: log.append(f"{layer} of {rows}"))  # type: ignore[assignment]
+    graphs.pieces = SimpleNamespace(  # type: ignore[assignment]
+        run=lambda layer, rows: log.append(f"{layer} of {rows}"), clear=lambda: log.append("clear")
+    )
     return graphs
 
 
@@ -308,7 +310,7 @@ def test_kernels_of_pieces_are_loaded_before_the_first_layer_is_captured(log: li
     for layer in range(LAYERS):
         graphs.capture_piece(16, layer)
     captured = [entry for layer in range(LAYERS) for entry in ("begin", f"{layer} of 16", "end")]
-    assert log == ["1 of 16", *captured]
+    assert log == ["clear", "1 of 16", *captured]
     assert gc.isenabled()
 
 
