@@ -122,6 +122,7 @@ def test_captures_and_timings_leave_the_cache_of_sequences_alone(monkeypatch: py
 
     def load() -> None:
         graphs.pieces.load(decoder.embed(torch.arange(ROWS)), torch.arange(ROWS), kv_slots())
+        graphs.pieces.attended.fill_(1.0)
 
     load()
     graphs.pieces.run(0, ROWS)
