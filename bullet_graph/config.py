@@ -11,6 +11,7 @@ DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 PartitionBackendName = Literal["auto", "smctrl", "green", "none"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+ReadyName = Literal["hot", "all"]
 ArmChoice = Literal["serial", "sliced", "mixed", "split", "auto"]
 
 KV_BLOCK_TOKENS = 16
@@ -113,6 +114,9 @@ class EngineConfig:
         capture_plan: which decode steps and short forwards to capture, for which partitions: a file of
             ``bullet-graph capture plan`` (ending in ``.toml``), or the name of one that comes with the package; None
             captures all buckets for all partitions.
+        ready: when an engine on a GPU counts as ready: once ``all`` graphs are captured, or the ``hot`` ones, without
+            which it could not serve well. The others then follow while it is idle and, where no latency target
+            suffers, between steps.
 
     Raises:
         ConfigError: at construction, naming the setting.
@@ -135,6 +139,7 @@ class EngineConfig:
     slo: Slo = NO_TARGETS
     perf_table: str | None = None
     capture_plan: str | None = None
+    ready: ReadyName = "all"
 
     def __post_init__(self) -> None:
         choices = {
@@ -142,6 +147,7 @@ class EngineConfig:
             "dtype": ("auto", "bfloat16", "float16", "float32"),
             "device": ("auto", "cuda", "cpu"),
             "partition_backend": ("auto", "smctrl", "green", "none"),
+            "ready": ("hot", "all"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

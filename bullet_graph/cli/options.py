@@ -11,7 +11,15 @@ import click
 from click.core import ParameterSource
 
 from bullet_graph.cli.result_file import check_result_file
-from bullet_graph.config import Arm, DeviceName, DtypeName, EngineConfig, LoadFormat, PartitionBackendName
+from bullet_graph.config import (
+    Arm,
+    DeviceName,
+    DtypeName,
+    EngineConfig,
+    LoadFormat,
+    PartitionBackendName,
+    ReadyName,
+)
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
 
@@ -107,6 +115,13 @@ def engine_options(
             metavar="FILE.toml|NAME",
             help="What to capture: a file of `bullet-graph capture plan`, or a plan that comes with the package.  "
             "[default: all batch sizes for all partitions]",
+        ),
+        "ready": click.option(
+            "--ready",
+            type=click.Choice(get_args(ReadyName)),
+            default=defaults["ready"],
+            show_default=True,
+            help="Serve once all graphs are captured, or the hot ones; the others then follow while there is time.",
         ),
         "max_num_seqs": click.option(
             "--max-num-seqs",

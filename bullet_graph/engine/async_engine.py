@@ -235,16 +235,23 @@ class AsyncEngine:
             _put_all(loop, items)
 
     def _take_commands(self) -> bool:
-        """Carry out what callers asked for; waits while the engine is idle. False means stop."""
+        """Carry out what callers asked for; waits, and captures what is missing, while the engine is idle.
+
+        False means stop.
+        """
         # Once failed from outside, the rest is for _refuse_late_commands.
         while self._failure is None:
-            idle = not self.engine.has_unfinished_requests()
-            self._busy_since_s = None if idle else time.monotonic()
-            try:
-                command = self._commands.get(block=idle)
-            except queue.Empty:
-                return True
             self._busy_since_s = time.monotonic()
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                if self.engine.has_unfinished_requests():
+                    return True
+                if self.engine.prepare_next():
+                    continue
+                self._busy_since_s = None
+                command = self._commands.get()
+                self._busy_since_s = time.monotonic()
             if command is None:
                 return False
             command()

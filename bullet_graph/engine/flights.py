@@ -91,10 +91,26 @@ class Flights:
 
     def decode_due_s(self, now_s: float) -> float:
         """When the tokens in flight on the decode lane are expected, the other lane's turns before them included."""
-        due_s = now_s + self._left_s("decode", now_s)
+        return self._due_s("decode", now_s)
+
+    def awaited_s(self, now_s: float) -> list[tuple[float, float]]:
+        """When first tokens and last ones in flight are expected, and when each is due; others are slack's matter."""
+        awaited = []
+        for lane, flights in self._lanes.items():
+            due_s = self._due_s(lane, now_s)
+            for sequence in (s for flight in flights if flight.ends_chunk for s in flight.scheduled.sampled):
+                if sequence.first_token_s is None:
+                    awaited.append((due_s, sequence.deadline_s))
+                elif sequence.slo.tpot_ms is not None and sequence.num_tokens >= sequence.max_tokens:
+                    gaps = sequence.num_tokens - len(sequence.prompt_token_ids) - 1
+                    awaited.append((due_s, sequence.first_token_s + gaps * sequence.slo.tpot_ms / 1e3))
+        return awaited
+
+    def _due_s(self, lane: Lane, now_s: float) -> float:
+        due_s = now_s + self._left_s(lane, now_s)
         prefill = self._lanes["prefill"]
         if any(f.placement.takes_turns or f.placement.partition.prefill_tpcs is None for f in prefill):
-            due_s += self._left_s("prefill", now_s)
+            due_s += self._left_s(other_lane(lane), now_s)
         return due_s
 
     def _left_s(self, lane: Lane, now_s: float) -> float:

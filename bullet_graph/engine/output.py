@@ -113,6 +113,7 @@ class EngineStats:
         num_running: sequences that hold blocks.
         num_waiting: sequences that wait for blocks.
         num_decoding: running sequences whose prompts are done.
+        num_missing_graphs: CUDA graphs still to be captured, of an engine that was ready before all of them were.
         arm_seconds: time the device spent on launches under each of the planner's arms.
         lane_seconds: time the device spent on each lane's launches.
         lane_sm_seconds: the same times the SMs that the launches had; without a GPU, which has no SMs, nothing.
@@ -128,6 +129,7 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_decoding: int
+    num_missing_graphs: int
     arm_seconds: Mapping[ArmName, float]
     lane_seconds: Mapping[Lane, float]
     lane_sm_seconds: Mapping[Lane, float]

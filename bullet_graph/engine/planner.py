@@ -127,6 +127,10 @@ class Planner:
         """
         self._corrections.observe(arm, kind, predicted_ms, measured_ms)
 
+    def limit_batch_sizes(self, max_batch_sizes: Mapping[int, int]) -> None:
+        """Take other limits of batches from now on; see the class."""
+        self._max_batch_sizes = max_batch_sizes
+
     def plan(self, load: Load) -> Plan:
         """How the next launches share the device; the same loads in the same order give the same plans."""
         contended = load.decode is not None and bool(load.prompts or load.chunk)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.collector import paused_collector
 from bullet_graph.graphs.compiled import DEFAULT_HALVES, Halves, decode_functions, halves_for
 from bullet_graph.graphs.cublas import cublas_sm_count, fitting_blas
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, largest_first, smallest_holding
@@ -134,8 +135,7 @@ class DecodeGraphs:
         """
         start_s = time.perf_counter()
         free_before, _ = torch.cuda.mem_get_info()
-        for size in self.batch_sizes:
-            self._functions_for(size)
+        self.compile()
         compiled_s = time.perf_counter()
         keys = largest_first(batch_sizes)
         with progress_bar(progress, total=len(keys), desc="Capturing decode graphs", unit="graph") as advance:
@@ -151,6 +151,11 @@ class DecodeGraphs:
             num_bytes=free_before - free_after,
         )
 
+    def compile(self) -> None:
+        """Compile, or load from a library's cache, what steps of all sizes launch."""
+        for size in self.batch_sizes:
+            self._functions_for(size)
+
     def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
         """Capture one graph on the stream that is bound to its partition now; replaces an earlier one.
 
@@ -163,15 +168,17 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step = self._prepare(inputs, key.partition)
-            # The first run loads kernels and lets the libraries allocate, which a capture may not.
-            self._run(step, key.partition)
+            # The first run loads kernels and lets the libraries allocate, which a capture may not; all layers use the
+            # same.
+            self._run(step, key.partition, last=1)
             graph = torch.cuda.CUDAGraph()
-            # `torch.cuda.graph` would synchronize and empty the allocator's cache for every graph.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                token_ids = self._run(step, key.partition)
-            finally:
-                graph.capture_end()
+            with paused_collector():
+                # `torch.cuda.graph` would synchronize and empty the allocator's cache for every graph.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    token_ids = self._run(step, key.partition)
+                finally:
+                    graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self._captured[key] = _Captured(graph, token_ids)
         self._sizes[key.partition] = tuple(sorted({*self._sizes.get(key.partition, ()), key.batch_size}))
@@ -241,10 +248,11 @@ class DecodeGraphs:
         attention = self._attention.plan(batch, num_sms=self._lane_sms(partition))
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 
-    def _run(self, step: _DeviceStep, partition: SmPartition) -> Tensor:
+    def _run(self, step: _DeviceStep, partition: SmPartition, last: int | None = None) -> Tensor:
+        """Launch the step's kernels; ``last`` leaves out the layers from that one on."""
         num_sms = self._lane_sms(partition)
         with cublas_sm_count(num_sms), fitting_blas(len(step.slots), num_sms):
-            return self._forward(step)
+            return self._forward(step, last)
 
     def _lane_sms(self, partition: SmPartition) -> int | None:
         """SMs to lay kernels out for, None for the device's."""
@@ -252,7 +260,7 @@ class DecodeGraphs:
             return None
         return SMS_PER_TPC * partition.decode_tpcs
 
-    def _forward(self, step: _DeviceStep) -> Tensor:
+    def _forward(self, step: _DeviceStep, last: int | None) -> Tensor:
         rows = len(step.slots)
         functions = self._functions_for(rows)
         hidden = self._decoder.run_layers(
@@ -261,6 +269,7 @@ class DecodeGraphs:
             step.kv_slots,
             step.attention,
             functions,
+            last=last,
         )
         logits = self._decoder.logits(hidden, functions.ops, out=self._logits[:rows])
         return sample(logits, step.slots, step.sample_positions, self._state)

@@ -10,24 +10,21 @@ from pathlib import Path
 import psutil
 import torch
 
-from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError, UnsupportedModelError
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan
 from bullet_graph.graphs.report import CaptureReport
-from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights, load_weights
-from bullet_graph.models.rope import cos_sin_table
-from bullet_graph.models.weights import ModelWeights
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition, partition_of
 from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.captures import max_forward_rows, named_plan
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.launcher import Launcher
-from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory
+from bullet_graph.runtime.loading import decoder_while_loading
+from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory, workspace_bytes
 from bullet_graph.runtime.performance import find_performance
 from bullet_graph.runtime.resolve import Runtime
 
@@ -68,12 +65,14 @@ def build_executor(
     *,
     progress: bool,
     on_ledger: Callable[[MemoryLedger], None],
+    clock: StartClock,
 ) -> BuiltRuntime:
-    """Plan the memory, then load the weights and build the executor.
+    """Plan the memory, then load the weights and, meanwhile, build the executor.
 
     Args:
         progress: show progress bars.
         on_ledger: told the ledger before anything is allocated.
+        clock: told of each phase.
 
     Raises:
         InsufficientMemoryError: the ledger does not fit.
@@ -82,12 +81,13 @@ def build_executor(
         DeviceError: a library that the GPU path needs is missing.
         PartitionError: the SM partitions asked for cannot be had, or do not hold.
     """
-    _check_device(config, runtime)
-    performance = find_performance(config, runtime)
-    ledger = plan_ledger(config, runtime, performance)
+    with clock.phase("device"):
+        _check_device(config, runtime)
+        performance = find_performance(config, runtime)
+        ledger = plan_ledger(config, runtime, performance)
     on_ledger(ledger)
     build = _build_cpu if runtime.device.type == "cpu" else _build_cuda
-    return build(config, runtime, performance, ledger, progress)
+    return build(config, runtime, performance, ledger, progress, clock)
 
 
 def _check_device(config: EngineConfig, runtime: Runtime) -> None:
@@ -132,15 +132,12 @@ def plan_ledger(
         host = psutil.virtual_memory()
         device, workspaces, graphs, limit = DeviceMemory(host.total, host.available), 0, 0, CPU_KV_CACHE_BYTES
     else:
-        # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
-        from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
-
         free, total = torch.cuda.mem_get_info(runtime.device)
         device, limit = DeviceMemory(total, free), None
-        workspaces = CudaExecutor.workspace_bytes(runtime.model, config.max_num_seqs)
+        workspaces = workspace_bytes(runtime.model, config.max_num_seqs)
         graphs = 0
         if config.cuda_graphs:
-            graphs = CudaExecutor.graph_bytes(runtime.model, capture_plan_of(config, runtime, performance))
+            graphs = capture_plan_of(config, runtime, performance).graph_bytes(runtime.model.num_layers)
     return plan_memory(
         config,
         runtime.model,
@@ -182,8 +179,11 @@ def _build_cpu(
     performance: PerformanceModel | None,
     ledger: MemoryLedger,
     progress: bool,
+    clock: StartClock,
 ) -> BuiltRuntime:
-    executor = CpuExecutor(build_decoder(config, runtime, ledger, progress), max_num_seqs=config.max_num_seqs)
+    with decoder_while_loading(config, runtime, ledger, clock, progress=progress) as (decoder, join_weights):
+        executor = CpuExecutor(decoder, max_num_seqs=config.max_num_seqs)
+        join_weights()
     return BuiltRuntime(executor, ledger, performance)
 
 
@@ -193,20 +193,27 @@ def _build_cuda(
     performance: PerformanceModel | None,
     ledger: MemoryLedger,
     progress: bool,
+    clock: StartClock,
 ) -> BuiltRuntime:
-    # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
-    from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
-
     plan = capture_plan_of(config, runtime, performance)
-    # Before the weights: a partition that does not hold should not cost their loading.
-    backend, why = open_backend(
-        config.partition_backend, tuple(plan.batch_sizes), device=torch.cuda.current_device()
-    )
+    # Before the weights: a partition that does not hold should not cost their loading, and nothing may run beside
+    # what proves it.
+    with clock.phase("partitions"):
+        backend, why = open_backend(
+            config.partition_backend, tuple(plan.batch_sizes), device=torch.cuda.current_device()
+        )
     launcher = Launcher(backend, runtime.device)
     with ExitStack() as undo:
         undo.callback(launcher.close)
+        decoder, join_weights = undo.enter_context(
+            decoder_while_loading(config, runtime, ledger, clock, progress=progress)
+        )
+        with clock.phase("imports"):
+            # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have; and
+            # only now, since weights are read meanwhile.
+            from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
         executor = CudaExecutor(
-            build_decoder(config, runtime, ledger, progress),
+            decoder,
             max_num_seqs=config.max_num_seqs,
             max_rows=max_forward_rows(config),
             num_kv_blocks=ledger.num_kv_blocks,
@@ -214,6 +221,9 @@ def _build_cuda(
             plan=plan,
             cuda_graphs=config.cuda_graphs,
             prefill_lane=config.arm.uses_prefill_lane,
+            ready=config.ready,
+            join_weights=join_weights,
+            clock=clock,
             progress=progress,
         )
         undo.pop_all()
@@ -248,30 +258,3 @@ def _require_cuda_libraries() -> None:
             f"the GPU path needs flashinfer-python {FLASHINFER_RELEASE}, found {found}: "
             f"pip install flashinfer-python=={FLASHINFER_RELEASE}"
         )
-
-
-def build_decoder(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, progress: bool) -> Decoder:
-    """Weights, and a cache of as many blocks as the ledger grants, on the runtime's device.
-
-    Raises:
-        CheckpointError: the weights cannot be read.
-    """
-    cache = KVCache(
-        runtime.model,
-        num_blocks=ledger.num_kv_blocks,
-        block_tokens=KV_BLOCK_TOKENS,
-        dtype=runtime.dtype,
-        device=runtime.device,
-    )
-    weights = _weights(config, runtime, progress)
-    return Decoder(
-        runtime.model, weights, cache, cos_sin_table(runtime.model, runtime.max_model_len, runtime.device)
-    )
-
-
-def _weights(config: EngineConfig, runtime: Runtime, progress: bool) -> ModelWeights:
-    if runtime.folder is None or config.load_format == "dummy":
-        return dummy_weights(runtime.model, dtype=runtime.dtype, device=runtime.device, seed=config.seed)
-    return load_weights(
-        runtime.folder, runtime.model, dtype=runtime.dtype, device=runtime.device, progress=progress
-    )

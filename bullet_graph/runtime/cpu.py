@@ -38,6 +38,7 @@ class CpuExecutor:
 
     max_in_flight = 1
     num_sms = None
+    num_missing_graphs = 0
     has_prefill_lane = True
     partitions: Sequence[SmPartition] = (WHOLE_GPU,)
 
@@ -52,6 +53,10 @@ class CpuExecutor:
     def max_batch_size(self, partition: SmPartition) -> int | None:  # noqa: ARG002 - the protocol's
         """See :meth:`Executor.max_batch_size`."""
         return None
+
+    def prepare_next(self) -> bool:
+        """Nothing is captured; see :meth:`Executor.prepare_next`."""
+        return False
 
     @torch.inference_mode()
     def launch(self, step: Step, placement: Placement) -> int:

@@ -43,7 +43,9 @@ GRAPH_SOURCES = (
 )
 """What decides, besides, what is captured."""
 
-_WITHOUT_KERNELS = frozenset({"models/loader.py", "models/progress.py", "models/tokenizer.py"})
+_WITHOUT_KERNELS = frozenset(
+    f"models/{name}.py" for name in ("checkpoint", "loader", "progress", "tokenizer", "weight_loading")
+)
 
 
 def fingerprint_of(runtime: Runtime) -> Fingerprint:

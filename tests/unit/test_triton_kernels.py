@@ -148,3 +148,13 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
     logits[0, [4321, 77, 4999]] = 2.0
     slots = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     assert triton_sample(logits, slots, slots, state).tolist() == [77]
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_whatever_the_logits_are_a_token_is_in_the_vocabulary(value: float) -> None:
+    """Captures run steps before the weights are there, and the next step looks the token up."""
+    state = SamplingState(1, DEVICE)  # as a slot for padding has it, greedy
+    slots = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    tokens = triton_sample(torch.full((1, 5000), value, device=DEVICE), slots, slots, state)
+    assert 0 <= int(tokens[0]) < 5000
+    assert state.last_token.tolist() == tokens.tolist()
