@@ -30,7 +30,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint typecheck unit sanitize format gpu-test stamp clean
+.PHONY: help venv demo test lint typecheck unit sanitize browser format gpu-test stamp clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -67,6 +67,12 @@ sanitize: $(VENV)/.installed-dev ## the C extension under AddressSanitizer and U
 	gcov --no-output --branch-probabilities $(SANITIZED)/bullet_graph/*.gcda \
 		| sed -n '/smctrl\.c/,/^Calls/p' | tee $(SANITIZED)/coverage.txt
 	grep -q 'Taken at least once:100.00%' $(SANITIZED)/coverage.txt
+
+# The distribution's, where this user may install it; else the one that Playwright brings.
+browser: $(VENV)/.installed-dev ## Chromium, for the test of the server's live page, where there is none
+	command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		{ test "$$(id -u)" = 0 && command -v apt-get && apt-get update && apt-get install -y --no-install-recommends chromium; } || \
+		$(BIN)/playwright install --with-deps chromium-headless-shell
 
 gpu-test: $(VENV)/.installed-dev ## the tests that need an NVIDIA GPU
 	$(BIN)/pytest tests/gpu -m gpu

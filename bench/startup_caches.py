@@ -66,16 +66,16 @@ def run_way(way: str, model: str, device: str, folder: Path) -> dict[str, object
     decoder = Decoder(config, weights, cache, cos_sin_table(config, 16, where))
     fused: LayerOps = TorchOps()
     if device == "cuda":
-        from bullet_graph.graphs.triton_norm import TritonNormOps  # noqa: PLC0415 - needs Triton
+        from bullet_graph.graphs.halves import TritonNormOps  # noqa: PLC0415 - needs Triton
 
-        fused = TritonNormOps(pdl=False)
+        fused = TritonNormOps()
     archive = folder / "mega-cache"
     compiler = stored(Folder(folder), "halves") if way.startswith("aot") else compile_now
     start_s = time.perf_counter()
     with torch.inference_mode(), CompileCounter(gpu=device == "cuda") as counter:
         if way == "mega-cache" and archive.exists():
             torch.compiler.load_cache_artifacts(archive.read_bytes())
-        compiled_functions(decoder, TorchOps(), MAX_ROWS, fused=fused, compiler=compiler)
+        compiled_functions(decoder, TorchOps(), fused, MAX_ROWS, compiler)
     seconds = time.perf_counter() - start_s
     if way == "mega-cache" and not archive.exists():
         saved = torch.compiler.save_cache_artifacts()

@@ -1,5 +1,6 @@
 """LLM inference that runs prefill and decode at the same time on one GPU."""
 
+from bullet_graph import _imports  # isort: skip  # noqa: F401 - the clock of the imports starts here
 from bullet_graph._version import __version__
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine

@@ -12,6 +12,7 @@ DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 PartitionBackendName = Literal["auto", "smctrl", "green", "none"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 CanaryChoice = Literal["off", "sample", "all"]
+ReadyName = Literal["hot", "all"]
 ArmChoice = Literal["serial", "sliced", "mixed", "split", "auto"]
 
 KV_BLOCK_TOKENS = 16
@@ -120,6 +121,9 @@ class EngineConfig:
             A cache is code: take one from a trusted place only.
         canary: at which batch sizes a start from a cache compares its logits with the uncompiled model's: ``off``,
             ``sample`` (the smallest, the middle, the largest) or ``all``.
+        ready: when an engine on a GPU counts as ready: once ``all`` graphs are captured, or the ``hot`` ones, without
+            which it could not serve well. The others then follow while it is idle and, where no latency target
+            suffers, between steps.
 
     Raises:
         ConfigError: at construction, naming the setting.
@@ -145,6 +149,7 @@ class EngineConfig:
     compile: bool = False
     capture_cache: str | None = None
     canary: CanaryChoice = "sample"
+    ready: ReadyName = "all"
 
     def __post_init__(self) -> None:
         choices = {
@@ -153,6 +158,7 @@ class EngineConfig:
             "device": ("auto", "cuda", "cpu"),
             "partition_backend": ("auto", "smctrl", "green", "none"),
             "canary": get_args(CanaryChoice),
+            "ready": ("hot", "all"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -52,7 +52,7 @@ from bullet_graph.cache.builder import Build
 from bullet_graph.cli.main import main
 # Without Inductor, which takes seconds; and, on demand, killed as soon as one half is finished.
 compile_half = torch.compile
-torch.compile = lambda half, *, options, **settings: compile_half(half, backend="aot_eager", **settings)
+torch.compile = lambda half, **settings: compile_half(half, backend="aot_eager", **settings)
 if sys.argv[1] == "killed":
     add_bytes = Build.add_bytes
     def add_and_die(self, name, *arguments, **settings):
@@ -149,8 +149,7 @@ def without_inductor() -> Iterator[None]:
     """As :func:`quickly`."""
     compile_half = torch.compile
 
-    def compiled(half: Any, *, options: dict[str, object], **settings: Any) -> Any:
-        del options
+    def compiled(half: Any, **settings: Any) -> Any:
         return compile_half(half, backend="aot_eager", **settings)
 
     with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch({"cpp.vec_isa_ok": False}):

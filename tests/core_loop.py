@@ -81,6 +81,13 @@ class CheckedExecutor:
     def max_batch_size(self, partition: SmPartition) -> int | None:
         return self.clock.max_batch_size(partition)
 
+    @property
+    def num_missing_graphs(self) -> int:
+        return 0
+
+    def prepare_next(self) -> bool:
+        return False
+
     def launch(self, step: Step, placement: Placement) -> int:
         lane = placement.lane
         assert len(self.in_flight[lane]) < self.max_in_flight, "too much in flight"

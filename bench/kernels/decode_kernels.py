@@ -13,12 +13,13 @@ from bench.kernels.decode_inputs import DEVICE, DTYPE, Cache, Int32Array, length
 from bench.kernels.graph_timing import us_per_layer
 from bullet_graph.models import flashinfer_attention
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch, decode_workspace_bytes
+from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch
 from bullet_graph.models.triton_decode_attention import (
     DecodeBatch,
     DecodeKernelSettings,
     TritonDecodeAttention,
 )
+from bullet_graph.models.workspaces import decode_workspace_bytes
 
 MAX_ROWS = 256
 HND_LAYOUT = 1

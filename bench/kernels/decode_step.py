@@ -2,9 +2,10 @@
 
     python bench/kernels/decode_step.py --output-json bench/results/h200/decode_step.json
 
-Ways and their names: bench/kernels/step_variants.py. Weights, cache and tokens are random. For each number of rows the
-ways take turns, round by round, once the GPU has run long enough to be at its power cap; a time is the median over a
-way's steps, each with its inputs' upload, by events. Logits are compared with those of the first way.
+The ways are the ``Halves`` of bullet_graph/graphs/compiled.py; one row is always computed eagerly. Weights, cache and
+tokens are random. For each number of rows the ways take turns, round by round, once the GPU has run long enough to be
+at its power cap; a time is the median over a way's steps, each with its inputs' upload, by events. Logits are compared
+with those of the first way.
 """
 
 import dataclasses
@@ -21,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.kernels.gpu_command import GpuCommand
 from bench.kernels.step_breakdown import breakdown_rows, profile, work_by_group
-from bench.kernels.step_lab import MAX_ERROR, Bench, inputs_for
-from bench.kernels.step_variants import DEFAULT, variants
+from bench.kernels.step_lab import MAX_ERROR, VARIANTS, Bench, inputs_for
 from bullet_graph.cli.options import parse_sizes
 from bullet_graph.cli.result_file import check_result_file, write_result_file
+from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
@@ -33,7 +34,6 @@ from bullet_graph.perf.provenance import collect_provenance
 
 BREAKDOWN_ROWS = (64, 256)
 WARM_UP_S = 3.0
-NAMES = tuple(variants(0))
 
 
 def table(report: dict[str, Any]) -> list[str]:
@@ -71,7 +71,7 @@ def table(report: dict[str, Any]) -> list[str]:
 
 def breakdown(bench: Bench, config: ModelConfig, rows: int, copy_gb_per_s: float) -> dict[str, Any]:
     """By kernel, of the first variant, which has been captured; the profiler's own cost is in it."""
-    name = next(iter(bench.chosen))
+    name = bench.variants[0]
     inputs = inputs_for(rows, bench.context, bench.num_blocks)
     try:
         times = profile(lambda: bench.step(name, inputs))
@@ -105,7 +105,7 @@ def parse_rows(context: click.Context, parameter: click.Parameter, value: str) -
 @click.option(
     "--variant",
     "names",
-    type=click.Choice(NAMES),
+    type=click.Choice(VARIANTS),
     multiple=True,
     help="Only this, or these, besides the product's; otherwise all.",
 )
@@ -118,7 +118,7 @@ def main(
     model: str,
     rows: tuple[int, ...],
     context: int,
-    names: tuple[str, ...],
+    names: tuple[Halves, ...],
     rounds: int,
     output_json: Path,
 ) -> None:
@@ -128,10 +128,10 @@ def main(
     config, largest = PRESETS[model], max(rows)
     copy_gb_per_s = measure_copy_gb_per_s("cuda")
     torch.cuda.empty_cache()
-    wanted = [name for name in NAMES if name == DEFAULT or not names or name in names]
+    wanted = [name for name in VARIANTS if name == DEFAULT_HALVES or not names or name in names]
     bench = Bench(config, wanted, largest, context)
-    bench.capture(DEFAULT, largest)
-    bench.times_ms(DEFAULT, inputs_for(largest, context, bench.num_blocks), WARM_UP_S)
+    bench.capture(DEFAULT_HALVES, largest)
+    bench.times_ms(DEFAULT_HALVES, inputs_for(largest, context, bench.num_blocks), WARM_UP_S)
     report: dict[str, Any] = {
         "model": model,
         "context": context,

@@ -20,7 +20,7 @@ _NAMES = {  # part of a kernel's name, in lower case; Inductor's names tell what
     "rope": ("rope_and_cache_kernel",),
     "norms": ("add_rms_norm_kernel", "rsqrt"),
     "swiglu": ("silu",),
-    "products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "skinny_kernel", "cublas"),
+    "products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
 }
 _LAST = "sampling"
 

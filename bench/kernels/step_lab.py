@@ -5,16 +5,16 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bench.kernels.decode_inputs import DEVICE, DTYPE, scattered_blocks
-from bench.kernels.step_variants import distinct, variants
 from bench.kernels.sustained import relative_error
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
+from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, halves_for
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
@@ -24,6 +24,11 @@ from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.perf.energy import DeviceMonitor
 
+VARIANTS: tuple[Halves, ...] = (
+    DEFAULT_HALVES,
+    *(halves for halves in get_args(Halves) if halves != DEFAULT_HALVES),
+)
+"""Ways to compute a step of more than one row: the product's, then what is held against it."""
 BLOCK_TOKENS = 16
 MAX_ERROR = 5e-2
 """Relative, Frobenius, of logits against the product's: all round to bfloat16, not all as often, layer upon layer."""
@@ -67,10 +72,16 @@ class Agreement:
         return self.relative_error <= MAX_ERROR and others <= max(1, MAX_OTHER_TOKENS * rows)
 
 
+def distinct(names: Sequence[Halves], rows: int) -> dict[Halves, Halves]:
+    """Each variant's name to that of the first which launches the same for so many rows."""
+    first: dict[Halves, Halves] = {}
+    return {name: first.setdefault(halves_for(rows, name), name) for name in names}
+
+
 class Bench:
     """One decoder, and for each variant its graphs."""
 
-    def __init__(self, config: ModelConfig, names: Sequence[str], max_rows: int, context: int) -> None:
+    def __init__(self, config: ModelConfig, names: Sequence[Halves], max_rows: int, context: int) -> None:
         self.num_blocks = 1 + max_rows * -(-context // BLOCK_TOKENS)
         weights = dummy_weights(config, dtype=DTYPE, device=DEVICE, seed=0)
         cache = KVCache(
@@ -83,8 +94,7 @@ class Bench:
         self.state.last_token.random_(0, config.vocab_size)
         self.tokens = self.state.last_token.clone()
         self.context, self.stream = context, torch.cuda.Stream()
-        chosen = variants(config.vocab_size)
-        self.chosen = {name: chosen[name] for name in names}
+        self.variants = tuple(names)
         self.graphs = {
             name: DecodeGraphs(
                 decoder,
@@ -92,26 +102,26 @@ class Bench:
                 max_batch_size=max_rows,
                 num_kv_blocks=self.num_blocks,
                 padding_slot=max_rows,
-                kernels_for=kernels_for,
+                halves=name,
             )
-            for name, kernels_for in self.chosen.items()
+            for name in names
         }
 
-    def capture(self, name: str, rows: int) -> None:
+    def capture(self, name: Halves, rows: int) -> None:
         """Capture a step of one of the captured sizes; compiles on the variant's first."""
         self.graphs[name].capture_one(GraphKey(rows), self.stream)
 
-    def step(self, name: str, inputs: DecodeInputs) -> Tensor:
+    def step(self, name: Halves, inputs: DecodeInputs) -> Tensor:
         """Enqueue a step; returns its tokens."""
         return self.graphs[name].run(inputs)
 
-    def results(self, name: str, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
+    def results(self, name: Halves, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
         """(logits, tokens) of a step from the same input tokens every time."""
         self.state.last_token.copy_(self.tokens)
         tokens = self.step(name, inputs).clone()
         return self.graphs[name].logits(len(tokens)).clone(), tokens
 
-    def times_ms(self, name: str, inputs: DecodeInputs, seconds: float) -> list[float]:
+    def times_ms(self, name: Halves, inputs: DecodeInputs, seconds: float) -> list[float]:
         """Of single steps, back to back, for about so long."""
         start = time.perf_counter()
         self.step(name, inputs)
@@ -128,14 +138,14 @@ class Bench:
     def case(self, rows: int, rounds: int) -> dict[str, Any]:
         """Capture, compare and time every variant for so many rows."""
         inputs = inputs_for(rows, self.context, self.num_blocks)
-        same = distinct(self.chosen, rows)
+        same = distinct(self.variants, rows)
         names = [name for name, first in same.items() if name == first]
         for name in names:
             self.capture(name, rows)
         expected = self.results(names[0], inputs)
         agreements = {name: Agreement.of(*self.results(name, inputs), *expected) for name in names}
         self.times_ms(names[0], inputs, ROWS_WARM_UP_S)
-        times: dict[str, list[float]] = {name: [] for name in names}
+        times: dict[Halves, list[float]] = {name: [] for name in names}
         with DeviceMonitor.for_gpu(str(torch.cuda.get_device_properties(0).uuid)) as monitor:
             for turn in range(rounds):
                 first = turn % len(names)

@@ -16,7 +16,7 @@ import torch
 from bench.peers.comparison import Comparison
 from bench.peers.loads import make_loads, make_setup
 from bench.peers.report import print_runs
-from bench.peers.residents import event_loop_factory, group, installed, open_system
+from bench.peers.residents import group, installed, open_system
 from bench.peers.systems import Candidate, peer_versions
 from bullet_graph.cli.bench.sweep import print_sweep
 from bullet_graph.cli.bench.sweep_cells import WorkloadSpec
@@ -24,6 +24,7 @@ from bullet_graph.cli.bench.sweep_file import SweepFile
 from bullet_graph.cli.exits import EXIT_ERROR
 from bullet_graph.cli.options import parse_size, result_options
 from bullet_graph.config import DeviceName, DtypeName, LoadFormat
+from bullet_graph.engine.replay_async import event_loop_factory
 from bullet_graph.errors import BulletGraphError, ConfigError, EngineDeadError
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.perf.goodput_search import FASTEST_RATE

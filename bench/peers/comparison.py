@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from bench.peers.replay_async import AsyncReplay, replay
 from bench.peers.systems import Candidate, System
 from bullet_graph.cli.bench.sweep_file import CellKey, SweepFile
 from bullet_graph.engine.replay import TimedRequest, timed_requests
+from bullet_graph.engine.replay_async import AsyncReplay, replay
 from bullet_graph.errors import WorkloadError
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.goodput_search import FASTEST_RATE

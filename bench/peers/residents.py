@@ -1,7 +1,5 @@
 """Which systems can be had here, and starting them."""
 
-import asyncio
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,17 +38,9 @@ async def open_system(
         folder = platformdirs.user_cache_path("bullet_graph") / "peers" / Path(setup.model).name
         return VllmSystem(setup, folder, vllm_options, vllm_log)
     # aiohttp is needed for servers alone.
-    from bench.peers.openai_system import OpenAiServer  # noqa: PLC0415
+    from bullet_graph.serve.client import OpenAiServer  # noqa: PLC0415
 
     return await OpenAiServer.connect(url)
-
-
-def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Makes uvloop's event loop, as vLLM's own server has it, where that is installed; None: asyncio's own."""
-    if not distribution_is_there("uvloop"):
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
-    return factory
 
 
 def installed(candidates: Sequence[Candidate], *, skip: bool) -> list[Candidate]:

@@ -75,6 +75,11 @@ class Source:
         return {str(one.get("device_name") or "an untold device") for one in self.provenances}
 
     @property
+    def cards(self) -> set[str]:
+        """UUIDs of the GPUs it was measured on; empty where the file does not tell."""
+        return {str(one["device_uuid"]) for one in self.provenances if one.get("device_uuid")}
+
+    @property
     def measurements(self) -> list[Mapping[str, Any]]:
         """The entries of a file of ``bench/offline.py``; empty for any other."""
         if isinstance(self.fields, list) and all(

@@ -34,23 +34,28 @@ class Bracket:
 
 
 def bracket_of(cells: Sequence[SweepCell], attainment: float) -> Bracket:
-    """The bracket of finished searches, at least one.
+    """The bracket of searches, at least one; what the runs tell, whether they are finished or not.
 
     Args:
         cells: settings of which the best counts.
         attainment: the share of requests that is enough.
     """
     # max() takes the first of equals: the order of the file.
-    best = max(cells, key=lambda cell: cell.goodput or 0.0)
+    best = max(cells, key=lambda cell: _search(cell, attainment).goodput or 0.0)
     highest = max(cells, key=lambda cell: _ceiling(cell, attainment))
-    return Bracket(best, best.goodput or None, _ceiling(highest, attainment), highest)
+    return Bracket(best, _search(best, attainment).goodput, _ceiling(highest, attainment), highest)
 
 
-def _ceiling(cell: SweepCell, attainment: float) -> float:
+def _search(cell: SweepCell, attainment: float) -> GoodputSearch:
     search = GoodputSearch(first_rate=1.0, attainment=attainment)
     for run in cell.runs:
         search.record(run["request_rate"], run["slo_attainment"])
-    return math.inf if search.ceiling is None else search.ceiling
+    return search
+
+
+def _ceiling(cell: SweepCell, attainment: float) -> float:
+    ceiling = _search(cell, attainment).ceiling
+    return math.inf if ceiling is None else ceiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,8 @@ class GoodputRatio:
     """Goodput of the claimed setting over the best peer setting's, in one file.
 
     The engine's goodput is the highest rate that served enough. The peer's may be higher than the one found, where its
-    search ended early: the value is against the upper end of its bracket, unless the search is closed.
+    search ended early: the value is against the upper end of its bracket, unless the search is closed. Searches that
+    were cut give such a bound as well, and leave open how much more it is.
     """
 
     model: str
@@ -91,14 +97,15 @@ class GoodputRatio:
         if own is None or not peers:
             return f"it has no {CLAIMED_SYSTEM}" if own is None else "it has no peer"
         unfinished = [cell.key.system for cell in (own, *peers) if not cell.finished]
-        if unfinished:
-            return f"the search of {', '.join(unfinished)} is not finished"
         peer = bracket_of(peers, self.attainment)
-        if not own.goodput and peer.lower is None:
+        found = _search(own, self.attainment).goodput
+        if unfinished and (found is None or math.isinf(peer.upper)):
+            return f"the search of {', '.join(unfinished)} is not finished"
+        if found is None and peer.lower is None:
             return "neither this engine nor a peer served enough at any rate"
-        mine, detail = own.goodput or 0.0, _detail(own, peer.best)
-        at_best = math.inf if peer.lower is None else mine / peer.lower
-        if not mine or peer.is_closed(float(sweep.settings.get("tolerance") or 0.0)):
+        mine, detail = found or 0.0, _detail(own, peer.best, self.attainment)
+        at_best = math.inf if unfinished or peer.lower is None else mine / peer.lower
+        if not unfinished and (not mine or peer.is_closed(float(sweep.settings.get("tolerance") or 0.0))):
             return Figure(at_best, detail, file)
         if math.isinf(peer.upper):
             against = f"no bound: the search of {peer.highest.key.system} is open above"
@@ -108,16 +115,18 @@ class GoodputRatio:
             against = f"against the next rate tried, {peer.upper:.4g}/s"
             if peer.highest is not peer.best:
                 against += f" by {peer.highest.key.system}"
+        if unfinished:
+            against += f"; the search of {', '.join(unfinished)} is not finished"
         return Figure(mine / peer.upper, detail, file, at_best=at_best, against=against)
 
 
-def _detail(own: SweepCell, peer: SweepCell) -> str:
-    late = [number(cell.best["p99_ttft_ms"]) if cell.best else "–" for cell in (own, peer)]
+def _detail(own: SweepCell, peer: SweepCell, attainment: float) -> str:
+    rates, late = [], []
+    for cell in (own, peer):
+        goodput = _search(cell, attainment).goodput
+        best = next((run for run in cell.runs[::-1] if run["request_rate"] == goodput), None)
+        rates.append("none" if goodput is None else f"{goodput:.4g}/s")
+        late.append(number(best["p99_ttft_ms"]) if best else "–")
     return (
-        f"{_goodput(own)} against {_goodput(peer)} ({peer.key.system}); p99 of TTFT there {late[0]} against "
-        f"{late[1]} ms"
+        f"{rates[0]} against {rates[1]} ({peer.key.system}); p99 of TTFT there {late[0]} against {late[1]} ms"
     )
-
-
-def _goodput(cell: SweepCell) -> str:
-    return "none" if cell.goodput is None else f"{cell.goodput:.4g}/s"

@@ -115,9 +115,9 @@ def limit_lines(verdicts: Sequence[Verdict], evidence: Evidence) -> Iterator[str
     if not wanting:
         yield "No target is missed or open."
         return
-    rates, untold = rates_of(evidence), []
+    untold = []
     for verdict in wanting:
-        lines = list(_lines(verdict, evidence, rates))
+        lines = list(_lines(verdict, evidence))
         if lines:
             yield f"\n### {verdict.target.name}: {verdict.word}\n"
             yield from lines
@@ -127,11 +127,12 @@ def limit_lines(verdicts: Sequence[Verdict], evidence: Evidence) -> Iterator[str
         yield f"**Not proven**, no arithmetic yet: {'; '.join(untold)}."
 
 
-def _lines(verdict: Verdict, evidence: Evidence, rates: Rates) -> Iterator[str]:
+def _lines(verdict: Verdict, evidence: Evidence) -> Iterator[str]:
     figure, measure, limit = verdict.figure, verdict.target.measure, verdict.target.limit
     if figure is None:
         return
     source = next(source for source in evidence.sources if source.name == figure.file)
+    rates = rates_of(evidence, source.cards)
     if isinstance(measure, DurationAllAtOnce):
         run = measure.run_of(source)
         if run is not None:

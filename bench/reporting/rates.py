@@ -1,8 +1,8 @@
 """The best rates that any file has of each kind of work: what arithmetic about limits goes by."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from bench.reporting.evidence import TARGET_DEVICE, Evidence, Source
@@ -54,7 +54,7 @@ class _DecodeAlone:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The highest of each; None: no file has one.
+    """The highest of each, of the same card where a file of it has one; None: no file has one.
 
     Attributes:
         products: of a layer's four matrix products alone, operations/s.
@@ -71,33 +71,45 @@ class Rates:
     copy: Rate | None
 
 
-def rates_of(evidence: Evidence) -> Rates:
+def rates_of(evidence: Evidence, cards: Set[str] = frozenset()) -> Rates:
     """Look through all files of the device that the targets are for.
+
+    Args:
+        evidence: the files.
+        cards: on which the figure was measured that the rates are to explain: cards of one name differ under their
+            power cap, so rates of the same card go before higher ones of others.
 
     Raises:
         ConfigError: a file that should have a rate is damaged.
     """
     fitted = 1e12 * DEVICE_SPECS[TARGET_DEVICE].attention_tflops
-    decode = max(_each(evidence, _decode_alone), default=None)
+    decode = max((found for _, found in _each(evidence, _decode_alone)), default=None)
+
+    def highest(find: Callable[[Source], Iterator[Rate]]) -> Rate | None:
+        found = list(_each(evidence, find))
+        same = [
+            replace(rate, source=f"{rate.source}, the same card")
+            for source, rate in found
+            if len(cards) == 1 and source.cards == cards
+        ]
+        return max(same or [rate for _, rate in found], default=None, key=lambda rate: rate.per_s)
+
     return Rates(
-        products=_highest(evidence, lambda source: _products(source, "products alone")),
-        layers=_highest(evidence, lambda source: _products(source, "engine")),
-        prompt_attention=_highest(evidence, _prompt_attention)
+        products=highest(lambda source: _products(source, "products alone")),
+        layers=highest(lambda source: _products(source, "engine")),
+        prompt_attention=highest(_prompt_attention)
         or Rate(fitted, None, "fitted to sustained runs, `bullet_graph/perf/roofline.py`"),
-        kv_reads=_highest(evidence, lambda source: _kv_reads(source, decode)),
-        copy=_highest(evidence, _copy),
+        kv_reads=highest(lambda source: _kv_reads(source, decode)),
+        copy=highest(_copy),
     )
 
 
-def _highest(evidence: Evidence, find: Callable[[Source], Iterator[Rate]]) -> Rate | None:
-    return max(_each(evidence, find), default=None, key=lambda rate: rate.per_s)
-
-
-def _each(evidence: Evidence, find: Callable[[Source], Iterator[_Found]]) -> Iterator[_Found]:
+def _each(evidence: Evidence, find: Callable[[Source], Iterator[_Found]]) -> Iterator[tuple[Source, _Found]]:
     for source in evidence.sources:
         if _devices(source) == {TARGET_DEVICE}:
             with damaged(source):
-                yield from find(source)
+                for found in find(source):
+                    yield source, found
 
 
 @contextmanager

@@ -29,10 +29,11 @@ LIMITS = """
 For each target that is missed or open: the least time that the work can take, by arithmetic on the best rates in the
 files. Operations and bytes are counted from the model's shape and the lengths of the workload. Each token goes through
 the layers once; of the last layer only what is sampled is computed; decode rows ride along with prompts, so that no
-weights are read for them alone. Of several rates the highest counts, so that the least time is not overstated: those
-of matrix products are sustained ones under the power cap, those of memory come from shorter runs. All are of kernels
-that this engine uses: better kernels, or another number format, would move the limit. "Proven" says that the least
-time is above the target, and nothing more.
+weights are read for them alone. Of several rates the highest counts, so that the least time is not overstated, but of
+the same card where a file tells which one it was: cards of one name differ under their power cap. Rates of matrix
+products are sustained ones under that cap, those of memory come from shorter runs. All are of kernels that this engine
+uses: better kernels, or another number format, would move the limit. "Proven" says that the least time is above the
+target, and nothing more.
 """
 
 METHOD = """

@@ -15,12 +15,12 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats
 from bullet_graph.graphs.compile_counts import CompileCounts
-from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.provenance import Provenance, collect_provenance
+from bullet_graph.perf.start_report import StartReport
 from bullet_graph.runtime.artifacts.use import CacheUse
 from bullet_graph.runtime.memory import MemoryLedger, format_bytes
-from bullet_graph.runtime.resolve import Runtime
+from bullet_graph.runtime.resolve import Runtime, load_tokenizer
 from bullet_graph.workloads import Workload, load_workload
 
 
@@ -36,8 +36,9 @@ class RunRecord:
         num_preemptions: sequences that lost their KV blocks and were recomputed during the measurement.
         kv_blocks_peak: most KV blocks in use at once.
         device: what the device did during the measurement.
-        compiles: what the engine's start compiled; all zero where a cache had it.
-        cache_use: what a cache of captures has brought to the start.
+        start: what the engine's start took, before.
+        compiles: what it compiled; all zero where a cache had it.
+        cache_use: what a cache of captures has brought to it.
     """
 
     model: str
@@ -51,6 +52,7 @@ class RunRecord:
     kv_blocks_peak: int
     kv_blocks_total: int
     device: DeviceReport
+    start: StartReport
     compiles: CompileCounts
     cache_use: CacheUse
     provenance: Provenance
@@ -82,12 +84,9 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
             f"{capture.capture_seconds:.1f} s, {format_bytes(capture.num_bytes)}",
             err=True,
         )
+        phases = engine.start_report.seconds.items()
+        click.echo("start: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases), err=True)
     return engine
-
-
-def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
-    """The model's tokenizer, without building an engine: what depends on it can fail before weights load."""
-    return None if runtime.folder is None else Tokenizer.from_folder(runtime.folder)
 
 
 def load_requests(runtime: Runtime, trace: str, num_prompts: int | None, *, seed: int) -> Workload:
@@ -122,44 +121,51 @@ def resolved_load_format(config: EngineConfig, runtime: Runtime) -> str:
 
 def describe_run(
     config: EngineConfig,
-    engine: Engine,
     runtime: Runtime,
     before: EngineStats,
     after: EngineStats,
     device: DeviceReport,
+    engine: Engine,
 ) -> RunRecord:
-    """Describe a measurement from the engine's statistics before and after it."""
+    """Describe a measurement from the engine's start, and its statistics before and after."""
     return RunRecord(
         model=config.model,
         load_format=resolved_load_format(config, runtime),
         dtype=str(runtime.dtype).removeprefix("torch."),
         arm=str(config.arm),
         seed=config.seed,
-        engine={
-            "max_model_len": runtime.max_model_len,
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "kv_cache_bytes": config.kv_cache_bytes,
-            "cuda_graphs": config.cuda_graphs,
-            "partition_backend": config.partition_backend,
-            "decode_sms": config.decode_sms,
-            "slo": str(config.slo),
-            "perf_table": config.perf_table,
-            "capture_plan": config.capture_plan,
-            "compile": config.compile,
-            "capture_cache": config.capture_cache,
-            "canary": config.canary,
-        },
+        engine=engine_settings(config, runtime),
         num_steps=after.num_steps - before.num_steps,
         num_preemptions=after.num_preemptions - before.num_preemptions,
         kv_blocks_peak=after.kv_blocks_peak,
         kv_blocks_total=after.kv_blocks_total,
         device=device,
+        start=engine.start_report,
         compiles=engine.compiles,
         cache_use=engine.cache_use,
         provenance=collect_provenance(runtime.device.type),
     )
+
+
+def engine_settings(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
+    """An engine's settings for a result, those left out that it has fields of its own for."""
+    return {
+        "max_model_len": runtime.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_bytes": config.kv_cache_bytes,
+        "cuda_graphs": config.cuda_graphs,
+        "partition_backend": config.partition_backend,
+        "decode_sms": config.decode_sms,
+        "slo": str(config.slo),
+        "perf_table": config.perf_table,
+        "capture_plan": config.capture_plan,
+        "ready": config.ready,
+        "compile": config.compile,
+        "capture_cache": config.capture_cache,
+        "canary": config.canary,
+    }
 
 
 def _print_ledger(ledger: MemoryLedger) -> None:

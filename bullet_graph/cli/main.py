@@ -12,6 +12,7 @@ from bullet_graph.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
 from bullet_graph.cli.explain.command import explain
 from bullet_graph.cli.generate import generate
 from bullet_graph.cli.profile import profile
+from bullet_graph.cli.serve import serve
 from bullet_graph.cli.simulate.command import simulate
 from bullet_graph.errors import BulletGraphError, EngineDeadError
 
@@ -42,6 +43,7 @@ def main() -> None:
     Examples:
       bullet-graph generate --model ./Llama-3.2-1B --prompt "The sea"
       bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
+      bullet-graph serve --model ./Qwen3-8B --port 8000
       bullet-graph bench latency --model llama-3.1-8b --batch-size 64
       bullet-graph simulate --trace azure:conv --request-rate 20 --goodput ttft:500 tpot:15
       bullet-graph capture list
@@ -55,4 +57,5 @@ main.add_command(doctor)
 main.add_command(explain)
 main.add_command(generate)
 main.add_command(profile)
+main.add_command(serve)
 main.add_command(simulate)

@@ -19,6 +19,7 @@ from bullet_graph.config import (
     EngineConfig,
     LoadFormat,
     PartitionBackendName,
+    ReadyName,
 )
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
@@ -134,6 +135,13 @@ def engine_options(
             default=defaults["canary"],
             show_default=True,
             help="At which batch sizes a start from a cache compares its logits with the uncompiled model's.",
+        ),
+        "ready": click.option(
+            "--ready",
+            type=click.Choice(get_args(ReadyName)),
+            default=defaults["ready"],
+            show_default=True,
+            help="Serve once all graphs are captured, or the hot ones; the others then follow while there is time.",
         ),
         "max_num_seqs": click.option(
             "--max-num-seqs",

@@ -8,6 +8,8 @@ from typing import Any
 
 from bullet_graph.errors import ConfigError
 
+IMAGE_FORMATS = ("svg", "png")
+
 
 def check_result_file(path: Path | None, *, overwrite: bool | None, option: str = "--output-json") -> None:
     """Make sure, before a long run, that its result can be written; None is nothing to write.
@@ -45,6 +47,20 @@ def require_matplotlib(option: str) -> None:
         raise ConfigError(
             f"{option} needs matplotlib, which is not installed: pip install 'bullet-graph[bench]'"
         ) from None
+
+
+def check_plot_file(path: Path | None, *, overwrite: bool) -> None:
+    """Make sure, before a long run, that the picture of ``--plot`` can be drawn and written; None is nothing to draw.
+
+    Raises:
+        ConfigError: its name has another ending, matplotlib is missing, or as :func:`check_result_file` says.
+    """
+    if path is None:
+        return
+    if path.suffix[1:].lower() not in IMAGE_FORMATS:
+        raise ConfigError(f"--plot {path}: the name must end in .svg or .png")
+    check_result_file(path, overwrite=overwrite, option="--plot")
+    require_matplotlib("--plot")
 
 
 def to_json(result: Any) -> str:

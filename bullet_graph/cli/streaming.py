@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.engine_run import load_tokenizer, open_engine
+from bullet_graph.cli.engine_run import open_engine
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
 from bullet_graph.errors import ModelError, RequestError
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.runtime.resolve import resolve
+from bullet_graph.runtime.resolve import load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
 
 _LABEL_CHARS = 60

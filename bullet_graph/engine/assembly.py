@@ -4,7 +4,7 @@ from pathlib import Path
 
 from bullet_graph._version import __version__
 from bullet_graph.config import EngineConfig
-from bullet_graph.engine.core import EngineCore
+from bullet_graph.engine.core import EngineCore, max_batch_sizes
 from bullet_graph.engine.corrections import Corrections
 from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
@@ -56,12 +56,6 @@ def new_core(
         num_layers=num_layers,
         trace=trace,
     )
-
-
-def max_batch_sizes(executor: Executor) -> dict[int, int]:
-    """Most rows of a decode step by SMs of the decode lane, where there are fewer than slots."""
-    limits = ((p.decode_tpcs, executor.max_batch_size(p)) for p in executor.partitions)
-    return {SMS_PER_TPC * tpcs: rows for tpcs, rows in limits if tpcs is not None and rows is not None}
 
 
 def open_trace(

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -12,7 +13,7 @@ from types import TracebackType
 from bullet_graph.config import Arm
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
-from bullet_graph.engine.output import OutputKind, RequestOutput
+from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.errors import EngineDeadError
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -56,12 +57,19 @@ class AsyncEngine:
 
     Args:
         engine: the engine to drive; this object owns it from now on and shuts it down.
+
+    Attributes:
+        engine: the engine; only what its methods call safe may be asked of it from other threads.
+        stats: its counters and state after the last step, or change of policy.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.stats: EngineStats = engine.stats()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
+        self._open: set[_Stream] = set()
+        self._busy_since_s: float | None = None
         self._names = itertools.count()
         self._failure: EngineDeadError | None = None
         # Between the check that the engine lives and the command: else a late request would wait for ever.
@@ -96,6 +104,7 @@ class AsyncEngine:
             if self._failure is not None:
                 raise _copy(self._failure)
             arrival_s = self.engine.now()
+            self._open.add(stream)
             self._commands.put(
                 lambda: self._add(stream, name, prompt, sampling_params, output_kind, arrival_s, slo)
             )
@@ -106,6 +115,8 @@ class AsyncEngine:
                 finished = output.finished
                 yield output
         finally:
+            with self._lock:
+                self._open.discard(stream)
             if not finished:
                 self._commands.put(lambda: self._abort(stream, name))
 
@@ -124,10 +135,45 @@ class AsyncEngine:
             self._commands.put(lambda: self._set_policy(done, arm, slo))
         await asyncio.wrap_future(done)
 
-    def shutdown(self) -> None:
-        """Stop the thread and give the engine's memory back; requests under way get an EngineDeadError."""
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """Why there will be no more outputs; None while the engine lives."""
+        return self._failure
+
+    def stalled(self, limit_s: float) -> str | None:
+        """What has made no progress for longer than so many seconds, in words; None: nothing. From any thread."""
+        launches = self.engine.stalled_launches(limit_s)
+        if launches:
+            return "; then ".join(launches)
+        busy_since_s = self._busy_since_s
+        waited_s = 0.0 if busy_since_s is None else time.monotonic() - busy_since_s
+        if waited_s <= limit_s:
+            return None
+        return f"engine loop: between two launches, nothing has happened for {waited_s:.1f} s"
+
+    def fail(self, reason: str) -> None:
+        """Give the engine up from outside, even if its thread is stuck: all requests get an EngineDeadError now.
+
+        The thread ends, and gives the memory back, if it ever comes back from what it is stuck in.
+
+        Args:
+            reason: the error's message.
+        """
+        self._end_streams(EngineDeadError(reason))
         self._commands.put(None)
-        self._thread.join()
+
+    def shutdown(self, timeout_s: float | None = None) -> bool:
+        """Stop the thread and give the engine's memory back; requests under way get an EngineDeadError.
+
+        Args:
+            timeout_s: wait no longer than this for a thread that may be stuck; None waits as long as it takes.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        self._commands.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     async def __aenter__(self) -> "AsyncEngine":
         return self
@@ -146,20 +192,31 @@ class AsyncEngine:
         failure = EngineDeadError("the engine was shut down: make a new one")
         try:
             while self._take_commands():
-                self._deliver(self.engine.step())
+                outputs = self.engine.step()
+                # Before the outputs: who has got them may look at the counters.
+                self.stats = self.engine.stats()
+                self._deliver(outputs)
         except EngineDeadError as error:
             failure = error
         finally:
-            with self._lock:
-                self._failure = failure
             # First of all, for a device that has failed may fail again when it is shut down.
-            for stream in self._streams.values():
-                stream.put(_copy(failure))
+            self._end_streams(failure)
             self._streams.clear()
+            self._busy_since_s = None
             try:
                 self.engine.shutdown()
             finally:
                 self._refuse_late_commands()
+
+    def _end_streams(self, failure: EngineDeadError) -> None:
+        """Tell every request, also one that the engine has not seen yet, and later ones; the first failure stays."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            streams = list(self._open)
+        for stream in streams:
+            stream.put(_copy(failure))
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Pass a step's outputs on, all of a loop's together: to wake it costs more than an output does.
@@ -178,15 +235,27 @@ class AsyncEngine:
             _put_all(loop, items)
 
     def _take_commands(self) -> bool:
-        """Carry out what callers asked for; waits while the engine is idle. False means stop."""
-        while True:
+        """Carry out what callers asked for; waits, and captures what is missing, while the engine is idle.
+
+        False means stop.
+        """
+        # Once failed from outside, the rest is for _refuse_late_commands.
+        while self._failure is None:
+            self._busy_since_s = time.monotonic()
             try:
-                command = self._commands.get(block=not self.engine.has_unfinished_requests())
+                command = self._commands.get_nowait()
             except queue.Empty:
-                return True
+                if self.engine.has_unfinished_requests():
+                    return True
+                if self.engine.prepare_next():
+                    continue
+                self._busy_since_s = None
+                command = self._commands.get()
+                self._busy_since_s = time.monotonic()
             if command is None:
                 return False
             command()
+        return False
 
     def _refuse_late_commands(self) -> None:
         """Requests that slipped in while the engine stopped are told so."""
@@ -224,6 +293,7 @@ class AsyncEngine:
             # The engine goes on as before: the error is the caller's alone.
             done.set_exception(error)
         else:
+            self.stats = self.engine.stats()
             done.set_result(None)
 
     def _abort(self, stream: _Stream, request_id: str) -> None:

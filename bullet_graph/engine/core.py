@@ -7,10 +7,12 @@ from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.chunk import ChunkUnderWay
 from bullet_graph.engine.corrections import ForwardKind
 from bullet_graph.engine.flights import Flight, Flights, other_lane
+from bullet_graph.engine.lanes import LaneUse, Launching
 from bullet_graph.engine.loop_trace import LoopTrace
 from bullet_graph.engine.output import EngineStats, RequestOutput
 from bullet_graph.engine.plan import ArmName, DecodeLoad, Load, Plan, PromptLoad
 from bullet_graph.engine.planner import Planner
+from bullet_graph.engine.preparation import PREPARE_MS, PreparationPace, spare_ms
 from bullet_graph.engine.request import Request
 from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.engine.scheduler import Scheduler
@@ -19,7 +21,7 @@ from bullet_graph.engine.slack import RowProgress, decode_load
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.engine.tracker import RequestTracker
 from bullet_graph.partition.masks import LANES, Lane
-from bullet_graph.partition.spec import WHOLE_GPU
+from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.step import Placement
 
@@ -60,9 +62,14 @@ class EngineCore:
         self.scheduler = Scheduler(max_num_seqs=max_num_seqs, max_model_len=max_model_len, pool=self.pool)
         self.tracker = RequestTracker(self.scheduler, max_model_len=max_model_len)
         self.num_steps = 0
+        self.first_token_s: float | None = None
         self.arm_seconds: dict[ArmName, float] = {}
+        self.lane_use = LaneUse(executor.num_sms)
+        self.launching: Launching | None = None
         self._num_layers = num_layers
         self._flights = Flights(executor.num_sms)
+        self._num_missing_graphs = executor.num_missing_graphs
+        self._pace = PreparationPace()
         self._chunk: ChunkUnderWay | None = None
         self._prompts: list[Sequence] = []
         self._decoding: list[Sequence] = []
@@ -98,6 +105,8 @@ class EngineCore:
             RuntimeError: requests wait, yet nothing could be launched: a bug.
         """
         self._launch()
+        if self._num_missing_graphs:
+            self._prepare_between()
         heads = self._flights.heads()
         if not heads:
             if len(self.tracker):
@@ -107,6 +116,13 @@ class EngineCore:
             return []
         ticket = self.executor.wait_any(heads, until_s)
         return [] if ticket is None else self._retire(self._flights.lane_of(ticket))
+
+    def prepare_next(self) -> bool:
+        """Have the executor capture what is missing next, whatever waits; see :meth:`Executor.prepare_next`."""
+        more = self.executor.prepare_next()
+        self._num_missing_graphs = self.executor.num_missing_graphs
+        self.planner.limit_batch_sizes(max_batch_sizes(self.executor))
+        return more
 
     def drain(self) -> None:
         """Wait for everything in flight and drop its results; the books are not kept up."""
@@ -124,9 +140,17 @@ class EngineCore:
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             num_decoding=len(self.scheduler.decoding()),
+            num_missing_graphs=self._num_missing_graphs,
             arm_seconds=dict(self.arm_seconds),
+            lane_seconds=dict(self.lane_use.seconds),
+            lane_sm_seconds=dict(self.lane_use.sm_seconds),
+            lane_sms=self.lane_use.now(self._flights),
             corrections=self.planner.corrections,
         )
+
+    def oldest(self, lane: Lane) -> tuple[Flight, float] | None:
+        """A lane's oldest launch and since when it has been that; may be asked from any thread."""
+        return self._flights.oldest(lane)
 
     def close(self) -> None:
         """Forget all requests and let go of the executor; the counters stay."""
@@ -240,20 +264,41 @@ class EngineCore:
         placement = replace(placement, takes_turns=takes_turns)
         now = self.executor.now()
         self.tracker.note_scheduled(scheduled, now)
+        self.launching = Launching(scheduled.step, placement, now)
         ticket = self.executor.launch(scheduled.step, placement)
+        self.launching = None
         beside = bool(self._flights[other_lane(lane)])
         flight = Flight(ticket, scheduled, placement, plan.arm, predicted_ms, beside)
         self._flights.add(flight, now)
         self.trace.launched(flight, decision=decision, layers=layers, now_s=now)
 
+    def _prepare_between(self) -> None:
+        """Capture a missing graph while the device works on what is launched, if nobody's target suffers.
+
+        Every sequence then gets its next token later by the time of a capture, at most.
+        """
+        start_s = self.executor.now()
+        if not self._pace.may_begin(start_s):
+            return
+        spare = spare_ms(
+            self._load(timed=True),
+            self._flights.awaited_s(start_s),
+            ms_per_token=self.planner.prefill_ms_per_token,
+            layers=self._num_layers,
+        )
+        if spare >= PREPARE_MS:
+            self.prepare_next()
+            self._pace.note(start_s, self.executor.now())
+
     # ---- what there is to do ----
 
-    def _load(self) -> Load:
+    def _load(self, *, timed: bool = False) -> Load:
+        """All there is to do; ``timed`` has targets of sequences that decode counted even if nothing contends."""
         now = self.executor.now()
         self._prompts = self.scheduler.prompts(now, self.planner.prefill_ms_per_token)
         return Load(
             now_s=now,
-            decode=self._decode_load(now),
+            decode=self._decode_load(now, timed=timed),
             prompts=tuple(
                 PromptLoad(s.num_tokens - s.num_cached, s.num_cached, s.deadline_s) for s in self._prompts
             ),
@@ -261,7 +306,7 @@ class EngineCore:
             chunk=None if self._chunk is None else self._chunk.load(),
         )
 
-    def _decode_load(self, now: float) -> DecodeLoad | None:
+    def _decode_load(self, now: float, *, timed: bool) -> DecodeLoad | None:
         """What decodes, and what will as soon as the slices in flight are done."""
         self._decoding = rows = self.scheduler.decoding()
         for flight in self._flights["prefill"]:
@@ -272,7 +317,7 @@ class EngineCore:
         if not rows:
             return None
         # Targets matter only where there is something to share the device with.
-        timed = rows if self._prompts or self._chunk is not None else ()
+        bound = rows if timed or self._prompts or self._chunk is not None else ()
         due_s = self._flights.decode_due_s(now)
         return decode_load(
             (
@@ -282,7 +327,7 @@ class EngineCore:
                     s.max_tokens - s.num_tokens,
                     s.slo.tpot_ms,
                 )
-                for s in timed
+                for s in bound
                 if s.slo.tpot_ms is not None
             ),
             len(rows),
@@ -298,6 +343,7 @@ class EngineCore:
         now = self.executor.now()
         flight = self._flights.pop(lane, now)
         self.arm_seconds[flight.arm] = self.arm_seconds.get(flight.arm, 0.0) + result.device_ms / 1e3
+        self.lane_use.retired(flight.placement, result.device_ms)
         self.trace.retired(flight.ticket, now, result.device_ms)
         # In a split a step that ran alone for a while says nothing of how fast it is beside the other lane.
         alone = flight.arm == "split" and not (flight.beside and self._flights[other_lane(lane)])
@@ -307,8 +353,16 @@ class EngineCore:
         if not flight.ends_chunk:
             return []
         self.num_steps += 1
+        if self.first_token_s is None and flight.scheduled.sampled:
+            self.first_token_s = now
         outputs = self.tracker.retire(flight.scheduled, result, now)
         for output in outputs:
             if output.finished:
                 self.trace.finished(output)
         return outputs
+
+
+def max_batch_sizes(executor: Executor) -> dict[int, int]:
+    """Most rows of a decode step by SMs of the decode lane, where there are fewer than slots."""
+    limits = ((p.decode_tpcs, executor.max_batch_size(p)) for p in executor.partitions)
+    return {SMS_PER_TPC * tpcs: rows for tpcs, rows in limits if tpcs is not None and rows is not None}

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import itertools
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from bullet_graph._imports import BEGAN_S
 from bullet_graph.config import (
     Arm,
     CanaryChoice,
@@ -18,23 +20,28 @@ from bullet_graph.config import (
     EngineConfig,
     LoadFormat,
     PartitionBackendName,
+    ReadyName,
 )
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
 from bullet_graph.engine.assembly import new_core, open_trace
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.corrections import Corrections
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
+from bullet_graph.engine.preparation import PREPARE_MS
 from bullet_graph.engine.request import Request, Sample
+from bullet_graph.engine.stall import stalled_launches
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
 from bullet_graph.models.progress import progress_bar
-from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.perf.start_report import StartClock, StartReport
 from bullet_graph.runtime.build import build_executor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger
-from bullet_graph.runtime.resolve import resolve
+from bullet_graph.runtime.resolve import load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
+
+_IMPORTED_S = time.perf_counter()
 
 
 class Engine:
@@ -79,10 +86,13 @@ class Engine:
         compile: bool = False,
         capture_cache: str | Path | None = None,
         canary: CanaryChoice = "sample",
+        ready: ReadyName = "all",
         trace_decisions: str | Path | None = None,
         use_tqdm: bool = False,
         on_ledger: Callable[[MemoryLedger], None] | None = None,
     ) -> None:
+        self._start = StartClock()
+        self._start.add("imports", BEGAN_S, _IMPORTED_S)
         self.config = EngineConfig(
             model=model,
             load_format=load_format,
@@ -104,27 +114,41 @@ class Engine:
             compile=compile,
             capture_cache=str(capture_cache) if isinstance(capture_cache, Path) else capture_cache,
             canary=canary,
+            ready=ready,
         )
         if trace_decisions is not None and Path(trace_decisions).exists():
             # Known now rather than after the weights are loaded.
             raise ConfigError(f"the trace file {trace_decisions} exists: give another name, or remove it")
-        runtime = resolve(self.config)
+        with self._start.phase("device"):
+            runtime = resolve(self.config)
         self.model_config = runtime.model
         self.max_model_len = runtime.max_model_len
         self.device_name = runtime.device.type
-        self.tokenizer = None if runtime.folder is None else Tokenizer.from_folder(runtime.folder)
+        with self._start.phase("tokenizer"):
+            self.tokenizer = load_tokenizer(runtime)
         self._admission = Admission(
             self.model_config, self.tokenizer, max_model_len=self.max_model_len, seed=seed
         )
-        built = build_executor(
-            self.config, runtime, progress=use_tqdm, on_ledger=on_ledger or (lambda _: None)
-        )
+        try:
+            built = build_executor(
+                self.config,
+                runtime,
+                progress=use_tqdm,
+                on_ledger=on_ledger or (lambda _: None),
+                clock=self._start,
+            )
+        except BaseException as error:
+            # The error's frames would keep the device's memory for as long as the caller keeps the error.
+            traceback.clear_frames(error.__traceback__)
+            raise
         self._executor: Executor | None = built.executor
         self.memory = built.memory
         self.partition_backend = built.partition_backend
         self.capture = built.capture
         self.compiles = built.compiles
         self.cache_use = built.cache_use
+        self.num_sms = built.executor.num_sms
+        self._lane_sms = built.lane_sms
         self._performance = built.performance
         # Of this device, so they outlive a change of policy.
         self._corrections = Corrections()
@@ -143,9 +167,12 @@ class Engine:
                     num_layers=self.model_config.num_layers,
                 )
         except BaseException:
-            # The error's traceback would keep the device's memory for as long as the caller keeps the error.
+            # As above.
             built.executor.shutdown()
             raise
+        self._first_request_s: float | None = None
+        self._first_token_s: float | None = None
+        self._start.ready()
 
     def _new_core(self, executor: Executor) -> EngineCore:
         """A loop with no requests and all blocks free."""
@@ -190,6 +217,8 @@ class Engine:
         params = SamplingParams() if sampling_params is None else sampling_params
         token_ids = self._admission.token_ids(prompt)
         arrival = executor.now() if arrival_s is None else arrival_s
+        if self._first_request_s is None:
+            self._first_request_s = arrival
         targets = self.config.slo if slo is None else slo.or_else(self.config.slo)
         sequences = self._admission.sequences(request_id, token_ids, params, slo=targets, arrival_s=arrival)
         samples = [Sample(s, None if self.tokenizer is None else self.tokenizer.stream()) for s in sequences]
@@ -204,12 +233,15 @@ class Engine:
         return self._alive().now()
 
     def sleep_until(self, time_s: float) -> None:
-        """Let time pass, to this time of :meth:`now`, while there is nothing to do.
+        """Let time pass, to this time of :meth:`now`, while there is nothing to do but to capture missing graphs.
 
         Raises:
             EngineDeadError: the engine was shut down or has failed.
         """
-        self._alive().sleep_until(time_s)
+        executor = self._alive()
+        while executor.now() + PREPARE_MS / 1e3 <= time_s and self.prepare_next():
+            pass
+        executor.sleep_until(time_s)
 
     def abort(self, request_id: str) -> None:
         """End a request where it is; the next :meth:`step` reports it. An unknown id is ignored."""
@@ -238,6 +270,7 @@ class Engine:
             if self._core.has_work():
                 # Nothing to wait for before what is there already has been handed out.
                 outputs += self._core.step(executor.now() if outputs else until_s)
+                self._note_first_token()
         except BaseException as error:
             self._failure = error
             if isinstance(error, Exception):
@@ -249,6 +282,31 @@ class Engine:
             self._failure = None
             raise
         return outputs
+
+    def prepare_next(self) -> bool:
+        """Capture the next graph that is missing, with ``ready="hot"``; for the time in which there is nothing to do.
+
+        :meth:`sleep_until` does it as well, :class:`AsyncEngine` while it is idle, and :meth:`step` now and then.
+
+        Returns:
+            False once nothing is left to be captured.
+
+        Raises:
+            EngineDeadError: the engine was shut down, or the device failed now or earlier.
+        """
+        self._alive()
+        try:
+            return self._core.prepare_next()
+        except Exception as error:
+            self._failure = error
+            raise EngineDeadError(f"the engine failed while capturing a graph: {error}") from error
+
+    def _note_first_token(self) -> None:
+        if self._first_token_s is not None or self._core.first_token_s is None:
+            return
+        self._first_token_s = self._core.first_token_s
+        if self._first_request_s is not None:
+            self._start.add("first token", self._first_request_s, self._first_token_s)
 
     # ---- whole batches ----
 
@@ -305,9 +363,30 @@ class Engine:
 
     # ---- state ----
 
+    @property
+    def start_report(self) -> StartReport:
+        """What the start took; the first token is in it once it is out."""
+        return self._start.report()
+
     def stats(self) -> EngineStats:
         """Counters and state now."""
         return self._core.stats()
+
+    def num_running(self) -> int:
+        """Sequences that hold KV blocks; may be asked from any thread."""
+        return self._core.scheduler.num_running
+
+    def stalled_launches(self, limit_s: float) -> tuple[str, ...]:
+        """The launches that have held a lane up for longer than so many seconds, in words, the first one first.
+
+        May be asked from any thread, also while :meth:`step` is stuck in another.
+        """
+        executor = self._executor
+        if executor is None:
+            return ()
+        return stalled_launches(
+            self._core, now_s=executor.now(), limit_s=limit_s, config=self.config, lane_sms=self._lane_sms
+        )
 
     def set_policy(self, arm: str | Arm, slo: Slo = NO_TARGETS) -> None:
         """Serve under another arm and other targets from now on, with the graphs and partitions there are.

@@ -46,7 +46,7 @@ class Flights:
     def __init__(self, num_sms: int | None) -> None:
         self._num_sms = num_sms
         self._lanes: dict[Lane, deque[Flight]] = {lane: deque() for lane in LANES}
-        self._head_since_s: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+        self._oldest: dict[Lane, tuple[Flight, float] | None] = dict.fromkeys(LANES)
 
     def __getitem__(self, lane: Lane) -> deque[Flight]:
         return self._lanes[lane]
@@ -58,43 +58,67 @@ class Flights:
         """The oldest ticket of each lane that has one."""
         return [flights[0].ticket for flights in self._lanes.values() if flights]
 
+    def oldest(self, lane: Lane) -> tuple[Flight, float] | None:
+        """A lane's oldest launch, and since when (on the executor's clock) it has been that; from any thread."""
+        return self._oldest[lane]
+
     def lane_of(self, ticket: int) -> Lane:
         """The lane whose oldest launch has this ticket."""
         return next(lane for lane, flights in self._lanes.items() if flights and flights[0].ticket == ticket)
 
     def add(self, flight: Flight, now_s: float) -> None:
         """Note a launch."""
-        flights = self._lanes[flight.placement.lane]
+        lane = flight.placement.lane
+        flights = self._lanes[lane]
         if not flights:
-            self._head_since_s[flight.placement.lane] = now_s
+            self._oldest[lane] = flight, now_s
         flights.append(flight)
 
     def pop(self, lane: Lane, now_s: float) -> Flight:
         """Take the oldest launch of a lane out; it has just finished."""
-        self._head_since_s[lane] = now_s
-        return self._lanes[lane].popleft()
+        flights = self._lanes[lane]
+        flight = flights.popleft()
+        self._oldest[lane] = (flights[0], now_s) if flights else None
+        return flight
 
     def clear(self) -> list[int]:
         """Forget all launches; their tickets, lane by lane, oldest first."""
         tickets = [flight.ticket for flights in self._lanes.values() for flight in flights]
-        for flights in self._lanes.values():
+        for lane, flights in self._lanes.items():
             flights.clear()
+            self._oldest[lane] = None
         return tickets
 
     def decode_due_s(self, now_s: float) -> float:
         """When the tokens in flight on the decode lane are expected, the other lane's turns before them included."""
-        due_s = now_s + self._left_s("decode", now_s)
+        return self._due_s("decode", now_s)
+
+    def awaited_s(self, now_s: float) -> list[tuple[float, float]]:
+        """When first tokens and last ones in flight are expected, and when each is due; others are slack's matter."""
+        awaited = []
+        for lane, flights in self._lanes.items():
+            due_s = self._due_s(lane, now_s)
+            for sequence in (s for flight in flights if flight.ends_chunk for s in flight.scheduled.sampled):
+                if sequence.first_token_s is None:
+                    awaited.append((due_s, sequence.deadline_s))
+                elif sequence.slo.tpot_ms is not None and sequence.num_tokens >= sequence.max_tokens:
+                    gaps = sequence.num_tokens - len(sequence.prompt_token_ids) - 1
+                    awaited.append((due_s, sequence.first_token_s + gaps * sequence.slo.tpot_ms / 1e3))
+        return awaited
+
+    def _due_s(self, lane: Lane, now_s: float) -> float:
+        due_s = now_s + self._left_s(lane, now_s)
         prefill = self._lanes["prefill"]
         if any(f.placement.takes_turns or f.placement.partition.prefill_tpcs is None for f in prefill):
-            due_s += self._left_s("prefill", now_s)
+            due_s += self._left_s(other_lane(lane), now_s)
         return due_s
 
     def _left_s(self, lane: Lane, now_s: float) -> float:
-        flights = self._lanes[lane]
-        if not flights:
+        oldest = self._oldest[lane]
+        if oldest is None:
             return 0.0
-        predicted_s = sum(flight.predicted_ms or 0.0 for flight in flights) / 1e3
-        return max(predicted_s - (now_s - self._head_since_s[lane]), 0.0)
+        predicted_s = sum(flight.predicted_ms or 0.0 for flight in self._lanes[lane]) / 1e3
+        return max(predicted_s - (now_s - oldest[1]), 0.0)
 
     def fit_beside(self, lane: Lane, partition: SmPartition) -> bool:
         """Whether the lane's SMs are disjoint from those of all that is in flight on the other lane.

@@ -108,6 +108,12 @@ class Outlook:
         """Decode on the whole GPU, prefill paused."""
         return self._option("solo", 0, self.decode_ms, 0.0, self._step.measured)
 
+    def prefill_first(self) -> Option:
+        """A whole chunk on the whole GPU, decode paused."""
+        tokens = self._backlog.lane_chunk(self._sizes.whole)
+        prediction = self._model.prefill(tokens, self._backlog.pairs(tokens))
+        return self._option("solo", tokens, math.inf, 1 / self.prefill_ms_per_token, prediction.measured)
+
     def sliced(self, interval_ms: float | None = None) -> Option:
         """Turns on the whole GPU with the longest slices that keep to an interval; a layer, if none does.
 
@@ -194,6 +200,8 @@ class Outlook:
         if option.arm == "split":
             forward_ms = option.chunk_tokens * 1e3 / option.prefill_tokens_per_s
             return option.interval_ms, forward_ms * option.slice_layers / self._model.num_layers
+        if option.interval_ms == math.inf:
+            return option.chunk_tokens * 1e3 / option.prefill_tokens_per_s, None
         return option.interval_ms, None
 
     def _lane_prefill(self, tokens: int) -> tuple[float, bool]:

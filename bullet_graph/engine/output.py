@@ -8,6 +8,7 @@ from typing import Literal
 from bullet_graph.engine.corrections import ForwardKind
 from bullet_graph.engine.plan import ArmName
 from bullet_graph.errors import RequestError
+from bullet_graph.partition.masks import Lane
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.slo import NO_TARGETS, Slo
 
@@ -112,7 +113,11 @@ class EngineStats:
         num_running: sequences that hold blocks.
         num_waiting: sequences that wait for blocks.
         num_decoding: running sequences whose prompts are done.
+        num_missing_graphs: CUDA graphs still to be captured, of an engine that was ready before all of them were.
         arm_seconds: time the device spent on launches under each of the planner's arms.
+        lane_seconds: time the device spent on each lane's launches.
+        lane_sm_seconds: the same times the SMs that the launches had; without a GPU, which has no SMs, nothing.
+        lane_sms: SMs of what each lane runs now, 0 where it is idle; without a GPU, nothing.
         corrections: measured over predicted time, by arm and kind of forward, as the planner has learned it.
     """
 
@@ -124,7 +129,11 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_decoding: int
+    num_missing_graphs: int
     arm_seconds: Mapping[ArmName, float]
+    lane_seconds: Mapping[Lane, float]
+    lane_sm_seconds: Mapping[Lane, float]
+    lane_sms: Mapping[Lane, int]
     corrections: Mapping[tuple[ArmName, ForwardKind], float]
 
     @property

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bullet_graph.config import KV_BLOCK_TOKENS, Arm
-from bullet_graph.engine.assembly import max_batch_sizes
-from bullet_graph.engine.core import EngineCore
+from bullet_graph.engine.core import EngineCore, max_batch_sizes
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.replay import Replay, TimedRequest, recorded_length, replay

@@ -1,4 +1,4 @@
-"""The two halves of a decoder layer, compiled once for every batch size above one."""
+"""The two halves of a decoder layer, compiled once for every number of rows above one."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bullet_graph.models.decoder import Decoder, LayerFunctions, attention_input, attention_output
-from bullet_graph.models.ops import LayerOps, TorchOps
+from bullet_graph.models.ops import LayerOps
 
 _MOST_COMPILED = 64
 """Versions of a half that a process keeps, of all its models and settings: Dynamo's own limit is 8."""
@@ -77,10 +77,8 @@ def by_rows(one: LayerFunctions, several: LayerFunctions) -> LayerFunctions:
 def compiled_functions(
     decoder: Decoder,
     between: LayerOps,
+    fused: LayerOps,
     max_rows: int,
-    *,
-    fused: LayerOps | None = None,
-    pdl: bool = False,
     compiler: HalfCompiler = compile_now,
 ) -> LayerFunctions:
     """Layer functions whose halves torch.compile fuses, for 2 to ``max_rows`` rows.
@@ -91,23 +89,20 @@ def compiled_functions(
     Args:
         decoder: whose weights to compile for.
         between: operations for what lies between the halves.
+        fused: operations of the halves.
         max_rows: most rows, at least 2.
-        fused: operations of the halves; None for plain torch.
-        pdl: have Inductor launch its kernels while the one before them runs; the device must be able to.
         compiler: of the halves.
     """
-    ops = TorchOps() if fused is None else fused
 
     def compiled_input(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return attention_input(ops, *arguments)
+        return attention_input(fused, *arguments)
 
     def compiled_output(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return attention_output(ops, *arguments)
+        return attention_output(fused, *arguments)
 
-    # Not dynamic=True: that would make the weights' shapes symbolic, too. Options, not a patch of the settings:
-    # Dynamo takes what it has compiled for the same code with the same options. The whole function or an error:
-    # what it cannot compile, it would run eagerly and not say so.
-    settings = {"dynamic": False, "fullgraph": True, "options": {"triton.enable_pdl": pdl}}
+    # Not dynamic=True: that would make the weights' shapes symbolic, too. The whole function or an error: what it
+    # cannot compile, it would run eagerly and not say so.
+    settings = {"dynamic": False, "fullgraph": True}
     config, layer = decoder.config, decoder.weights.layers[0]
     x, residual, attended = (
         torch.zeros(max_rows, width, dtype=layer.qkv.dtype, device=layer.qkv.device)

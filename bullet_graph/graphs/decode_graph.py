@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.collector import paused_collector
 from bullet_graph.graphs.compiled import HalfCompiler, compile_now
 from bullet_graph.graphs.cublas import cublas_sm_count, fitting_blas
+from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, decode_functions, halves_for
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, largest_first, smallest_holding
 from bullet_graph.graphs.report import CaptureReport
-from bullet_graph.graphs.step_kernels import StepKernels, default_step_kernels
 from bullet_graph.models.decoder import Decoder, LayerFunctions
 from bullet_graph.models.pinned import Uploader, packed_offsets
 from bullet_graph.models.progress import progress_bar
@@ -82,7 +83,7 @@ class DecodeGraphs:
         padding_slot: slot that padded rows read and write.
         grid_follows_partition: lay attention and matrix products out for the partition's SMs instead of the
             device's; False is for comparisons.
-        kernels_for: what a step of so many rows launches.
+        halves: how steps of more than one row compute a layer's halves; others than the default are for comparisons.
         compiler_for: gives the compiler of halves that bear this name.
     """
 
@@ -95,13 +96,13 @@ class DecodeGraphs:
         num_kv_blocks: int,
         padding_slot: int,
         grid_follows_partition: bool = True,
-        kernels_for: Callable[[int], StepKernels] = default_step_kernels,
+        halves: Halves = DEFAULT_HALVES,
         compiler_for: Callable[[str], HalfCompiler] = lambda _: compile_now,
     ) -> None:
         self._decoder = decoder
-        self._kernels_for = kernels_for
+        self._halves = halves
         self._compiler_for = compiler_for
-        self._functions: dict[StepKernels, LayerFunctions] = {}
+        self._functions: dict[Halves, LayerFunctions] = {}
         self._grid_follows_partition = grid_follows_partition
         device = decoder.cos_sin.device
         self._attention = TritonDecodeAttention(
@@ -138,8 +139,7 @@ class DecodeGraphs:
         """
         start_s = time.perf_counter()
         free_before, _ = torch.cuda.mem_get_info()
-        for size in self.batch_sizes:
-            self._functions_for(size)
+        self.compile()
         compiled_s = time.perf_counter()
         keys = largest_first(batch_sizes)
         with progress_bar(progress, total=len(keys), desc="Capturing decode graphs", unit="graph") as advance:
@@ -155,10 +155,15 @@ class DecodeGraphs:
             num_bytes=free_before - free_after,
         )
 
+    def compile(self) -> None:
+        """Compile, or load from a library's cache, what steps of all sizes launch."""
+        for size in self.batch_sizes:
+            self._functions_for(size)
+
     def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
         """Capture one graph on the stream that is bound to its partition now; replaces an earlier one.
 
-        Compiles first if that has not been done for its kernels.
+        Compiles first if that has not been done for its number of rows.
         """
         self._functions_for(key.batch_size)
         # One padded row stands for all: lengths do not change what is launched.
@@ -167,15 +172,17 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step = self._prepare(inputs, key.partition)
-            # The first run loads kernels and lets the libraries allocate, which a capture may not.
-            self._run(step, key.partition)
+            # The first run loads kernels and lets the libraries allocate, which a capture may not; all layers use the
+            # same.
+            self._run(step, key.partition, last=1)
             graph = torch.cuda.CUDAGraph()
-            # `torch.cuda.graph` would synchronize and empty the allocator's cache for every graph.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                token_ids = self._run(step, key.partition)
-            finally:
-                graph.capture_end()
+            with paused_collector():
+                # `torch.cuda.graph` would synchronize and empty the allocator's cache for every graph.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    token_ids = self._run(step, key.partition)
+                finally:
+                    graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self._captured[key] = _Captured(graph, token_ids)
         self._sizes[key.partition] = tuple(sorted({*self._sizes.get(key.partition, ()), key.batch_size}))
@@ -208,12 +215,12 @@ class DecodeGraphs:
         return self._logits[:rows]
 
     def _functions_for(self, rows: int) -> LayerFunctions:
-        kernels = self._kernels_for(rows)
-        if kernels not in self._functions:
+        halves = halves_for(rows, self._halves)
+        if halves not in self._functions:
             max_rows = self.batch_sizes[-1]
-            compiler = self._compiler_for(f"{kernels.name}-{max_rows}")
-            self._functions[kernels] = kernels.functions(self._decoder, max_rows, compiler)
-        return self._functions[kernels]
+            compiler = self._compiler_for(f"{halves}-{max_rows}")
+            self._functions[halves] = decode_functions(self._decoder, halves, max_rows, compiler)
+        return self._functions[halves]
 
     def _pad(self, inputs: DecodeInputs, batch_size: int) -> DecodeInputs:
         missing = batch_size - len(inputs.slots)
@@ -244,15 +251,14 @@ class DecodeGraphs:
         )
         _, indices_start = packed_offsets([rows] * 5 + [rows + 1])
         batch = DecodeBatch(kv_indptr, self._uploader.device_buffer[indices_start:], last_block_tokens)
-        attention = self._attention.plan(
-            batch, num_sms=self._lane_sms(partition), pdl=self._kernels_for(rows).ops.pdl
-        )
+        attention = self._attention.plan(batch, num_sms=self._lane_sms(partition))
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 
-    def _run(self, step: _DeviceStep, partition: SmPartition) -> Tensor:
+    def _run(self, step: _DeviceStep, partition: SmPartition, last: int | None = None) -> Tensor:
+        """Launch the step's kernels; ``last`` leaves out the layers from that one on."""
         num_sms = self._lane_sms(partition)
         with cublas_sm_count(num_sms), fitting_blas(len(step.slots), num_sms):
-            return self._forward(step)
+            return self._forward(step, last)
 
     def _lane_sms(self, partition: SmPartition) -> int | None:
         """SMs to lay kernels out for, None for the device's."""
@@ -260,7 +266,7 @@ class DecodeGraphs:
             return None
         return SMS_PER_TPC * partition.decode_tpcs
 
-    def _forward(self, step: _DeviceStep) -> Tensor:
+    def _forward(self, step: _DeviceStep, last: int | None) -> Tensor:
         rows = len(step.slots)
         functions = self._functions_for(rows)
         hidden = self._decoder.run_layers(
@@ -269,7 +275,7 @@ class DecodeGraphs:
             step.kv_slots,
             step.attention,
             functions,
+            last=last,
         )
         logits = self._decoder.logits(hidden, functions.ops, out=self._logits[:rows])
-        pdl = self._kernels_for(rows).ops.pdl
-        return sample(logits, step.slots, step.sample_positions, self._state, pdl=pdl)
+        return sample(logits, step.slots, step.sample_positions, self._state)

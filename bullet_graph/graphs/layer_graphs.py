@@ -4,10 +4,12 @@ An eager forward costs the host about 200 µs a layer, whatever its size; a shor
 """
 
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
 
+from bullet_graph.graphs.collector import paused_collector
 from bullet_graph.graphs.key import bucket_for, worthwhile_buckets
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.decoder import Decoder
@@ -25,23 +27,14 @@ class LayerGraphs:
         decoder: weights and cache.
         ops: how the steps of a layer are computed.
         buckets: numbers of rows to capture, rising; longer forwards will not be asked for.
-        worthwhile: those of them that were found worthwhile here before, which alone are then captured; None times all.
 
     Attributes:
         pieces: what is captured; between replays, its buffers are the caller's to fill and read.
         buckets: numbers of rows to pad a forward to, rising; once captured, those that are faster than all larger ones.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        ops: LayerOps,
-        *,
-        buckets: tuple[int, ...],
-        worthwhile: tuple[int, ...] | None = None,
-    ) -> None:
-        self.buckets = buckets if worthwhile is None else worthwhile
-        self._is_tuned = worthwhile is not None
+    def __init__(self, decoder: Decoder, ops: LayerOps, *, buckets: tuple[int, ...]) -> None:
+        self.buckets = buckets
         self._num_layers = decoder.config.num_layers
         self.pieces = LayerPieces(decoder, ops, self.buckets[-1] if self.buckets else 0)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -54,19 +47,10 @@ class LayerGraphs:
         total = len(self.buckets) * self._num_layers
         with progress_bar(progress, total=total, desc="Capturing layers", unit="graph") as advance:
             for rows in self.buckets[::-1]:
-                # Kernels are loaded on first use, which a capture may not; all layers use the same.
-                self.pieces.run(min(1, self._num_layers - 1), rows)
                 for layer in range(self._num_layers):
-                    graph = torch.cuda.CUDAGraph()
-                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                    try:
-                        self.pieces.run(layer, rows)
-                    finally:
-                        graph.capture_end()
-                    self._graphs[rows, layer] = graph
+                    self.capture_piece(rows, layer)
                     advance(1)
-        if not self._is_tuned:
-            self.buckets = worthwhile_buckets({rows: self._time_ms(rows) for rows in self.buckets})
+        self.choose_buckets({rows: self.time_ms(rows) for rows in self.buckets})
         torch.cuda.synchronize()
         free_after, _ = torch.cuda.mem_get_info()
         return CaptureReport(
@@ -76,8 +60,32 @@ class LayerGraphs:
             num_bytes=free_before - free_after,
         )
 
-    def _time_ms(self, rows: int) -> float:
-        """Of one piece, the least of several."""
+    def capture_piece(self, rows: int, layer: int) -> None:
+        """Capture one piece on the current stream, which must see the whole GPU; a size's layers in their order."""
+        if layer == 0:
+            # Kernels are loaded on first use, which a capture may not; all layers use the same.
+            self.pieces.clear()
+            self.pieces.run(min(1, self._num_layers - 1), rows)
+        graph = torch.cuda.CUDAGraph()
+        with paused_collector():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self.pieces.run(layer, rows)
+            finally:
+                graph.capture_end()
+        self._graphs[rows, layer] = graph
+
+    def choose_buckets(self, times_ms: Mapping[int, float]) -> None:
+        """From now on use no size that is slower than a larger one.
+
+        Args:
+            times_ms: of a piece, by its rows; of every size.
+        """
+        self.buckets = worthwhile_buckets(times_ms)
+
+    def time_ms(self, rows: int) -> float:
+        """Time of one piece, the least of several, on the current stream; nothing else should run on the GPU."""
+        self.pieces.clear()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_REPLAYS + 1)]
         events[0].record()
         for event in events[1:]:
@@ -88,10 +96,14 @@ class LayerGraphs:
         return min(times)
 
     def bucket(self, rows: int) -> int | None:
-        """The captured number of rows that holds ``rows``; None for more than any does, and before :meth:`capture`."""
-        if not self._graphs or rows > self.buckets[-1]:
+        """The captured number of rows to pad ``rows`` to; None for more than any holds, and while it is not captured.
+
+        Before it is, a forward is not padded to a larger number instead: its time grows with its rows.
+        """
+        if not self.buckets or rows > self.buckets[-1]:
             return None
-        return bucket_for(rows, self.buckets)
+        bucket = bucket_for(rows, self.buckets)
+        return bucket if (bucket, self._num_layers - 1) in self._graphs else None
 
     def replay(self, layer: int, bucket: int) -> None:
         """Enqueue the piece that ends with the layer's rows."""

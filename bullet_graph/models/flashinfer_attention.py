@@ -28,8 +28,6 @@ _NO_POSITIONS = 0
 _NO_ROPE = (1.0, 1e4, 0)
 """Scale and base of a RoPE that is not FlashInfer's here, and no lengths of items: all unused."""
 _BLOCKS_PER_SM = 2
-_DECODE_TILE_ROWS = 16
-"""Query rows of a tensor-core decode tile: fa2's smallest."""
 
 
 def module_arguments(backend: Backend, dtype: torch.dtype, head_dim: int) -> tuple[Any, ...]:
@@ -49,17 +47,6 @@ def load_module(backend: Backend, dtype: torch.dtype, head_dim: int) -> Any:
 def prefill_backend(device: torch.device) -> Backend:
     """fa3 on Hopper, for which alone it is written; fa2 elsewhere."""
     return "fa3" if torch.cuda.get_device_capability(device) == (9, 0) else "fa2"
-
-
-def decode_workspace_bytes(config: ModelConfig, max_rows: int) -> int:
-    """Float scratch of a decode of ``max_rows`` rows.
-
-    FlashInfer keeps partial outputs and their log-sum-exp in float32 for each (head, tile, row); a captured
-    plan counts at most ceil(rows * group / tile) + rows - 1 tiles, or what fills the device if that is more.
-    """
-    group = config.num_heads // config.num_kv_heads
-    tiles = max(-(-max_rows * group // _DECODE_TILE_ROWS) + max_rows - 1, 512 // config.num_kv_heads + 1)
-    return config.num_heads * tiles * _DECODE_TILE_ROWS * (config.head_dim + 1) * 4 + 1024**2
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,14 @@ class LayerPieces:
         self._positions = decoder.cos_sin.new_zeros(max_rows).int()
         self._kv_slots = self._positions.clone()
 
+    def clear(self) -> None:
+        """Forget the last forward: what runs next without :meth:`load` writes into the cache's padding alone."""
+        for buffer in (
+            *(self._x, self.residual, self._qkv, self._queries, self.attended),
+            *(self._positions, self._kv_slots),
+        ):
+            buffer.zero_()
+
     def load(self, hidden: Hidden, positions: Tensor, kv_slots: Tensor) -> None:
         """Take a forward's inputs.
 

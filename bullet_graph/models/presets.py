@@ -126,6 +126,10 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
 """Shapes and constants of published models (and of ``tiny``, for CPUs), by name."""
 
 
+PRESETS_OF_BYTES = frozenset({"tiny"})
+"""Presets whose texts are read and written byte by byte (``byte_tokenizer``); the others take token ids alone."""
+
+
 def resolve_model(name_or_path: str) -> tuple[ModelConfig, Path | None]:
     """The config of a model folder, with its path, or of a preset, with None; a folder comes first.
 

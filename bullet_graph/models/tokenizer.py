@@ -14,6 +14,10 @@ from tokenizers.decoders import DecodeStream
 from bullet_graph.errors import ModelError, PromptError
 from bullet_graph.models.config import JsonObject, read_json_object
 
+_LONG_TEXT = 4096
+"""Characters. A text this long takes a millisecond or more, during which the library should not stop other threads:
+it lets go of the interpreter's lock for a batch, but not for a single text."""
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -139,6 +143,10 @@ class Tokenizer:
             PromptError: the text is not a string, or holds half a surrogate pair.
         """
         try:
+            if isinstance(text, str) and len(text) > _LONG_TEXT:
+                return list(
+                    self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+                )
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError as error:
             found = f"half a surrogate pair in {text!r:.80}" if isinstance(text, str) else type(text).__name__

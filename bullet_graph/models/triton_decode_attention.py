@@ -12,7 +12,6 @@ from bullet_graph.models.attention import LayerRows
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.triton_decode_kernels import combine_partials_kernel, decode_attention_kernel
-from bullet_graph.models.triton_ops import has_programmatic_launch
 
 _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
@@ -91,8 +90,8 @@ class TritonDecodeAttention:
         max_rows: most rows of a batch.
         num_sms: SMs of the device: the most that a plan may name.
         settings: None for :func:`default_settings` of the SMs that a plan names.
-        overlap_launches: start the second kernel's programs while the first runs; None where the GPU can
-            (:func:`~bullet_graph.models.triton_ops.has_programmatic_launch`).
+        overlap_launches: start the second kernel's programs while the first runs; None where the GPU can (from
+            Hopper on).
 
     Raises:
         ConfigError: a head's size, the settings, or the cache's layout is not one the kernels can take.
@@ -118,7 +117,7 @@ class TritonDecodeAttention:
         self._num_sms = num_sms
         device = cache.layer(0)[0].device
         if overlap_launches is None:
-            overlap_launches = has_programmatic_launch(device)
+            overlap_launches = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self._overlap_launches = overlap_launches
         slots = 2 * max(self._workers(num_sms, whole), self._workers(num_sms, part))
         self._partials = torch.empty(
@@ -126,16 +125,14 @@ class TritonDecodeAttention:
         )
         self._partial_lse = torch.empty(slots, config.num_heads, dtype=torch.float32, device=device)
 
-    def plan(self, batch: DecodeBatch, *, num_sms: int | None = None, pdl: bool = False) -> "PlannedDecode":
+    def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
         """Lay the launches out; nothing is computed or copied.
 
         Args:
             num_sms: SMs that the kernels will have, None for all.
-            pdl: start the first kernel's programs, too, while the kernel before it runs; the batch must be on the
-                device before the last kernel that is launched otherwise.
 
         Raises:
-            ConfigError: more rows or SMs than there is scratch for, or none; ``pdl`` without ``overlap_launches``.
+            ConfigError: more rows or SMs than there is scratch for, or none.
         """
         rows = len(batch.last_block_tokens)
         if not 1 <= rows <= self._max_rows:
@@ -148,13 +145,8 @@ class TritonDecodeAttention:
             raise ConfigError(
                 f"decode attention was asked to run on {num_sms} SMs: name 1 to {self._num_sms}, the device's"
             )
-        if pdl and not self._overlap_launches:
-            raise ConfigError(
-                "decode attention was made without overlapping launches, so none may overlap the kernel before it: "
-                "plan with pdl=False, or make it with overlap_launches=True on a GPU from Hopper on"
-            )
         settings = self._whole if num_sms == self._num_sms else self._part
-        return PlannedDecode(self, batch, rows, self._workers(num_sms, settings), settings, pdl)
+        return PlannedDecode(self, batch, rows, self._workers(num_sms, settings), settings)
 
     def _workers(self, num_sms: int, settings: DecodeKernelSettings) -> int:
         """Ranges that the work is cut into; for each of them a program per group of key heads runs."""
@@ -169,7 +161,6 @@ class TritonDecodeAttention:
         batch: DecodeBatch,
         workers: int,
         settings: DecodeKernelSettings,
-        pdl: bool,
     ) -> None:
         """Enqueue both kernels on the current stream; :meth:`plan` gives the arguments."""
         config = self._config
@@ -206,7 +197,6 @@ class TritonDecodeAttention:
             PDL=self._overlap_launches,
             num_warps=settings.num_warps,
             maxnreg=settings.max_registers,
-            launch_pdl=pdl,
         )
         heads = min(8, triton.next_power_of_2(config.num_heads)) if rows >= _MANY_ROWS else 1
         combine_partials_kernel[(rows, triton.cdiv(config.num_heads, heads))](
@@ -237,7 +227,6 @@ class PlannedDecode:
         num_rows: query rows.
         workers: ranges that the blocks are divided into.
         settings: of the kernels.
-        pdl: the first starts while the kernel before it runs.
     """
 
     lane: TritonDecodeAttention
@@ -245,7 +234,6 @@ class PlannedDecode:
     num_rows: int
     workers: int
     settings: DecodeKernelSettings
-    pdl: bool
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
         """See :meth:`~bullet_graph.models.attention.Attention.run`; reads keys and values from the cache alone."""
@@ -265,7 +253,7 @@ class PlannedDecode:
                     f"{name} must be contiguous and have the {self.num_rows} rows that were planned; "
                     f"found shape {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
-        self.lane.launch(layer, q, out, self.batch, self.workers, self.settings, self.pdl)
+        self.lane.launch(layer, q, out, self.batch, self.workers, self.settings)
 
 
 def _check(config: ModelConfig, cache: KVCache, settings: DecodeKernelSettings) -> None:

@@ -5,8 +5,6 @@
 The batch's blocks, in the order of ``kv_indices``, are one line of work that the workers cut into equal ranges:
 ``kv_indptr`` is its table of contents, so nothing is planned beforehand. A worker that has all of a sequence
 writes its output; of one that reaches beyond its range it writes a partial result, at most one at either end.
-
-With PDL, see ``triton_kernels``: before they wait, these kernels read the batch alone.
 """
 
 import triton
@@ -104,8 +102,6 @@ def decode_attention_kernel(
     same_head = tl.minimum(q_heads // GROUP, KV_HEADS - 1)[:, None] == key_heads[None, :]
     at_heads = (head_group * KV_HEADS + key_heads) * HEAD_STRIDE
 
-    if PDL:
-        gdc_wait()
     while unit < range_end:
         begin = tl.load(kv_indptr_ptr + row)
         end = tl.load(kv_indptr_ptr + row + 1)
@@ -196,7 +192,6 @@ def combine_partials_kernel(
     first = _worker_of(first_unit, total, workers)
     last = _worker_of(first_unit + end - begin - 1, total, workers)
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
     if first < last:
         peak = tl.full((HEADS,), -float("inf"), tl.float32)

@@ -1,40 +1,21 @@
-"""Triton kernels for the steps of a layer but attention; launched by ``triton_ops``.
+"""Triton kernels for the element-wise steps of a layer and for sampling; launched by ``triton_ops``.
 
-Each computes what its namesake in ``ops`` does in plain torch.
-
-With PDL, launched with ``launch_pdl=True``, a kernel's programs may start while the kernel before it still runs
-(programmatic dependent launch). Why a chain of such launches is safe: every program of every kernel waits, whatever
-it does afterwards, before it touches what an earlier kernel reads or writes, so a kernel completes only after all
-before it have, and the wait for its completion is a wait for theirs. A kernel launched without it, such as cuBLAS's,
-starts when all before it have completed. What is read before the wait was written before the last such kernel began:
-weights, and a step's inputs, which are on the device before its first kernel, torch's lookup of embeddings.
+Each computes what its namesake in ``ops`` or ``sampler`` does in plain torch.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def add_rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    normed_ptr,
-    summed_ptr,
-    hidden_size,
-    eps,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, summed_ptr, hidden_size, eps, BLOCK: tl.constexpr
 ):
     """One row a program: summed = x + residual; normed = rms_norm(summed) * weight."""
     row = tl.program_id(0).to(tl.int64) * hidden_size
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden_size
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     x = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
     residual = tl.load(residual_ptr + row + columns, mask=inside, other=0.0)
     # The sum is rounded before the norm, so that what is normed is what the next layer adds to.
@@ -47,11 +28,8 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def silu_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def silu_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, BLOCK: tl.constexpr):
     """One block of one row a program: silu(gate) * up."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < intermediate_size
@@ -70,34 +48,28 @@ def gemv_kernel(
     bias_ptr,
     out_ptr,
     IN_FEATURES: tl.constexpr,
-    FEATURES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """FEATURES output features a program: the product of one row with as many rows of the weights.
+    """One output feature a program: the product of one row with one row of the weights.
 
     Streams the weights once, past the L2; BLOCK divides IN_FEATURES, so that loads need no mask. The next
     block is under way while this one is added.
     """
-    features = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    feature = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
-    rows = weight_ptr + features[:, None].to(tl.int64) * IN_FEATURES + lanes[None, :]
-    total = tl.zeros((FEATURES, BLOCK), tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-    weight = tl.load(rows, eviction_policy="evict_first")
-    if PDL:
-        gdc_wait()
+    row = weight_ptr + feature.to(tl.int64) * IN_FEATURES + lanes
+    total = tl.zeros((BLOCK,), tl.float32)
+    weight = tl.load(row, eviction_policy="evict_first")
     for start in range(0, IN_FEATURES - BLOCK, BLOCK):
-        following = tl.load(rows + start + BLOCK, eviction_policy="evict_first")
-        total += weight.to(tl.float32) * tl.load(x_ptr + start + lanes).to(tl.float32)[None, :]
+        following = tl.load(row + start + BLOCK, eviction_policy="evict_first")
+        total += weight.to(tl.float32) * tl.load(x_ptr + start + lanes).to(tl.float32)
         weight = following
-    total += weight.to(tl.float32) * tl.load(x_ptr + IN_FEATURES - BLOCK + lanes).to(tl.float32)[None, :]
-    out = tl.sum(total, axis=1)
+    total += weight.to(tl.float32) * tl.load(x_ptr + IN_FEATURES - BLOCK + lanes).to(tl.float32)
+    out = tl.sum(total, axis=0)
     if HAS_BIAS:
-        out += tl.load(bias_ptr + features).to(tl.float32)
-    tl.store(out_ptr + features, out.to(out_ptr.dtype.element_ty))
+        out += tl.load(bias_ptr + feature).to(tl.float32)
+    tl.store(out_ptr + feature, out.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -118,7 +90,6 @@ def rope_and_cache_kernel(
     HALF_BLOCK: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     QK_NORM: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """A block of heads of one row a program: norm and rotate q and k, write k and v into the cache, and k back."""
     row = tl.program_id(0).to(tl.int64)
@@ -131,9 +102,6 @@ def rope_and_cache_kernel(
     cos = tl.load(table, mask=lanes < HALF, other=0.0)[None, :]
     sin = tl.load(table + HALF, mask=lanes < HALF, other=0.0)[None, :]
     cache_row = tl.load(kv_slots_ptr + row).to(tl.int64) * NUM_KV_HEADS * 2 * HALF
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     raw_low = tl.load(qkv_ptr + at, mask=inside, other=0.0)
     raw_high = tl.load(qkv_ptr + at + HALF, mask=inside, other=0.0)
     low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
@@ -171,3 +139,141 @@ def rope_and_cache_kernel(
     v_at = cache_row + v_head[:, None] * 2 * HALF + lanes[None, :]
     tl.store(values_ptr + v_at, raw_low, mask=v_mask)
     tl.store(values_ptr + v_at + HALF, raw_high, mask=v_mask)
+
+
+@triton.jit
+def _load_scores(
+    row_ptr, ids, vocab_size, settings_ptr, is_masked, MASKED_COLUMN: tl.constexpr, MASKED_COUNT: tl.constexpr
+):
+    """Logits of the given token ids in float32, -inf outside the vocabulary and for masked ids."""
+    scores = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    if is_masked:
+        for i in tl.static_range(MASKED_COUNT):
+            masked_id = tl.load(settings_ptr + MASKED_COLUMN + i)
+            scores = tl.where(ids == masked_id, -float("inf"), scores)
+    return scores
+
+
+@triton.jit
+def _order_key(scores):
+    """Integers in the same order as the floats (two's complement of the sign-magnitude bits)."""
+    bits = scores.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def sample_kernel(
+    logits_ptr,
+    slots_ptr,
+    positions_ptr,
+    settings_ptr,
+    last_token_ptr,
+    out_ptr,
+    vocab_size,
+    row_stride,
+    SETTINGS_COLUMNS: tl.constexpr,
+    MASKED_COLUMN: tl.constexpr,
+    MASKED_COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row a program: greedy, or Gumbel-max over what top_k, top_p and min_p leave.
+
+    Cuts are found by bisecting the threshold over the floats' integer keys: no sort, nothing stored.
+    """
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    position = tl.load(positions_ptr + row)
+    settings = settings_ptr + slot * SETTINGS_COLUMNS
+    temperature = tl.load(settings).to(tl.float32, bitcast=True)
+    is_masked = position < tl.load(settings + 6)
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    lanes = tl.arange(0, BLOCK)
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+
+    best = tl.full((BLOCK,), -float("inf"), tl.float32)
+    best_id = tl.full((BLOCK,), 0, tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        ids = start + lanes
+        scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT)
+        better = scores > best
+        best = tl.where(better, scores, best)
+        best_id = tl.where(better, ids, best_id)
+    largest = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == largest, best_id, vocab_size), axis=0)
+
+    if temperature > 0:
+        top_k = tl.load(settings + 1)
+        top_p = tl.load(settings + 2).to(tl.float32, bitcast=True)
+        min_p = tl.load(settings + 3).to(tl.float32, bitcast=True)
+        seed_low = tl.load(settings + 4).to(tl.uint32, bitcast=True)
+        seed_high = tl.load(settings + 5).to(tl.uint32, bitcast=True)
+        peak = largest / divisor
+        lowest = tl.full((), -2147483648, tl.int64)
+        high_key = _order_key(peak).to(tl.int64)
+        threshold = lowest
+        if (top_k > 0) & (top_k < vocab_size):
+            low, high = lowest, high_key
+            while low < high:
+                middle = (low + high + 1) >> 1
+                count = tl.full((BLOCK,), 0, tl.int32)
+                for start in range(0, vocab_size, BLOCK):
+                    ids = start + lanes
+                    scores = _load_scores(
+                        row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT
+                    )
+                    kept = (_order_key(scores / divisor) >= middle) & (ids < vocab_size)
+                    count += kept.to(tl.int32)
+                enough = tl.sum(count, axis=0) >= top_k
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle - 1)
+            threshold = low
+        if top_p < 1.0:
+            mass = tl.full((BLOCK,), 0.0, tl.float32)
+            for start in range(0, vocab_size, BLOCK):
+                ids = start + lanes
+                scores = _load_scores(
+                    row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT
+                )
+                scores = scores / divisor
+                mass += tl.where(_order_key(scores) >= threshold, tl.exp(scores - peak), 0.0)
+            wanted = top_p * tl.sum(mass, axis=0)
+            low, high = threshold, high_key
+            while low < high:
+                middle = (low + high + 1) >> 1
+                mass = tl.full((BLOCK,), 0.0, tl.float32)
+                for start in range(0, vocab_size, BLOCK):
+                    ids = start + lanes
+                    scores = _load_scores(
+                        row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT
+                    )
+                    scores = scores / divisor
+                    mass += tl.where(_order_key(scores) >= middle, tl.exp(scores - peak), 0.0)
+                enough = tl.sum(mass, axis=0) >= wanted
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle - 1)
+            threshold = low
+        min_score = tl.where(min_p > 0, peak + tl.log(tl.maximum(min_p, 1e-30)), -float("inf"))
+
+        best = tl.full((BLOCK,), -float("inf"), tl.float32)
+        best_id = tl.full((BLOCK,), 0, tl.int32)
+        for start in range(0, vocab_size, BLOCK):
+            ids = start + lanes
+            scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT)
+            scores = scores / divisor
+            counter = ids.to(tl.uint32, bitcast=True)
+            zero = counter * 0
+            bits, _, _, _ = tl.philox_impl(
+                counter, zero + position.to(tl.uint32), zero, zero, zero + seed_low, zero + seed_high
+            )
+            uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+            noisy = scores - tl.log(-tl.log(uniform))
+            kept = (_order_key(scores) >= threshold) & (scores >= min_score)
+            noisy = tl.where(kept, noisy, -float("inf"))
+            better = noisy > best
+            best = tl.where(better, noisy, best)
+            best_id = tl.where(better, ids, best_id)
+        largest = tl.max(best, axis=0)
+        token = tl.min(tl.where(best == largest, best_id, vocab_size), axis=0)
+
+    tl.store(out_ptr + row, token)
+    tl.store(last_token_ptr + slot, token)

@@ -1,8 +1,5 @@
 """The steps of a layer, and sampling, as Triton launches: the GPU's."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
@@ -16,9 +13,9 @@ from bullet_graph.models.triton_kernels import (
     add_rms_norm_kernel,
     gemv_kernel,
     rope_and_cache_kernel,
+    sample_kernel,
     silu_and_mul_kernel,
 )
-from bullet_graph.models.triton_sample_kernel import sample_kernel
 from bullet_graph.models.weights import LayerWeights
 from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS
 
@@ -26,33 +23,14 @@ _HEADS_BLOCK = 16
 _VOCAB_BLOCK = 4096
 _GEMV_BLOCK = 4096
 _GEMV_LEAST_BLOCK = 128
-_GEMV_SHORT = 4096
-_FIRST_WITH_PDL = (9, 0)
 
 
-def has_programmatic_launch(device: torch.device) -> bool:
-    """Whether kernels can be launched on ``device`` while the one before them runs: from Hopper on.
-
-    Triton's interpreter, which has no instruction for it, cannot.
-    """
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device) >= _FIRST_WITH_PDL
-
-
-@dataclass(frozen=True)
 class TritonOps:
-    """See :class:`~bullet_graph.models.ops.LayerOps`; all tensors contiguous, on one device.
+    """See :class:`~bullet_graph.models.ops.LayerOps`; all tensors contiguous, on one device."""
 
-    Attributes:
-        pdl: launch each kernel while the one before it runs; see :mod:`~bullet_graph.models.triton_kernels` for when
-            that is safe. The device must have it (:func:`has_programmatic_launch`).
-    """
-
-    pdl: bool = False
-
+    @staticmethod
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See :func:`~bullet_graph.models.ops.add_rms_norm`."""
         rows, hidden_size = x.shape
@@ -69,15 +47,12 @@ class TritonOps:
                 hidden_size,
                 eps,
                 BLOCK=block,
-                PDL=self.pdl,
                 num_warps=_norm_warps(block),
-                launch_pdl=self.pdl,
             )
         return normed, summed
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """See :func:`~bullet_graph.models.ops.linear`; one row has a kernel of its own."""
         out_features, in_features = weight.shape
         block = min(in_features & -in_features, _GEMV_BLOCK)  # the largest power of two that divides it
@@ -85,40 +60,31 @@ class TritonOps:
             return ops.linear(x, weight, bias, out)
         if out is None:
             out = x.new_empty(1, out_features)
-        layout = _gemv_layout(out_features, in_features, block, pdl=self.pdl)
-        gemv_kernel[(out_features // layout.features,)](
-            x,
-            weight,
-            bias,
-            out,
-            IN_FEATURES=in_features,
-            FEATURES=layout.features,
-            HAS_BIAS=bias is not None,
-            BLOCK=layout.block,
-            PDL=self.pdl,
-            num_warps=layout.num_warps,
-            launch_pdl=self.pdl,
+        gemv_kernel[(out_features,)](
+            x, weight, bias, out, IN_FEATURES=in_features, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4
         )
         return out
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+    @staticmethod
+    def silu_and_mul(gate_up: Tensor) -> Tensor:
         """See :func:`~bullet_graph.models.ops.silu_and_mul`."""
         rows, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, intermediate_size)
         block = min(triton.next_power_of_2(intermediate_size), 2048)
         silu_and_mul_kernel[(rows, triton.cdiv(intermediate_size, block))](
-            gate_up, out, intermediate_size, BLOCK=block, PDL=self.pdl, launch_pdl=self.pdl
+            gate_up, out, intermediate_size, BLOCK=block
         )
         return out
 
-    def swiglu(self, x: Tensor, gate_up_weight: Tensor) -> Tensor:
+    @staticmethod
+    def swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
         """See :func:`~bullet_graph.models.ops.swiglu`; many rows on Hopper take one launch, and round once."""
         if len(x) >= FUSED_SWIGLU_MIN_ROWS and can_fuse(x, gate_up_weight):
             return swiglu_matmul(x, gate_up_weight)
-        return self.silu_and_mul(self.linear(x, gate_up_weight))
+        return TritonOps.silu_and_mul(TritonOps.linear(x, gate_up_weight))
 
+    @staticmethod
     def rope_and_cache(
-        self,
         qkv: Tensor,
         inputs: RowInputs,
         keys: Tensor,
@@ -148,8 +114,6 @@ class TritonOps:
             HALF_BLOCK=triton.next_power_of_2(half),
             HEADS_BLOCK=_HEADS_BLOCK,
             QK_NORM=config.qk_norm,
-            PDL=self.pdl,
-            launch_pdl=self.pdl,
         )
         return q
 
@@ -157,40 +121,18 @@ class TritonOps:
 class PartitionOps(TritonOps):
     """For a lane that has not all SMs: no kernel whose grid is laid out for the device's."""
 
-    def swiglu(self, x: Tensor, gate_up_weight: Tensor) -> Tensor:
+    @staticmethod
+    def swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
         """See :func:`~bullet_graph.models.ops.swiglu`."""
-        return self.silu_and_mul(self.linear(x, gate_up_weight))
-
-
-class _GemvLayout(NamedTuple):
-    features: int
-    block: int
-    num_warps: int
-
-
-def _gemv_layout(out_features: int, in_features: int, block: int, *, pdl: bool) -> _GemvLayout:
-    """What was fastest on an H200 (bench/results/h200/kernel_exploration.json).
-
-    Behind a kernel that still runs, short rows of weights are better taken four a program: it begins with more of them
-    under way.
-    """
-    if pdl and in_features <= _GEMV_SHORT and block >= _GEMV_SHORT // 2 and out_features % 4 == 0:
-        return _GemvLayout(features=4, block=_GEMV_SHORT // 2, num_warps=8)
-    return _GemvLayout(features=1, block=block, num_warps=4)
+        return TritonOps.silu_and_mul(TritonOps.linear(x, gate_up_weight))
 
 
 def _norm_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
-def sample(
-    logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, *, pdl: bool = False
-) -> Tensor:
-    """See :func:`bullet_graph.models.sampler.sample`; ``slots`` and ``positions`` are int32.
-
-    Args:
-        pdl: as :attr:`TritonOps.pdl`.
-    """
+def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
+    """See :func:`bullet_graph.models.sampler.sample`; ``slots`` and ``positions`` are int32."""
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
@@ -207,8 +149,6 @@ def sample(
             MASKED_COLUMN=MASKED_IDS_COLUMN,
             MASKED_COUNT=MAX_MASKED_TOKEN_IDS,
             BLOCK=min(_VOCAB_BLOCK, triton.next_power_of_2(vocab_size)),
-            PDL=pdl,
             num_warps=8,
-            launch_pdl=pdl,
         )
     return out

@@ -44,6 +44,7 @@ class Provenance:
         host_cpu: the processor's model name.
         host_num_cpus: logical processors this process may run on.
         device_name: the GPU's name, or ``cpu``.
+        device_uuid: of the GPU: which card it is, since cards of one name differ under their power cap.
         device_memory_bytes: of the GPU.
         driver_version: of the NVIDIA driver.
         cuda_version: that torch was built with.
@@ -56,6 +57,7 @@ class Provenance:
     host_cpu: str | None
     host_num_cpus: int
     device_name: str
+    device_uuid: str | None
     device_memory_bytes: int | None
     driver_version: str | None
     cuda_version: str | None
@@ -81,6 +83,7 @@ def collect_provenance(device: str) -> Provenance:
         host_cpu=host_cpu(),
         host_num_cpus=len(os.sched_getaffinity(0)),
         device_name="cpu" if gpu is None else gpu.name,
+        device_uuid=None if gpu is None else str(gpu.uuid),
         device_memory_bytes=None if gpu is None else gpu.total_memory,
         driver_version=None if gpu is None else nvml_driver_version(),
         cuda_version=None if gpu is None else torch.version.cuda,

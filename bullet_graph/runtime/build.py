@@ -1,8 +1,8 @@
 """Plans the memory of a resolved configuration and builds its executor."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -12,20 +12,17 @@ from typing import Any
 import psutil
 import torch
 
-from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError, UnsupportedModelError
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounts
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.report import CaptureReport
-from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights, load_weights
-from bullet_graph.models.rope import cos_sin_table
-from bullet_graph.models.weights import ModelWeights
 from bullet_graph.partition.backend import open_backend
+from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.opening import CapturesOpener, open_captures
 from bullet_graph.runtime.artifacts.plan import cpu_plan, gpu_plan
 from bullet_graph.runtime.artifacts.start import CanaryHook, cached_table_for, start_with_captures
@@ -35,7 +32,8 @@ from bullet_graph.runtime.captures import max_forward_rows, named_plan
 from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.launcher import Launcher
-from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory
+from bullet_graph.runtime.loading import decoder_while_loading
+from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory, workspace_bytes
 from bullet_graph.runtime.performance import find_performance
 from bullet_graph.runtime.resolve import Runtime
 
@@ -59,6 +57,7 @@ class BuiltRuntime:
         performance: predicts its times; None where neither arm nor targets need it and no table was named.
         partition_backend: which back end confines the lanes and why; None on the CPU.
         capture: what capturing decode graphs cost; None where none were.
+        lane_sms: the SMs of each lane in each partition; empty on the CPU.
         compiles: what was compiled at the start.
         cache_use: what a cache of captures has brought.
         canary: what a canary asks; None where nothing was compiled.
@@ -69,6 +68,7 @@ class BuiltRuntime:
     performance: PerformanceModel | None = None
     partition_backend: str | None = None
     capture: CaptureReport | None = None
+    lane_sms: Mapping[tuple[Lane, SmPartition], frozenset[int]] = field(default_factory=dict)
     compiles: CompileCounts = NOTHING_COMPILED
     cache_use: CacheUse = NO_CACHE
     canary: CanaryHook | None = None
@@ -80,13 +80,15 @@ def build_executor(
     *,
     progress: bool,
     on_ledger: Callable[[MemoryLedger], None],
+    clock: StartClock,
     captures_for: CapturesOpener = open_captures,
 ) -> BuiltRuntime:
-    """Plan the memory, then load the weights and build the executor.
+    """Plan the memory, then load the weights and, meanwhile, build the executor.
 
     Args:
         progress: show progress bars.
         on_ledger: told the ledger before anything is allocated.
+        clock: told of each phase.
         captures_for: opens the artifacts of the start.
 
     Raises:
@@ -96,14 +98,19 @@ def build_executor(
         DeviceError: a library that the GPU path needs is missing.
         PartitionError: the SM partitions asked for cannot be had, or do not hold.
     """
-    _check_device(config, runtime)
-    performance = find_performance(config, runtime, cached_table=partial(cached_table_for, config, runtime))
-    ledger = plan_ledger(config, runtime, performance)
+    with clock.phase("device"):
+        _check_device(config, runtime)
+        cached_table = partial(cached_table_for, config, runtime)
+        performance = find_performance(config, runtime, cached_table=cached_table)
+        ledger = plan_ledger(config, runtime, performance)
     on_ledger(ledger)
     build = _build_cpu if runtime.device.type == "cpu" else _build_cuda
-    plan = artifact_plan(config, runtime, performance)
     built, compiles, cache_use = start_with_captures(
-        config, runtime, plan, captures_for, partial(build, config, runtime, performance, ledger, progress)
+        config,
+        runtime,
+        artifact_plan(config, runtime, performance),
+        captures_for,
+        partial(build, config, runtime, performance, ledger, progress, clock),
     )
     return replace(built, compiles=compiles, cache_use=cache_use, canary=None)
 
@@ -173,15 +180,12 @@ def plan_ledger(
         host = psutil.virtual_memory()
         device, workspaces, graphs, limit = DeviceMemory(host.total, host.available), 0, 0, CPU_KV_CACHE_BYTES
     else:
-        # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
-        from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
-
         free, total = torch.cuda.mem_get_info(runtime.device)
         device, limit = DeviceMemory(total, free), None
-        workspaces = CudaExecutor.workspace_bytes(runtime.model, config.max_num_seqs)
+        workspaces = workspace_bytes(runtime.model, config.max_num_seqs)
         graphs = 0
         if config.cuda_graphs:
-            graphs = CudaExecutor.graph_bytes(runtime.model, capture_plan_of(config, runtime, performance))
+            graphs = capture_plan_of(config, runtime, performance).graph_bytes(runtime.model.num_layers)
     return plan_memory(
         config,
         runtime.model,
@@ -223,16 +227,21 @@ def _build_cpu(
     performance: PerformanceModel | None,
     ledger: MemoryLedger,
     progress: bool,
+    clock: StartClock,
     captures: Captures,
 ) -> BuiltRuntime:
-    decoder = build_decoder(config, runtime, ledger, progress)
-    if not config.compile:
-        return BuiltRuntime(CpuExecutor(decoder, max_num_seqs=config.max_num_seqs), ledger, performance)
-    functions = compiled_for_cpu(decoder, max_forward_rows(config), captures)
-    executor = CpuExecutor(decoder, max_num_seqs=config.max_num_seqs, functions=functions)
-    # Of one row, nothing is compiled.
-    sizes = batch_size_buckets(config.max_num_seqs)[1:] or (2,)
-    hook = CanaryHook(decoder, partial(step_logits, decoder, functions), sizes)
+    with decoder_while_loading(config, runtime, ledger, clock, progress=progress) as (decoder, join_weights):
+        functions = None
+        if config.compile:
+            with clock.phase("kernels"):
+                functions = compiled_for_cpu(decoder, max_forward_rows(config), captures)
+        executor = CpuExecutor(decoder, max_num_seqs=config.max_num_seqs, functions=functions)
+        join_weights()
+    hook = None
+    if functions is not None:
+        # Of one row, nothing is compiled.
+        sizes = batch_size_buckets(config.max_num_seqs)[1:] or (2,)
+        hook = CanaryHook(decoder, partial(step_logits, decoder, functions), sizes)
     return BuiltRuntime(executor, ledger, performance, canary=hook)
 
 
@@ -242,20 +251,28 @@ def _build_cuda(
     performance: PerformanceModel | None,
     ledger: MemoryLedger,
     progress: bool,
+    clock: StartClock,
     captures: Captures,
 ) -> BuiltRuntime:
-    # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have.
-    from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
-
     plan = capture_plan_of(config, runtime, performance)
-    # Before the weights: a partition that does not hold should not cost their loading.
-    backend, why = open_backend(
-        config.partition_backend, tuple(plan.batch_sizes), device=torch.cuda.current_device()
-    )
+    # Before the weights: a partition that does not hold should not cost their loading, and nothing may run beside
+    # what proves it.
+    with clock.phase("partitions"):
+        backend, why = open_backend(
+            config.partition_backend, tuple(plan.batch_sizes), device=torch.cuda.current_device()
+        )
     launcher = Launcher(backend, runtime.device)
     with ExitStack() as undo:
         undo.callback(launcher.close)
-        decoder = build_decoder(config, runtime, ledger, progress)
+        decoder, join_weights = undo.enter_context(
+            decoder_while_loading(config, runtime, ledger, clock, progress=progress)
+        )
+        with clock.phase("imports"):
+            # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have; and
+            # only now, since weights are read meanwhile.
+            from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
+        with clock.phase("kernels"):
+            captures.load_modules(runtime)
         executor = CudaExecutor(
             decoder,
             max_num_seqs=config.max_num_seqs,
@@ -265,14 +282,18 @@ def _build_cuda(
             plan=plan,
             cuda_graphs=config.cuda_graphs,
             prefill_lane=config.arm.uses_prefill_lane,
+            ready=config.ready,
+            join_weights=join_weights,
+            clock=clock,
             progress=progress,
-            captures=captures,
+            artifacts=captures,
         )
         undo.pop_all()
+    lane_sms = {(lane, p): backend.expected_sms(lane, p) for p in plan.batch_sizes for lane in LANES}
     hook = None
     if config.cuda_graphs:
         hook = CanaryHook(decoder, executor.canary_logits, plan.batch_sizes[WHOLE_GPU])
-    return BuiltRuntime(executor, ledger, performance, why, executor.capture, canary=hook)
+    return BuiltRuntime(executor, ledger, performance, why, executor.capture, lane_sms, canary=hook)
 
 
 def partitions_of(
@@ -302,30 +323,3 @@ def _require_cuda_libraries() -> None:
             f"the GPU path needs flashinfer-python {FLASHINFER_RELEASE}, found {found}: "
             f"pip install flashinfer-python=={FLASHINFER_RELEASE}"
         )
-
-
-def build_decoder(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, progress: bool) -> Decoder:
-    """Weights, and a cache of as many blocks as the ledger grants, on the runtime's device.
-
-    Raises:
-        CheckpointError: the weights cannot be read.
-    """
-    cache = KVCache(
-        runtime.model,
-        num_blocks=ledger.num_kv_blocks,
-        block_tokens=KV_BLOCK_TOKENS,
-        dtype=runtime.dtype,
-        device=runtime.device,
-    )
-    weights = _weights(config, runtime, progress)
-    return Decoder(
-        runtime.model, weights, cache, cos_sin_table(runtime.model, runtime.max_model_len, runtime.device)
-    )
-
-
-def _weights(config: EngineConfig, runtime: Runtime, progress: bool) -> ModelWeights:
-    if runtime.folder is None or config.load_format == "dummy":
-        return dummy_weights(runtime.model, dtype=runtime.dtype, device=runtime.device, seed=config.seed)
-    return load_weights(
-        runtime.folder, runtime.model, dtype=runtime.dtype, device=runtime.device, progress=progress
-    )

@@ -21,9 +21,10 @@ from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S
 from bullet_graph.perf.profile_point import ProfileLimits, ProfilePoint
-from bullet_graph.runtime.build import build_decoder, partitions_of
+from bullet_graph.runtime.build import partitions_of
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.launcher import Launcher
+from bullet_graph.runtime.loading import build_decoder
 from bullet_graph.runtime.profile_setup import Prepared
 from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.step import DecodeBatch, PrefillBatch

@@ -38,7 +38,7 @@ def compiled_for_cpu(decoder: Decoder, max_rows: int, captures: Captures) -> Lay
         captures: may have them.
     """
     compiler = captures.compiler_for(f"cpu-{max_rows}")
-    compiled = compiled_functions(decoder, TorchOps(), max_rows, compiler=compiler)
+    compiled = compiled_functions(decoder, TorchOps(), TorchOps(), max_rows, compiler)
     return by_rows(eager_functions(TorchOps()), compiled)
 
 
@@ -53,6 +53,7 @@ class CpuExecutor:
 
     max_in_flight = 1
     num_sms = None
+    num_missing_graphs = 0
     has_prefill_lane = True
     partitions: Sequence[SmPartition] = (WHOLE_GPU,)
 
@@ -69,6 +70,10 @@ class CpuExecutor:
     def max_batch_size(self, partition: SmPartition) -> int | None:  # noqa: ARG002 - the protocol's
         """See :meth:`Executor.max_batch_size`."""
         return None
+
+    def prepare_next(self) -> bool:
+        """Nothing is captured; see :meth:`Executor.prepare_next`."""
+        return False
 
     @torch.inference_mode()
     def launch(self, step: Step, placement: Placement) -> int:

@@ -1,50 +1,40 @@
 """The CUDA executor: decode from captured graphs, all else eagerly, on two lanes that run at the same time."""
 
 import ctypes
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from bullet_graph.config import ReadyName
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
+from bullet_graph.graphs.engine_graphs import EngineGraphs
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.graphs.report import CaptureReport
-from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.flashinfer_attention import decode_workspace_bytes
 from bullet_graph.models.pinned import Uploader
-from bullet_graph.models.sampler import SamplingState, token_logprobs
+from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.partition.masks import Lane
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.use import Captures
 from bullet_graph.runtime.canary import CanaryStep
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
 from bullet_graph.runtime.launcher import Launcher
+from bullet_graph.runtime.pending import PendingLaunch
 from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.slots import settings_row
-from bullet_graph.runtime.step import Placement, SlotInit, Step, StepLogprobs, StepResult
+from bullet_graph.runtime.step import Placement, SlotInit, Step, StepResult
 
-_LIBRARY_BYTES = 1024**3
-"""Loaded kernels, cuBLAS workspaces and the allocator's slack."""
 _POLL_S = 20e-6
 """Between two looks at the device; sleeping lets other threads run, and with work ahead nothing waits for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A launch under way: where its results will be once the event has passed."""
-
-    started: torch.cuda.Event
-    finished: torch.cuda.Event
-    token_ids: Tensor | None
-    logprobs: tuple[Tensor, Tensor, Tensor] | None
 
 
 @dataclass(slots=True)
@@ -78,11 +68,14 @@ class CudaExecutor:
         plan: whose partitions steps may be placed on, and what is captured for them.
         cuda_graphs: capture what the plan says; else all is launched kernel by kernel.
         prefill_lane: there will be steps on the prefill lane.
+        ready: capture ``all`` of it here, or what is ``hot``, and the rest by :meth:`prepare_next`.
+        join_weights: waits until the decoder's weights are filled, which may go on meanwhile.
+        clock: told of each phase.
         progress: show a progress bar while capturing.
-        captures: gives compiled halves and what was tuned before; None: there is nothing of it.
+        artifacts: gives compiled halves and what was tuned before; None: there is nothing of it.
 
     Attributes:
-        capture: what capturing cost, or None.
+        capture: what capturing cost here, or None.
     """
 
     max_in_flight = 2
@@ -98,21 +91,27 @@ class CudaExecutor:
         plan: CapturePlan,
         cuda_graphs: bool,
         prefill_lane: bool,
+        ready: ReadyName,
+        join_weights: Callable[[], None],
+        clock: StartClock,
         progress: bool,
-        captures: Captures | None = None,
+        artifacts: Captures | None = None,
     ) -> None:
-        captures = Captures() if captures is None else captures
+        artifacts = Captures() if artifacts is None else artifacts
+        worthwhile = artifacts.row_buckets(plan) if cuda_graphs else None
+        if worthwhile is not None:
+            plan = dataclasses.replace(plan, short_forward_rows=worthwhile)
         device = decoder.cos_sin.device
         self._decoder = decoder
         self._launcher = launcher
         self._padding_slot = max_num_seqs
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, PendingLaunch] = {}
         self._next_ticket = 0
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.partitions = tuple(plan.batch_sizes)
-        self._max_batch_sizes = plan.max_batch_sizes if cuda_graphs else {}
         self.has_prefill_lane = prefill_lane
-        torch.cuda.synchronize(device)  # weights and cache were made on the default stream
+        # Weights and cache were made on the default stream; the device as a whole is busy with filling the weights.
+        torch.cuda.default_stream(device).synchronize()
         stream = launcher.stream("decode", WHOLE_GPU)
         with torch.cuda.stream(stream), torch.inference_mode():
             self._state = SamplingState(max_num_seqs + 1, device)
@@ -120,12 +119,7 @@ class CudaExecutor:
         self._layer_graphs: LayerGraphs | None = None
         if cuda_graphs:
             with torch.cuda.stream(stream), torch.inference_mode():
-                self._layer_graphs = LayerGraphs(
-                    decoder,
-                    TritonOps(),
-                    buckets=plan.short_forward_rows,
-                    worthwhile=captures.row_buckets(plan),
-                )
+                self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=plan.short_forward_rows)
 
         def lane(name: Lane, max_decode_rows: int, graphs: LayerGraphs | None) -> _LaneState:
             lane_stream = launcher.stream(name, WHOLE_GPU)
@@ -141,10 +135,12 @@ class CudaExecutor:
                 slots = Uploader(max_num_seqs * (self._state.settings.shape[1] + 1) + 8, device)
             return _LaneState(lane_stream, eager, slots)
 
-        self._lanes: dict[Lane, _LaneState] = {"decode": lane("decode", max_num_seqs, self._layer_graphs)}
-        if prefill_lane:
-            self._lanes["prefill"] = lane("prefill", 1, None)
-        self._graphs = None
+        with clock.phase("kernels"):  # FlashInfer's are compiled, or loaded, here
+            self._lanes: dict[Lane, _LaneState] = {"decode": lane("decode", max_num_seqs, self._layer_graphs)}
+            if prefill_lane:
+                self._lanes["prefill"] = lane("prefill", 1, None)
+        self._graphs: DecodeGraphs | None = None
+        self._captures: EngineGraphs | None = None
         self.capture: CaptureReport | None = None
         if self._layer_graphs is not None:
             with torch.cuda.stream(stream), torch.inference_mode():
@@ -154,14 +150,28 @@ class CudaExecutor:
                     max_batch_size=max_num_seqs,
                     num_kv_blocks=num_kv_blocks,
                     padding_slot=self._padding_slot,
-                    compiler_for=captures.compiler_for,
+                    compiler_for=artifacts.compiler_for,
                 )
-                report = self._graphs.capture(
-                    plan.batch_sizes, partial(launcher.stream, "decode"), progress=progress
+                self._captures = EngineGraphs(
+                    self._graphs,
+                    self._layer_graphs,
+                    plan,
+                    num_layers=decoder.config.num_layers,
+                    is_tuned=worthwhile is not None,
                 )
-                launcher.stream("decode", WHOLE_GPU)
-                self.capture = report.including(self._layer_graphs.capture(progress=progress))
+                self.capture = self._captures.capture_first(
+                    ready, partial(launcher.stream, "decode"), clock, progress=progress
+                )
+        join_weights()
         torch.cuda.synchronize(device)  # the lanes begin with all that both of them need
+        if self._layer_graphs is not None:
+            with torch.cuda.stream(stream), torch.inference_mode():
+                self._layer_graphs.pieces.clear()  # what was run with half of the weights
+        if ready == "all":
+            with clock.phase("short forwards"):  # only now, with the GPU to themselves, they can be timed
+                while self.prepare_next():
+                    pass
+        torch.cuda.synchronize(device)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
@@ -169,7 +179,7 @@ class CudaExecutor:
         return () if self._layer_graphs is None else self._layer_graphs.buckets
 
     @torch.inference_mode()
-    def canary_logits(self, step: CanaryStep) -> Tensor:
+    def canary_logits(self, step: CanaryStep) -> torch.Tensor:
         """Logits of a captured decode step, for the canary; only between the start and the first launch."""
         if self._graphs is None:
             raise RuntimeError("no decode steps were captured")
@@ -185,20 +195,35 @@ class CudaExecutor:
         stream.synchronize()
         return logits
 
-    @staticmethod
-    def workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:
-        """Fixed scratch of the executor, for the memory ledger."""
-        lanes = decode_workspace_bytes(config, max_num_seqs) + decode_workspace_bytes(config, 1)
-        return lanes + _LIBRARY_BYTES
-
-    @staticmethod
-    def graph_bytes(config: ModelConfig, plan: CapturePlan) -> int:
-        """Estimate of the captured graphs' memory, for the memory ledger."""
-        return plan.graph_bytes(config.num_layers)
-
     def max_batch_size(self, partition: SmPartition) -> int | None:
         """See :meth:`Executor.max_batch_size`."""
-        return self._max_batch_sizes.get(partition)
+        return None if self._captures is None else self._captures.max_batch_size(partition)
+
+    @property
+    def num_missing_graphs(self) -> int:
+        """See :attr:`Executor.num_missing_graphs`."""
+        return 0 if self._captures is None else self._captures.num_missing
+
+    @torch.inference_mode()
+    def prepare_next(self) -> bool:
+        """See :meth:`Executor.prepare_next`.
+
+        A capture runs one layer of its step, on the decode lane and in turn with the prefill lane.
+        """
+        captures = self._captures
+        if captures is None or (partition := captures.next_partition) is None:
+            return False
+        lasts = [lane.last for lane in self._lanes.values() if lane.last is not None]
+        if captures.next_needs_quiet and not all(last.query() for last in lasts):
+            return True
+        lane = self._lanes["decode"]
+        with torch.cuda.stream(lane.stream):
+            for last in lasts:
+                lane.stream.wait_event(last)
+            captures.prepare_next(self._launcher.stream("decode", partition))
+            lane.last = torch.cuda.Event()
+            lane.last.record()
+        return True
 
     @torch.inference_mode()
     def launch(self, step: Step, placement: Placement) -> int:
@@ -231,7 +256,7 @@ class CudaExecutor:
 
     def _enqueue(
         self, step: Step, placement: Placement, lane: _LaneState, started: torch.cuda.Event
-    ) -> _Pending:
+    ) -> PendingLaunch:
         finished = torch.cuda.Event(enable_timing=True)
         whole_gpu = placement.partition == WHOLE_GPU
         if placement.first_layer == 0:
@@ -244,7 +269,7 @@ class CudaExecutor:
                 )
                 token_ids = self._graphs.run(inputs, placement.partition)
                 logits = self._graphs.logits(len(token_ids))
-                return _pending(started, finished, step, logits, token_ids)
+                return PendingLaunch.sampling(started, finished, step, logits, token_ids)
             lane.forward = lane.eager.begin(rows, whole_gpu=whole_gpu)
         if lane.forward is None:
             raise RuntimeError(f"layer {placement.first_layer} of a forward that was not begun")
@@ -252,10 +277,10 @@ class CudaExecutor:
             lane.forward, placement.first_layer, placement.last_layer, whole_gpu=whole_gpu
         )
         if placement.last_layer is not None:
-            return _Pending(started, finished, None, None)
+            return PendingLaunch(started, finished, None, None)
         logits, token_ids = lane.eager.finish(lane.forward)
         lane.forward = None
-        return _pending(started, finished, step, logits, token_ids)
+        return PendingLaunch.sampling(started, finished, step, logits, token_ids)
 
     def done(self, ticket: int) -> bool:
         """See :meth:`Executor.done`."""
@@ -273,16 +298,7 @@ class CudaExecutor:
 
     def wait(self, ticket: int) -> StepResult:
         """See :meth:`Executor.wait`."""
-        pending = self._pending.pop(ticket)
-        pending.finished.synchronize()
-        device_ms = pending.started.elapsed_time(pending.finished)
-        if pending.token_ids is None:
-            return StepResult(np.empty(0, dtype=np.int32), None, device_ms)
-        logprobs = None
-        if pending.logprobs is not None:
-            chosen, top_ids, top = pending.logprobs
-            logprobs = StepLogprobs(chosen.numpy(), top_ids.int().numpy(), top.numpy())
-        return StepResult(pending.token_ids.numpy(), logprobs, device_ms)
+        return self._pending.pop(ticket).wait()
 
     def now(self) -> float:
         """See :meth:`Executor.now`."""
@@ -312,20 +328,3 @@ class CudaExecutor:
         table = np.concatenate([settings_row(init) for init in admitted])
         device_slots, device_table = lane.slots.upload(slots, table)
         self._state.settings[device_slots] = device_table.view(len(admitted), -1)
-
-
-def _pending(
-    started: torch.cuda.Event, finished: torch.cuda.Event, step: Step, logits: Tensor, token_ids: Tensor
-) -> _Pending:
-    """Start the copies of what a step has sampled."""
-    logprobs = None
-    if step.num_logprobs is not None:
-        chosen, top_ids, top = token_logprobs(logits, token_ids, step.num_logprobs)
-        logprobs = _to_host(chosen), _to_host(top_ids), _to_host(top)
-    return _Pending(started, finished, _to_host(token_ids), logprobs)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """Start a copy into pinned memory on the current stream."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

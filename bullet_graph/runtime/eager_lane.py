@@ -15,7 +15,6 @@ from bullet_graph.models.flashinfer_attention import (
     PagedBatch,
     PlannedAttention,
     RaggedBatch,
-    decode_workspace_bytes,
     prefill_backend,
 )
 from bullet_graph.models.mixed_attention import MixedAttention
@@ -23,6 +22,7 @@ from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.models.triton_ops import PartitionOps, TritonOps, sample
+from bullet_graph.models.workspaces import decode_workspace_bytes
 from bullet_graph.runtime.rows import Rows
 from bullet_graph.runtime.step import Int32Array
 

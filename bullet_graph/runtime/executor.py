@@ -34,7 +34,21 @@ class Executor(Protocol):
     def max_batch_size(self, partition: SmPartition) -> int | None:
         """Most rows of a decode step that may be placed on one of :attr:`partitions`; None: as many as there are slots.
 
-        The whole GPU takes any.
+        The whole GPU takes any. A part of it takes more while :meth:`prepare_next` captures its graphs; with 0 it takes
+        none yet.
+        """
+
+    @property
+    def num_missing_graphs(self) -> int:
+        """Graphs that :meth:`prepare_next` has still to capture."""
+
+    def prepare_next(self) -> bool:
+        """Capture the next missing graph, or do nothing where the device would have to be idle for it and is not.
+
+        To be called between launches, in about 20 ms at most.
+
+        Returns:
+            False once nothing is left to be done.
         """
 
     def launch(self, step: Step, placement: Placement) -> int:

@@ -28,7 +28,7 @@ _NONE = "none"
 
 KERNEL_SOURCES = (
     "config.py",
-    *("graphs/aot.py", "graphs/compiled.py", "graphs/cublas.py", "graphs/triton_norm.py"),
+    *("graphs/aot.py", "graphs/compiled.py", "graphs/cublas.py", "graphs/halves.py"),
     "models/*.py",
 )
 """What decides which kernels there are and how they are compiled; whole files, for Triton's keys hold line numbers."""
@@ -46,7 +46,9 @@ GRAPH_SOURCES = (
 )
 """What decides, besides, what is captured."""
 
-_WITHOUT_KERNELS = frozenset({"models/loader.py", "models/progress.py", "models/tokenizer.py"})
+_WITHOUT_KERNELS = frozenset(
+    f"models/{name}.py" for name in ("checkpoint", "loader", "progress", "tokenizer", "weight_loading")
+)
 
 
 def fingerprint_of(runtime: Runtime) -> Fingerprint:

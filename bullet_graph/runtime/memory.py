@@ -9,9 +9,13 @@ from bullet_graph.errors import InsufficientMemoryError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.kv_cache import kv_block_bytes
 from bullet_graph.models.loader import weight_bytes
+from bullet_graph.models.workspaces import decode_workspace_bytes
 
 GIB = 1024**3
 MIB = 1024**2
+
+_LIBRARY_BYTES = GIB
+"""On a GPU: loaded kernels, cuBLAS workspaces and the allocator's slack."""
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -138,6 +142,12 @@ def plan_memory(
     return MemoryLedger(
         device, budget, weights, activations, workspaces_bytes, graphs_bytes, num_blocks * block, num_blocks
     )
+
+
+def workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:
+    """Fixed scratch of an executor on a GPU."""
+    lanes = decode_workspace_bytes(config, max_num_seqs) + decode_workspace_bytes(config, 1)
+    return lanes + _LIBRARY_BYTES
 
 
 def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:

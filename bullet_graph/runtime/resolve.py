@@ -7,8 +7,10 @@ import torch
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError
+from bullet_graph.models.byte_tokenizer import byte_tokenizer
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.presets import resolve_model
+from bullet_graph.models.presets import PRESETS_OF_BYTES, resolve_model
+from bullet_graph.models.tokenizer import Tokenizer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -20,6 +22,7 @@ class Runtime:
     Attributes:
         model: the model's shape.
         folder: where its files are; None for a preset.
+        preset: its name; None for a folder.
         device: where it runs.
         dtype: of weights, activations and cache.
         max_model_len: resolved limit, in tokens.
@@ -27,6 +30,7 @@ class Runtime:
 
     model: ModelConfig
     folder: Path | None
+    preset: str | None
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
@@ -60,7 +64,19 @@ def resolve(config: EngineConfig) -> Runtime:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the model's own limit of {limit} positions"
         )
-    return Runtime(model, folder, device, dtype, config.max_model_len or limit)
+    preset = config.model if folder is None else None
+    return Runtime(model, folder, preset, device, dtype, config.max_model_len or limit)
+
+
+def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
+    """The model's tokenizer: the folder's, or that of a preset which has one; None where there is none.
+
+    Raises:
+        ModelError: the folder's files cannot be used.
+    """
+    if runtime.folder is not None:
+        return Tokenizer.from_folder(runtime.folder)
+    return byte_tokenizer(runtime.model.vocab_size) if runtime.preset in PRESETS_OF_BYTES else None
 
 
 def _resolve_device(config: EngineConfig) -> torch.device:

@@ -87,6 +87,7 @@ class SimulatedExecutor:
     """
 
     max_in_flight = 2
+    num_missing_graphs = 0
 
     def __init__(
         self,
@@ -132,6 +133,10 @@ class SimulatedExecutor:
     def max_batch_size(self, partition: SmPartition) -> int | None:
         """See :meth:`Executor.max_batch_size`."""
         return self._max_batch_sizes.get(partition)
+
+    def prepare_next(self) -> bool:
+        """Nothing is captured; see :meth:`Executor.prepare_next`."""
+        return False
 
     def launch(self, step: Step, placement: Placement) -> int:
         """Enqueue a step; see :meth:`Executor.launch`.

@@ -32,6 +32,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.fixture
+def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The preset ``tiny`` takes token ids alone, as the larger presets do."""
+    monkeypatch.setattr("bullet_graph.runtime.resolve.PRESETS_OF_BYTES", frozenset())
+
+
+@pytest.fixture
 def engine(model: Model) -> Iterator[Engine]:
     """An engine of that checkpoint, which must have all its blocks back after the test."""
     with make_engine(model.folder) as engine:

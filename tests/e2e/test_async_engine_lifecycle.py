@@ -194,3 +194,58 @@ def test_the_thread_waits_without_work(model: Model, monkeypatch: pytest.MonkeyP
     time.sleep(0.05)
     assert steps == before
     engine.shutdown()
+
+
+# ---- given up from outside ----
+
+
+async def test_failing_from_outside_reaches_all_even_if_the_thread_is_stuck(model: Model, gate: Gate) -> None:
+    engine = AsyncEngine(make_engine(model.folder, max_num_seqs=2))
+    tasks = [asyncio.create_task(collect(engine, PROMPT, LONG)) for _ in range(5)]
+    while engine.stalled(0.05) is None:
+        await asyncio.sleep(0.01)
+    stalled = engine.stalled(0.05)
+    assert stalled is not None
+    assert "decode lane: a decode step of 2 rows" in stalled
+    # One that the engine's thread has not seen yet.
+    tasks.append(asyncio.create_task(collect(engine, PROMPT, LONG)))
+    await asyncio.sleep(0)
+    assert engine.failure is None
+    engine.fail("given up")
+    engine.fail("again")
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(*tasks, collect(engine, PROMPT), return_exceptions=True)
+    assert [str(result) for result in results] == ["given up"] * 7
+    assert all(isinstance(result, EngineDeadError) for result in results)
+    assert str(engine.failure) == "given up"
+    assert not engine.shutdown(0.05)
+    gate.open()
+    assert engine.shutdown(20)
+    assert engine.stalled(0.0) is None
+    assert not engine_threads()
+
+
+async def test_a_loop_stuck_between_launches_is_told(model: Model) -> None:
+    hold = threading.Event()
+    async with AsyncEngine(make_engine(model.folder)) as engine:
+        await collect(engine, PROMPT)
+        time.sleep(0.1)
+        assert engine.stalled(0.05) is None  # it only waits for work
+        engine._commands.put(hold.wait)  # type: ignore[arg-type]
+        time.sleep(0.1)
+        stalled = engine.stalled(0.05)
+        assert stalled is not None
+        assert stalled.startswith("engine loop: between two launches, nothing has happened for 0.")
+        hold.set()
+        await collect(engine, PROMPT)
+        assert engine.stalled(5) is None
+
+
+async def test_the_counters_are_those_after_the_last_step(model: Model) -> None:
+    async with AsyncEngine(make_engine(model.folder)) as engine:
+        assert engine.stats.num_steps == 0
+        await collect(engine, PROMPT)
+        assert engine.stats == engine.engine.stats()
+        assert engine.stats.num_steps > 0
+        assert engine.stats.lane_sms == engine.stats.lane_sm_seconds == {}
+        assert engine.stats.lane_seconds["decode"] > 0

@@ -226,7 +226,7 @@ def wrong_half() -> bytes:
             layer.down,
             config.rms_norm_eps,
         )
-        return compile_ahead(wrong, arguments, {"dynamic": False, "fullgraph": True, "options": {}})[1]
+        return compile_ahead(wrong, arguments, {"dynamic": False, "fullgraph": True})[1]
 
 
 def test_a_wrong_half_is_found_by_the_canary(

@@ -149,7 +149,9 @@ def test_no_request_served_is_an_error(tmp_path: Path) -> None:
     assert "600 + 2" in message
 
 
-def test_conversations_are_tokenized_with_the_models_tokenizer(folder: Path, tmp_path: Path) -> None:
+def test_conversations_are_tokenized_with_the_models_tokenizer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns = [{"from": "human", "value": "The dog sleeps"}, {"from": "gpt", "value": "on and on"}]
     conversations = tmp_path / "sharegpt.json"
     conversations.write_text(json.dumps([{"conversations": turns}]))
@@ -157,6 +159,7 @@ def test_conversations_are_tokenized_with_the_models_tokenizer(folder: Path, tmp
     figures = json.loads(run(*arguments, "--model", str(folder), "--kv-cache-bytes", "4MiB").stdout)
     assert figures["load_format"] == "safetensors"
     assert figures["total_input_tokens"] > 1
+    monkeypatch.setattr("bullet_graph.runtime.resolve.PRESETS_OF_BYTES", frozenset())
     assert "tokenizer" in refused(run(*arguments, "--model", "tiny"))
 
 

@@ -40,6 +40,7 @@ def expected_text(folder: Path) -> str:
 # ---- what is printed ----
 
 
+@pytest.mark.usefixtures("no_tokenizer")
 def test_ids_are_streamed_where_there_is_no_tokenizer() -> None:
     result = generate("--prompt-ids", "1,2,3", "--max-tokens", "5", "--temperature", "0")
     assert result.exit_code == 0, result.output
@@ -155,6 +156,7 @@ def test_bad_arguments_are_refused_before_the_engine_is_built(
         (("--prompt-ids", "1", "--stop", "x"), "stop strings need a tokenizer"),
     ],
 )
+@pytest.mark.usefixtures("no_tokenizer")
 def test_bad_prompts(arguments: tuple[str, ...], expected: str) -> None:
     assert expected in refused(generate(*arguments))
 
@@ -174,6 +176,7 @@ def test_prompts_must_be_utf8(source: str, tmp_path: Path) -> None:
     assert "UTF-8" in refused(result)
 
 
+@pytest.mark.usefixtures("no_tokenizer")
 @pytest.mark.parametrize("as_json", [False, True])
 def test_in_a_batch_the_bad_prompt_fails_alone(as_json: bool) -> None:
     arguments = ("--prompt-ids", "1,2", "--prompt-ids", "999", "--max-tokens", "4")

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
-from bench.kernels.step_variants import variants
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
+from bullet_graph.graphs.halves import Halves
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.models.attention import ReferenceAttention
 from bullet_graph.models.config import ModelConfig
@@ -19,7 +20,6 @@ from bullet_graph.models.ops import TorchOps
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.sampler import SamplingState
-from bullet_graph.models.triton_ops import has_programmatic_launch
 from bullet_graph.models.weights import LayerWeights, ModelWeights
 from bullet_graph.partition.spec import WHOLE_GPU
 
@@ -149,22 +149,18 @@ def test_captured_step_equals_uncaptured(setup: Setup, rows: int) -> None:
     assert torch.equal(setup.state.last_token, after)
 
 
-@pytest.mark.parametrize("name", variants(0))
+@pytest.mark.parametrize("halves", get_args(Halves))
 @torch.inference_mode()
-def test_every_variant_is_close_to_float32(
-    setup: Setup, name: str, record_property: Callable[[str, object], None]
+def test_all_halves_are_close_to_float32(
+    setup: Setup, halves: Halves, record_property: Callable[[str, object], None]
 ) -> None:
-    config = setup.decoder.config
-    kernels_for = variants(config.vocab_size)[name]
-    if kernels_for(2).pdl and not has_programmatic_launch(DEVICE):
-        pytest.skip("programmatic dependent launch is for compute capability 9.0 and above")
     graphs = DecodeGraphs(
         setup.decoder,
         setup.state,
         max_batch_size=MAX_BATCH,
         num_kv_blocks=NUM_BLOCKS,
         padding_slot=MAX_BATCH,
-        kernels_for=kernels_for,
+        halves=halves,
     )
     stream, errors = torch.cuda.Stream(), {}
     for rows in (1, 8, 32, 64, 96):

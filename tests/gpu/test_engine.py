@@ -114,6 +114,20 @@ def test_preemption_loses_nothing(model: Checkpoint) -> None:
     check_against_transformers(outputs, model)
 
 
+def test_an_engine_that_is_ready_early_captures_the_rest(model: Checkpoint) -> None:
+    """While it serves, and then while it is idle; another graph may round otherwise, but no worse."""
+    with Engine(str(model.folder), max_num_seqs=32, kv_cache_bytes=2**28, ready="hot") as engine:
+        at_first = engine.stats().num_missing_graphs
+        check_against_transformers(engine.generate(prompts(), GREEDY, use_tqdm=False), model)
+        assert 0 < engine.stats().num_missing_graphs < at_first
+        while engine.prepare_next():
+            pass
+        assert engine.stats().num_missing_graphs == 0
+        check_against_transformers(engine.generate(prompts(), GREEDY, use_tqdm=False), model)
+        seconds = engine.start_report.seconds
+    assert {"partitions", "weights", "kernels", "decode graphs", "first token"} <= seconds.keys()
+
+
 def test_seeded_sampling_repeats(model: Checkpoint) -> None:
     params = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=3, max_tokens=20, ignore_eos=True, n=2)
     with Engine(str(model.folder), max_num_seqs=8, kv_cache_bytes=2**28) as engine:

@@ -12,7 +12,6 @@ from bullet_graph.models.flashinfer_attention import (
     AttentionLane,
     PagedBatch,
     RaggedBatch,
-    decode_workspace_bytes,
     prefill_backend,
 )
 from bullet_graph.models.kv_cache import KVCache
@@ -23,6 +22,7 @@ from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.models.weights import LayerWeights
+from bullet_graph.models.workspaces import decode_workspace_bytes
 from bullet_graph.runtime.rows import Rows
 
 pytestmark = pytest.mark.gpu

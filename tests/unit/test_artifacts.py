@@ -47,7 +47,7 @@ import triton
 from bullet_graph.graphs.compile_counts import CompileCounter
 from bullet_graph.models.triton_kernels import silu_and_mul_kernel
 signature = {"gate_up_ptr": "*fp32", "out_ptr": "*fp32", "intermediate_size": "i32"}
-source = ASTSource(silu_and_mul_kernel, signature, {"BLOCK": 128, "PDL": False})
+source = ASTSource(silu_and_mul_kernel, signature, {"BLOCK": 128})
 with CompileCounter(gpu=True) as counter:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
 assert len(compiled.asm["cubin"]) > 1000
@@ -287,7 +287,7 @@ def test_flashinfer_s_modules(
     assert names == ["flashinfer/prefill_fa3/prefill_fa3.so", "flashinfer/prefill_fa2/prefill_fa2.so"]
     _add_flashinfer(build, runtime, jobs=2)  # what is there is not built again
     with committed(store, build) as opened:
-        Captures(opened)._load_flashinfer(runtime)
+        Captures(opened).load_modules(runtime)
         folder = opened.entry.folder / "artifacts" / "flashinfer"
     assert loaded == [str(folder / name / f"{name}.so") for name in ("prefill_fa3", "prefill_fa2")]
     assert before == env.FLASHINFER_AOT_DIR
@@ -313,7 +313,7 @@ def test_a_library_of_flashinfer_s_that_cannot_be_loaded(
         committed(store, build) as opened,
         pytest.warns(CaptureCacheWarning, match="are compiled: undefined symbol"),
     ):
-        Captures(opened)._load_flashinfer(runtime)
+        Captures(opened).load_modules(runtime)
     assert before == env.FLASHINFER_AOT_DIR
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bench.kernels import decode_attention, decode_step, prefill_attention, prefill_gemm
+from bench.kernels import capture_cost, decode_attention, decode_step, prefill_attention, prefill_gemm
 from bench.kernels.cublaslt import library_path
 from bench.kernels.decode_inputs import Cache, lengths, scattered_blocks
 from bench.kernels.prefill_layers import LAYERS, SHAPES, flops_of
@@ -25,6 +25,7 @@ from bullet_graph.models.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
+    "capture_cost": capture_cost.main,
     "prefill_gemm": prefill_gemm.main,
     "prefill_attention": prefill_attention.main,
     "decode_attention": decode_attention.main,

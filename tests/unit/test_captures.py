@@ -1,10 +1,9 @@
 """An engine follows its capture plan: what is captured, what it costs, and where steps may be placed."""
 
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """A runtime on a GPU of 132 SMs, as far as anybody asks."""
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    return Runtime(PRESETS["llama-3.1-8b"], None, torch.device("cuda"), torch.bfloat16, 4096)
+    return Runtime(PRESETS["llama-3.1-8b"], None, "llama-3.1-8b", torch.device("cuda"), torch.bfloat16, 4096)
 
 
 # ---- which plan ----
@@ -170,78 +169,18 @@ def test_a_step_replays_the_smallest_graph_of_its_partition(monkeypatch: pytest.
 def test_a_captured_size_is_used_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a profile does, which captures one graph after the other."""
     graphs = object.__new__(DecodeGraphs)
-    graphs._sizes, graphs._captured, graphs._padding_slot, graphs._pool = {}, {}, 0, None
+    graphs._sizes, graphs._captured, graphs._padding_slot, graphs._pool = {}, {}, 0, None  # type: ignore[assignment]
     stream = SimpleNamespace(wait_stream=lambda _: None)
     graph = SimpleNamespace(capture_begin=lambda **_: None, capture_end=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    for name in ("_prepare", "_run"):
-        monkeypatch.setattr(DecodeGraphs, name, lambda *_: None)
+    for name in ("_functions_for", "_prepare", "_run"):
+        monkeypatch.setattr(DecodeGraphs, name, lambda *_, **__: None)
     for key in (GraphKey(16), GraphKey(4), GraphKey(8, NARROW), GraphKey(16)):
         graphs.capture_one(key, stream)  # type: ignore[arg-type]
     assert graphs._sizes == {WHOLE_GPU: (4, 16), NARROW: (8,)}
     assert set(graphs._captured) == {GraphKey(16), GraphKey(4), GraphKey(8, NARROW)}
-
-
-class _Graphs:
-    """In the place of DecodeGraphs and LayerGraphs: notes what it is told to capture."""
-
-    def __init__(self, *_: object, buckets: tuple[int, ...] = (), **__: object) -> None:
-        self.buckets = buckets
-
-    def capture(self, batch_sizes: object = None, stream_for: object = None, *, progress: bool) -> "_Graphs":
-        del stream_for, progress
-        self.batch_sizes = batch_sizes
-        return self
-
-    def including(self, other: "_Graphs") -> dict[str, object]:
-        return {"batch_sizes": self.batch_sizes, "buckets": other.buckets}
-
-
-@pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_the_executor_captures_what_the_plan_says(
-    monkeypatch: pytest.MonkeyPatch, h200: Runtime, cuda_graphs: bool
-) -> None:
-    del h200
-    if "flashinfer" not in sys.modules:
-        prefill = ModuleType("flashinfer.prefill")
-        prefill.get_batch_prefill_module = None  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
-        monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
-    before = set(sys.modules)
-    import bullet_graph.runtime.cuda as cuda  # noqa: PLC0415
-
-    for name in ("DecodeGraphs", "LayerGraphs"):
-        monkeypatch.setattr(cuda, name, _Graphs)
-    state = SimpleNamespace(settings=torch.empty(1, 8))
-    for name, value in (("SamplingState", state), ("EagerLane", None), ("Uploader", None)):
-        monkeypatch.setattr(cuda, name, lambda *_, value=value, **__: value)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    executor = cuda.CudaExecutor(
-        SimpleNamespace(cos_sin=torch.empty(1)),  # type: ignore[arg-type]
-        max_num_seqs=64,
-        max_rows=576,
-        num_kv_blocks=10,
-        launcher=SimpleNamespace(stream=lambda *_: None),  # type: ignore[arg-type]
-        plan=PLAN,
-        cuda_graphs=cuda_graphs,
-        prefill_lane=True,
-        progress=False,
-    )
-    assert executor.partitions == (WHOLE_GPU, NARROW)
-    if cuda_graphs:
-        assert executor.capture == {"batch_sizes": PLAN.batch_sizes, "buckets": (16, 128)}
-        assert (executor.max_batch_size(WHOLE_GPU), executor.max_batch_size(NARROW)) == (64, 16)
-    else:
-        assert executor.capture is None
-        assert executor.max_batch_size(NARROW) is None, "nothing is captured, so nothing limits a batch"
-    llama = PRESETS["llama-3.1-8b"]
-    assert cuda.CudaExecutor.graph_bytes(llama, PLAN) == 5 * 8 * 2**20 + 2 * 32 * 2**19
-    for name in set(sys.modules) - before:
-        if name.startswith("bullet_graph"):
-            monkeypatch.delitem(sys.modules, name)
 
 
 # ---- where steps may be placed ----

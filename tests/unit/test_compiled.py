@@ -8,15 +8,15 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bullet_graph.graphs import triton_norm
 from bullet_graph.graphs.compiled import compiled_functions
-from bullet_graph.graphs.triton_norm import TritonNormOps
+from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, TritonNormOps, decode_functions, halves_for
 from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.loader import dummy_weights
 from bullet_graph.models.ops import LayerOps, TorchOps
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.models.triton_ops import TritonOps
 
 CPU, CONFIG, MAX_ROWS = torch.device("cpu"), PRESETS["tiny"], 16
 
@@ -29,16 +29,14 @@ def decoder() -> Decoder:
 
 
 @pytest.fixture
-def options(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, object]]]:
-    """What Inductor would have been asked for."""
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, object]]]:
+    """With which each half is compiled, here without Inductor."""
     seen: list[dict[str, object]] = []
     compile_half = torch.compile
 
-    def recorded(
-        half: Callable[..., Any], *, options: dict[str, object], **settings: Any
-    ) -> Callable[..., Any]:
-        seen.append(options)
-        return compile_half(half, backend="aot_eager", **settings)
+    def recorded(half: Callable[..., Any], **given: Any) -> Callable[..., Any]:
+        seen.append(given)
+        return compile_half(half, backend="aot_eager", **given)
 
     monkeypatch.setattr(torch, "compile", recorded)
     torch._dynamo.reset()
@@ -61,13 +59,10 @@ def halves(functions: LayerFunctions, decoder: Decoder, rows: int) -> tuple[torc
     )
 
 
-@pytest.mark.parametrize("fused", [None, TritonNormOps(pdl=False)])
-def test_once_for_all_rows(
-    decoder: Decoder, options: list[dict[str, object]], fused: LayerOps | None
-) -> None:
-    functions = compiled_functions(decoder, TorchOps(), MAX_ROWS, fused=fused)
-    assert options == [{"triton.enable_pdl": False}] * 2
-    assert set(options[0]) <= set(torch._inductor.list_options())
+@pytest.mark.parametrize("fused", [TorchOps(), TritonNormOps()])
+def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], fused: LayerOps) -> None:
+    functions = compiled_functions(decoder, TorchOps(), fused, MAX_ROWS)
+    assert settings == [{"dynamic": False, "fullgraph": True}] * 2
     # What would be compiled anew is an error here.
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (2, 5, MAX_ROWS):
@@ -79,22 +74,26 @@ def test_once_for_all_rows(
                 torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_norms_are_one_operator(decoder: Decoder, options: list[dict[str, object]]) -> None:  # noqa: ARG001
+@pytest.mark.parametrize(("name", "norms"), [("compiled-norm", 2), ("compiled", 0), ("eager", 2)])
+@pytest.mark.usefixtures("settings")
+def test_what_computes_the_norms(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, name: Halves, norms: int
+) -> None:
     calls: list[torch.Tensor] = []
-    add_rms_norm = triton_norm.TritonOps.add_rms_norm
+    add_rms_norm = TritonOps.add_rms_norm
 
-    def recorded(self: Any, x: torch.Tensor, *rest: Any) -> Any:
+    def recorded(x: torch.Tensor, *rest: Any) -> Any:
         calls.append(x)
-        return add_rms_norm(self, x, *rest)
+        return add_rms_norm(x, *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_norm.TritonOps, "add_rms_norm", recorded)
-        functions = compiled_functions(decoder, TorchOps(), MAX_ROWS, fused=TritonNormOps(pdl=False))
-        calls.clear()
-        halves(functions, decoder, 4)
-    assert [type(x) for x in calls] == [torch.Tensor] * 2
+    monkeypatch.setattr(TritonOps, "add_rms_norm", staticmethod(recorded))
+    functions = decode_functions(decoder, name, MAX_ROWS)
+    assert isinstance(functions.ops, TritonOps)
+    calls.clear()
+    halves(functions, decoder, 4)
+    assert [type(x) for x in calls] == [torch.Tensor] * norms
 
 
-def test_inductor_s_launches_are_an_option(decoder: Decoder, options: list[dict[str, object]]) -> None:
-    compiled_functions(decoder, TorchOps(), MAX_ROWS, pdl=True)
-    assert options == [{"triton.enable_pdl": True}] * 2
+def test_one_row_is_never_compiled() -> None:
+    assert [halves_for(rows) for rows in (1, 2, MAX_ROWS)] == ["eager", DEFAULT_HALVES, DEFAULT_HALVES]
+    assert [halves_for(rows, "compiled") for rows in (1, 2)] == ["eager", "compiled"]

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -25,13 +26,10 @@ from bench.kernels.step_breakdown import (
     time_by_group,
     work_by_group,
 )
-from bench.kernels.step_lab import Agreement, inputs_for
-from bench.kernels.step_variants import DEFAULT, SkinnyHeadOps, distinct, variants
+from bench.kernels.step_lab import VARIANTS, Agreement, distinct, inputs_for
 from bullet_graph.errors import DeviceError
-from bullet_graph.graphs.step_kernels import StepKernels, default_step_kernels
-from bullet_graph.models.ops import TorchOps
+from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, halves_for
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.perf.energy import DeviceMonitor
 from bullet_graph.perf.traffic import decode_step_bytes
 
@@ -116,37 +114,12 @@ def test_rows_of_the_breakdown() -> None:
 
 
 def test_variants_by_rows() -> None:
-    chosen = variants(LLAMA.vocab_size)
-    assert chosen[DEFAULT] is default_step_kernels
-    assert next(iter(chosen)) == DEFAULT
-    same = {name: name for name in chosen}
-    assert distinct(chosen, 64) == same | {"fused-swiglu": "eager"}
-    assert distinct(chosen, 128) == same | {"skinny-head": DEFAULT}
+    assert sorted(VARIANTS) == sorted(get_args(Halves))
+    assert VARIANTS[0] == halves_for(2) == DEFAULT_HALVES
+    assert distinct(VARIANTS, 2) == {name: name for name in VARIANTS}
     # One row is computed eagerly, whatever the halves of more are.
-    assert set(distinct(chosen, 1).values()) == {DEFAULT, "compiled+pdl"}
-    assert all(kernels_for(1).halves == "eager" for kernels_for in chosen.values())
-    assert all(kernels_for(2).pdl == name.endswith("pdl") for name, kernels_for in chosen.items())
-
-
-@pytest.mark.parametrize("rows", [17, 40, 65])
-def test_skinny_head(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    called: list[int] = []
-    skinny = SkinnyHeadOps.linear.__globals__["skinny"]
-
-    def recorded(*arguments: object) -> None:
-        called.append(rows)
-        skinny(*arguments)
-
-    monkeypatch.setitem(SkinnyHeadOps.linear.__globals__, "skinny", recorded)
-    ops = SkinnyHeadOps(vocab_size=256)
-    generator = torch.Generator().manual_seed(1)
-    # Half and not bf16, of which Triton's interpreter multiplies the bits.
-    x, head = (torch.randn(n, 128, generator=generator).half() for n in (rows, 256))
-    out = torch.full((rows, 256), torch.nan).half()
-    assert ops.linear(x, head, out=out) is out
-    torch.testing.assert_close(out, TorchOps.linear(x, head), rtol=1e-2, atol=1e-1)
-    ops.linear(x, head[:128], out=out[:, :128].contiguous())
-    assert called == ([rows] if rows <= 64 else [])
+    assert distinct(VARIANTS, 1) == dict.fromkeys(VARIANTS, DEFAULT_HALVES)
+    assert {halves_for(1, name) for name in VARIANTS} == {"eager"}
 
 
 def test_inputs_of_a_step() -> None:
@@ -176,8 +149,7 @@ def test_agreement() -> None:
 class FakeGraphs:
     """In the place of DecodeGraphs: steps whose logits depend on the variant where ``wrong`` says so."""
 
-    kernels_for: object
-    state: object
+    halves: str
     batch_sizes: tuple[int, ...] = (1, 2, 4)
 
     def capture_one(self, *_: object) -> None:
@@ -187,8 +159,7 @@ class FakeGraphs:
         return torch.zeros(len(inputs.slots), dtype=torch.int32)  # type: ignore[attr-defined]
 
     def logits(self, rows: int) -> torch.Tensor:
-        kernels = self.kernels_for(rows)  # type: ignore[operator]
-        return torch.ones(rows, 4) * (2.0 if kernels.halves == FakeGraphs.wrong else 1.0)
+        return torch.ones(rows, 4) * (2.0 if self.halves == FakeGraphs.wrong else 1.0)
 
     wrong = ""
 
@@ -223,9 +194,7 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_lab, "DEVICE", CPU)
     monkeypatch.setattr(step_lab, "TURN_S", 1e-9)
     monkeypatch.setattr(step_lab, "ROWS_WARM_UP_S", 1e-9)
-    monkeypatch.setattr(
-        step_lab, "DecodeGraphs", lambda _, state, kernels_for, **__: FakeGraphs(kernels_for, state)
-    )
+    monkeypatch.setattr(step_lab, "DecodeGraphs", lambda *_, halves, **__: FakeGraphs(halves))
     monkeypatch.setattr(step_lab.DeviceMonitor, "for_gpu", lambda _: DeviceMonitor(None))
     monkeypatch.setattr(decode_step, "WARM_UP_S", 1e-9)
     monkeypatch.setattr(decode_step, "BREAKDOWN_ROWS", (2, 4))
@@ -247,11 +216,10 @@ def test_the_command_writes_and_shows_what_it_measured(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r.json").read_text())
     assert [case["rows"] for case in report["cases"]] == [1, 2, 4]
     one = {entry["name"]: entry for entry in report["cases"][0]["variants"]}
-    assert list(one) == list(decode_step.NAMES)
-    assert one["eager"]["same_launches_as"] == DEFAULT
-    assert one["eager+pdl"]["same_launches_as"] == "compiled+pdl"
-    assert one[DEFAULT]["step_ms"] == 1.0
-    assert one[DEFAULT]["num_steps"] == 6
+    assert list(one) == list(VARIANTS)
+    assert one["eager"]["same_launches_as"] == DEFAULT_HALVES
+    assert one[DEFAULT_HALVES]["step_ms"] == 1.0
+    assert one[DEFAULT_HALVES]["num_steps"] == 6
     assert all(entry["agrees"] for case in report["cases"] for entry in case["variants"])
     assert [part["rows"] for part in report["breakdowns"]] == [2, 4]
     assert report["breakdowns"][0]["groups"][-1]["us"] == 48
@@ -270,7 +238,7 @@ def test_another_s_logits_are_shown_and_exit_with_1(monkeypatch: pytest.MonkeyPa
     assert "DISAGREES" in result.output
     (case,) = json.loads((tmp_path / "r.json").read_text())["cases"]
     agrees = {entry["name"]: entry["agrees"] for entry in case["variants"]}
-    assert agrees == {DEFAULT: True, "compiled": False, "eager": True}
+    assert agrees == {DEFAULT_HALVES: True, "compiled": False, "eager": True}
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
@@ -300,12 +268,3 @@ def test_it_needs_no_flashinfer() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert process.returncode == 0, process.stderr
-
-
-def test_what_a_device_cannot_do_is_an_error() -> None:
-    decoder = SimpleNamespace(cos_sin=torch.zeros(1))
-    for kernels in (StepKernels("eager", TritonOps(pdl=True)), StepKernels("compiled-pdl")):
-        assert kernels.pdl
-        with pytest.raises(DeviceError, match="found cpu"):
-            kernels.functions(decoder, 4)  # type: ignore[arg-type]
-    assert not StepKernels().pdl

@@ -11,14 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from bullet_graph.errors import CheckpointError
 from bullet_graph.models import loader
+from bullet_graph.models.checkpoint import load_weights
 from bullet_graph.models.config import load_model_config
-from bullet_graph.models.loader import (
-    dummy_weights,
-    load_weights,
-    num_parameters,
-    weight_bytes,
-    weight_shapes,
-)
+from bullet_graph.models.loader import dummy_weights, num_parameters, weight_bytes, weight_shapes
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import LayerWeights, ModelWeights
 

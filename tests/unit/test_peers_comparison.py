@@ -10,10 +10,10 @@ import pytest
 
 from bench.peers import comparison
 from bench.peers.comparison import Comparison, Load
-from bench.peers.replay_async import AsyncReplay
 from bench.peers.systems import Candidate
 from bullet_graph.cli.bench.sweep_file import SweepFile
 from bullet_graph.engine.replay import TimedRequest
+from bullet_graph.engine.replay_async import AsyncReplay
 from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.perf.serving import ServedRequest

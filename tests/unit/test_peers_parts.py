@@ -17,12 +17,12 @@ from transformers import AutoConfig
 from bench.peers.budget import CONFIG_KEY, BudgetedSchedule, TokenBudget
 from bench.peers.comparison import FixedRates
 from bench.peers.hf_config import write_model_folder
-from bench.peers.openai_system import TokenCounter
 from bench.peers.residents import group
 from bench.peers.systems import Candidate
 from bullet_graph import ConfigError, RequestError
 from bullet_graph.models.config import load_model_config
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.serve.client import TokenCounter
 
 # ---- systems ----
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.peers.replay_async import AsyncReplay, replay
 from bullet_graph import ConfigError, EngineDeadError, PromptError, SamplingParams, Slo
 from bullet_graph.engine.replay import TimedRequest
+from bullet_graph.engine.replay_async import AsyncReplay, replay
 
 
 class VirtualTime:

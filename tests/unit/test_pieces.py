@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.attention import LayerRows, ReferenceAttention
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, SampledRows, eager_functions
@@ -83,3 +84,54 @@ def test_pieces_and_attentions_make_the_forward(config: ModelConfig, bucket: int
         for ours, theirs in zip(cut.cache.layer(layer), whole.cache.layer(layer), strict=True):
             # Padding leaves its trace in the padding block alone.
             torch.testing.assert_close(ours[1:], theirs[1:])
+
+
+class _Graph:
+    """On the CPU there is nothing to record: what is captured runs."""
+
+    def capture_begin(self, **_: object) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        self.pieces.run(CONFIG.num_layers - 1, 16)  # type: ignore[attr-defined]
+
+
+class _Event:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, _: "_Event") -> float:
+        return 1.0
+
+
+@torch.inference_mode()
+def test_captures_and_timings_leave_the_cache_of_sequences_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may capture while it serves: the buffers then hold where its last forward's rows are."""
+    decoder = new_decoder(CONFIG)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    graphs = LayerGraphs(decoder, TorchOps(), buckets=(16,))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: _Event())
+    monkeypatch.setattr(_Graph, "pieces", graphs.pieces, raising=False)
+
+    def load() -> None:
+        graphs.pieces.load(decoder.embed(torch.arange(ROWS)), torch.arange(ROWS), kv_slots())
+        graphs.pieces.attended.fill_(1.0)
+
+    load()
+    graphs.pieces.run(0, ROWS)
+    before = [half.clone() for layer in range(CONFIG.num_layers) for half in decoder.cache.layer(layer)]
+    assert before[0].any()
+    for layer in range(CONFIG.num_layers):
+        graphs.capture_piece(16, layer)
+    load()
+    graphs.time_ms(16)
+    after = [half for layer in range(CONFIG.num_layers) for half in decoder.cache.layer(layer)]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[1:], new[1:])

@@ -11,7 +11,7 @@ from planner_loads import ARMS, LAYERS, MAX_CHUNK, chosen, chunk_of, decoding, l
 from bullet_graph.config import Arm
 from bullet_graph.engine.options import BUDGET_CAP
 from bullet_graph.engine.plan import DecodeLoad, Load, PromptLoad
-from bullet_graph.engine.planner import LANE_SHARE, Planner
+from bullet_graph.engine.planner import BESIDE_GAIN, LANE_SHARE, Planner
 from bullet_graph.partition.spec import WHOLE_GPU, partition_of
 
 
@@ -129,7 +129,8 @@ class TestAuto:
         assert fresh.plan(load).arm == rival.arm
 
     def test_the_arm_that_stays_takes_its_best_chunk_not_its_largest(self) -> None:
-        lanes, load = planner(), load_of(decoding(256), *[4000] * 3)
+        # Targets that nothing can hold limit no chunk.
+        lanes, load = planner(), load_of(decoding(256, tpot=1.0), *[4000] * 3)
         first = lanes.plan(load)
         again = lanes.plan(load)
         assert first.arm == again.arm == "mixed"
@@ -138,6 +139,24 @@ class TestAuto:
         best = max(sizes, key=lambda option: option.throughput)
         assert best.chunk_tokens < max(option.chunk_tokens for option in sizes)
         assert again.chunk_tokens == best.chunk_tokens
+
+    def test_without_targets_prompts_come_first_unless_steps_beside_them_pay(self) -> None:
+        auto, prompts = planner(), [2000] * 8
+        load = load_of(decoding(64), *prompts)
+        paid = auto.plan(load)
+        assert (paid.arm, paid.decode) == ("mixed", True)
+        first = next(option for option in paid.options if option.interval_ms == math.inf)
+        for arm in ("mixed", "sliced", "split"):
+            beside = max((o for o in paid.options if o.arm == arm), key=lambda o: o.throughput)
+            slower = 1.01 * beside.throughput / (BESIDE_GAIN * first.throughput)
+            for kind in ("step", "slice"):
+                auto._corrections._factors[arm, kind] = slower
+        plan = auto.plan(load)
+        assert (plan.arm, plan.decode, plan.bound) == ("solo", False, "throughput")
+        assert plan.chunk_tokens == first.chunk_tokens > 2000
+        assert plan.decode_ms == pytest.approx(first.chunk_tokens * 1e3 / first.prefill_tokens_per_s)
+        # A target keeps decode going.
+        assert auto.plan(load_of(decoding(64, tpot=30.0), *prompts)).decode
 
     def test_a_plan_costs_few_predictions(self) -> None:
         class Counting:

@@ -1,5 +1,6 @@
 """Ratios of goodputs, and the verdicts on them, from made-up searches."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,6 +93,33 @@ def test_an_unfinished_search_of_any_peer_is_no_evidence(tmp_path: Path) -> None
     found = verdict(tmp_path, "goodput, conv")
     assert found.word == "not measured"
     assert found.reasons == (f"peers.json: the search of {VLLM_2048} is not finished",)
+
+
+@pytest.mark.parametrize(
+    ("own", "word", "shown"),
+    [
+        # 24 / 20 = 1.2 is enough, whatever the searches would find yet.
+        ({24.0: GOOD}, "met", "at least 1.200× (against the next rate tried, 20/s; the search of"),
+        (
+            {20.0: GOOD, 30.0: BAD},
+            "open",
+            "at least 1.000× (against the next rate tried, 20/s; the search of",
+        ),
+    ],
+)
+def test_searches_that_were_cut_give_a_bound(
+    tmp_path: Path, own: dict[float, float], word: str, shown: str
+) -> None:
+    cut = [
+        dataclasses.replace(cell, goodput=None, finished=False)
+        for cell in (search(AUTO, None, own), search(VLLM_512, None, {16.0: GOOD, 20.0: BAD}))
+    ]
+    write_sweep(tmp_path / "peers.json", cut, finished=False)
+    found = verdict(tmp_path)
+    assert found.word == word
+    assert found.figure is not None
+    assert f"against 16/s ({VLLM_512})" in found.figure.detail
+    assert target_table([found])[3].split(" | ")[2].startswith(shown)
 
 
 @pytest.mark.parametrize(

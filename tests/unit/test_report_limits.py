@@ -167,6 +167,19 @@ def test_a_measured_rate_of_prompt_attention_goes_before_the_fitted_one(tmp_path
     assert found == Rate(350e12, None, "ragged, 4 × 512 tokens, `prefill_attention.json`")
 
 
+def test_rates_of_the_same_card_go_before_higher_ones(tmp_path: Path) -> None:
+    for name, card, rate in (("decode_step.json", "GPU-a", 4000.0), ("offline.json", "GPU-b", 4300.0)):
+        one = {"copy_gb_per_s": rate, "command": "x", "provenance": PROVENANCE | {"device_uuid": card}}
+        (tmp_path / name).write_text(json.dumps([one] if name == "offline.json" else one))
+    evidence = read_evidence(tmp_path)
+    copies = [rates_of(evidence, cards).copy for cards in ({"GPU-a"}, {"GPU-b"}, {"GPU-c"}, set())]
+    assert [copy.per_s if copy else None for copy in copies] == [4000e9, 4300e9, 4300e9, 4300e9]
+    assert copies[0] is not None
+    assert copies[0].source.endswith("the same card")
+    assert copies[2] is not None
+    assert "card" not in copies[2].source
+
+
 def test_rates_of_another_gpu_do_not_count(tmp_path: Path) -> None:
     write_rates(tmp_path, device="another GPU")
     found = rates_of(read_evidence(tmp_path))

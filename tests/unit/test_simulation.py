@@ -16,7 +16,9 @@ from bullet_graph.engine.simulation import SimulatedEngine, Simulation, Simulati
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import DEVICE_SPECS, Roofline
+from bullet_graph.perf.shipped import load_table
 from bullet_graph.perf.trace_file import read_trace
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -80,6 +82,17 @@ def test_every_arm_serves_every_request_to_its_end(arm: str, slo: Slo) -> None:
     assert {output.slo for output in first.replay.outputs} == {slo}
     forced = arm.partition(":")[0]
     assert forced == "auto" or set(first.stats.arm_seconds) <= {forced, "solo"}
+
+
+def test_without_targets_auto_is_as_quick_as_any_arm() -> None:
+    model = TableModel(load_table("h200", model="llama-3.1-8b"), LLAMA_8B)
+    load = load_workload("azure:conv", num_requests=150)
+
+    def duration_s(arm: str) -> float:
+        settings = replace(SETTINGS, arm=Arm.parse(arm), kv_cache_tokens=600_000, max_num_seqs=256)
+        return simulate(model, load, np.zeros(150), settings).replay.duration_s
+
+    assert duration_s("auto") <= 1.005 * min(map(duration_s, ("serial", "mixed:2048", "mixed:8192")))
 
 
 def test_the_split_runs_on_the_size_that_was_asked_for(tmp_path: Path) -> None:

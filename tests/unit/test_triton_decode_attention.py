@@ -256,15 +256,3 @@ def test_bad_plans() -> None:
         lane.plan(batch(1)).run(0, rows_of(q))
     with pytest.raises(ConfigError, match="out must be contiguous"):
         lane.plan(batch(2)).run_into(0, q, torch.zeros_like(q).transpose(0, 1).contiguous().transpose(0, 1))
-
-
-def test_no_launch_behind_another_where_none_overlaps() -> None:
-    config = model()
-    lane = TritonDecodeAttention(
-        config, filled_cache(config, 2, torch.float32), max_rows=2, num_sms=4, overlap_launches=False
-    )
-    one = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    batch = DecodeBatch(torch.arange(2, dtype=torch.int32, device=DEVICE), one - 1, one)
-    with pytest.raises(ConfigError, match="pdl=False"):
-        lane.plan(batch, pdl=True)
-    assert not lane.plan(batch).pdl

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from bullet_graph.cli.bench.serve_command import serve
+from bullet_graph.cli.bench.startup_command import startup
 from bullet_graph.cli.bench.sweep_command import sweep
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs, result_options
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
@@ -26,6 +28,7 @@ def bench() -> None:
       bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
       bullet-graph bench online --model llama-3.1-8b --trace azure:conv --request-rate 20 --goodput ttft:500 tpot:15
       bullet-graph bench latency --model llama-3.1-8b --batch-size 64
+      bullet-graph bench startup --model llama-3.1-8b --ready hot
     """
 
 
@@ -206,4 +209,6 @@ def _emit(text: str, render: Callable[[], None], path: Path | None, *, as_json: 
         render()
 
 
+bench.add_command(serve)
+bench.add_command(startup)
 bench.add_command(sweep)

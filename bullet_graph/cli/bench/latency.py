@@ -113,7 +113,7 @@ def run_latency(
             # disable=None: no bar where stderr is not a terminal.
             for prompts in tqdm(batches[num_iters_warmup:], unit="batch", disable=True if quiet else None):
                 runs.append(_run_batch(engine, prompts, shape.output_len))
-        record = describe_run(config, engine, runtime, before, engine.stats(), monitor.report)
+        record = describe_run(config, runtime, before, engine.stats(), monitor.report, engine)
     # Only now that the engine has given its memory back is there room for the copy.
     copy_gb_per_s = measure_copy_gb_per_s(runtime.device.type)
 

@@ -21,8 +21,8 @@ from bullet_graph.workloads.arrivals import Times, arrival_times, trace_times
 
 BACKEND = "bullet_graph"
 
-_WARMUP_OUTPUT_TOKENS = 64
-_WARMUP_GAP_S = 0.02
+WARMUP_OUTPUT_TOKENS = 64
+WARMUP_GAP_S = 0.02
 """Between warm-up requests, so that some come while others decode: other kernels run than for all at once."""
 
 
@@ -186,7 +186,7 @@ def warm_up(engine: Engine, workload: Workload, num_warmups: int, *, arm: Arm, s
     """Serve a few requests under an arm and forget about them, so that kernels made on first use are there.
 
     Prompts are as long as the workload's first (and its first again, where it has fewer), outputs at most
-    ``_WARMUP_OUTPUT_TOKENS``; random prompts are others than those measured.
+    ``WARMUP_OUTPUT_TOKENS``; random prompts are others than those measured.
 
     Args:
         engine: with nothing under way.
@@ -208,11 +208,11 @@ def warm_up(engine: Engine, workload: Workload, num_warmups: int, *, arm: Arm, s
     engine.set_policy(arm, slo)
     first = itertools.islice(itertools.cycle(workload.requests), num_warmups)
     short = tuple(
-        dataclasses.replace(r, output_tokens=min(r.output_tokens, _WARMUP_OUTPUT_TOKENS)) for r in first
+        dataclasses.replace(r, output_tokens=min(r.output_tokens, WARMUP_OUTPUT_TOKENS)) for r in first
     )
     requests = timed_requests(
         Workload(workload.name, short),
-        [_WARMUP_GAP_S * index for index in range(num_warmups)],
+        [WARMUP_GAP_S * index for index in range(num_warmups)],
         vocab_size=engine.model_config.vocab_size,
         slo=slo,
         seed=seed + 1,

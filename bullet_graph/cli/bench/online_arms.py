@@ -111,5 +111,5 @@ def run_online(
                     serve_online(engine, workload, arrivals, arm=arm, slo=slo, on_output=lambda _: advance(1))
                 )
         stats = engine.stats()
-        record = describe_run(config, engine, runtime, stats, stats, runs[-1].device)
+        record = describe_run(config, runtime, stats, stats, runs[-1].device, engine)
         return OnlineComparison(workload.name, tuple(runs), record, engine.partition_backend)

@@ -9,7 +9,7 @@ from bullet_graph.cli.bench.online_arms import OnlineComparison
 from bullet_graph.cli.serving.table import figure, print_serving, usage_rows
 
 # Of the engine and not of a run: a run's own are OnlineRun's.
-_COMMON = ("model", "load_format", "dtype", "seed", "engine", "provenance")
+_COMMON = ("model", "load_format", "dtype", "seed", "engine", "start", "provenance")
 
 
 def comparison_fields(comparison: OnlineComparison, *, detailed: bool) -> dict[str, Any]:

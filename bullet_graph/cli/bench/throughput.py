@@ -122,7 +122,7 @@ def run_throughput(
         before = engine.stats()
         with watch_device(engine) as monitor:
             served = _serve(engine, requests, show_progress=not quiet)
-        record = describe_run(config, engine, runtime, before, engine.stats(), monitor.report)
+        record = describe_run(config, runtime, before, engine.stats(), monitor.report, engine)
     return _summarize(workload.name, served, record)
 
 

@@ -52,7 +52,7 @@ burstiness_option = click.option(
 
 
 def serving_options(
-    *, default_arm: str, request_rate_more: str = ""
+    *, default_arm: str | None, request_rate_more: str = ""
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a :class:`~bullet_graph.cli.serving.goodput.GoodputCommand` a workload, its arrivals, targets and arms.
 
@@ -61,7 +61,7 @@ def serving_options(
     and ``save_detailed: bool``.
 
     Args:
-        default_arm: without ``--arm``.
+        default_arm: without ``--arm``; None leaves the arms to the server.
         request_rate_more: what the help of ``--request-rate`` says besides.
     """
     options = (
@@ -95,7 +95,7 @@ def serving_options(
             "--max-concurrency", type=click.IntRange(min=1), help="Most requests under way at once."
         ),
         goodput_option,
-        arms_option(default_arm),
+        *(() if default_arm is None else (arms_option(default_arm),)),
         click.option(
             "--save-detailed",
             is_flag=True,

@@ -9,14 +9,13 @@ from typing import Any
 import click
 
 from bullet_graph.cli.options import parse_size, parse_sizes, result_options
-from bullet_graph.cli.result_file import check_result_file, require_matplotlib, write_result_file
+from bullet_graph.cli.result_file import check_plot_file, check_result_file, write_result_file
 from bullet_graph.cli.serving.goodput import GoodputCommand
 from bullet_graph.cli.serving.options import TRACE_TIMES, serving_options
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
 
-_IMAGE_FORMATS = ("svg", "png")
 _FIRST_RATE = 8.0
 
 
@@ -134,8 +133,7 @@ def simulate(
     config = EngineConfig(**settings)
     check_result_file(output_json, overwrite=overwrite)
     _check_combination(arms, config.slo, request_rate, sweep, plot, trace_decisions)
-    if plot is not None:
-        _check_plot(plot, overwrite=overwrite)
+    check_plot_file(plot, overwrite=overwrite)
     # Here and below: torch takes seconds to import, and --help must not wait for it.
     from bullet_graph.cli.simulate.run import SimulationSpec, Simulator  # noqa: PLC0415
 
@@ -191,10 +189,3 @@ def _check_combination(
         raise ConfigError("--plot draws figures against the rate: add --sweep")
     if trace_decisions is not None and (sweep or len(arms) > 1):
         raise ConfigError("--trace-decisions writes one run: give one --arm, and no --sweep")
-
-
-def _check_plot(path: Path, *, overwrite: bool) -> None:
-    if path.suffix[1:].lower() not in _IMAGE_FORMATS:
-        raise ConfigError(f"--plot {path}: the name must end in .svg or .png")
-    check_result_file(path, overwrite=overwrite, option="--plot")
-    require_matplotlib("--plot")

@@ -18,6 +18,7 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounter, CompileCounts
 from bullet_graph.perf.provenance import collect_provenance
+from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.exercise import exercise
 from bullet_graph.runtime.artifacts.library_caches import INDUCTOR, TRITON, caches_below, collect
 from bullet_graph.runtime.artifacts.measured import (
@@ -88,7 +89,11 @@ def build_captures(config: EngineConfig, store: CaptureStore, settings: BuildSet
     # Nothing on the CPU is worth keeping but compiled halves.
     runtime = resolve(config)
     config = dataclasses.replace(
-        config, capture_cache=None, canary="all", compile=config.compile or runtime.device.type == "cpu"
+        config,
+        capture_cache=None,
+        canary="all",
+        ready="all",
+        compile=config.compile or runtime.device.type == "cpu",
     )
     here = fingerprint_of(runtime)
     performance = find_performance(config, runtime, cached_table=lambda: cached_perf_table(store, here))
@@ -156,6 +161,7 @@ def _start(
                 runtime,
                 progress=parts.progress,
                 on_ledger=lambda _: None,
+                clock=StartClock(),
                 captures_for=recording,
             )
             try:

@@ -176,15 +176,13 @@ class Captures:
     # ---- the libraries' own folders ----
 
     def restore_libraries(self, runtime: Runtime, folder: Path) -> None:
-        """Copy what Inductor and Triton kept into a folder of this start, and load FlashInfer's modules."""
+        """Copy what Inductor and Triton kept into a folder of this start, and remember the mask offset."""
         if self._source is None:
             return
         for cache in LIBRARY_CACHES:
             restore(self._source, cache, folder / cache.name)
-        if runtime.device.type == "cuda":
-            self._load_flashinfer(runtime)
-            if self._build is None:
-                restore_mask_offset(self._source)
+        if runtime.device.type == "cuda" and self._build is None:
+            restore_mask_offset(self._source)
 
     def publish_kernels(self) -> None:
         """Give the user's own folder the Triton kernels that it lacks: those that no start runs are loaded later."""
@@ -198,8 +196,10 @@ class Captures:
             except CacheError as error:
                 self._tell(f"kernels that are needed later will be compiled then: {error}")
 
-    def _load_flashinfer(self, runtime: Runtime) -> None:
-        assert self._source is not None
+    def load_modules(self, runtime: Runtime) -> None:
+        """Load FlashInfer's modules, as far as they are there."""
+        if self._source is None:
+            return
         # Imported here because it needs flashinfer, which a machine without a GPU does not have.
         from bullet_graph.models.flashinfer_modules import load_modules, needed_modules  # noqa: PLC0415
 

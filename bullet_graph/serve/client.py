@@ -1,6 +1,11 @@
-"""A server with OpenAI's completions interface, such as ``vllm serve`` or SGLang, by URL."""
+"""A client of servers with OpenAI's completions interface: ``bullet-graph serve``, ``vllm serve``, SGLang.
 
+Needs aiohttp (extra ``bench``), and nothing of the server's own libraries.
+"""
+
+import dataclasses
 import json
+import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -8,7 +13,8 @@ import aiohttp
 
 from bullet_graph.engine.replay import TimedRequest
 from bullet_graph.errors import ConfigError, RequestError
-from bullet_graph.slo import Slo
+from bullet_graph.serve.owner import OWNER
+from bullet_graph.slo import NO_TARGETS, Slo
 
 _SHOWN_CHARACTERS = 300
 # A chunk of many tokens is one long line.
@@ -18,7 +24,8 @@ _BUFFER_BYTES = 1 << 20
 class OpenAiServer:
     """A server that is up; :meth:`connect` makes it. Prompts are token ids, outputs are streamed.
 
-    Forced output lengths need ``ignore_eos``, an extension that vLLM and SGLang know.
+    Forced output lengths need ``ignore_eos``, an extension that vLLM and SGLang know. Latency targets go with the
+    requests of ``bullet-graph serve`` alone.
 
     Args:
         url: up to ``/v1``.
@@ -32,11 +39,12 @@ class OpenAiServer:
         self.settings = settings
 
     @classmethod
-    async def connect(cls, url: str) -> "OpenAiServer":
+    async def connect(cls, url: str, *, api_key: str | None = None) -> "OpenAiServer":
         """Ask a server which model it has, and its version where it tells one.
 
         Args:
             url: up to ``/v1``.
+            api_key: that it asks for, or None.
 
         Raises:
             ConfigError: there is no such server, or it does not say which model it serves.
@@ -45,12 +53,14 @@ class OpenAiServer:
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=60),
             read_bufsize=_BUFFER_BYTES,
+            headers=None if api_key is None else {"Authorization": f"Bearer {api_key}"},
         )
         try:
             async with session.get(f"{url}/models") as response:
                 response.raise_for_status()
                 model = (await response.json())["data"][0]
-            settings = {"url": url, "model": model["id"], "max_model_len": model.get("max_model_len")}
+            names = ("max_model_len", "vocab_size", "owned_by")
+            settings = {"url": url, "model": model["id"]} | {name: model.get(name) for name in names}
             async with session.get(f"{url.removesuffix('/v1')}/version") as response:
                 told = await response.json(content_type=None) if response.ok else {}
             settings["version"] = told.get("version") if isinstance(told, dict) else None
@@ -80,6 +90,9 @@ class OpenAiServer:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
+        if self.settings.get("owned_by") == OWNER and request.slo != NO_TARGETS:
+            targets = dataclasses.asdict(request.slo)
+            body["slo"] = {name: value for name, value in targets.items() if value is not None}
         counter = TokenCounter()
         async with self._session.post(f"{self._url}/completions", json=body) as response:
             if not response.ok:
@@ -92,6 +105,19 @@ class OpenAiServer:
                     if num_tokens:
                         yield num_tokens
 
+    async def own_counters(self) -> dict[str, float]:
+        """What a ``bullet-graph serve`` has counted since it started; nothing of another server.
+
+        Returns:
+            Values by the name after the prefix, followed by `` label=value`` for one that has another label than the
+            model's.
+        """
+        if self.settings.get("owned_by") != OWNER:
+            return {}
+        async with self._session.get(f"{self._url.removesuffix('/v1')}/metrics") as response:
+            text = await response.text() if response.ok else ""
+        return parse_counters(text)
+
     def counters(self) -> Mapping[str, Any]:
         """None: a server tells none."""
         return {}
@@ -99,6 +125,19 @@ class OpenAiServer:
     async def close(self) -> None:
         """Close the connections; the server stays up."""
         await self._session.close()
+
+
+_METRIC = re.compile(r"^bullet_graph:(\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+def parse_counters(text: str) -> dict[str, float]:
+    """The project's own metrics in Prometheus' text format; see :meth:`OpenAiServer.own_counters`."""
+    counters = {}
+    for name, labels, value in _METRIC.findall(text):
+        others = [f" {key}={label}" for key, label in _LABEL.findall(labels) if key != "model_name"]
+        counters[name + "".join(others)] = float(value)
+    return counters
 
 
 class TokenCounter:

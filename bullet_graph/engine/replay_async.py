@@ -1,6 +1,8 @@
 """Replays requests at their times against a system that streams, and sees what its client sees."""
 
 import asyncio
+import importlib
+import importlib.util
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -38,6 +40,14 @@ class AsyncReplay:
     def duration_s(self) -> float:
         """Seconds from the start to the last token."""
         return self.end_s - self.start_s
+
+
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Makes uvloop's event loop, the quicker one, where that is installed; None: asyncio's own."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return factory
 
 
 async def replay(

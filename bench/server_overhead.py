@@ -1,0 +1,157 @@
+"""What the server costs: the same requests, at the same rate, to an engine in one process and to the server by HTTP.
+
+    python bench/server_overhead.py --model llama-3.1-8b --trace azure:conv --num-prompts 600 --request-rate 16 \
+        --arm mixed --output-json bench/results/h200/server_overhead.json
+
+`bullet-graph bench online`, then `bullet-graph serve` with `bullet-graph bench serve`, each in a process of its own and
+in turn `--repeats` times; the medians of TTFT and TPOT over the repeats are compared. Exits with 1 if the server's are
+more than `--limit-percent` above.
+"""
+
+import json
+import math
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+COMPARED = ("median_ttft_ms", "median_tpot_ms")
+SHOWN = (*COMPARED, "p90_ttft_ms", "p90_tpot_ms", "median_itl_ms", "p99_itl_ms", "output_throughput")
+_STARTED = "serving "
+_STOP_S = 120
+
+
+def program(*arguments: str) -> list[str]:
+    """A command line of the program, by this interpreter."""
+    return [sys.executable, "-m", "bullet_graph", *arguments]
+
+
+def measure(*arguments: str) -> dict[str, Any]:
+    """Run a command that prints JSON.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; its messages have been shown.
+    """
+    process = subprocess.run(program(*arguments, "--json"), check=True, stdout=subprocess.PIPE)
+    result: dict[str, Any] = json.loads(process.stdout)
+    return result
+
+
+@contextmanager
+def server(*options: str) -> Iterator[str]:
+    """A server that listens; gives its URL.
+
+    Raises:
+        click.ClickException: it did not start, or did not end in good order.
+    """
+    process = subprocess.Popen(program("serve", "--port", "0", *options), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            click.echo(line, nl=False, err=True)
+            if line.startswith(_STARTED):
+                break
+        else:
+            raise click.ClickException("the server did not start: see its messages above")
+        url = line.split()[-1]
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as health:
+            assert health.status == 200
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.communicate(timeout=_STOP_S)
+        finally:
+            process.kill()
+    if process.returncode:
+        raise click.ClickException(f"the server ended with {process.returncode}, where 0 is good")
+
+
+def compare(runs: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float | None]]:
+    """Each figure's median over the repeats, in process and by HTTP, and by how many percent the latter is above."""
+    comparison: dict[str, dict[str, float | None]] = {}
+    for name in SHOWN:
+        engine, http = (
+            statistics.median(values) if all(v is not None for v in values) else None
+            for values in ([run[kind][name] for run in runs] for kind in ("engine", "server"))
+        )
+        percent = 100 * (http / engine - 1) if engine and http is not None else None
+        comparison[name] = {"engine": engine, "server": http, "percent": percent}
+    return comparison
+
+
+@click.command()
+@click.option("--model", required=True)
+@click.option("--trace", default="azure:conv", show_default=True)
+@click.option("--num-prompts", type=int, default=600, show_default=True)
+@click.option("--request-rate", type=float, default=16.0, show_default=True)
+@click.option("--arm", default="mixed", show_default=True)
+@click.option("--slo", default="", help='Targets in ms, such as "ttft:500 tpot:15", of both.')
+@click.option(
+    "--engine-options",
+    default="--max-num-seqs 256",
+    show_default=True,
+    help="Further options of both engines.",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--limit-percent", type=float, default=5.0, show_default=True)
+@click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
+def main(
+    model: str,
+    trace: str,
+    num_prompts: int,
+    request_rate: float,
+    arm: str,
+    slo: str,
+    engine_options: str,
+    repeats: int,
+    limit_percent: float,
+    output_json: Path,
+) -> None:
+    """Compare, and write all runs and the comparison as JSON."""
+    of_engine = ("--model", model, "--arm", arm, *shlex.split(engine_options))
+    load = ("--trace", trace, "--num-prompts", str(num_prompts), "--request-rate", str(request_rate))
+    targets = ("--goodput", *slo.split()) if slo else ()
+    runs: list[dict[str, dict[str, Any]]] = []
+    started = time.time()
+    for repeat in range(repeats):
+        click.echo(f"repeat {repeat + 1} of {repeats}: the engine in its own process", err=True)
+        engine = measure("bench", "online", *of_engine, *load, *targets)
+        click.echo(f"repeat {repeat + 1} of {repeats}: by HTTP", err=True)
+        with server(*of_engine, *(("--slo", slo) if slo else ())) as url:
+            runs.append(
+                {"engine": engine, "server": measure("bench", "serve", "--base-url", url, *load, *targets)}
+            )
+        result = {
+            "command": shlex.join(["python", *sys.argv]),
+            "seconds": time.time() - started,
+            "comparison": compare(runs),
+            "runs": runs,
+        }
+        # Written after each, so that a run that is cut short keeps what it has.
+        output_json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    comparison = compare(runs)
+    table = Table(f"median of {repeats}", "in process", "by HTTP", "%")
+    for name, values in comparison.items():
+        table.add_row(name, *("–" if value is None else f"{value:,.2f}" for value in values.values()))
+    Console().print(table)
+    worst = max(comparison[name]["percent"] or -math.inf for name in COMPARED)
+    if worst > limit_percent:
+        raise click.ClickException(
+            f"the server's medians are up to {worst:.1f} % above, more than {limit_percent:g} %"
+        )
+
+
+if __name__ == "__main__":
+    main()

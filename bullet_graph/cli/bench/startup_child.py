@@ -1,0 +1,51 @@
+"""One start of an engine in a process of its own: ``python -m bullet_graph.cli.bench.startup_child RESULT < CONFIG``.
+
+The configuration is pickled; the result is a JSON file with the start's phases, or the package's error that ended it.
+"""
+
+import dataclasses
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from bullet_graph.cli.exits import EXIT_ERROR
+from bullet_graph.config import EngineConfig
+from bullet_graph.engine.engine import Engine
+from bullet_graph.errors import BulletGraphError
+from bullet_graph.sampling_params import SamplingParams
+
+PROMPT_TOKENS = 16
+"""Of the request whose first token is waited for."""
+
+
+def start(config: EngineConfig) -> dict[str, Any]:
+    """Start an engine, generate a token, and tell what it took; times are those of ``time.perf_counter``."""
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    with Engine(**settings) as engine:
+        prompt = [0] * min(PROMPT_TOKENS, engine.max_model_len - 1)
+        engine.generate(
+            [prompt], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False
+        )
+        report, capture = engine.start_report, engine.capture
+        return {
+            **dataclasses.asdict(report),
+            "capture": None if capture is None else dataclasses.asdict(capture),
+            "num_missing_graphs": engine.stats().num_missing_graphs,
+        }
+
+
+def main() -> int:
+    """Returns the exit code."""
+    result = Path(sys.argv[1])
+    try:
+        found = start(pickle.loads(sys.stdin.buffer.read()))
+    except BulletGraphError as error:
+        found = {"error": type(error).__name__, "message": str(error)}
+    result.write_text(json.dumps(found), encoding="utf-8")
+    return EXIT_ERROR if "error" in found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

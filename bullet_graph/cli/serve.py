@@ -1,0 +1,137 @@
+"""``bullet-graph serve``: an OpenAI-compatible server."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bullet_graph.cli.options import engine_options, parse_size
+from bullet_graph.config import EngineConfig
+from bullet_graph.errors import ConfigError
+
+_EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
+
+
+@click.command()
+@engine_options(max_num_seqs=256)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all.")
+@click.option("--port", type=int, default=8000, show_default=True, help="TCP port; 0: a free one.")
+@click.option("--served-model-name", help="What requests call the model.  [default: --model]")
+@click.option("--api-key", help="Required of every request but /health, as `Authorization: Bearer KEY`.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file with the key, which the list of processes then does not show.",
+)
+@click.option(
+    "--max-body-size",
+    "max_body_bytes",
+    default="8MiB",
+    show_default=True,
+    metavar="SIZE",
+    callback=parse_size,
+    help="Of a request's body; a larger one gets 413.",
+)
+@click.option("--max-prompt-tokens", type=int, help="Of a prompt.  [default: what the model has room for]")
+@click.option(
+    "--max-queue-len",
+    type=int,
+    default=1024,
+    show_default=True,
+    help="While so many sequences wait for KV blocks, requests get 429.",
+)
+@click.option(
+    "--request-timeout",
+    "request_timeout_s",
+    type=float,
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest time from a request's arrival to its last token.",
+)
+@click.option(
+    "--shutdown-timeout",
+    "shutdown_timeout_s",
+    type=float,
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="After SIGTERM, for requests under way; then they are aborted. A second signal aborts them at once.",
+)
+@click.option(
+    "--watchdog-timeout",
+    "watchdog_timeout_s",
+    type=float,
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without progress on a lane for so long, all requests fail and /health is 503.",
+)
+@click.option(
+    "--warmup/--no-warmup",
+    default=True,
+    show_default=True,
+    help="Serve a few requests before listening, so that kernels made on first use are there.",
+)
+def serve(
+    config: EngineConfig,
+    trace_decisions: Path | None,
+    served_model_name: str | None,
+    api_key: str | None,
+    api_key_file: Path | None,
+    warmup: bool,
+    **settings: Any,
+) -> None:
+    """Serve the model over HTTP, with OpenAI's interface, and a live page at /.
+
+    Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics (Prometheus), /version, /openapi.json.
+
+    \b
+    Examples:
+      bullet-graph serve --model tiny --device cpu --port 8000
+      bullet-graph serve --model ./Qwen3-8B --arm auto --slo "ttft:500 tpot:15" --host 0.0.0.0 \\
+          --api-key-file key.txt --max-queue-len 256
+      bullet-graph serve --model llama-3.1-8b --max-model-len 16384 --shutdown-timeout 60 --watchdog-timeout 30
+    """
+    require_serve_extra()
+    # torch takes seconds to import, and the server's libraries are an extra.
+    from bullet_graph.cli.serve_run import run_serve  # noqa: PLC0415
+    from bullet_graph.serve.settings import ServeSettings  # noqa: PLC0415
+
+    run_serve(
+        config,
+        ServeSettings(
+            served_model_name=config.model if served_model_name is None else served_model_name,
+            api_key=_read_key(api_key, api_key_file),
+            **settings,
+        ),
+        warmup=warmup,
+        trace_decisions=trace_decisions,
+    )
+
+
+def require_serve_extra() -> None:
+    """Make sure that the server's libraries are there.
+
+    Raises:
+        ConfigError: naming those that are not, and the extra that brings them.
+    """
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"bullet-graph serve needs {', '.join(missing)}, not installed here: pip install 'bullet-graph[serve]'"
+        )
+
+
+def _read_key(api_key: str | None, path: Path | None) -> str | None:
+    if path is None:
+        return api_key
+    if api_key is not None:
+        raise ConfigError("--api-key and --api-key-file both give the key: give one of them")
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--api-key-file {path} must hold the key as text, but cannot be read: {error}"
+        ) from error

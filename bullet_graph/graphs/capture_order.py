@@ -1,0 +1,105 @@
+"""In which order an engine captures, and what is captured so far. No torch."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from bullet_graph.graphs.capture_plan import CapturePlan
+from bullet_graph.graphs.key import GraphKey
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+
+
+@dataclass(frozen=True, slots=True)
+class PieceKey:
+    """One captured piece of a short forward.
+
+    Attributes:
+        rows: of the forward, padding included.
+        layer: whose rows the piece ends with.
+    """
+
+    rows: int
+    layer: int
+
+
+CaptureKey = GraphKey | PieceKey
+
+
+def hot_keys(plan: CapturePlan) -> list[GraphKey]:
+    """The graphs that an engine cannot serve well without, in the order of their capture.
+
+    First the largest step of the whole GPU, which serves any batch and in whose memory all others find room; then the
+    smallest, whose kernels may be others; then as few as pad no batch to more than twice the rows that the plan has for
+    it.
+    """
+    sizes = plan.decode[0].batch_sizes
+    hot = {sizes[-1]: None, sizes[0]: None}
+    served = sizes[0]
+    while served < sizes[-1]:
+        smallest = sizes[bisect_right(sizes, served)]
+        served = sizes[bisect_right(sizes, 2 * smallest) - 1]
+        hot[served] = None
+    return [GraphKey(size) for size in hot]
+
+
+def capture_order(plan: CapturePlan, num_layers: int) -> list[CaptureKey]:
+    """All that a plan captures, the hottest first.
+
+    After :func:`hot_keys` come the other sizes of the whole GPU, the largest of each part of the GPU, pieces of short
+    forwards, and the other sizes of the parts. Of pieces, as of each part, the largest comes first; then sizes rise.
+    """
+    hot = hot_keys(plan)
+    whole = [key for size in plan.decode[0].batch_sizes if (key := GraphKey(size)) not in hot]
+    parts = [(partition, sizes) for partition, sizes in plan.batch_sizes.items() if partition != WHOLE_GPU]
+    largest = [GraphKey(sizes[-1], partition) for partition, sizes in parts]
+    others = [GraphKey(size, partition) for partition, sizes in parts for size in sizes[:-1]]
+    rows = plan.short_forward_rows
+    pieces = [PieceKey(size, layer) for size in (*rows[-1:], *rows[:-1]) for layer in range(num_layers)]
+    return [*hot, *whole, *largest, *pieces, *sorted(others, key=lambda key: key.batch_size)]
+
+
+class CaptureProgress:
+    """What is captured of a plan, and what is next.
+
+    Args:
+        plan: all there is to capture.
+        num_layers: of the model.
+    """
+
+    def __init__(self, plan: CapturePlan, num_layers: int) -> None:
+        self._sizes = plan.batch_sizes
+        self._missing = dict.fromkeys(capture_order(plan, num_layers))
+
+    @property
+    def missing(self) -> list[CaptureKey]:
+        """What is left, in the order of its capture."""
+        return list(self._missing)
+
+    @property
+    def num_missing(self) -> int:
+        """How much is left."""
+        return len(self._missing)
+
+    @property
+    def next(self) -> CaptureKey | None:
+        """What is to be captured next; None: nothing is left."""
+        return next(iter(self._missing), None)
+
+    def note(self, key: CaptureKey) -> None:
+        """This has been captured."""
+        del self._missing[key]
+
+    def max_batch_size(self, partition: SmPartition) -> int:
+        """Most rows of a step that may be placed on a partition now, 0 for none.
+
+        The whole GPU takes any batch as soon as its first graph is there, in whichever graph holds it. A part of the
+        GPU takes those alone that are padded as the plan says, since that is what predictions count with.
+        """
+        sizes = self._sizes[partition]
+        if partition == WHOLE_GPU:
+            return 0 if GraphKey(sizes[-1]) in self._missing else sizes[-1]
+        held = 0
+        for size in sizes:
+            if GraphKey(size, partition) in self._missing:
+                break
+            held = size
+        return held

@@ -1,0 +1,146 @@
+"""All that an engine captures, one graph after another: some at its start, the others when there is time."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+
+from bullet_graph.config import ReadyName
+from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, PieceKey, hot_keys
+from bullet_graph.graphs.capture_plan import CapturePlan
+from bullet_graph.graphs.decode_graph import DecodeGraphs
+from bullet_graph.graphs.layer_graphs import LayerGraphs
+from bullet_graph.graphs.report import CaptureReport
+from bullet_graph.models.progress import progress_bar
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.perf.start_report import PhaseName, StartClock
+
+
+class EngineGraphs:
+    """Captures what a plan says, in the order of :func:`~bullet_graph.graphs.capture_order.capture_order`.
+
+    Args:
+        decode: of the engine, with nothing captured.
+        pieces: likewise, made for the plan's rows.
+        plan: what to capture.
+        num_layers: of the model.
+        is_tuned: the plan's short forwards are known to be worthwhile, and need not be timed.
+    """
+
+    def __init__(
+        self,
+        decode: DecodeGraphs,
+        pieces: LayerGraphs,
+        plan: CapturePlan,
+        *,
+        num_layers: int,
+        is_tuned: bool = False,
+    ) -> None:
+        self._decode = decode
+        self._pieces = pieces
+        self._progress = CaptureProgress(plan, num_layers)
+        self._num_hot = len(hot_keys(plan))
+        self._rows = () if is_tuned else plan.short_forward_rows
+        self._times_ms: dict[int, float] = {}
+
+    @property
+    def num_missing(self) -> int:
+        """Graphs still to be captured."""
+        return self._progress.num_missing
+
+    def max_batch_size(self, partition: SmPartition) -> int:
+        """See :meth:`CaptureProgress.max_batch_size`."""
+        return self._progress.max_batch_size(partition)
+
+    def capture_first(
+        self,
+        ready: ReadyName,
+        stream_for: Callable[[SmPartition], torch.cuda.Stream],
+        clock: StartClock,
+        *,
+        progress: bool,
+    ) -> CaptureReport:
+        """Compile, and capture what an engine needs to be ready; waits for nothing but what it launches itself.
+
+        Args:
+            ready: ``hot`` or ``all`` graphs.
+            stream_for: the decode lane's stream, bound to a partition by the call.
+            clock: told of compilation, and of the captures by kind.
+            progress: show a progress bar.
+        """
+        start_s = time.perf_counter()
+        free_before, _ = torch.cuda.mem_get_info()
+        with clock.phase("kernels"):
+            self._decode.compile()
+        compiled_s = time.perf_counter()
+        keys = self._progress.missing[: self._num_hot if ready == "hot" else None]
+        with progress_bar(progress, total=len(keys), desc="Capturing graphs", unit="graph") as advance:
+            for kind, of_kind in groupby(keys, _kind):
+                with clock.phase(kind):
+                    for key in of_kind:
+                        self._capture(key, stream_for(_partition(key)))
+                        advance(1)
+        stream_for(WHOLE_GPU).synchronize()
+        free_after, _ = torch.cuda.mem_get_info()
+        return CaptureReport(
+            num_graphs=len(keys),
+            compile_seconds=compiled_s - start_s,
+            capture_seconds=time.perf_counter() - compiled_s,
+            num_bytes=free_before - free_after,
+        )
+
+    @property
+    def next_partition(self) -> SmPartition | None:
+        """The SMs that the stream of the next :meth:`prepare_next` must be bound to; None when nothing is left."""
+        key = self._progress.next
+        if key is not None:
+            return _partition(key)
+        return WHOLE_GPU if len(self._times_ms) < len(self._rows) else None
+
+    @property
+    def next_needs_quiet(self) -> bool:
+        """Whether the next :meth:`prepare_next` takes times, and so wants the GPU to itself."""
+        return not self._progress.num_missing
+
+    def prepare_next(self, stream: torch.cuda.Stream) -> None:
+        """Capture the next graph on this stream; when all are there, time the next size of short forwards.
+
+        Sizes that are slower than a larger one are left aside once all have been timed.
+        """
+        key = self._progress.next
+        if key is not None:
+            self._capture(key, stream)
+            return
+        rows = self._rows[len(self._times_ms)]
+        with _beside_nothing(stream):
+            self._times_ms[rows] = self._pieces.time_ms(rows)
+        if len(self._times_ms) == len(self._rows):
+            self._pieces.choose_buckets(self._times_ms)
+
+    def _capture(self, key: CaptureKey, stream: torch.cuda.Stream) -> None:
+        with _beside_nothing(stream):
+            if isinstance(key, PieceKey):
+                self._pieces.capture_piece(key.rows, key.layer)
+            else:
+                self._decode.capture_one(key, stream)
+        self._progress.note(key)
+
+
+@contextmanager
+def _beside_nothing(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Work on a stream, after all that the current one was given and before all that it will be: they share buffers."""
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def _partition(key: CaptureKey) -> SmPartition:
+    return WHOLE_GPU if isinstance(key, PieceKey) else key.partition
+
+
+def _kind(key: CaptureKey) -> PhaseName:
+    return "short forwards" if isinstance(key, PieceKey) else "decode graphs"

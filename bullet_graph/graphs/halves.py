@@ -1,0 +1,64 @@
+"""The two halves of a decoder layer in a captured decode step: which ones run."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bullet_graph.graphs.compiled import HalfCompiler, compile_now, compiled_functions
+from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
+from bullet_graph.models.ops import TorchOps
+from bullet_graph.models.triton_ops import TritonOps
+
+Halves = Literal["eager", "compiled", "compiled-norm"]
+"""How a layer's two halves are computed:
+
+eager: operation by operation, by Triton's operations; the only way for one row, which has a matrix kernel of its own;
+compiled: plain torch, fused by torch.compile;
+compiled-norm: likewise, but for the norms, which are this package's Triton kernel."""
+
+DEFAULT_HALVES: Halves = "compiled-norm"
+"""Of more rows than one: the fastest with torch.compile (bench/results/h200/decode_step.json)."""
+
+
+# An operator that Inductor calls and does not look into, so that its kernel is launched as it is everywhere else.
+@torch.library.custom_op("bullet_graph::add_rms_norm", mutates_args=())
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return TritonOps.add_rms_norm(x, residual, weight, eps)
+
+
+@_add_rms_norm.register_fake
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+class TritonNormOps(TorchOps):
+    """Plain torch but for the norm, whose Triton kernel holds a row at once where Inductor's goes over it twice."""
+
+    @staticmethod
+    def add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See :func:`~bullet_graph.models.ops.add_rms_norm`."""
+        normed, total = _add_rms_norm(x, residual, weight, eps)
+        return normed, total if summed is None else summed.copy_(total)
+
+
+def halves_for(rows: int, many: Halves = DEFAULT_HALVES) -> Halves:
+    """What a decode step of so many rows runs; ``many`` for more than one."""
+    return "eager" if rows == 1 else many
+
+
+def decode_functions(
+    decoder: Decoder, halves: Halves, max_rows: int, compiler: HalfCompiler = compile_now
+) -> LayerFunctions:
+    """The layer functions of captured decode steps, compiled if need be for 2 to ``max_rows`` rows.
+
+    Args:
+        compiler: of the halves.
+    """
+    ops = TritonOps()
+    if halves == "eager":
+        return eager_functions(ops)
+    fused = TritonNormOps() if halves == "compiled-norm" else TorchOps()
+    return compiled_functions(decoder, ops, fused, max_rows, compiler)

@@ -1,0 +1,97 @@
+"""What the start of an engine took, phase by phase; phases may overlap."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+PhaseName = Literal[
+    "imports",
+    "device",
+    "tokenizer",
+    "partitions",
+    "allocation",
+    "weights",
+    "kernels",
+    "decode graphs",
+    "short forwards",
+    "first token",
+]
+"""imports: of the package, and of the GPU's libraries when they are needed first;
+device: finding it, its performance table and its memory; partitions: calibrated and verified;
+allocation: of weights and KV cache; weights: filled, in a thread of their own;
+kernels: compiled, or loaded from a cache; decode graphs, short forwards: captured;
+first token: from the first request to its first token, after the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartPhase:
+    """A stretch of the start.
+
+    Attributes:
+        name: what was done; the same may be done in several stretches.
+        start_s: seconds after :attr:`StartReport.began_s`; negative before.
+        end_s: likewise.
+    """
+
+    name: PhaseName
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """An engine's start, on one monotonic clock.
+
+    Attributes:
+        began_s: when the engine's constructor was called, on the clock of ``time.perf_counter``. On Linux all processes
+            of a machine share it.
+        ready_s: seconds from then until requests could be added; None while it starts.
+        phases: by their ends. Imports come before the engine, and belong to the process's first.
+    """
+
+    began_s: float
+    ready_s: float | None
+    phases: tuple[StartPhase, ...]
+
+    @property
+    def seconds(self) -> dict[PhaseName, float]:
+        """Seconds of each phase, its stretches added up, in the order in which phases began."""
+        totals: dict[PhaseName, float] = {}
+        for phase in sorted(self.phases, key=lambda phase: phase.start_s):
+            totals[phase.name] = totals.get(phase.name, 0.0) + phase.seconds
+        return totals
+
+
+class StartClock:
+    """Notes the phases of a start as they end, from any thread."""
+
+    def __init__(self) -> None:
+        self._began_s = time.perf_counter()
+        self._ready_s: float | None = None
+        self._phases: list[StartPhase] = []
+
+    def add(self, name: PhaseName, start_s: float, end_s: float) -> None:
+        """Note a phase, by two times of ``time.perf_counter``."""
+        self._phases.append(StartPhase(name, start_s - self._began_s, end_s - self._began_s))
+
+    @contextmanager
+    def phase(self, name: PhaseName) -> Iterator[None]:
+        """Note the block as a phase, unless it fails."""
+        start_s = time.perf_counter()
+        yield
+        self.add(name, start_s, time.perf_counter())
+
+    def ready(self) -> None:
+        """Requests can be added from now on."""
+        self._ready_s = time.perf_counter() - self._began_s
+
+    def report(self) -> StartReport:
+        """What there has been so far."""
+        return StartReport(self._began_s, self._ready_s, tuple(sorted(self._phases, key=lambda p: p.end_s)))

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server above :class:`~bullet_graph.engine.async_engine.AsyncEngine` (extra ``serve``)."""

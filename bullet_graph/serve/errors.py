@@ -1,0 +1,147 @@
+"""Errors as OpenAI's interface tells them: a status, and a body that says what was wrong and what to do."""
+
+import json
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import Response
+
+from bullet_graph.errors import BulletGraphError, EngineDeadError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_UNIONS = {
+    "prompt": "a text, token ids (integers from 0 to 2**31 - 1), or a list of up to 128 of either; none of them empty",
+    "stop": "a text, or a list of up to 16, each of 1 to 1,000 characters",
+    "messages": "a list of messages, each with role (system, developer, user or assistant) and content (a text, or a "
+    'list of {"type": "text", "text": …}), and nothing besides but name',
+}
+"""What fields of several types, or made of several, must be: each type's own complaint would not help."""
+
+_OBJECT = "a JSON object is required as the body, with Content-Type: application/json"
+_OWN_KINDS = ("unsupported_field", "stream_options", "top_logprobs", "max_tokens", "too_many_outputs")
+"""Kinds of errors that ``protocol.py`` raises, whose messages say it all."""
+
+_SHOWN_CHARACTERS = 80
+_MOST_REASONS = 3
+
+
+class ApiError(Exception):
+    """A request that gets an error for an answer.
+
+    Args:
+        status: of HTTP.
+        message: what was required, what was found and what to do.
+        code: a name for programs.
+        param: the field of the request that is to blame.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {
+            "error": {
+                "message": message,
+                "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
+                "param": param,
+                "code": code,
+            }
+        }
+        self.headers = dict(headers or {})
+
+    def json(self) -> bytes:
+        """The body; plain ASCII, as what was found may hold halves of surrogate pairs."""
+        return json.dumps(self.body, separators=(",", ":")).encode()
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return Response(self.json(), self.status, self.headers, "application/json")
+
+    @classmethod
+    def of(cls, error: Exception) -> "ApiError":
+        """What the client is told of an error; one that is not this project's own shows nothing of itself."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, EngineDeadError):
+            return cls(503, str(error), code="engine_dead")
+        if isinstance(error, BulletGraphError) and isinstance(error, ValueError):
+            return cls(400, str(error))
+        if isinstance(error, TimeoutError):
+            return cls(504, "the request took longer than the server's --request-timeout", code="timeout")
+        return cls(500, "the server failed on this request; its log tells why", code="internal_error")
+
+
+def http_error(status: int, detail: object, headers: Mapping[str, str] | None) -> ApiError:
+    """An error of the web framework's own: no such path, another method, a body that is no JSON."""
+    return ApiError(status, f"{HTTPStatus(status).phrase}: {detail}", headers=headers)
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """What is wrong with a request's body, its first few reasons."""
+    reasons: list[str] = []
+    param: str | None = None
+    body = error.body
+    for found in error.errors():
+        path = [part for part in found["loc"] if part != "body"]
+        field = str(
+            found.get("ctx", {}).get("field", path[0] if path and found["type"] != "json_invalid" else "")
+        )
+        param = param or field or None
+        if (
+            field in _UNIONS
+            and found["type"] != "extra_forbidden"
+            and isinstance(body, dict)
+            and field in body
+        ):
+            reason = f"`{field}` must be {_UNIONS[field]}; found {_shown(body[field])}"
+        else:
+            reason = _reason(found, path)
+        if reason not in reasons:
+            reasons.append(reason)
+    more = len(reasons) - _MOST_REASONS
+    text = "; ".join(reasons[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
+    return ApiError(400, text, param=param)
+
+
+def _reason(found: Mapping[str, Any], path: Sequence[object]) -> str:
+    kind, message = found["type"], found["msg"]
+    if kind == "json_invalid":
+        return f"the body is no JSON: {found.get('ctx', {}).get('error', message)}"
+    where = ".".join(map(str, path)) or "the body"
+    if kind == "extra_forbidden":
+        return f"`{where}` is no field of this request: leave it out, or correct its name"
+    if kind == "missing":
+        return f"`{where}` is required" if path else _OBJECT
+    if kind == "string_unicode" and not path:
+        return f"names of fields must be valid Unicode, found {_shown(found.get('input'))}"
+    if not path and kind in _OWN_KINDS:
+        return str(message)
+    if not path:
+        return f"{_OBJECT}; found {_shown(found.get('input'))}"
+    return f"`{where}`: {message[:1].lower()}{message[1:]}, found {_shown(found.get('input'))}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

@@ -1,0 +1,248 @@
+"""Requests as OpenAI's interface has them, with the extensions that vLLM's clients know, and ours.
+
+Types are strict and unknown fields are refused: what a server ignores, its client believes in.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from bullet_graph.sampling_params import MAX_LOGPROBS, MAX_TEMPERATURE, SamplingParams
+from bullet_graph.slo import Slo
+
+MAX_OUTPUTS = 128
+"""Most outputs of a request, ``n`` for each of its prompts; OpenAI's interface has this limit for ``n``."""
+
+_HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+"""Fields that change nothing of the answer: accepted and passed over."""
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields of OpenAI's interface that this server does not have, and their values that ask for nothing."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Targets(_Strict):
+    """Latency targets of one request, in milliseconds; those left out are the server's."""
+
+    ttft_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    ttft_ms_per_token: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    tpot_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+    def to_slo(self) -> Slo:
+        """The same for the engine."""
+        return Slo(ttft_ms=self.ttft_ms, ttft_ms_per_token=self.ttft_ms_per_token, tpot_ms=self.tpot_ms)
+
+
+class StreamOptions(_Strict):
+    """What a stream tells besides the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class GenerationRequest(_Strict):
+    """What both kinds of request have in common; null is the default."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_OUTPUTS)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(
+        default=None, description="Give the token ids of prompt and output, too."
+    )
+    slo: Targets | None = Field(default=None, description="Latency targets of this request.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_asks_for_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, neutral in _NEUTRAL.items():
+            value = data.get(name)
+            # JSON's true equals Python's 1.
+            if value is not None and not any(
+                value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
+            ):
+                raise PydanticCustomError(
+                    "unsupported_field",
+                    "`{field}` is not supported by this server: leave it out{neutral}",
+                    {"field": name, "neutral": "".join(f", or give {json.dumps(v)}" for v in neutral[:1])},
+                )
+        return {name: value for name, value in data.items() if name not in _NEUTRAL and name not in _HARMLESS}
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "stream_options", "`stream_options` are for streams: leave them out, or set `stream` to true"
+            )
+        return self
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Most tokens to generate; None leaves it to the server."""
+        return self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives to report for each token; None reports no log-probabilities."""
+        raise NotImplementedError
+
+    def sampling_params(self, max_tokens: int) -> SamplingParams:
+        """The engine's settings for one prompt.
+
+        Args:
+            max_tokens: most tokens to generate.
+
+        Raises:
+            SamplingParamsError: settings that contradict each other.
+        """
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": None if self.seed is None else self.seed % 2**63,
+            "n": self.n,
+            "min_tokens": self.min_tokens,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+        }
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=self.wanted_logprobs,
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    """``POST /v1/completions``."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_OUTPUTS)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_OUTPUTS)
+        ]
+    ) = Field(description="A text, token ids, or a list of either.")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _outputs_are_not_too_many(self) -> "CompletionRequest":
+        outputs = len(self.prompts) * (self.n or 1)
+        if outputs > MAX_OUTPUTS:
+            raise PydanticCustomError(
+                "too_many_outputs",
+                "a request may have at most {most} outputs, found {prompts} prompts with `n`={n}: send several",
+                {"most": MAX_OUTPUTS, "prompts": len(self.prompts), "n": self.n or 1},
+            )
+        return self
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """See :attr:`GenerationRequest.wanted_logprobs`."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, at least one."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)
+
+
+class TextPart(_Strict):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates want it; ``developer`` is OpenAI's later name of ``system``."""
+        content = (
+            self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        )
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content} | ({} if self.name is None else {"name": self.name})
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> "ChatCompletionRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "`top_logprobs` needs `logprobs` set to true")
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise PydanticCustomError(
+                "max_tokens", "`max_tokens` is the old name of `max_completion_tokens`: give one of them"
+            )
+        return self
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """See :attr:`GenerationRequest.wanted_tokens`."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """See :attr:`GenerationRequest.wanted_logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None

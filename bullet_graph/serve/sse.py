@@ -1,0 +1,105 @@
+"""Answers while the client is there: streams of server-sent events, and whole ones."""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from bullet_graph.serve.errors import ApiError
+
+_LAST_WORDS_S = 5.0
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+logger = logging.getLogger(__name__)
+
+
+class Answer(Response):
+    """An answer that is worked out while it is sent, for a limited time, and given up when the client goes away.
+
+    What goes wrong before the first event is an ordinary error with its status; later it is an event.
+
+    Args:
+        timeout_s: most seconds until the end.
+        events: gives the events of a stream, each with its ``data:`` and empty line.
+        whole: gives the body, as JSON, where there is no stream.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        events: Callable[[], AsyncGenerator[bytes, None]] | None = None,
+        whole: Callable[[], Awaitable[bytes]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+        self._events = events
+        self._whole = whole
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See the ASGI specification."""
+        task = asyncio.current_task()
+        assert task is not None
+        client = asyncio.create_task(_until_gone(receive))
+        answered = gone = False
+
+        def give_up(_: asyncio.Task[None]) -> None:
+            nonlocal gone
+            if not answered:
+                gone = True
+                task.cancel()
+
+        client.add_done_callback(give_up)
+        try:
+            await self._answer(scope, receive, send)
+        except asyncio.CancelledError:
+            # Swallowed if it was for the client's leaving alone.
+            if not gone or task.uncancel():
+                raise
+        finally:
+            answered = True
+            client.cancel()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        try:
+            async with asyncio.timeout(self._timeout_s if math.isfinite(self._timeout_s) else None):
+                if self._whole is not None:
+                    body = await self._whole()
+                    await Response(body, media_type="application/json")(scope, receive, send)
+                elif self._events is not None:
+                    async with aclosing(self._events()) as events:
+                        async for event in events:
+                            if not started:
+                                started = True
+                                await send(
+                                    {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+                                )
+                            await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        except Exception as error:
+            told = ApiError.of(error)
+            if told.status == 500:
+                logger.exception("a request failed")
+            # A client that reads nothing would keep this waiting for ever; what is not sent in time is not sent.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    if not started:
+                        await told.response()(scope, receive, send)
+                        return
+                    event = b"data: " + told.json() + b"\n\n" + DONE
+                    await send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,157 @@
+"""``bullet-graph bench startup``: each start a process of its own, its phases on one clock."""
+
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cli_runner import TINY, refused, run
+
+from bullet_graph import EngineConfig
+from bullet_graph.cli.bench import startup, startup_child
+from bullet_graph.cli.bench.startup import StartArm, read_run, run_startup
+from bullet_graph.cli.bench.startup_plot import draw_startup
+from bullet_graph.errors import BulletGraphError, CheckpointError
+
+CONFIG = EngineConfig(model="tiny", device="cpu", max_model_len=128, max_num_seqs=4)
+TOLD = {
+    "began_s": 103.0,
+    "ready_s": 4.0,
+    "phases": [
+        {"name": "imports", "start_s": -2.5, "end_s": -0.5},
+        {"name": "weights", "start_s": 1.0, "end_s": 3.0},
+        {"name": "imports", "start_s": 1.0, "end_s": 2.0},
+        {"name": "first token", "start_s": 4.5, "end_s": 5.0},
+    ],
+    "capture": None,
+    "num_missing_graphs": 7,
+}
+
+
+def test_one_cold_and_one_warm_start(tmp_path: Path) -> None:
+    plot, output = tmp_path / "start.svg", tmp_path / "start.json"
+    result = run(
+        *("bench", "startup", *TINY, "--num-iters-cold", "1", "--num-iters-warm", "1", "--json"),
+        *("--plot", str(plot), "--output-json", str(output)),
+    )
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert json.loads(output.read_text()) == figures
+    assert plot.read_text().startswith("<?xml")
+    for arm in ("cold", "warm"):
+        (start,) = figures[f"{arm}_runs"]
+        assert figures[f"avg_{arm}_startup_time"] == figures[f"{arm}_startup_times"][0] == start["startup_s"]
+        assert 0.2 < start["startup_s"] < start["first_token_s"] == figures[f"avg_{arm}_first_token_time"]
+        phases = {phase["name"]: phase for phase in start["phases"]}
+        assert phases["process"]["start_s"] == 0
+        assert phases["process"]["end_s"] == phases["imports"]["start_s"]
+        assert phases["imports"]["end_s"] < phases["weights"]["start_s"] < start["startup_s"]
+        assert figures[f"{arm}_phases"]["imports"] > 0.1, "each start is a fresh process"
+        assert (start["capture"], start["num_missing_graphs"]) == (None, 0)
+    assert figures["provenance"]["device_name"] == "cpu"
+    assert figures["engine"]["ready"] == "all"
+
+
+def test_times_count_from_the_start_of_the_process() -> None:
+    found = read_run(TOLD, started_s=100.0)
+    assert (found.startup_s, found.first_token_s) == (7.0, 8.0)
+    assert found.seconds == {"process": 0.5, "imports": 3.0, "weights": 2.0, "first token": 0.5}
+    assert found.num_missing_graphs == 7
+
+
+class FakeChildren:
+    """In the place of processes: notes where each was to keep its caches, and which settings it had."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, told: dict[str, Any], returncode: int = 0) -> None:
+        self.folders: list[Path] = []
+        self.were_empty: list[bool] = []
+        self.configs: list[EngineConfig] = []
+        self._told = told
+        self._returncode = returncode
+        monkeypatch.setattr(subprocess, "run", self._run)
+        monkeypatch.setattr(startup.time, "perf_counter", lambda: 100.0)
+
+    def _run(self, command: list[str], *, input: bytes, env: dict[str, str], **_: object) -> SimpleNamespace:
+        inductor = Path(env["TORCHINDUCTOR_CACHE_DIR"])
+        for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH"):
+            assert Path(env[name]).parent == inductor.parent
+        self.folders.append(inductor.parent)
+        self.were_empty.append(not inductor.exists())
+        inductor.mkdir(exist_ok=True)
+        self.configs.append(pickle.loads(input))
+        if self._told:
+            Path(command[-1]).write_text(json.dumps(self._told))
+        return SimpleNamespace(returncode=self._returncode, stderr=b"Segmentation fault")
+
+
+def test_cold_starts_have_empty_caches_and_warm_ones_those_of_the_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(startup, "collect_provenance", lambda _: SimpleNamespace(device_name="cpu"))
+    children = FakeChildren(monkeypatch, TOLD)
+    arms = (
+        StartArm("cold", 2, empty_caches=True),
+        StartArm("warm", 2),
+        StartArm("other", 1, settings={"ready": "hot"}),
+    )
+    result = run_startup(CONFIG, arms, quiet=True)
+    assert children.were_empty == [True, True, False, False, False]
+    assert len(set(children.folders)) == 2
+    assert children.folders[1] == children.folders[2] == children.folders[4]
+    assert not any(folder.exists() for folder in children.folders), "what was compiled is removed"
+    assert not list(tmp_path.iterdir())
+    assert children.configs[0] == CONFIG
+    assert [config.ready for config in children.configs] == ["all"] * 4 + ["hot"]
+    assert {arm: len(runs) for arm, runs in result.runs.items()} == {"cold": 2, "warm": 2, "other": 1}
+    assert result.average("warm", "startup_s") == 7.0
+    assert draw_startup(result, "svg") == draw_startup(result, "svg")
+    assert draw_startup(result, "png").startswith(b"\x89PNG")
+
+
+def test_an_error_of_a_start_is_told_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeChildren(monkeypatch, {"error": "CheckpointError", "message": "a shard is missing"}, 2)
+    with pytest.raises(CheckpointError, match=r"^a shard is missing$"):
+        run_startup(CONFIG, [StartArm("cold", 1, empty_caches=True)], quiet=True)
+
+
+def test_a_process_that_died_tells_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeChildren(monkeypatch, {}, -11)
+    with pytest.raises(BulletGraphError, match="exit code -11: Segmentation fault"):
+        run_startup(CONFIG, [StartArm("cold", 1, empty_caches=True)], quiet=True)
+
+
+def test_a_process_writes_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that shows only there: the ledger."""
+    config = dataclasses.replace(CONFIG, kv_cache_bytes=1000)
+    monkeypatch.setattr(sys, "argv", ["child", str(tmp_path / "found.json")])
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=BytesIO(pickle.dumps(config))))
+    assert startup_child.main() == 2
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["error"] == "InsufficientMemoryError"
+    assert "Raise kv_cache_bytes" in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--plot", "start.pdf"), "must end in .svg or .png"),
+        (("--output-json", "/nowhere/x.json"), "does not exist"),
+        (("--max-model-len", "99999"), "more than the model's own limit"),
+        (("--num-iters-cold", "0"), "0 is not in the range"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(startup, "_start", forbidden)
+    assert message in refused(run("bench", "startup", *TINY, *arguments))

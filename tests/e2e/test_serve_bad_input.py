@@ -1,0 +1,213 @@
+"""Whatever comes, a bad request is refused with 4xx and a reason, and the server goes on."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis.checks import CHECKS
+from servers import Served, serving
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(
+        max_model_len=64, max_body_bytes=20_000, max_prompt_tokens=40, request_timeout_s=20
+    ) as served:
+        yield served
+        assert served.complete(prompt=[1], max_tokens=2)
+
+
+def refused(response: httpx.Response, status: int = 400) -> str:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return str(error["message"])
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "`prompt` is required"),
+    ({"prompt": None}, "`prompt` must be a text, token ids"),
+    ({"prompt": []}, "none of them empty"),
+    ({"prompt": [[]]}, "none of them empty"),
+    ({"prompt": [1, "a"]}, "`prompt` must be"),
+    ({"prompt": [-1]}, "`prompt` must be"),
+    ({"prompt": [1.5]}, "`prompt` must be"),
+    ({"prompt": [True]}, "`prompt` must be"),
+    ({"prompt": {"text": "x"}}, "`prompt` must be"),
+    ({"prompt": ["x"] * 129}, "up to 128"),
+    ({"prompt": ["x"] * 65, "n": 2}, "at most 128 outputs, found 65 prompts with `n`=2"),
+    ({"prompt": ""}, "the prompt is empty"),
+    ({"prompt": [512]}, "token id 512 is outside the vocabulary of 512 tokens"),
+    ({"prompt": [1] * 41}, "a prompt may have at most 40 tokens here, found 41"),
+    ({"prompt": "x" * 5000}, "a prompt may have at most 40 tokens here, found 5000"),
+    ({"prompt": [1], "max_tokens": 64}, "at most 64 tokens, found 1 + 64: ask for at most 63"),
+    ({"prompt": [1], "max_tokens": 0}, "`max_tokens`: input should be greater than or equal to 1, found 0"),
+    ({"prompt": [1], "max_tokens": "5"}, "`max_tokens`: input should be a valid integer, found '5'"),
+    ({"prompt": [1], "max_tokens": 10**30}, "`max_tokens`"),
+    ({"prompt": [1], "min_tokens": 9, "max_tokens": 3}, "min_tokens must be between 0 and max_tokens"),
+    ({"prompt": [1], "temperature": -0.1}, "`temperature`"),
+    ({"prompt": [1], "temperature": "hot"}, "`temperature`"),
+    ({"prompt": [1], "top_p": 0}, "`top_p`"),
+    ({"prompt": [1], "n": 0}, "`n`"),
+    ({"prompt": [1], "n": 129}, "`n`"),
+    ({"prompt": [1], "n": True}, "`n`: input should be a valid integer, found True"),
+    ({"prompt": [1], "seed": 2**63}, "`seed`"),
+    ({"prompt": [1], "stop": ""}, "`stop` must be a text, or a list of up to 16"),
+    ({"prompt": [1], "stop": ["a"] * 17}, "`stop` must be"),
+    ({"prompt": [1], "stop_token_ids": [512]}, "stop_token_ids holds 512"),
+    ({"prompt": [1], "logprobs": 21}, "`logprobs`"),
+    ({"prompt": [1], "logprobs": True}, "`logprobs`"),
+    ({"prompt": [1], "stream": 1}, "`stream`"),
+    ({"prompt": [1], "stream_options": {"include_usage": True}}, "`stream_options` are for streams"),
+    (
+        {"prompt": [1], "stream": True, "stream_options": {"usage": True}},
+        "`stream_options.usage` is no field",
+    ),
+    ({"prompt": [1], "slo": {"ttft_ms": 0}}, "`slo.ttft_ms`"),
+    ({"prompt": [1], "slo": {"ttft": 5}}, "`slo.ttft` is no field"),
+    ({"prompt": [1], "slo": "ttft:5"}, "`slo`"),
+    (
+        {"prompt": [1], "max_token": 5},
+        "`max_token` is no field of this request: leave it out, or correct its name",
+    ),
+    ({"prompt": [1], "echo": True}, "`echo` is not supported by this server: leave it out, or give false"),
+    ({"prompt": [1], "best_of": 2}, "`best_of` is not supported"),
+    ({"prompt": [1], "best_of": True}, "`best_of` is not supported"),
+    ({"prompt": [1], "frequency_penalty": 0.5}, "`frequency_penalty` is not supported"),
+    ({"prompt": [1], "logit_bias": {"5": 1}}, "`logit_bias` is not supported"),
+    ({"prompt": [1], "suffix": "end"}, "`suffix` is not supported"),
+    ({"prompt": [1], "model": 5}, "`model`"),
+    ({"prompt": "half \ud800 a pair"}, "half a surrogate pair"),
+    ({"prompt": [1], "half \ud800": 1}, "names of fields must be valid Unicode"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"), BAD, ids=lambda value: str(value)[:50].encode("ascii", "replace").decode()
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, stream: bool) -> None:
+    content = json.dumps({"stream": True} | body if stream else body)
+    if stream and "stream_options" in body and "usage" not in body["stream_options"]:
+        return  # with a stream they are good
+    response = served.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    assert message in refused(response)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "`messages` is required"),
+        ({"messages": []}, "`messages` must be a list of messages"),
+        ({"messages": "hello"}, "`messages` must be"),
+        ({"messages": [{"role": "user"}]}, "content (a text, or a list of"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role (system, developer, user or assistant)"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`messages` must be"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": []}]},
+            "`messages.0.tool_calls` is no field",
+        ),
+        (
+            {"messages": USER, "tools": [{}]},
+            "`tools` is not supported by this server: leave it out, or give []",
+        ),
+        ({"messages": USER, "tool_choice": "auto"}, "`tool_choice` is not supported"),
+        (
+            {"messages": USER, "response_format": {"type": "json_object"}},
+            "`response_format` is not supported",
+        ),
+        ({"messages": USER, "top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
+        ({"messages": USER, "logprobs": 2}, "`logprobs`"),
+        ({"messages": USER, "max_tokens": 3, "max_completion_tokens": 4}, "the old name of"),
+        ({"messages": USER, "prompt": "x"}, "`prompt` is no field"),
+        ({"messages": [{"role": "user", "content": "x" * 60}]}, "a prompt may have at most 40 tokens"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_bad_chat(served: Served, body: dict[str, Any], message: str) -> None:
+    assert message in refused(served.post(CHATS, **body))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"5",
+        b"\xff\xfe",
+        b'{"prompt": "x"',
+        b"[" * 9000,
+        b'{"prompt": NaN}',
+        b'{"a": 1e999}',
+    ],
+    ids=lambda content: content[:12].decode("latin-1"),
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_a_body_that_is_no_request(served: Served, path: str, content: bytes) -> None:
+    refused(served.http.post(path, content=content, headers={"Content-Type": "application/json"}))
+
+
+def test_the_content_type_must_be_json(served: Served) -> None:
+    message = refused(
+        served.http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
+    )
+    assert "Content-Type: application/json" in message
+
+
+def test_a_huge_body_is_refused_before_it_is_read(served: Served) -> None:
+    message = refused(served.post(COMPLETIONS, prompt="x" * 30_000), 413)
+    assert "at most 20,000 bytes (--max-body-size)" in message
+    endless = (b"x" * 1000 for _ in range(100))
+    message = refused(served.http.post(COMPLETIONS, content=endless), 413)
+    assert "found more than 20,000 bytes" in message
+
+
+def test_other_paths_and_methods(served: Served) -> None:
+    refused(served.http.get("/v2/nothing"), 404)
+    refused(served.http.get(COMPLETIONS), 405)
+    refused(served.http.delete("/v1/models"), 405)
+
+
+def test_requests_that_schemathesis_makes_up_are_answered_as_described(served: Served) -> None:
+    """From the server's own OpenAPI description: good, bad and absurd ones."""
+    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert {operation.path for operation in operations} >= {COMPLETIONS, CHATS, "/v1/models", "/health"}
+    seen: dict[str, Counter[int]] = {operation.path: Counter() for operation in operations}
+    for operation in operations:
+        for mode in schemathesis.GenerationMode:
+
+            @settings(
+                max_examples=30,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+            )
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def answer(case: schemathesis.Case) -> None:
+                response = case.call()
+                seen[case.path][response.status_code] += 1
+                # That what fits the description is accepted cannot be told from it: a prompt may be too long.
+                case.validate_response(response, excluded_checks=[CHECKS.get_one("positive_data_acceptance")])
+
+            # Paths without parameters have nothing that could be wrong.
+            with suppress(Unsatisfiable):
+                answer()
+    for path in (COMPLETIONS, CHATS):
+        # How many of those that fit the description also fit the limits is a matter of luck.
+        assert seen[path][400] > 10
+    assert all(status < 500 for statuses in seen.values() for status in statuses)

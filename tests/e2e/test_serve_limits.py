@@ -1,0 +1,296 @@
+"""Keys, time-outs, draining, a dead engine and a stuck lane: what the server does when things end early."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from engines import make_engine
+from servers import MODEL, Served, serving
+
+from bullet_graph import AsyncEngine, ConfigError, EngineDeadError
+from bullet_graph.runtime.cpu import CpuExecutor
+from bullet_graph.runtime.step import Placement, Step
+from bullet_graph.serve.lifecycle import bind, warm_up
+from bullet_graph.serve.settings import ServeSettings
+
+LONG = {"prompt": [1, 2, 3], "max_tokens": 60, "temperature": 0}
+
+
+class Stuck:
+    """Keeps launches from returning, as a device does that hangs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered = threading.Event()
+        self.release = threading.Event()
+        launch = CpuExecutor.launch
+
+        def stuck(executor: CpuExecutor, step: Step, placement: Placement) -> int:
+            if not self.release.is_set() and step.decode is not None:
+                self.entered.set()
+                assert self.release.wait(60)
+            return launch(executor, step, placement)
+
+        monkeypatch.setattr(CpuExecutor, "launch", stuck)
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+    stuck = Stuck(monkeypatch)
+    yield stuck
+    stuck.release.set()
+
+
+def error_of(response: httpx.Response) -> dict[str, str]:
+    error: dict[str, str] = response.json()["error"]
+    return error
+
+
+# ---- the key ----
+
+
+def test_all_but_health_asks_for_the_key() -> None:
+    with serving(api_key="s3cret!", max_model_len=64) as served:
+        with httpx.Client(base_url=served.url) as stranger:
+            assert stranger.get("/health").status_code == 200
+            for path in ("/", "/live", "/metrics", "/v1/models", "/version", "/openapi.json", "/nothing"):
+                response = stranger.get(path)
+                assert response.status_code == 401, path
+                assert error_of(response)["code"] == "invalid_api_key"
+                kind = "Basic" if path in ("/", "/live", "/metrics") else "Bearer"
+                assert response.headers["WWW-Authenticate"].startswith(kind)
+            assert stranger.post("/v1/completions", content=b"x" * 9).status_code == 401
+            for header in (
+                "Bearer s3cret",
+                "Bearer s3cret!!",
+                "s3cret!",
+                "Basic czNjcmV0IQ==",
+                "Bearer \u00fc",
+            ):
+                headers = {"Authorization": header.encode("latin-1")}
+                assert stranger.get("/v1/models", headers=headers).status_code == 401
+            # A browser's dialog gives the key as a password, for what a browser looks at.
+            assert stranger.get("/live", auth=("anybody", "s3cret!")).status_code == 200
+            assert stranger.get("/live", headers={"Authorization": "Basic %%%"}).status_code == 401
+            assert stranger.get("/v1/models", auth=("anybody", "s3cret!")).status_code == 401
+        assert served.complete(prompt=[1], max_tokens=1)
+        with served.client(api_key="s3cret!") as client:
+            assert client.models.list().data[0].id == MODEL
+        with served.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+
+
+# ---- time-outs ----
+
+
+def test_a_request_that_takes_too_long_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = CpuExecutor.launch
+
+    def slow(executor: CpuExecutor, step: Step, placement: Placement) -> int:
+        time.sleep(0.02)
+        return launch(executor, step, placement)
+
+    monkeypatch.setattr(CpuExecutor, "launch", slow)
+    with serving(max_model_len=64, request_timeout_s=0.6) as served:
+        whole = served.post("/v1/completions", **LONG)
+        assert whole.status_code == 504
+        assert "--request-timeout" in error_of(whole)["message"]
+        stream = served.post("/v1/completions", **LONG, stream=True)
+        assert stream.status_code == 200
+        *_, last, done = [line for line in stream.text.splitlines() if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert done == "data: [DONE]"
+        served.wait_until_idle()
+        assert served.complete(prompt=[1], max_tokens=2)
+
+
+def test_a_client_that_does_not_send_its_body_is_not_waited_for() -> None:
+    with serving(max_model_len=64, request_timeout_s=0.3) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b'Content-Length: 100\r\n\r\n{"prompt"'
+            )
+            answer = connection.recv(10_000)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"9 bytes have come" in answer
+
+
+# ---- the end ----
+
+
+async def stream_to_its_end(served: Served) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=served.url, timeout=30) as client:
+        return await client.post("/v1/completions", json=LONG | {"stream": True})
+
+
+def last_words(response: httpx.Response) -> str:
+    """The error of a stream, which comes with its status where it has not begun, and else at its end."""
+    if response.status_code == 200:
+        *_, last, done = [line for line in response.text.splitlines() if line]
+        assert done == "data: [DONE]"
+        return str(json.loads(last.removeprefix("data: "))["error"]["message"])
+    assert response.status_code == 503
+    return error_of(response)["message"]
+
+
+async def test_requests_under_way_may_end_before_the_server_does(stuck: Stuck) -> None:
+    with serving(max_model_len=64, shutdown_timeout_s=20.0) as served:
+        stream = asyncio.create_task(stream_to_its_end(served))
+        await asyncio.to_thread(stuck.entered.wait, 20)
+        served.server.stop()
+        await asyncio.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            served.http.get("/health")
+        stuck.release.set()
+        lines = [line for line in (await stream).text.splitlines() if line]
+        assert len(lines) == 61
+        assert '"finish_reason":"length"' in lines[-2]
+
+
+async def test_what_does_not_end_in_time_is_aborted_and_told(stuck: Stuck) -> None:
+    with serving(max_model_len=64, shutdown_timeout_s=0.2, idle=False) as served:
+        streams = [asyncio.create_task(stream_to_its_end(served)) for _ in range(3)]
+        await asyncio.to_thread(stuck.entered.wait, 20)
+        async with asyncio.timeout(15):
+            while served.gate.num_inside < 3:
+                await asyncio.sleep(0.005)
+        served.server.stop()
+        responses = await asyncio.gather(*streams)
+        assert {response.status_code for response in responses} >= {200}
+        for response in responses:
+            assert "had not ended within 0.2 s (--shutdown-timeout)" in last_words(response)
+        stuck.release.set()
+
+
+async def test_a_second_signal_ends_at_once(stuck: Stuck) -> None:
+    with serving(max_model_len=64, shutdown_timeout_s=60.0, idle=False) as served:
+        stream = asyncio.create_task(stream_to_its_end(served))
+        await asyncio.to_thread(stuck.entered.wait, 20)
+        served.server.stop()
+        served.server.stop()
+        assert "told to stop at once" in last_words(await stream)
+        stuck.release.set()
+
+
+# ---- a dead engine, a stuck lane ----
+
+
+def test_a_dead_engine_is_told_in_health_and_to_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(max_model_len=64, idle=False) as served:
+        assert served.complete(**LONG)
+
+        def failing(*_: object) -> int:
+            raise RuntimeError("on fire")
+
+        monkeypatch.setattr(CpuExecutor, "launch", failing)
+        for _ in range(2):
+            response = served.post("/v1/completions", **LONG)
+            assert response.status_code == 503
+            assert "on fire" in error_of(response)["message"]
+        health = served.http.get("/health")
+        assert health.status_code == 503
+        assert error_of(health)["code"] == "engine_dead"
+        assert served.metrics()['request_success_total{finished_reason="error"}'] == 1
+        assert "on fire" in served.http.get("/live").json()["failure"]
+
+
+def test_a_stuck_lane_fails_all_requests_and_turns_health_red(
+    stuck: Stuck, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(max_model_len=64, max_num_seqs=2, watchdog_timeout_s=0.4, idle=False) as served:
+        answers: list[httpx.Response] = []
+
+        def ask() -> None:
+            answers.append(httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=30))
+
+        # More than can run: some wait, and some the engine's thread has not even seen.
+        clients = [threading.Thread(target=ask) for _ in range(5)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join(30)
+        assert [answer.status_code for answer in answers] == [503] * 5
+        for answer in answers:
+            message = error_of(answer)["message"]
+            # The second request's prompt may be in the step, or come too late for it.
+            assert "made no progress for 0.4 s (--watchdog-timeout): decode lane: a " in message
+            assert " decode rows on a device" in message or "a decode step of 1 rows" in message
+            assert "is still being launched" in message
+        assert served.http.get("/health").status_code == 503
+        assert "decode lane" in caplog.text
+        assert not stuck.release.is_set()
+        # What the device was stuck in comes back: the engine ends, and gives its memory back.
+        stuck.release.set()
+        assert served.engine.shutdown(20)
+        assert served.http.get("/health").status_code == 503
+
+
+def test_a_slow_but_moving_engine_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = CpuExecutor.launch
+
+    def slow(executor: CpuExecutor, step: Step, placement: Placement) -> int:
+        time.sleep(0.1)
+        return launch(executor, step, placement)
+
+    monkeypatch.setattr(CpuExecutor, "launch", slow)
+    with serving(max_model_len=64, watchdog_timeout_s=0.8) as served:
+        assert served.complete(prompt=[1], max_tokens=12)
+        time.sleep(1.1)  # idle is no lack of progress
+        assert served.http.get("/health").status_code == 200
+
+
+# ---- the start ----
+
+
+def test_an_address_in_use_is_told_before_anything_is_loaded() -> None:
+    with bind(ServeSettings(served_model_name="x", port=0)) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be had .*another --port"):
+            bind(ServeSettings(served_model_name="x", port=port))
+    with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid:0 cannot be had"):
+        bind(ServeSettings(served_model_name="x", port=0, host="no.such.host.invalid"))
+
+
+@pytest.mark.parametrize("max_model_len", [4, 64])
+async def test_the_warm_up_leaves_nothing_behind(max_model_len: int) -> None:
+    async with AsyncEngine(make_engine(max_model_len=max_model_len)) as engine:
+        await warm_up(engine)
+        assert engine.stats.kv_blocks_used == 0
+        assert (engine.stats.num_steps > 0) == (max_model_len > 4)
+        if max_model_len > 4:
+            engine.fail("over")
+            with pytest.raises(EngineDeadError, match="over"):
+                await warm_up(engine)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"port": 65536}, "--port must be between 0 and 65535, got 65536"),
+        ({"api_key": ""}, "--api-key must be printable ASCII"),
+        ({"api_key": "\u00fc"}, "--api-key must be printable ASCII"),
+        ({"max_queue_len": 0}, "--max-queue-len must be at least 1, got 0"),
+        ({"max_prompt_tokens": 0}, "--max-prompt-tokens must be at least 1"),
+        ({"max_body_bytes": 0}, "--max-body-size must be at least 1 byte"),
+        ({"request_timeout_s": 0}, "--request-timeout must be a number of seconds above 0"),
+        ({"watchdog_timeout_s": float("nan")}, "--watchdog-timeout must be"),
+        ({"shutdown_timeout_s": -1}, "--shutdown-timeout must be"),
+        ({"shutdown_timeout_s": float("inf")}, "--shutdown-timeout must be"),
+        ({"served_model_name": ""}, "--served-model-name must be a name"),
+    ],
+)
+def test_bad_settings(setting: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServeSettings(**({"served_model_name": "x"} | setting))  # type: ignore[arg-type]
+
+
+def test_the_key_is_not_shown() -> None:
+    assert "s3cret" not in repr(ServeSettings(served_model_name="x", api_key="s3cret"))

@@ -1,0 +1,182 @@
+"""Many clients at once: nothing is mixed up, nothing is lost, and who leaves leaves nothing behind."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+
+import aiohttp
+import pytest
+from engines import make_engine
+from servers import Served, serving
+
+from bullet_graph import SamplingParams
+from bullet_graph.runtime.cpu import CpuExecutor
+from bullet_graph.runtime.step import Placement, Step
+
+URL = "/v1/completions"
+
+
+def session(served: Served) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        served.url, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=60)
+    )
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, object]]:
+    async for line in response.content:
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+def body(prompt: list[int], max_tokens: int, **more: object) -> dict[str, object]:
+    return {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "return_token_ids": True,
+        **more,
+    }
+
+
+async def tokens_of_stream(
+    client: aiohttp.ClientSession, prompt: list[int], max_tokens: int
+) -> tuple[int, ...]:
+    """Of one stream; its choices must bring a token each and come to their end."""
+    ids: list[int] = []
+    reason = None
+    async with client.post(URL, json=body(prompt, max_tokens)) as response:
+        assert response.status == 200, await response.text()
+        async for event in events(response):
+            (choice,) = event["choices"]  # type: ignore[misc]
+            assert len(choice["token_ids"]) == 1
+            ids += choice["token_ids"]
+            reason = choice["finish_reason"]
+    assert reason == "length"
+    return tuple(ids)
+
+
+async def test_two_hundred_streams_at_once_equal_each_alone() -> None:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(512) for _ in range(1 + n % 17)] for n in range(200)]
+    lengths = [12 + n % 9 for n in range(200)]
+    settings = {"max_model_len": 64, "kv_cache_bytes": 16 << 20}
+    with make_engine(**settings) as engine:
+        expected = [
+            engine.generate(prompt, SamplingParams(temperature=0, max_tokens=n), use_tqdm=False)[0]
+            .outputs[0]
+            .token_ids
+            for prompt, n in zip(prompts, lengths, strict=True)
+        ]
+    with serving(**settings, max_num_seqs=256) as served:
+        async with session(served) as client:
+            found = await asyncio.gather(
+                *(tokens_of_stream(client, prompt, n) for prompt, n in zip(prompts, lengths, strict=True))
+            )
+        assert served.engine.stats.kv_blocks_peak > 100  # they did run together
+    assert found == expected
+
+
+async def test_of_five_hundred_requests_a_third_disconnects_midway() -> None:
+    rng = random.Random(6)
+
+    async def leave(client: aiohttp.ClientSession, prompt: list[int], after: int) -> None:
+        async with client.post(URL, json=body(prompt, 60)) as response:
+            assert response.status == 200
+            if after:
+                num_seen = 0
+                async for _ in events(response):
+                    num_seen += 1
+                    if num_seen == after:
+                        break
+            response.close()  # the connection too
+
+    async def leave_whole(client: aiohttp.ClientSession, prompt: list[int]) -> None:
+        """A client that leaves before its answer, which is no stream, or while it waits for its turn."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await client.post(URL, json=body(prompt, 60, stream=False))
+
+    # Too few slots and blocks for all: some leave while they wait, others lose their blocks in between.
+    with serving(max_model_len=64, max_num_seqs=32, kv_cache_bytes=1 << 20, max_queue_len=1000) as served:
+        async with session(served) as client:
+            tasks = []
+            stayed = []
+            for n in range(500):
+                prompt = [rng.randrange(512) for _ in range(1 + n % 3)]
+                if n % 3:
+                    stayed.append(asyncio.create_task(tokens_of_stream(client, prompt, 3)))
+                elif n % 2:
+                    tasks.append(asyncio.create_task(leave_whole(client, prompt)))
+                else:
+                    tasks.append(asyncio.create_task(leave(client, prompt, n % 5)))
+            done = await asyncio.gather(*stayed, *tasks)
+        assert all(len(ids) == 3 for ids in done[: len(stayed)])
+        served.wait_until_idle()
+        assert served.engine.stats.kv_blocks_used == 0
+        ended = served.metrics()
+        assert ended['request_success_total{finished_reason="abort"}'] >= 84
+        assert ended['request_success_total{finished_reason="length"}'] >= len(stayed)
+        assert ended['request_success_total{finished_reason="error"}'] == 0
+
+
+async def test_targets_of_requests_do_not_hurt_an_engine_without_a_performance_table() -> None:
+    """It cannot plan by them, but it must not fail on what a request brings."""
+    with serving(max_model_len=64) as served:
+        async with session(served) as client:
+
+            async def ask(n: int) -> int:
+                slo = {"ttft_ms": (0.001, 1e5)[n % 2], "tpot_ms": (0.001, 1e5)[n % 3 == 0]}
+                async with client.post(URL, json=body([1] * (1 + n), 10, slo=slo, stream=False)) as response:
+                    return response.status
+
+            assert set(await asyncio.gather(*map(ask, range(40)))) == {200}
+        assert served.metrics()["slo_requests_total"] == 40
+
+
+async def test_a_full_queue_is_told_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one sequence running and five that may wait, forty come at once."""
+    release = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    launch = CpuExecutor.launch
+
+    def held(self: CpuExecutor, step: Step, placement: Placement) -> int:
+        asyncio.run_coroutine_threadsafe(release.wait(), loop).result(30)
+        return launch(self, step, placement)
+
+    with serving(max_model_len=64, max_num_seqs=1, max_queue_len=5) as served:
+        monkeypatch.setattr(CpuExecutor, "launch", held)
+        # However the test ends, the engine must be able to.
+        async with session(served) as client, AsyncExitStack() as stack:
+            stack.callback(release.set)
+            first = asyncio.create_task(tokens_of_stream(client, [1], 3))
+            async with asyncio.timeout(15):
+                while served.engine.engine.num_running() == 0:
+                    await asyncio.sleep(0.005)
+            refused = []
+
+            async def try_one(n: int) -> tuple[int, ...] | None:
+                async with client.post(URL, json=body([n], 3)) as response:
+                    if response.status == 200:
+                        return tuple(
+                            [event["choices"][0]["token_ids"][0] async for event in events(response)]
+                        )  # type: ignore[index]
+                    assert response.status == 429
+                    assert int(response.headers["Retry-After"]) >= 1
+                    refused.append((await response.json())["error"])
+                    return None
+
+            others = [asyncio.create_task(try_one(n)) for n in range(40)]
+            async with asyncio.timeout(15):
+                while len(refused) < 35:
+                    await asyncio.sleep(0.005)
+            assert served.metrics()["num_requests_waiting"] == 5
+            release.set()
+            answers = [answer for answer in await asyncio.gather(*others) if answer is not None]
+            assert len(await first) == 3
+        assert [len(answer) for answer in answers] == [3] * 5
+        assert len(refused) == 35
+        assert refused[0]["code"] == "queue_full"
+        assert "5 sequences wait already, and at most 5 may (--max-queue-len)" in refused[0]["message"]

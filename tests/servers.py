@@ -1,0 +1,111 @@
+"""A server in this process, for the end-to-end tests: real HTTP on a free port, the tiny model on the CPU."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from engines import make_engine
+
+from bullet_graph import AsyncEngine
+from bullet_graph.serve.energy import EnergyMeter
+from bullet_graph.serve.lifecycle import DrainingServer, bind, make_server, url_of
+from bullet_graph.serve.limits import Gate
+from bullet_graph.serve.settings import ServeSettings
+
+MODEL = "tiny"
+
+
+class Served:
+    """A server that is up.
+
+    Attributes:
+        url: without a slash at the end.
+        engine: behind it.
+        http: a client of it.
+    """
+
+    def __init__(self, server: DrainingServer, engine: AsyncEngine, url: str, api_key: str | None) -> None:
+        self.server = server
+        self.engine = engine
+        self.url = url
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=60)
+
+    @property
+    def gate(self) -> Gate:
+        gate: Gate = self.server.config.app.state.gate  # type: ignore[union-attr]
+        return gate
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        response = self.post("/v1/completions", **body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **({"api_key": "none", "max_retries": 0} | options))
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def metrics(self) -> dict[str, float]:
+        """Values by name and labels, without the prefix and the model's name."""
+        lines = self.http.get("/metrics").text.splitlines()
+        values = {}
+        for line in lines:
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.removeprefix("bullet_graph:").replace(f'model_name="{MODEL}"', "")
+                values[name.replace(",}", "}").replace("{,", "{").replace("{}", "")] = float(value)
+        return values
+
+    def wait_until_idle(self) -> None:
+        """Nothing is under way any more, and all KV blocks are free."""
+        deadline = time.monotonic() + 30
+        gate = self.gate
+        while gate.num_inside or self.engine.stats.kv_blocks_used or self.engine.stats.num_running:
+            assert time.monotonic() < deadline, (gate.num_inside, self.engine.stats)
+            time.sleep(0.005)
+        assert not self.engine.engine.has_unfinished_requests()
+
+
+@contextmanager
+def serving(model: str | Path = MODEL, *, idle: bool = True, **settings: Any) -> Iterator[Served]:
+    """Serve a model; all its blocks must be free in the end.
+
+    Args:
+        idle: False where the engine does not live to the end.
+        settings: of the server, and of the engine.
+    """
+    names = ServeSettings.__dataclass_fields__
+    given = {"served_model_name": MODEL, "port": 0, "shutdown_timeout_s": 5.0, "watchdog_timeout_s": 300.0}
+    of_server = ServeSettings(**(given | {k: v for k, v in settings.items() if k in names}))
+    of_engine = {k: v for k, v in settings.items() if k not in names}
+    engine = AsyncEngine(make_engine(model, **of_engine))
+    listener = bind(of_server)
+    started = threading.Event()
+    server = make_server(engine, of_server, energy=EnergyMeter(None), on_started=started.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    assert started.wait(30)
+    served = Served(server, engine, url_of(listener), of_server.api_key)
+    try:
+        yield served
+        if idle:
+            served.wait_until_idle()
+    finally:
+        served.http.close()
+        server.stop()
+        thread.join(30)
+        ended = engine.shutdown(30)
+        listener.close()
+    assert not thread.is_alive()
+    assert ended

@@ -1,0 +1,359 @@
+"""What a CUDA executor captures at its start and afterwards, on fakes of streams, graphs and lanes."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bullet_graph.graphs.capture_order import PieceKey, capture_order, hot_keys
+from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
+from bullet_graph.graphs.collector import paused_collector
+from bullet_graph.graphs.decode_graph import DecodeGraphs
+from bullet_graph.graphs.key import GraphKey
+from bullet_graph.graphs.layer_graphs import LayerGraphs
+from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.perf.start_report import StartClock
+
+NARROW = SmPartition(16, 50)
+LAYERS = 3
+PLAN = CapturePlan(
+    model="llama-3.1-8b",
+    dtype="bfloat16",
+    num_sms=132,
+    max_num_seqs=64,
+    decode=(DecodeSizes(None, (1, 8, 12, 64)), DecodeSizes(32, (4, 16))),
+    short_forward_rows=(16, 128, 256),
+)
+TIMES_MS = {16: 1.0, 128: 3.0, 256: 2.0}
+
+
+@dataclass
+class FakeGpu:
+    """Streams, and a log of what was done on them.
+
+    Attributes:
+        log: (what, stream) in order.
+        busy: launches that have not finished.
+    """
+
+    log: list[tuple[object, object]] = field(default_factory=list)
+    busy: bool = False
+    current: Any = None
+
+    def stream(self, lane: str, partition: SmPartition) -> Any:
+        return FakeStream(self, (lane, partition))
+
+
+@dataclass
+class FakeStream:
+    gpu: FakeGpu
+    name: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakeStream) and other.name == self.name
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        if other != self:
+            self.gpu.log.append((("waits for", other.name), self.name))
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.gpu.log.append((("waits for", event.stream), self.name))
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass
+class FakeEvent:
+    gpu: FakeGpu
+    stream: object = None
+
+    def record(self) -> None:
+        self.stream = self.gpu.current.name
+
+    def query(self) -> bool:
+        return not self.gpu.busy
+
+
+class FakeDecode:
+    gpu: FakeGpu
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def compile(self) -> None:
+        self.gpu.log.append(("compile", None))
+
+    def capture_one(self, key: GraphKey, stream: FakeStream) -> None:
+        assert self.gpu.current == stream
+        self.gpu.log.append((key, stream.name))
+
+
+class FakePieces:
+    gpu: FakeGpu
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.pieces = SimpleNamespace(clear=lambda: self.gpu.log.append(("clear", None)))
+
+    def capture_piece(self, rows: int, layer: int) -> None:
+        self.gpu.log.append((PieceKey(rows, layer), self.gpu.current.name))
+
+    def time_ms(self, rows: int) -> float:
+        self.gpu.log.append((("time", rows), self.gpu.current.name))
+        return TIMES_MS[rows]
+
+    def choose_buckets(self, times_ms: dict[int, float]) -> None:
+        self.times_ms = times_ms
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> FakeGpu:
+    del module  # its annotations name what is faked here
+    gpu = FakeGpu()
+
+    @contextmanager
+    def entered(stream: FakeStream) -> Iterator[None]:
+        before, gpu.current = gpu.current, stream
+        yield
+        gpu.current = before
+
+    properties = SimpleNamespace(multi_processor_count=132)
+    for name, value in {
+        "get_device_properties": lambda _: properties,
+        "synchronize": lambda *_: None,
+        "default_stream": lambda _: SimpleNamespace(synchronize=lambda: None),
+        "mem_get_info": lambda: (0, 0),
+        "stream": entered,
+        "current_stream": lambda: gpu.current,
+        "Event": lambda **_: FakeEvent(gpu),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return gpu
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module of the executor, without FlashInfer."""
+    if "flashinfer" not in sys.modules:
+        prefill = ModuleType("flashinfer.prefill")
+        prefill.get_batch_prefill_module = None  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+        monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
+    before = set(sys.modules)
+    import bullet_graph.runtime.cuda as cuda  # noqa: PLC0415
+
+    yield cuda
+    for name in set(sys.modules) - before:
+        if name.startswith("bullet_graph"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gpu: FakeGpu) -> ModuleType:
+    """The same, its parts faked."""
+    state = SimpleNamespace(settings=torch.empty(1, 8))
+    for name, value in (
+        ("SamplingState", state),
+        ("EagerLane", None),
+        ("Uploader", None),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
+    for name, fake in (("DecodeGraphs", FakeDecode), ("LayerGraphs", FakePieces)):
+        monkeypatch.setattr(module, name, fake)
+        monkeypatch.setattr(fake, "gpu", gpu, raising=False)
+    return module
+
+
+def make(cuda: ModuleType, gpu: FakeGpu, **settings: object) -> Any:
+    defaults: dict[str, object] = {
+        "max_num_seqs": 64,
+        "max_rows": 576,
+        "num_kv_blocks": 10,
+        "launcher": gpu,
+        "plan": PLAN,
+        "cuda_graphs": True,
+        "prefill_lane": True,
+        "ready": "all",
+        "join_weights": lambda: gpu.log.append(("join", None)),
+        "clock": StartClock(),
+        "progress": False,
+    }
+    decoder = SimpleNamespace(cos_sin=torch.empty(1), config=SimpleNamespace(num_layers=LAYERS), weights=None)
+    return cuda.CudaExecutor(decoder, **(defaults | settings))
+
+
+def done(gpu: FakeGpu) -> list[object]:
+    return [what for what, _ in gpu.log if not (isinstance(what, tuple) and what[0] == "waits for")]
+
+
+ORDER = capture_order(PLAN, LAYERS)
+HOT = hot_keys(PLAN)
+TIMINGS = [("time", rows) for rows in PLAN.short_forward_rows]
+
+
+def test_all_is_captured_before_the_weights_are_there_and_timed_after(cuda: ModuleType, gpu: FakeGpu) -> None:
+    clock = StartClock()
+    executor = make(cuda, gpu, clock=clock)
+    assert done(gpu) == ["compile", *ORDER, "join", "clear", *TIMINGS]
+    assert executor.num_missing_graphs == 0
+    assert not executor.prepare_next()
+    assert executor.capture.num_graphs == len(ORDER)
+    assert executor.partitions == (WHOLE_GPU, NARROW)
+    assert (executor.max_batch_size(WHOLE_GPU), executor.max_batch_size(NARROW)) == (64, 16)
+    assert executor._layer_graphs.times_ms == TIMES_MS
+    assert {phase.name for phase in clock.report().phases} == {"kernels", "decode graphs", "short forwards"}
+
+
+def test_each_graph_is_captured_on_the_stream_of_its_partition(cuda: ModuleType, gpu: FakeGpu) -> None:
+    make(cuda, gpu)
+    for what, stream in gpu.log:
+        if isinstance(what, GraphKey):
+            assert stream == ("decode", what.partition)
+        elif isinstance(what, PieceKey):
+            assert stream == ("decode", WHOLE_GPU)
+    # Graphs share buffers: on another stream, each waits for those before it and is waited for.
+    at = gpu.log.index((GraphKey(16, NARROW), ("decode", NARROW)))
+    assert gpu.log[at - 1] == (("waits for", ("decode", WHOLE_GPU)), ("decode", NARROW))
+    assert gpu.log[at + 1] == (("waits for", ("decode", NARROW)), ("decode", WHOLE_GPU))
+
+
+def test_hot_graphs_are_enough_to_be_ready(cuda: ModuleType, gpu: FakeGpu) -> None:
+    executor = make(cuda, gpu, ready="hot")
+    assert done(gpu) == ["compile", *HOT, "join", "clear"]
+    assert executor.capture.num_graphs == len(HOT)
+    assert executor.num_missing_graphs == len(ORDER) - len(HOT)
+    assert (executor.max_batch_size(WHOLE_GPU), executor.max_batch_size(NARROW)) == (64, 0)
+    gpu.log.clear()
+    sizes = []
+    while executor.prepare_next():
+        sizes.append(executor.max_batch_size(NARROW))
+    assert done(gpu) == [*ORDER[len(HOT) :], *TIMINGS]
+    assert executor.num_missing_graphs == 0
+    assert sorted(set(sizes)) == [0, 16], "its largest comes first, and alone it is not enough"
+
+
+def test_times_are_taken_on_a_quiet_gpu_only(cuda: ModuleType, gpu: FakeGpu) -> None:
+    executor = make(cuda, gpu, ready="hot")
+    for _ in range(executor.num_missing_graphs):
+        gpu.busy = True  # captures do not mind
+        assert executor.prepare_next()
+    gpu.log.clear()
+    assert executor.prepare_next(), "there is something left"
+    assert done(gpu) == []
+    gpu.busy = False
+    assert executor.prepare_next()
+    assert done(gpu) == TIMINGS[:1]
+
+
+def test_a_capture_takes_turns_with_the_other_lane(cuda: ModuleType, gpu: FakeGpu) -> None:
+    executor = make(cuda, gpu, ready="hot")
+    executor._lanes["prefill"].last = FakeEvent(gpu, "a slice")
+    gpu.log.clear()
+    assert executor.prepare_next()
+    assert gpu.log[0] == (("waits for", "a slice"), ("decode", WHOLE_GPU))
+    assert executor._lanes["decode"].last.stream == ("decode", WHOLE_GPU), "later slices can wait for it"
+
+
+def test_nothing_is_captured_without_graphs(cuda: ModuleType, gpu: FakeGpu) -> None:
+    executor = make(cuda, gpu, cuda_graphs=False, ready="hot")
+    assert done(gpu) == ["join"]
+    assert executor.capture is None
+    assert executor.max_batch_size(NARROW) is None, "nothing is captured, so nothing limits a batch"
+    assert executor.num_missing_graphs == 0
+    assert not executor.prepare_next()
+
+
+# ---- single graphs ----
+
+
+class FakeGraph:
+    """Notes when it is captured."""
+
+    log: list[str]
+
+    def capture_begin(self, **_: object) -> None:
+        assert not gc.isenabled(), "a collection may unload a kernel, which ends the capture"
+        self.log.append("begin")
+
+    def capture_end(self) -> None:
+        self.log.append("end")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+    monkeypatch.setattr(FakeGraph, "log", log, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    return log
+
+
+def piece_graphs(log: list[str]) -> LayerGraphs:
+    graphs = object.__new__(LayerGraphs)
+    graphs._graphs, graphs._pool, graphs._num_layers, graphs.buckets = {}, None, LAYERS, (16, 128)  # type: ignore[assignment]
+    graphs.pieces = SimpleNamespace(  # type: ignore[assignment]
+        run=lambda layer, rows: log.append(f"{layer} of {rows}"), clear=lambda: log.append("clear")
+    )
+    return graphs
+
+
+def test_kernels_of_pieces_are_loaded_before_the_first_layer_is_captured(log: list[str]) -> None:
+    graphs = piece_graphs(log)
+    for layer in range(LAYERS):
+        graphs.capture_piece(16, layer)
+    captured = [entry for layer in range(LAYERS) for entry in ("begin", f"{layer} of 16", "end")]
+    assert log == ["clear", "1 of 16", *captured]
+    assert gc.isenabled()
+
+
+def test_a_short_forward_runs_in_pieces_once_its_own_size_is_captured(log: list[str]) -> None:
+    graphs = piece_graphs(log)
+
+    def buckets() -> list[int | None]:
+        return [graphs.bucket(rows) for rows in (1, 16, 17, 128, 129)]
+
+    assert buckets() == [None] * 5
+    for layer in range(LAYERS):
+        assert graphs.bucket(100) is None, "some layers are missing"
+        graphs.capture_piece(128, layer)
+    # Not padded to a larger size than planned: its time grows with its rows.
+    assert buckets() == [None, None, 128, 128, None]
+    for layer in range(LAYERS):
+        graphs.capture_piece(16, layer)
+    assert buckets() == [16, 16, 128, 128, None]
+    graphs.choose_buckets({16: 2.0, 128: 1.0})
+    assert buckets() == [128, 128, 128, 128, None]
+
+
+def test_one_layer_of_a_step_is_run_before_it_is_captured(
+    monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    graphs = object.__new__(DecodeGraphs)
+    graphs._sizes, graphs._captured, graphs._padding_slot, graphs._pool = {}, {}, 0, None  # type: ignore[assignment]
+    monkeypatch.setattr(DecodeGraphs, "_functions_for", lambda *_: None)
+    monkeypatch.setattr(DecodeGraphs, "_prepare", lambda *_: None)
+    monkeypatch.setattr(DecodeGraphs, "_run", lambda *_, last=None: log.append(f"run to {last}"))
+    graphs.capture_one(GraphKey(8), stream)  # type: ignore[arg-type]
+    assert log == ["run to 1", "begin", "run to None", "end"]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(KeyError), paused_collector():
+            {}[gc.isenabled()]
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()

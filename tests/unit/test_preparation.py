@@ -1,0 +1,234 @@
+"""Graphs that were not captured at the start follow while there is time: the rule, and the loop that follows it."""
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+from core_loop import MODEL, CheckedExecutor, CoreLoop, make_planner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bullet_graph.engine.plan import ChunkLoad, DecodeLoad, Load, PromptLoad
+from bullet_graph.engine.preparation import PREPARE_MS, PREPARE_SHARE, PreparationPace, spare_ms
+from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, capture_order, hot_keys
+from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
+from bullet_graph.partition.spec import WHOLE_GPU
+from bullet_graph.slo import NO_TARGETS, Slo
+
+SIZES = (1, 2, 4, 8, 16)
+PLAN = CapturePlan(
+    model="llama-3.1-8b",
+    dtype="bfloat16",
+    num_sms=MODEL.num_sms,
+    max_num_seqs=16,
+    decode=(DecodeSizes(None, SIZES), *(DecodeSizes(sms, SIZES) for sms in MODEL.decode_sms)),
+    short_forward_rows=(16,),
+)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A capture: what, when, and whether the device had work."""
+
+    key: CaptureKey
+    start_s: float
+    end_s: float
+    busy: bool
+
+
+@dataclass
+class PreparingExecutor(CheckedExecutor):
+    """Has the hot graphs of a plan; each of the others takes ``capture_ms`` of virtual time to capture."""
+
+    capture_ms: float = PREPARE_MS
+    captures: list[Capture] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.progress = CaptureProgress(PLAN, 2)
+        for key in hot_keys(PLAN):
+            self.progress.note(key)
+        self.max_batch_sizes = {}
+        super().__post_init__()
+        self._note_limits()
+
+    def _note_limits(self) -> None:
+        # The same mapping that the simulated executor holds against each launch.
+        self.max_batch_sizes |= {p: self.progress.max_batch_size(p) for p in self.partitions}  # type: ignore[operator]
+
+    @property
+    def num_missing_graphs(self) -> int:
+        return self.progress.num_missing
+
+    def prepare_next(self) -> bool:
+        key = self.progress.next
+        if key is None:
+            return False
+        start_s = self.now()
+        self.sleep_until(start_s + self.capture_ms / 1e3)
+        self.captures.append(Capture(key, start_s, self.now(), any(self.in_flight.values())))
+        self.progress.note(key)
+        self._note_limits()
+        return True
+
+
+def make_loop(arm: str, **settings: float) -> tuple[CoreLoop, PreparingExecutor]:
+    executor = PreparingExecutor(**settings)  # type: ignore[arg-type]
+    loop = CoreLoop(make_planner(arm), executor=executor)
+    loop.core.planner.limit_batch_sizes(
+        {2 * p.decode_tpcs: rows for p, rows in executor.max_batch_sizes.items() if p.decode_tpcs is not None}
+    )
+    return loop, executor
+
+
+# ---- the rule ----
+
+
+def load(
+    *prompts: PromptLoad, slack_ms: float | None = None, chunk: ChunkLoad | None = None, now_s: float = 5.0
+) -> Load:
+    decode = None if slack_ms is None else DecodeLoad(4, 400, 10.0, slack_ms, 10.0)
+    return Load(now_s, decode, prompts, 0, chunk)
+
+
+def due_in(ms: float, tokens: int = 0) -> PromptLoad:
+    return PromptLoad(tokens, 0, 5.0 + ms / 1e3)
+
+
+def spare(found: Load, *awaited_s: tuple[float, float]) -> float:
+    return spare_ms(found, awaited_s, ms_per_token=0.1, layers=10)
+
+
+def test_without_targets_there_is_all_the_time() -> None:
+    assert spare(load()) == math.inf
+    assert spare(load(PromptLoad(100, 0, math.inf), slack_ms=math.inf)) == math.inf
+
+
+def test_decoding_waits_as_long_as_its_slack() -> None:
+    assert spare(load(slack_ms=12.0)) == 12.0
+    assert spare(load(slack_ms=-3.0)) == 0.0
+
+
+def test_prompts_wait_as_long_as_each_of_them_is_still_on_time() -> None:
+    assert spare(load(due_in(50, tokens=300))) == pytest.approx(20)
+    assert spare(load(due_in(50, tokens=100), due_in(60, tokens=300)), (0.0, 9.0)) == pytest.approx(20)
+    assert spare(load(due_in(50, tokens=300), slack_ms=8.0)) == 8.0
+
+
+def test_a_prompt_that_is_late_whatever_is_done_binds_nothing() -> None:
+    assert spare(load(due_in(20, tokens=300), due_in(100, tokens=300))) == pytest.approx(40)
+    assert spare(load(due_in(-1))) == math.inf
+
+
+def test_a_chunk_under_way_and_prompts_in_flight_count() -> None:
+    chunk = ChunkLoad(tokens=400, attention_pairs=0.0, layers_left=5, deadline_s=5.03)
+    assert spare(load(chunk=chunk)) == pytest.approx(10)
+    assert spare(load(due_in(60, tokens=300), chunk=chunk)) == pytest.approx(10)
+    assert spare(load(), (5.010, 5.017)) == pytest.approx(7)
+    assert spare(load(), (5.010, 5.009)) == math.inf
+
+
+def test_captures_keep_to_their_share_of_the_time() -> None:
+    pace = PreparationPace()
+    assert pace.may_begin(0.0)
+    pace.note(10.0, 10.1)
+    assert not pace.may_begin(10.39)
+    assert pace.may_begin(10.41)
+
+
+# ---- the loop ----
+
+requests = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 0.001, 0.02, 0.3]),
+        st.integers(1, 60) | st.integers(1, 900),
+        st.integers(1, 60),
+        st.sampled_from([NO_TARGETS, Slo(ttft_ms=500, tpot_ms=15), Slo(tpot_ms=9), Slo(ttft_ms=30)]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=requests, arm=st.sampled_from(["serial", "mixed", "sliced", "split", "auto"]))
+def test_nothing_is_lost_and_no_step_lacks_its_graph(
+    requests: list[tuple[float, int, int, Slo]], arm: str
+) -> None:
+    """The simulated device refuses a batch where none is captured that holds it."""
+    loop, executor = make_loop(arm)
+    arrivals, now_s = [], 0.0
+    for gap_s, *rest in requests:
+        now_s += gap_s
+        arrivals.append((now_s, *rest))
+    loop.run(arrivals=arrivals)  # type: ignore[arg-type]
+    order = capture_order(PLAN, 2)[len(hot_keys(PLAN)) :]
+    assert [capture.key for capture in executor.captures] == order[: len(executor.captures)]
+    assert loop.core.stats().num_missing_graphs == len(order) - len(executor.captures)
+
+
+def test_partitions_are_used_once_they_are_captured() -> None:
+    loop, executor = make_loop("split")
+    for _ in range(12):
+        loop.add(800, 60)
+    loop.run()
+    assert executor.num_missing_graphs > 0
+    assert {launch.placement.partition for launch in executor.launches} == {WHOLE_GPU}
+    while loop.core.prepare_next():
+        pass
+    for _ in range(12):
+        loop.add(800, 60)
+    loop.run()
+    assert len({launch.placement.partition for launch in executor.launches}) > 1
+
+
+def test_captures_of_a_busy_engine_take_their_share_and_all_come_about() -> None:
+    loop, executor = make_loop("mixed")
+    for _ in range(16):
+        loop.add(30, 900)
+    loop.run()
+    captures = executor.captures
+    assert executor.num_missing_graphs == 0
+    assert all(capture.busy for capture in captures), "the device works on what was launched before"
+    span_s = captures[-1].end_s - captures[0].start_s
+    assert sum(c.end_s - c.start_s for c in captures[:-1]) <= 1.01 * PREPARE_SHARE * span_s
+
+
+TPOT_MS = 1.3 * MODEL.decode(8, 8 * 300).ms
+
+
+def decode_tpots_ms(loop: CoreLoop) -> list[float]:
+    for _ in range(8):
+        loop.add(30, 400, slo=Slo(tpot_ms=TPOT_MS))
+    loop.run()
+    return [output.metrics.tpot_ms or 0.0 for output in loop.outputs.values()]
+
+
+def test_no_target_is_missed_for_a_capture() -> None:
+    loop, executor = make_loop("mixed")
+    assert max(decode_tpots_ms(loop)) <= TPOT_MS
+    assert executor.captures, "there was time for some, once the sequences were ahead"
+    # The same captures whenever they may begin would be too many.
+    hasty = make_loop("mixed")[0]
+    hasty.core._pace.note = lambda *_: None  # type: ignore[method-assign]
+    hasty_step = hasty.core._prepare_between
+    hasty.core._prepare_between = lambda: (hasty_step(), hasty.core.prepare_next())  # type: ignore[method-assign]
+    assert max(decode_tpots_ms(hasty)) > TPOT_MS
+
+
+def test_nothing_is_captured_while_targets_leave_no_time() -> None:
+    loop, executor = make_loop("mixed")
+    tight = Slo(tpot_ms=1.02 * MODEL.decode(8, 8 * 300).ms)
+    for _ in range(8):
+        loop.add(30, 100, slo=tight)
+    loop.run()
+    assert not executor.captures
+
+
+def test_first_tokens_that_are_due_go_first() -> None:
+    loop, executor = make_loop("mixed")
+    prefill_ms = MODEL.prefill(900, 900 * 900 / 2).ms
+    loop.add(900, 1, slo=Slo(ttft_ms=prefill_ms + 0.9 * PREPARE_MS))
+    loop.run()
+    assert not executor.captures
+    (output,) = loop.outputs.values()
+    assert not output.missed_targets

@@ -1,0 +1,185 @@
+"""Parts of the server on their own: the gate, histograms, percentiles, formats, errors."""
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, PromptError, TokenLogprobs
+from bullet_graph.serve.chat import ChatFormat
+from bullet_graph.serve.completions import CompletionFormat
+from bullet_graph.serve.energy import EnergyMeter
+from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.formats import TokenTexts, completion_logprobs, to_json_text, usage_of
+from bullet_graph.serve.histogram import Histogram
+from bullet_graph.serve.limits import Gate
+from bullet_graph.serve.live import percentiles
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def gate(max_queue_len: int, *, running: int = 0, clock: Clock | None = None, dead: bool = False) -> Gate:
+    failure = EngineDeadError("the device is gone") if dead else None
+    return Gate(max_queue_len, num_running=lambda: running, failure=lambda: failure, clock=clock or Clock())
+
+
+# ---- the gate ----
+
+
+def test_the_gate_counts_sequences_without_blocks() -> None:
+    full = gate(3, running=2)
+    with full.enter(2), full.enter(2):
+        assert (full.num_inside, full.num_waiting) == (4, 2)
+        with full.enter(5):  # the queue has room for one more request, however large
+            assert full.num_waiting == 7
+            with pytest.raises(ApiError) as refused, full.enter(1):
+                pass
+            assert refused.value.status == 429
+            assert (full.num_inside, full.num_waiting) == (9, 7)
+    assert full.num_inside == full.num_waiting == 0
+
+
+def test_when_to_come_back_follows_the_requests_that_ended_lately() -> None:
+    clock = Clock()
+    busy = gate(1, clock=clock)
+    assert busy.retry_after_s() == 1
+    for _ in range(10):
+        with busy.enter(1):
+            clock.now_s += 4.0
+    assert busy.retry_after_s() == 4
+    clock.now_s += 10_000
+    assert busy.retry_after_s() == 60
+
+
+def test_a_dead_engine_and_a_closed_gate_let_nobody_in() -> None:
+    for closed, status, text in (
+        (gate(1, dead=True), 503, "the device is gone"),
+        (gate(1), 503, "shutting down"),
+    ):
+        closed.closed = True
+        with pytest.raises(ApiError, match=text) as refused, closed.enter(1):
+            pass
+        assert refused.value.status == status
+
+
+async def test_waiting_until_the_last_has_gone() -> None:
+    house = gate(9)
+    await house.wait_until_empty()
+    with house.enter(1):
+        waiting = asyncio.create_task(house.wait_until_empty())
+        with house.enter(1):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await waiting
+
+
+# ---- figures ----
+
+
+@given(st.lists(st.floats(0, 3)))
+def test_a_histogram_is_cumulative(values: list[float]) -> None:
+    histogram = Histogram("x", "…", (0.5, 1.0, 2.0))
+    for value in values:
+        histogram.observe(value)
+    samples = {
+        (sample.name, sample.labels.get("le")): sample.value for sample in histogram.family("m").samples
+    }
+    for bound in (0.5, 1.0, 2.0):
+        assert samples["x_bucket", str(bound)] == sum(value <= bound for value in values)
+    assert samples["x_bucket", "+Inf"] == samples["x_count", None] == len(values)
+    assert samples["x_sum", None] == pytest.approx(sum(values))
+
+
+def test_percentiles() -> None:
+    assert percentiles([]) is None
+    assert percentiles([3.0]) == {"p50": 3.0, "p90": 3.0, "p99": 3.0}
+    assert percentiles([float(n) for n in range(101)]) == {"p50": 50, "p90": 90, "p99": 99}
+
+
+async def test_energy_is_what_was_used_since_the_start() -> None:
+    class Probe:
+        total_mj: int | None = 5_000
+        closed = False
+
+        def total_energy_mj(self) -> int | None:
+            return self.total_mj
+
+        def sample(self) -> object:
+            raise NotImplementedError
+
+        def close(self) -> None:
+            self.closed = True
+
+    probe = Probe()
+    meter = EnergyMeter(probe)  # type: ignore[arg-type]
+    assert meter.joules == 0
+    probe.total_mj = 7_500
+    await meter.read()
+    assert meter.joules == 2.5
+    probe.total_mj = None  # the driver failed for once
+    await meter.read()
+    assert meter.joules == 2.5
+    meter.close()
+    assert probe.closed
+    nothing = EnergyMeter(None)
+    await nothing.read()
+    assert nothing.joules is None
+
+
+# ---- formats ----
+
+
+@given(st.text(), st.text())
+def test_whatever_the_text_an_event_is_json(text: str, model: str) -> None:
+    delta = CompletionOutput(0, text, (5,), None, None)
+    for written in (CompletionFormat, ChatFormat):
+        form = written("id", 7, model, TokenTexts(None), with_token_ids=True)
+        event = form.event(3, delta, usage_of(1, 2))
+        assert event.endswith(b"\n\n")
+        assert event.count(b"\n") == 2
+        fields = json.loads(event.removeprefix(b"data: "))
+        (choice,) = fields["choices"]
+        assert (choice["index"], choice["token_ids"], fields["model"]) == (3, [5], model)
+        assert (choice["delta"]["content"] if "delta" in choice else choice["text"]) == text
+        assert fields["usage"]["total_tokens"] == 3
+    assert json.loads(to_json_text(text)) == text
+
+
+def test_log_probabilities_that_json_cannot_say_and_tokens_of_one_text() -> None:
+    class Same(TokenTexts):
+        def __getitem__(self, token_id: int) -> str:
+            return "ab"
+
+    entry = TokenLogprobs(7, float("-inf"), ((1, -0.5), (2, -0.7)))
+    fields, offset = completion_logprobs([entry, entry], Same(None), 3)
+    assert fields["token_logprobs"] == [-9999.0] * 2
+    assert fields["top_logprobs"] == [{"ab": -0.5}] * 2
+    assert (fields["text_offset"], offset) == ([3, 5], 7)
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (PromptError("p"), 400),
+        (ConfigError("c"), 400),
+        (EngineDeadError("e"), 503),
+        (TimeoutError(), 504),
+        (ZeroDivisionError("secret"), 500),
+        (ApiError(418, "x"), 418),
+    ],
+)
+def test_the_status_of_an_error(error: Exception, status: int) -> None:
+    told = ApiError.of(error)
+    assert told.status == status
+    assert b"secret" not in told.json()

@@ -1,0 +1,198 @@
+"""Weights are filled by a thread while an executor is built; the CPU stands in for the GPU."""
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from engines import GREEDY, make_engine
+
+from bullet_graph import CheckpointError, Engine
+from bullet_graph.models import checkpoint as checkpoint_module
+from bullet_graph.models.loader import dummy_weights, fill_dummy, zero_weights
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.weight_loading import WeightLoading
+from bullet_graph.models.weights import ModelWeights
+from bullet_graph.runtime import cpu, loading
+from bullet_graph.runtime.cpu import CpuExecutor
+
+EMBED = [-0.07249033451080322, 0.034969184547662735, 0.07945303618907928, -0.12271872162818909]
+DOWN = [0.13584938645362854, -0.022783510386943817, 0.017964515835046768]
+HEAD = [0.01219705119729042, 0.02277250587940216, -0.03661093860864639]
+CPU, TINY = torch.device("cpu"), PRESETS["tiny"]
+THREAD = "bullet-graph-weights"
+
+
+def zeros() -> ModelWeights:
+    return zero_weights(TINY, dtype=torch.float32, device=CPU)
+
+
+def loader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == THREAD]
+
+
+# ---- the thread ----
+
+
+def test_random_weights_are_the_same_as_ever() -> None:
+    weights = zeros()
+    with WeightLoading(weights, fill_dummy(TINY, weights, seed=7)) as filling:
+        filling.join()
+    expected = dummy_weights(TINY, dtype=torch.float32, device=CPU, seed=7)
+    assert torch.equal(weights.embed, expected.embed)
+    assert torch.equal(weights.layers[-1].down, expected.layers[-1].down)
+    assert torch.equal(weights.lm_head, expected.lm_head)
+    # Of the release before weights were filled by a thread.
+    assert weights.embed[0, :4].tolist() == pytest.approx(EMBED)
+    assert weights.layers[3].down[-1, -3:].tolist() == pytest.approx(DOWN)
+    assert weights.lm_head[100, 5:8].tolist() == pytest.approx(HEAD)
+
+
+def test_unfilled_weights_are_numbers() -> None:
+    assert all(
+        not tensor.any()
+        for tensor in (zeros().embed, zeros().final_norm, zeros().layers[0].qkv, zeros().layers[3].down)
+    )
+
+
+def test_progress_is_told() -> None:
+    weights, told = zeros(), []
+    with WeightLoading(weights, iter([3, 4]), told.append) as filling:
+        filling.join()
+    assert told == [3, 4]
+    assert filling.ended_s is not None
+    assert filling.ended_s >= filling.started_s
+
+
+def test_an_error_keeps_its_type_and_message_and_no_weights() -> None:
+    weights = zeros()
+    gone = weakref.ref(weights.embed)
+
+    def failing(weights: ModelWeights) -> Iterator[int]:
+        yield weights.embed.nbytes
+        raise CheckpointError("the file ends early")
+
+    caught = None
+    with WeightLoading(weights, failing(weights)) as filling:
+        try:
+            filling.join()
+        except CheckpointError as error:
+            caught = error
+    del weights, filling
+    assert str(caught) == "the file ends early"
+    assert caught is not None
+    assert caught.__traceback__ is not None
+    gc.collect()
+    assert gone() is None, "the error keeps the weights"
+    assert not loader_threads()
+
+
+def test_leaving_the_block_ends_the_thread() -> None:
+    """As where a capture fails, or the user interrupts."""
+    begun, told = threading.Event(), []
+
+    def endless() -> Iterator[int]:
+        while True:
+            begun.set()
+            yield 1
+
+    def interrupted() -> None:
+        begun.wait()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), WeightLoading(zeros(), endless(), told.append):
+        interrupted()
+    assert not loader_threads()
+    assert told
+
+
+# ---- an engine ----
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_checkpoint(folder, "llama", shards=2)
+    return folder
+
+
+class SlowLoader:
+    """Holds the last piece of the weights back until the executor is made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.executor_made = threading.Event()
+        fill, init = loading.fill_dummy, CpuExecutor.__init__
+
+        def slow(*arguments: object, **settings: object) -> Iterator[int]:
+            pieces = list(fill(*arguments, **settings))  # type: ignore[arg-type]
+            assert self.executor_made.wait(30), "the executor waits for the weights"
+            yield from pieces
+
+        def made(executor: CpuExecutor, *arguments: object, **settings: object) -> None:
+            init(executor, *arguments, **settings)  # type: ignore[arg-type]
+            self.executor_made.set()
+
+        monkeypatch.setattr(loading, "fill_dummy", slow)
+        monkeypatch.setattr(cpu.CpuExecutor, "__init__", made)
+
+
+def test_the_executor_is_built_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    SlowLoader(monkeypatch)
+    with make_engine() as engine:
+        report = engine.start_report
+        tokens = engine.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    phases = {phase.name: phase for phase in report.phases}
+    assert phases["allocation"].end_s <= phases["weights"].start_s < phases["weights"].end_s
+    assert report.ready_s is not None
+    assert phases["weights"].end_s <= report.ready_s
+    monkeypatch.undo()
+    with make_engine() as engine:
+        assert engine.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == tokens
+    assert not loader_threads()
+
+
+def test_a_file_that_breaks_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: checkpoint_module._StoredTensor, name: str) -> torch.Tensor:
+        raise CheckpointError(f"{self.path.name}: tensor {name} cannot be read")
+
+    monkeypatch.setattr(checkpoint_module._StoredTensor, "read", broken)
+    with pytest.raises(CheckpointError, match=r"^model-00001-of-.* cannot be read$"):
+        make_engine(folder)
+    assert not loader_threads()
+
+
+def test_a_read_error_names_file_and_tensor() -> None:
+    class Torn:
+        def get_tensor(self, _: str) -> torch.Tensor:
+            raise OSError(os.strerror(5))
+
+    stored = checkpoint_module._StoredTensor(Path("shard"), Torn(), (1,), "F32")
+    with pytest.raises(CheckpointError, match=r"shard: tensor a\.b cannot be read \(.*\); download"):
+        stored.read("a.b")
+
+
+def test_a_failed_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    zero = loading.zero_weights
+
+    def noted(*arguments: object, **settings: object) -> ModelWeights:
+        weights = zero(*arguments, **settings)  # type: ignore[arg-type]
+        made.append(weakref.ref(weights.embed))
+        return weights
+
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError("no executor")
+
+    monkeypatch.setattr(loading, "zero_weights", noted)
+    monkeypatch.setattr("bullet_graph.runtime.build.CpuExecutor", failing)
+    with pytest.raises(RuntimeError, match="no executor") as caught:
+        Engine("tiny", device="cpu", max_model_len=64, max_num_seqs=2)
+    assert not loader_threads()
+    gc.collect()
+    assert made[0]() is None, "the error, still there, keeps the weights"
+    assert caught.value
