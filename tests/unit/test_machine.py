@@ -198,7 +198,9 @@ def test_the_libraries_own_settings_place_their_caches(monkeypatch: pytest.Monke
 @pytest.fixture
 def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch sees a GPU."""
-    properties = SimpleNamespace(name="H200", major=9, minor=0, multi_processor_count=132, total_memory=9)
+    properties = SimpleNamespace(
+        name="H200", major=9, minor=0, multi_processor_count=132, total_memory=9, uuid="GPU-1"
+    )
     for name, value in {
         "is_available": True,
         "current_device": 0,
