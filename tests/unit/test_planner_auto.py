@@ -242,7 +242,13 @@ def test_plans_are_consistent(arm: str, load: Load) -> None:
         assert (plan.prefill_lane, plan.slice_layers) == ("decode", 0)
         assert plan.chunk_tokens
     assert (plan.slice_ms is not None) == (plan.slice_layers > 0)
-    assert plan.decode == (load.decode is not None and not (arm.startswith("serial") and waits))
+    prompts_first = arm == "auto" and load.chunk is None and load.decode and load.decode.budget_ms == math.inf
+    if load.decode is None or (arm.startswith("serial") and waits):
+        assert not plan.decode
+    elif not plan.decode:
+        assert prompts_first
+        assert plan.chunk_tokens
+        assert (plan.arm, plan.prefill_lane, plan.slice_layers) == ("solo", "decode", 0)
     if load.decode is None and not waits and load.chunk is None:
         assert not plan.decode
     if plan.decode:
