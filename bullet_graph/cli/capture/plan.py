@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.options import parse_size, parse_slo
+from bullet_graph.cli.options import parse_slo
 from bullet_graph.cli.result_file import check_result_file, write_result_file
-from bullet_graph.cli.serving.options import burstiness_option, parse_rate
+from bullet_graph.cli.serving.options import burstiness_option, num_prompts_option, parse_rate, trace_option
+from bullet_graph.cli.simulate.options import capacity_options
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.models.progress import progress_bar
 
@@ -18,14 +19,8 @@ _GB = 1e9
 
 
 @click.command()
-@click.option(
-    "--trace",
-    required=True,
-    metavar="FILE|NAME",
-    help="The workload: a trace file (Azure CSV, ShareGPT JSON, Mooncake JSONL), or azure:conv, azure:code, "
-    "synthetic:conv, synthetic:code, synthetic:longdoc.",
-)
-@click.option("--num-prompts", type=click.IntRange(min=1), help="Only the first N requests of the trace.")
+@trace_option
+@num_prompts_option
 @click.option(
     "--request-rate",
     required=True,
@@ -52,19 +47,7 @@ _GB = 1e9
 @click.option(
     "--arm", default="auto", show_default=True, metavar="ARM", help="How prefill and decode share the GPU."
 )
-@click.option(
-    "--max-num-seqs", type=int, default=256, show_default=True, help="Most sequences running at once."
-)
-@click.option(
-    "--max-num-batched-tokens", type=int, default=8192, show_default=True, help="Most tokens of one forward."
-)
-@click.option("--max-model-len", type=int, help="Most tokens of a prompt and its output together.")
-@click.option(
-    "--kv-cache-bytes",
-    metavar="SIZE",
-    callback=parse_size,
-    help="Size of the KV cache, such as 8GiB.  [default: what memory is left]",
-)
+@capacity_options(max_num_seqs=256)
 @click.option(
     "--memory-gb",
     type=click.FloatRange(min=0, min_open=True),

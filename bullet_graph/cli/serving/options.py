@@ -42,6 +42,16 @@ def arms_option(default_arm: str) -> Callable[[Callable[..., None]], Callable[..
     )
 
 
+trace_option = click.option(
+    "--trace",
+    required=True,
+    metavar="FILE|NAME",
+    help="A trace file (Azure CSV, ShareGPT JSON, Mooncake JSONL), or azure:conv, azure:code, synthetic:conv, "
+    "synthetic:code, synthetic:longdoc.",
+)
+num_prompts_option = click.option(
+    "--num-prompts", type=click.IntRange(min=1), help="Only the first N requests of the trace."
+)
 burstiness_option = click.option(
     "--burstiness",
     type=float,
@@ -65,16 +75,8 @@ def serving_options(
         request_rate_more: what the help of ``--request-rate`` says besides.
     """
     options = (
-        click.option(
-            "--trace",
-            required=True,
-            metavar="FILE|NAME",
-            help="A trace file (Azure CSV, ShareGPT JSON, Mooncake JSONL), or azure:conv, azure:code, synthetic:conv, "
-            "synthetic:code, synthetic:longdoc.",
-        ),
-        click.option(
-            "--num-prompts", type=click.IntRange(min=1), help="Only the first N requests of the trace."
-        ),
+        trace_option,
+        num_prompts_option,
         click.option(
             "--request-rate",
             default="inf",

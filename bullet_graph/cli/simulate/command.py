@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.options import parse_size, parse_sizes, result_options
+from bullet_graph.cli.options import parse_sizes, result_options
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, write_result_file
 from bullet_graph.cli.serving.goodput import GoodputCommand
 from bullet_graph.cli.serving.options import TRACE_TIMES, serving_options
+from bullet_graph.cli.simulate.options import capacity_options
 from bullet_graph.config import Arm, EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
@@ -43,25 +44,13 @@ _FIRST_RATE = 8.0
     metavar="FILE.toml|NAME",
     help="What is captured (see `bullet-graph capture plan`).  [default: all batch sizes for all partitions]",
 )
-@click.option(
-    "--max-num-seqs", type=int, default=1024, show_default=True, help="Most sequences running at once."
-)
-@click.option(
-    "--max-num-batched-tokens", type=int, default=8192, show_default=True, help="Most tokens of one forward."
-)
-@click.option("--max-model-len", type=int, help="Most tokens of a prompt and its output together.")
+@capacity_options(max_num_seqs=1024)
 @click.option(
     "--gpu-memory-utilization",
     type=float,
     default=0.9,
     show_default=True,
     help="Share of the GPU's memory to fill.",
-)
-@click.option(
-    "--kv-cache-bytes",
-    metavar="SIZE",
-    callback=parse_size,
-    help="Size of the KV cache, such as 8GiB.  [default: what memory is left]",
 )
 @click.option(
     "--host-overhead-ms",
