@@ -4,14 +4,14 @@ from pathlib import Path
 
 from bullet_graph._version import __version__
 from bullet_graph.config import EngineConfig
-from bullet_graph.engine.core import EngineCore, max_batch_sizes
+from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.corrections import Corrections
 from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError
 from bullet_graph.partition.spec import SMS_PER_TPC
 from bullet_graph.perf.performance import PerformanceModel
-from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.executor import Executor, max_batch_sizes
 
 
 def new_core(

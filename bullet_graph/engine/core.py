@@ -6,23 +6,24 @@ from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.chunk import ChunkUnderWay
 from bullet_graph.engine.corrections import ForwardKind
+from bullet_graph.engine.counters import LoopCounters
 from bullet_graph.engine.flights import Flight, Flights, other_lane
-from bullet_graph.engine.lanes import LaneUse, Launching
+from bullet_graph.engine.lanes import Launching
+from bullet_graph.engine.loads import load_of
 from bullet_graph.engine.loop_trace import LoopTrace
 from bullet_graph.engine.output import EngineStats, RequestOutput
-from bullet_graph.engine.plan import ArmName, DecodeLoad, Load, Plan, PromptLoad
+from bullet_graph.engine.plan import Load, Plan
 from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.preparation import PREPARE_MS, PreparationPace, spare_ms
 from bullet_graph.engine.request import Request
 from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import Sequence
-from bullet_graph.engine.slack import RowProgress, decode_load
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.engine.tracker import RequestTracker
 from bullet_graph.partition.masks import LANES, Lane
-from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU
-from bullet_graph.runtime.executor import Executor
+from bullet_graph.partition.spec import WHOLE_GPU
+from bullet_graph.runtime.executor import Executor, max_batch_sizes
 from bullet_graph.runtime.step import Placement
 
 
@@ -61,10 +62,7 @@ class EngineCore:
         )
         self.scheduler = Scheduler(max_num_seqs=max_num_seqs, max_model_len=max_model_len, pool=self.pool)
         self.tracker = RequestTracker(self.scheduler, max_model_len=max_model_len)
-        self.num_steps = 0
-        self.first_token_s: float | None = None
-        self.arm_seconds: dict[ArmName, float] = {}
-        self.lane_use = LaneUse(executor.num_sms)
+        self.counters = LoopCounters(executor.num_sms)
         self.launching: Launching | None = None
         self._num_layers = num_layers
         self._flights = Flights(executor.num_sms)
@@ -131,21 +129,12 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counters and state now."""
-        return EngineStats(
-            num_steps=self.num_steps,
-            num_preemptions=self.scheduler.num_preemptions,
-            kv_blocks_total=self.pool.num_usable,
-            kv_blocks_used=self.pool.num_used,
-            kv_blocks_peak=self.pool.peak_used,
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            num_decoding=len(self.scheduler.decoding()),
+        return self.counters.stats(
+            scheduler=self.scheduler,
+            pool=self.pool,
+            flights=self._flights,
+            planner=self.planner,
             num_missing_graphs=self._num_missing_graphs,
-            arm_seconds=dict(self.arm_seconds),
-            lane_seconds=dict(self.lane_use.seconds),
-            lane_sm_seconds=dict(self.lane_use.sm_seconds),
-            lane_sms=self.lane_use.now(self._flights),
-            corrections=self.planner.corrections,
         )
 
     def oldest(self, lane: Lane) -> tuple[Flight, float] | None:
@@ -198,18 +187,10 @@ class EngineCore:
         )
         if scheduled is None:
             return False
-        partition = plan.partition if scheduled.step.prefill is None else WHOLE_GPU
-        if (
-            scheduled.step.prefill is None
-            and prefilling
-            and not self._flights.fit_beside("decode", partition)
-        ):
-            # The last slices of a split still run: stay on its side until they are done, if a graph there holds
-            # the batch.
-            beside = prefilling[-1].placement.partition
-            most = self.executor.max_batch_size(beside)
-            if most is None or len(scheduled.sampled) <= most:
-                partition = beside
+        partition = WHOLE_GPU
+        if scheduled.step.prefill is None:
+            rows, most_rows = len(scheduled.sampled), self.executor.max_batch_size
+            partition = self._flights.decode_partition(plan.partition, rows, most_rows)
         # Blocks may have run out for some of the rows that the prediction was for.
         prompt_rows = 0 if scheduled.step.prefill is None else len(scheduled.step.prefill.token_ids)
         predicted_ms = plan.decode_ms if prompt_rows == chunk_tokens else None
@@ -296,44 +277,16 @@ class EngineCore:
         """All there is to do; ``timed`` has targets of sequences that decode counted even if nothing contends."""
         now = self.executor.now()
         self._prompts = self.scheduler.prompts(now, self.planner.prefill_ms_per_token)
-        return Load(
-            now_s=now,
-            decode=self._decode_load(now, timed=timed),
-            prompts=tuple(
-                PromptLoad(s.num_tokens - s.num_cached, s.num_cached, s.deadline_s) for s in self._prompts
-            ),
-            queued_tokens=self.scheduler.num_waiting_tokens,
-            chunk=None if self._chunk is None else self._chunk.load(),
-        )
-
-    def _decode_load(self, now: float, *, timed: bool) -> DecodeLoad | None:
-        """What decodes, and what will as soon as the slices in flight are done."""
-        self._decoding = rows = self.scheduler.decoding()
-        for flight in self._flights["prefill"]:
-            if flight.ends_chunk:
-                rows = rows + [
-                    s for s in flight.scheduled.sampled if s.prompt_launched and s.num_tokens < s.max_tokens
-                ]
-        if not rows:
-            return None
-        # Targets matter only where there is something to share the device with.
-        bound = rows if timed or self._prompts or self._chunk is not None else ()
-        due_s = self._flights.decode_due_s(now)
-        return decode_load(
-            (
-                RowProgress(
-                    due_s if s.first_token_s is None else s.first_token_s,
-                    max(s.num_tokens - len(s.prompt_token_ids), 1),
-                    s.max_tokens - s.num_tokens,
-                    s.slo.tpot_ms,
-                )
-                for s in bound
-                if s.slo.tpot_ms is not None
-            ),
-            len(rows),
-            sum([s.num_tokens for s in rows]),
-            due_s,
-            solo_ms=None if self.planner.model is None else self.planner.decode_ms,
+        self._decoding = self.scheduler.decoding()
+        return load_of(
+            now,
+            decoding=self._decoding,
+            prompts=self._prompts,
+            chunk=self._chunk,
+            flights=self._flights,
+            planner=self.planner,
+            num_waiting_tokens=self.scheduler.num_waiting_tokens,
+            timed=timed,
         )
 
     # ---- retiring ----
@@ -342,8 +295,7 @@ class EngineCore:
         result = self.executor.wait(self._flights[lane][0].ticket)
         now = self.executor.now()
         flight = self._flights.pop(lane, now)
-        self.arm_seconds[flight.arm] = self.arm_seconds.get(flight.arm, 0.0) + result.device_ms / 1e3
-        self.lane_use.retired(flight.placement, result.device_ms)
+        self.counters.retired(flight, result.device_ms)
         self.trace.retired(flight.ticket, now, result.device_ms)
         # In a split a step that ran alone for a while says nothing of how fast it is beside the other lane.
         alone = flight.arm == "split" and not (flight.beside and self._flights[other_lane(lane)])
@@ -352,17 +304,9 @@ class EngineCore:
             self.planner.observe(flight.arm, kind, flight.predicted_ms, result.device_ms)
         if not flight.ends_chunk:
             return []
-        self.num_steps += 1
-        if self.first_token_s is None and flight.scheduled.sampled:
-            self.first_token_s = now
+        self.counters.stepped(flight.scheduled, now)
         outputs = self.tracker.retire(flight.scheduled, result, now)
         for output in outputs:
             if output.finished:
                 self.trace.finished(output)
         return outputs
-
-
-def max_batch_sizes(executor: Executor) -> dict[int, int]:
-    """Most rows of a decode step by SMs of the decode lane, where there are fewer than slots."""
-    limits = ((p.decode_tpcs, executor.max_batch_size(p)) for p in executor.partitions)
-    return {SMS_PER_TPC * tpcs: rows for tpcs, rows in limits if tpcs is not None and rows is not None}

@@ -1,6 +1,7 @@
 """What has been launched on each lane and not yet retired."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bullet_graph.engine.plan import ArmName
@@ -134,6 +135,25 @@ class Flights:
             if SMS_PER_TPC * (decode.decode_tpcs + prefill.prefill_tpcs) > self._num_sms:
                 return False
         return True
+
+    def decode_partition(
+        self, planned: SmPartition, rows: int, max_rows: Callable[[SmPartition], int | None]
+    ) -> SmPartition:
+        """Where a decode step goes: as planned, unless slices that run need those SMs.
+
+        The last slices of a split may still run when the plan is another: decode stays on its side until they are done,
+        if a graph there holds the batch.
+
+        Args:
+            rows: of the step.
+            max_rows: most that a partition takes; None is no limit.
+        """
+        prefilling = self._lanes["prefill"]
+        if not prefilling or self.fit_beside("decode", planned):
+            return planned
+        beside = prefilling[-1].placement.partition
+        most = max_rows(beside)
+        return beside if most is None or rows <= most else planned
 
 
 def other_lane(lane: Lane) -> Lane:

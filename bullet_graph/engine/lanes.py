@@ -1,11 +1,10 @@
-"""What the lanes do: SMs and time for the counters, and in words for whoever watches that they go on."""
+"""What the lanes do, in words for whoever watches that they go on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bullet_graph.engine.flights import Flights
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
-from bullet_graph.partition.masks import LANES, Lane, lane_tpcs, sm_ranges
+from bullet_graph.partition.masks import Lane, sm_ranges
 from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
 from bullet_graph.runtime.step import Placement, Step
 
@@ -26,45 +25,6 @@ class Launching:
     step: Step
     placement: Placement
     since_s: float
-
-
-class LaneUse:
-    """Counts time and SMs of what each lane has run.
-
-    Args:
-        num_sms: of the GPU; None where there is none to divide.
-
-    Attributes:
-        seconds: device time of each lane's launches.
-        sm_seconds: the same times their SMs; empty without a GPU.
-    """
-
-    def __init__(self, num_sms: int | None) -> None:
-        self._num_sms = num_sms
-        self.seconds: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
-        self.sm_seconds: dict[Lane, float] = {} if num_sms is None else dict.fromkeys(LANES, 0.0)
-
-    def retired(self, placement: Placement, device_ms: float) -> None:
-        """Count a launch that is over."""
-        lane = placement.lane
-        self.seconds[lane] += device_ms / 1e3
-        if self._num_sms is not None:
-            self.sm_seconds[lane] += _sms(placement, self._num_sms) * device_ms / 1e3
-
-    def now(self, flights: Flights) -> dict[Lane, int]:
-        """SMs of what each lane runs, 0 where it is idle; nothing without a GPU."""
-        if self._num_sms is None:
-            return {}
-        running = {lane: flights.oldest(lane) for lane in LANES}
-        return {
-            lane: 0 if head is None else _sms(head[0].placement, self._num_sms)
-            for lane, head in running.items()
-        }
-
-
-def _sms(placement: Placement, num_sms: int) -> int:
-    tpcs = lane_tpcs(placement.partition, placement.lane)
-    return num_sms if tpcs is None else SMS_PER_TPC * tpcs
 
 
 def describe_launch(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bullet_graph.config import KV_BLOCK_TOKENS, Arm
-from bullet_graph.engine.core import EngineCore, max_batch_sizes
+from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.replay import Replay, TimedRequest, recorded_length, replay
@@ -18,6 +18,7 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.partition.spec import partition_of
 from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.runtime.executor import max_batch_sizes
 from bullet_graph.runtime.simulated import SimulatedExecutor, StepRecord
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo

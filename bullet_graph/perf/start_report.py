@@ -76,6 +76,8 @@ class StartClock:
         self._began_s = time.perf_counter()
         self._ready_s: float | None = None
         self._phases: list[StartPhase] = []
+        self._first_request_s: float | None = None
+        self._first_token_s: float | None = None
 
     def add(self, name: PhaseName, start_s: float, end_s: float) -> None:
         """Note a phase, by two times of ``time.perf_counter``."""
@@ -91,6 +93,19 @@ class StartClock:
     def ready(self) -> None:
         """Requests can be added from now on."""
         self._ready_s = time.perf_counter() - self._began_s
+
+    def first_request(self, time_s: float) -> None:
+        """A request came at this time of ``time.perf_counter``; only the first counts."""
+        if self._first_request_s is None:
+            self._first_request_s = time_s
+
+    def first_token(self, time_s: float) -> None:
+        """A request's first token came at this time; the first of all ends the phase that the first request began."""
+        if self._first_token_s is not None:
+            return
+        self._first_token_s = time_s
+        if self._first_request_s is not None:
+            self.add("first token", self._first_request_s, time_s)
 
     def report(self) -> StartReport:
         """What there has been so far."""

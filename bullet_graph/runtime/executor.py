@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from bullet_graph.partition.spec import SmPartition
+from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
 from bullet_graph.runtime.step import Placement, Step, StepResult
 
 
@@ -76,3 +76,9 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Give back the device memory; nothing may be launched afterwards. Does not fail, even on a dead device."""
+
+
+def max_batch_sizes(executor: Executor) -> dict[int, int]:
+    """Most rows of a decode step by SMs of the decode lane, where there are fewer than slots."""
+    limits = ((p.decode_tpcs, executor.max_batch_size(p)) for p in executor.partitions)
+    return {SMS_PER_TPC * tpcs: rows for tpcs, rows in limits if tpcs is not None and rows is not None}

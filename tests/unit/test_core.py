@@ -201,7 +201,7 @@ def test_a_split_runs_both_lanes_at_once_and_gives_the_whole_gpu_back() -> None:
     steps = [launch for launch in launches if launch.step.prefill is None]
     assert not any(launch.placement.takes_turns for launch in steps), "decode never waits for a slice"
     assert launches[-1].placement.partition == WHOLE_GPU
-    assert set(loop.core.arm_seconds) == {"split", "solo"}
+    assert set(loop.core.stats().arm_seconds) == {"split", "solo"}
 
 
 def test_slices_take_turns_with_decode_steps() -> None:

@@ -1,0 +1,87 @@
+"""What the loop counts of its launches, and the figures it gives of itself."""
+
+from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.engine.flights import Flight, Flights
+from bullet_graph.engine.output import EngineStats
+from bullet_graph.engine.plan import ArmName
+from bullet_graph.engine.planner import Planner
+from bullet_graph.engine.scheduled import ScheduledStep
+from bullet_graph.engine.scheduler import Scheduler
+from bullet_graph.partition.masks import LANES, Lane, lane_tpcs
+from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.runtime.step import Placement
+
+
+class LoopCounters:
+    """Counts steps, and the time and SMs of what each lane has run.
+
+    Args:
+        num_sms: of the GPU; None where there is none to divide.
+
+    Attributes:
+        first_token_s: when the first token reached the host, on the executor's clock; None before.
+    """
+
+    def __init__(self, num_sms: int | None) -> None:
+        self._num_sms = num_sms
+        self._num_steps = 0
+        self.first_token_s: float | None = None
+        self._arm_seconds: dict[ArmName, float] = {}
+        self._lane_seconds: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+        self._lane_sm_seconds: dict[Lane, float] = {} if num_sms is None else dict.fromkeys(LANES, 0.0)
+
+    def retired(self, flight: Flight, device_ms: float) -> None:
+        """Count a launch that is over."""
+        arm, lane = flight.arm, flight.placement.lane
+        self._arm_seconds[arm] = self._arm_seconds.get(arm, 0.0) + device_ms / 1e3
+        self._lane_seconds[lane] += device_ms / 1e3
+        if self._num_sms is not None:
+            self._lane_sm_seconds[lane] += _sms(flight.placement, self._num_sms) * device_ms / 1e3
+
+    def stepped(self, scheduled: ScheduledStep, now_s: float) -> None:
+        """Count a step of which nothing is left to run."""
+        self._num_steps += 1
+        if self.first_token_s is None and scheduled.sampled:
+            self.first_token_s = now_s
+
+    def stats(
+        self,
+        *,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        flights: Flights,
+        planner: Planner,
+        num_missing_graphs: int,
+    ) -> EngineStats:
+        """The counters, and the state of the loop's parts now."""
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            kv_blocks_total=pool.num_usable,
+            kv_blocks_used=pool.num_used,
+            kv_blocks_peak=pool.peak_used,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_decoding=len(scheduler.decoding()),
+            num_missing_graphs=num_missing_graphs,
+            arm_seconds=dict(self._arm_seconds),
+            lane_seconds=dict(self._lane_seconds),
+            lane_sm_seconds=dict(self._lane_sm_seconds),
+            lane_sms=self._lane_sms(flights),
+            corrections=planner.corrections,
+        )
+
+    def _lane_sms(self, flights: Flights) -> dict[Lane, int]:
+        """SMs of what each lane runs, 0 where it is idle; nothing without a GPU."""
+        if self._num_sms is None:
+            return {}
+        running = {lane: flights.oldest(lane) for lane in LANES}
+        return {
+            lane: 0 if head is None else _sms(head[0].placement, self._num_sms)
+            for lane, head in running.items()
+        }
+
+
+def _sms(placement: Placement, num_sms: int) -> int:
+    tpcs = lane_tpcs(placement.partition, placement.lane)
+    return num_sms if tpcs is None else SMS_PER_TPC * tpcs
