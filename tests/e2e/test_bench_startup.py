@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from built_captures import SETTINGS, built  # noqa: F401 - a fixture
 from cli_runner import TINY, refused, run
 
 from bullet_graph import EngineConfig
+from bullet_graph.cache.store import CaptureStore
 from bullet_graph.cli.bench import startup, startup_child
 from bullet_graph.cli.bench.startup import StartArm, read_run, run_startup
 from bullet_graph.cli.bench.startup_plot import draw_startup
@@ -30,6 +32,8 @@ TOLD = {
         {"name": "first token", "start_s": 4.5, "end_s": 5.0},
     ],
     "capture": None,
+    "compiles": {},
+    "cache_use": {},
     "num_missing_graphs": 7,
 }
 
@@ -113,6 +117,34 @@ def test_cold_starts_have_empty_caches_and_warm_ones_those_of_the_last(
     assert result.average("warm", "startup_s") == 7.0
     assert draw_startup(result, "svg") == draw_startup(result, "svg")
     assert draw_startup(result, "png").startswith(b"\x89PNG")
+
+
+def test_starts_from_a_capture_cache_come_last_and_have_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    provenance = startup.collect_provenance("cpu")
+    monkeypatch.setattr(startup, "collect_provenance", lambda _: provenance)
+    children = FakeChildren(monkeypatch, TOLD)
+    options = ("--num-iters-cold", "1", "--num-iters-warm", "2", "--capture-cache", str(tmp_path), "--json")
+    result = run("bench", "startup", *TINY, *options)
+    assert result.exit_code == 0, result.output
+    assert [config.capture_cache for config in children.configs] == [None] * 3 + [str(tmp_path)] * 2
+    assert children.were_empty == [True, False, False, True, True]
+    assert json.loads(result.stdout)["avg_cached_startup_time"] == 7.0
+
+
+def test_a_start_from_a_capture_cache_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    built: tuple[CaptureStore, Any],  # noqa: F811
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")  # as it was built: else Inductor probes the processor
+    config = EngineConfig(
+        model="tiny", device="cpu", compile=True, capture_cache=str(built[0].root), **SETTINGS
+    )
+    (start,) = run_startup(config, [StartArm("cached", 1, empty_caches=True)], quiet=True).runs["cached"]
+    assert set(start.compiles.values()) == {0}
+    assert start.cache_use["entry_id"]
+    assert start.cache_use["problems"] == []
 
 
 def test_an_error_of_a_start_is_told_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

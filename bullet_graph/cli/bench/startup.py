@@ -67,6 +67,8 @@ class StartRun:
         first_token_s: until the first token of a short request.
         phases: in the order of their ends; they may overlap.
         capture: see :class:`~bullet_graph.graphs.report.CaptureReport`; None where nothing is captured.
+        compiles: what was compiled; see :class:`~bullet_graph.graphs.compile_counts.CompileCounts`.
+        cache_use: what a capture cache gave; see :class:`~bullet_graph.runtime.artifacts.use.CacheUse`.
         num_missing_graphs: left to be captured when the token was out.
     """
 
@@ -74,6 +76,8 @@ class StartRun:
     first_token_s: float
     phases: tuple[TimedPhase, ...]
     capture: dict[str, Any] | None
+    compiles: dict[str, int]
+    cache_use: dict[str, Any]
     num_missing_graphs: int
 
     @property
@@ -222,6 +226,8 @@ def read_run(found: Mapping[str, Any], started_s: float) -> StartRun:
         first_token_s=last.end_s,
         phases=(TimedPhase(_PROCESS, 0.0, first.start_s), *phases),
         capture=found["capture"],
+        compiles=found["compiles"],
+        cache_use=found["cache_use"],
         num_missing_graphs=found["num_missing_graphs"],
     )
 

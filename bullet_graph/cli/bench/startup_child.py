@@ -32,6 +32,8 @@ def start(config: EngineConfig) -> dict[str, Any]:
         return {
             **dataclasses.asdict(report),
             "capture": None if capture is None else dataclasses.asdict(capture),
+            "compiles": dataclasses.asdict(engine.compiles),
+            "cache_use": dataclasses.asdict(engine.cache_use),
             "num_missing_graphs": engine.stats().num_missing_graphs,
         }
 

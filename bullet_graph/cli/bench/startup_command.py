@@ -24,7 +24,7 @@ from bullet_graph.config import EngineConfig
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Starts with filled caches.",
+    help="Starts with filled caches; and, with --capture-cache, as many from that and with empty ones.",
 )
 @click.option(
     "--plot",
@@ -45,23 +45,28 @@ def startup(
 
     Each start is a process of its own, so that imports count. A cold one has empty folders for what Inductor, Triton
     and FlashInfer compile; a warm one has those that a cold one filled. They are private ones: yours are left alone.
-    Files of weights may be in the operating system's cache in both.
+    With --capture-cache, both do without it, and a third kind starts from it, with empty folders. Files of weights may
+    be in the operating system's cache in all of them.
 
     \b
     Examples:
       bullet-graph bench startup --model tiny --num-iters-cold 1 --num-iters-warm 3
       bullet-graph bench startup --model llama-3.1-8b --arm auto --ready hot \\
           --capture-plan llama-3.1-8b_bfloat16_conv --plot start.svg --output-json start.json
+      bullet-graph bench startup --model llama-3.1-8b --capture-cache auto --output-json start.json
     """
     check_result_file(output_json, overwrite=overwrite)
     check_plot_file(plot, overwrite=overwrite)
     # torch takes seconds to import, and --help must not wait for it.
     from bullet_graph.cli.bench.startup import StartArm, print_startup, run_startup  # noqa: PLC0415
 
-    arms = (
-        StartArm("cold", num_iters_cold, empty_caches=True),
-        StartArm("warm", num_iters_warm),
-    )
+    without = {"capture_cache": None}
+    arms = [
+        StartArm("cold", num_iters_cold, empty_caches=True, settings=without),
+        StartArm("warm", num_iters_warm, settings=without),
+    ]
+    if config.capture_cache is not None:
+        arms.append(StartArm("cached", num_iters_warm, empty_caches=True))
     result = run_startup(config, arms, quiet=as_json)
     text = json.dumps(result.fields(), indent=2, allow_nan=False)
     if output_json is not None:
