@@ -6,7 +6,7 @@ from functools import cached_property
 from bullet_graph.engine.backlog import Backlog, ChunkSizes, Demand
 from bullet_graph.engine.corrections import Corrections
 from bullet_graph.engine.plan import ArmName, DecodeLoad, Load, Option
-from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.performance import PerformanceModel, Prediction
 
 ROW_STEP = 16
 """Mixed chunks are multiples of it, and never smaller while prompts wait."""
@@ -82,11 +82,16 @@ class Outlook:
         return self._model.num_sms
 
     @cached_property
+    def _whole_chunk(self) -> tuple[int, Prediction]:
+        """The best chunk alone on the whole GPU: its tokens and its time, not corrected."""
+        tokens = self._backlog.lane_chunk(self._sizes.whole)
+        return tokens, self._model.prefill(tokens, self._backlog.pairs(tokens))
+
+    @cached_property
     def prefill_ms_per_token(self) -> float:
         """Time of a token in the best chunk, alone on the whole GPU."""
-        tokens = self._backlog.lane_chunk(self._sizes.whole)
-        ms = self._model.prefill(tokens, self._backlog.pairs(tokens)).ms
-        return ms * self._corrections["solo", "slice"] / tokens
+        tokens, prediction = self._whole_chunk
+        return prediction.ms * self._corrections["solo", "slice"] / tokens
 
     @cached_property
     def demand(self) -> Demand:
@@ -110,8 +115,7 @@ class Outlook:
 
     def prefill_first(self) -> Option:
         """A whole chunk on the whole GPU, decode paused."""
-        tokens = self._backlog.lane_chunk(self._sizes.whole)
-        prediction = self._model.prefill(tokens, self._backlog.pairs(tokens))
+        tokens, prediction = self._whole_chunk
         return self._option("solo", tokens, math.inf, 1 / self.prefill_ms_per_token, prediction.measured)
 
     def sliced(self, interval_ms: float | None = None) -> Option:
