@@ -71,7 +71,8 @@ class WeightLoading:
 
     def _run(self) -> None:
         try:
-            with self._own_stream():
+            # Of a thread's own: weights made in this mode may be changed in it alone, and others in it as well.
+            with torch.inference_mode(), self._own_stream():
                 for num_bytes in self._fill:
                     self._advance(num_bytes)
                     if self._stopped.is_set():

@@ -43,7 +43,7 @@ LONG_PROMPT = [5] * 1500
 def run(libraries: Path, *arguments: str) -> Any:
     """A process whose libraries' caches begin empty, but for FlashInfer's, which takes minutes."""
     environment = os.environ | {
-        "PYTHONPATH": str(Path(sys.modules["bullet_graph"].__path__[0]).parent),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "TORCHINDUCTOR_CACHE_DIR": str(libraries / "inductor"),
         "TRITON_CACHE_DIR": str(libraries / "triton"),
     }

@@ -53,6 +53,15 @@ def test_random_weights_are_the_same_as_ever() -> None:
     assert weights.lm_head[100, 5:8].tolist() == pytest.approx(HEAD)
 
 
+def test_weights_made_in_inference_mode_can_be_filled() -> None:
+    """As a profile makes them: torch refuses to change such tensors outside of that mode, which is a thread's own."""
+    with torch.inference_mode():
+        weights = zeros()
+        with WeightLoading(weights, fill_dummy(TINY, weights, seed=7)) as filling:
+            filling.join()
+    assert weights.embed[0, :4].tolist() == pytest.approx(EMBED)
+
+
 def test_unfilled_weights_are_numbers() -> None:
     assert all(
         not tensor.any()
