@@ -102,7 +102,8 @@ class Comparison:
 
     Args:
         groups: candidates that are up at the same time and take turns; the groups follow one another.
-        loads: in this order; each is served by a whole group before the next.
+        loads: in this order. A group serves each of them at one rate, then each at the next one: whoever stops early
+            has something of all loads.
         open_system: starts what a group needs; given all the group's candidates that share it.
         file: keeps the runs.
         model: its name.
@@ -167,12 +168,18 @@ class Comparison:
                     tell(f"starting {' + '.join(c.label for c in sharing)}")
                     system = systems[candidate.resident] = await self._open_system(sharing)
                     stack.push_async_callback(system.close)
-            for load in self._loads:
-                for candidate in group:
-                    if self._next_rate(candidate, load) is not None:
-                        await self._warm_up(candidate, systems[candidate.resident], load)
-                while any(self._next_rate(candidate, load) is not None for candidate in group):
-                    for candidate in group:
+            warm: set[CellKey] = set()
+            while any(
+                self._next_rate(candidate, load) is not None for candidate in group for load in self._loads
+            ):
+                for load in self._loads:
+                    left = [candidate for candidate in group if self._next_rate(candidate, load) is not None]
+                    for candidate in left:
+                        if self._key(candidate, load) not in warm:
+                            await self._warm_up(candidate, systems[candidate.resident], load)
+                            warm.add(self._key(candidate, load))
+                    for candidate in left:
+                        # Those before it in this turn may have shown that it cannot be the best.
                         rate = self._next_rate(candidate, load)
                         if rate is not None:
                             await self._run_once(candidate, systems[candidate.resident], load, rate)

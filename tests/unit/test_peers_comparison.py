@@ -11,7 +11,7 @@ import pytest
 from bench.peers import comparison
 from bench.peers.comparison import Comparison, Load
 from bench.peers.systems import Candidate
-from bullet_graph.cli.bench.sweep_file import SweepFile
+from bullet_graph.cli.bench.sweep_file import CellKey, SweepFile
 from bullet_graph.engine.replay import TimedRequest
 from bullet_graph.engine.replay_async import AsyncReplay
 from bullet_graph.perf.goodput_search import GoodputSearch
@@ -61,20 +61,22 @@ async def replayed(system: Served, requests: Sequence[TimedRequest]) -> AsyncRep
     return AsyncReplay(served, 0.0, requests[-1].arrival_s)
 
 
-def compare(path: Path, *, best_peer_only: bool) -> dict[str, tuple[float | None, list[float]]]:
-    """Goodput and rates of the runs, by setting."""
+def compare(
+    path: Path, *, best_peer_only: bool, workloads: Sequence[str] = ("flat",)
+) -> dict[str, tuple[float | None, list[float]]]:
+    """Goodput and rates of the runs, by setting; of the last workload."""
     request = WorkloadRequest(prompt_tokens=1, output_tokens=2, arrival_s=None)
-    workload = Workload("flat", (request,) * NUM_REQUESTS)
     file = SweepFile.open(path, settings={}, provenance={}, overwrite=False)
     asyncio.run(
         Comparison(
             [[Candidate("own", "auto"), *(Candidate("vllm", chunk) for chunk in ("512", "1024", "2048"))]],
             [
                 Load(
-                    workload,
+                    Workload(name, (request,) * NUM_REQUESTS),
                     Slo(tpot_ms=TPOT_MS),
                     partial(GoodputSearch, first_rate=16.0, step=1.25, max_runs=4),
                 )
+                for name in workloads
             ],
             open_served,
             file,
@@ -111,3 +113,21 @@ def test_a_setting_of_a_peer_is_given_up_when_another_is_better(tmp_path: Path) 
     assert cells["2048"][1] == [16.0, 20.0, 18.0]
     assert cells["1024"] == (18.0, [16.0, 20.0, 18.0, 19.0])
     assert len(cells["auto"][1]) == 4
+
+
+def test_all_loads_are_served_at_one_rate_before_any_at_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a comparison which is cut has something of each."""
+    kept: list[tuple[str, str]] = []
+    add_run = SweepFile.add_run
+
+    def noted(self: SweepFile, key: CellKey, run: dict[str, Any]) -> None:
+        kept.append((key.workload, key.system.split()[-1]))
+        add_run(self, key, run)
+
+    monkeypatch.setattr(SweepFile, "add_run", noted)
+    compare(tmp_path / "peers.json", best_peer_only=True, workloads=("flat", "steep"))
+    settings = ["auto", "512", "1024", "2048"]
+    assert kept[:8] == [(name, setting) for name in ("flat", "steep") for setting in settings]
+    assert [name for name, setting in kept if setting == "auto"] == ["flat", "steep"] * 4
