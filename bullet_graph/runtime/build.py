@@ -111,6 +111,7 @@ def build_executor(
         artifact_plan(config, runtime, performance),
         captures_for,
         partial(build, config, runtime, performance, ledger, progress, clock),
+        clock,
     )
     return replace(built, compiles=compiles, cache_use=cache_use, canary=None)
 

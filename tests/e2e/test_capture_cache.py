@@ -103,6 +103,7 @@ def test_in_this_process(
     with engine_from(store) as engine:
         assert engine.compiles.total == 0
         assert engine.cache_use.problems == ()
+        assert {"capture cache", "canary"} <= engine.start_report.seconds.keys()
         assert tokens_of(engine) == expected
     assert not [warning for warning in recwarn if warning.category is CaptureCacheWarning]
     # A second build has nothing to do.

@@ -1,7 +1,7 @@
 """A start with a cache of captures: take what is there, check what it computes, and else compile everything."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from bullet_graph.config import EngineConfig
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.models.decoder import Decoder
+from bullet_graph.perf.start_report import PhaseName, StartClock
 from bullet_graph.perf.table import PerfTable
 from bullet_graph.runtime.artifacts.measured import cached_perf_table
 from bullet_graph.runtime.artifacts.opening import CapturesOpener, store_of
@@ -56,6 +57,7 @@ def start_with_captures(
     plan: dict[str, Any],
     captures_for: CapturesOpener,
     start: Callable[[Captures], _Started],
+    clock: StartClock,
 ) -> tuple[_Started, CompileCounts, CacheUse]:
     """Start with what a cache has; where that computes something else than the model, start again without it.
 
@@ -63,17 +65,26 @@ def start_with_captures(
         plan: that the cache's entry is for.
         captures_for: opens the cache.
         start: loads the weights and builds the executor.
+        clock: told of what the cache costs.
 
     Returns:
         What ``start`` made, what was compiled on the way, and what the cache has brought.
     """
     gpu = runtime.device.type == "cuda"
+
+    def noted(phase: PhaseName) -> AbstractContextManager[None]:
+        return nullcontext() if config.capture_cache is None else clock.phase(phase)
+
     with ExitStack() as undo:
-        with captures_for(config, runtime, plan) as captures, CompileCounter(gpu=gpu) as counter:
+        with ExitStack() as opened:
+            with noted("capture cache"):
+                captures = opened.enter_context(captures_for(config, runtime, plan))
+            counter = opened.enter_context(CompileCounter(gpu=gpu))
             started = start(captures)
             undo.callback(started.executor.shutdown)
             hook = started.canary
-            holds = hook is None or captures.holds(hook.decoder, hook.logits_of, hook.batch_sizes)
+            with noted("canary"):
+                holds = hook is None or captures.holds(hook.decoder, hook.logits_of, hook.batch_sizes)
         undo.pop_all()
     if holds:
         return started, counter.counts, captures.use
