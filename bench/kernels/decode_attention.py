@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.kernels.decode_inputs import DEVICE, Cache, lengths
+from bench.kernels.decode_kernels import Bench
 from bench.kernels.gpu_command import GpuCommand
 from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.models.config import ModelConfig
@@ -109,9 +110,6 @@ def show(case: dict[str, Any]) -> None:
 @torch.inference_mode()
 def main(model: str, layers: int, lane_sms: int, overlap: bool, hnd: bool, output_json: Path) -> None:
     """Measure every case and print the best layout of each."""
-    # FlashInfer, which this imports, is installed beside a GPU only.
-    from bench.kernels.decode_kernels import Bench  # noqa: PLC0415
-
     check_result_file(output_json, overwrite=True)
     config = PRESETS[model]
     num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count

@@ -33,6 +33,8 @@ from bullet_graph.errors import DeviceError
 from bullet_graph.models.attention import LayerRows
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, eager_functions
+from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch, RaggedBatch
+from bullet_graph.models.flashinfer_modules import prefill_backend
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.loader import dummy_weights
 from bullet_graph.models.mixed_attention import MixedAttention
@@ -98,12 +100,7 @@ class Attentions:
     """The ways to attend; plans of one batch at a time."""
 
     def __init__(self, decoder: Decoder) -> None:
-        # FlashInfer, which this imports, is installed beside a GPU only.
-        from bullet_graph.models import flashinfer_attention  # noqa: PLC0415
-
-        self._flashinfer = flashinfer_attention
-        backend = flashinfer_attention.prefill_backend(DEVICE)
-        if backend != "fa3":
+        if prefill_backend(DEVICE) != "fa3":
             raise DeviceError(
                 "attention to a forward's own rows is compared where the engine uses it: on Hopper, compute "
                 f"capability 9.0; this GPU has {'.'.join(map(str, torch.cuda.get_device_capability(DEVICE)))}"
@@ -114,7 +111,7 @@ class Attentions:
             device=DEVICE,
         )
         self._lanes = {
-            way: flashinfer_attention.AttentionLane(
+            way: AttentionLane(
                 decoder.config,
                 decoder.cache,
                 dtype=DTYPE,
@@ -128,9 +125,7 @@ class Attentions:
     def plan(self, rows: Rows) -> dict[str, MixedAttention]:
         """Plan fresh prompts, paged and ragged."""
         ragged = self._lanes["ragged"].plan_ragged(
-            self._flashinfer.RaggedBatch(
-                torch.from_numpy(rows.q_indptr).to(DEVICE), torch.from_numpy(rows.q_indptr)
-            )
+            RaggedBatch(torch.from_numpy(rows.q_indptr).to(DEVICE), torch.from_numpy(rows.q_indptr))
         )
         return {
             "paged": self._plan_paged("fa3", rows),
@@ -146,7 +141,7 @@ class Attentions:
             torch.from_numpy(array) for array in (rows.q_indptr, rows.kv_indptr, rows.kv_lens)
         )
         paged = self._lanes[way].plan(
-            self._flashinfer.PagedBatch(
+            PagedBatch(
                 q_indptr=q_indptr.to(DEVICE),
                 kv_indptr=kv_indptr.to(DEVICE),
                 kv_indices=torch.from_numpy(rows.kv_indices).to(DEVICE),

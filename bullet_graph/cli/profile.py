@@ -138,7 +138,7 @@ def profile(
 
     # Libraries that greet on stdout when they are imported would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr):
-        # Needs triton and flashinfer, which a machine without a GPU does not have.
+        # Needs triton, which a machine without a GPU does not have.
         from bullet_graph.runtime.profile import profile_model  # noqa: PLC0415
 
         table, file = profile_model(

@@ -1,6 +1,7 @@
 """What was compiled while something ran, told by the libraries' own counters."""
 
 import sys
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -67,7 +68,7 @@ class CompileCounter:
             # Imported here because a machine without a GPU need not have it.
             from triton import knobs  # noqa: PLC0415
 
-            self._stubs, self._modules = _triton_stubs(), _flashinfer_modules()
+            self._stubs, self._begin_ns = _triton_stubs(), time.time_ns()
             self._listener = knobs.compilation.listener
             knobs.compilation.listener = self._on_triton
         return self
@@ -81,11 +82,10 @@ class CompileCounter:
             from triton import knobs  # noqa: PLC0415
 
             knobs.compilation.listener = self._listener
-            modules = _flashinfer_modules()
             counts |= {
                 "triton": self._triton,
                 "triton_stubs": len(_triton_stubs() - self._stubs),
-                "flashinfer": sum(self._modules.get(name) != built for name, built in modules.items()),
+                "flashinfer": sum(built_ns >= self._begin_ns for built_ns in _flashinfer_modules_ns()),
             }
         self.counts = CompileCounts(**counts)
 
@@ -116,10 +116,9 @@ def _triton_stubs() -> set[Path]:
     return set(Path(knobs.cache.dir).glob("*/*.so"))
 
 
-def _flashinfer_modules() -> dict[str, int]:
-    """When each module in FlashInfer's own folder was built, by name; empty before it is imported."""
+def _flashinfer_modules_ns() -> list[int]:
+    """When each module in FlashInfer's own folder was built; none before it is imported, for then it has built none."""
     env = sys.modules.get("flashinfer.jit.env")
     if env is None:
-        return {}
-    libraries = Path(env.FLASHINFER_JIT_DIR).glob("*/*.so")
-    return {library.name: library.stat().st_mtime_ns for library in libraries}
+        return []
+    return [library.stat().st_mtime_ns for library in Path(env.FLASHINFER_JIT_DIR).glob("*/*.so")]

@@ -3,50 +3,27 @@
 The wrappers hide what captured decode needs: buffers at fixed addresses shared between batch sizes, a
 staging buffer that is not overwritten while its copy is in flight, and a plan that costs microseconds
 instead of a Python loop over the batch. So the compiled modules are called directly, with the arguments of
-the FlashInfer release that pyproject.toml pins.
+the FlashInfer release that pyproject.toml pins: csrc/batch_prefill*_jit_binding.cu has the common ones, and
+gen_batch_prefill_module names those that follow them. The kernels run on torch's current stream: ``tvm_ffi`` asks
+torch for it when the first tensor on the device is passed.
 """
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from flashinfer.prefill import get_batch_prefill_module
 from torch import Tensor
 
 from bullet_graph.models.attention import LayerRows
 from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.flashinfer_modules import Backend, ModuleSpec, load_module
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.pinned import PinnedRing
 
-Backend = Literal["fa2", "fa3"]
-
 _INT_WORKSPACE_BYTES = 8 * 1024**2
 _NHD_LAYOUT = 0
-_NO_POSITIONS = 0
-_NO_ROPE = (1.0, 1e4, 0)
-"""Scale and base of a RoPE that is not FlashInfer's here, and no lengths of items: all unused."""
 _BLOCKS_PER_SM = 2
-
-
-def module_arguments(backend: Backend, dtype: torch.dtype, head_dim: int) -> tuple[Any, ...]:
-    """What FlashInfer knows its kernels by."""
-    return (
-        *(backend, dtype, dtype, dtype, torch.int32, head_dim, head_dim),
-        *(_NO_POSITIONS, False, False, False),
-    )
-
-
-@lru_cache
-def load_module(backend: Backend, dtype: torch.dtype, head_dim: int) -> Any:
-    """FlashInfer's compiled kernels; the first use on a machine compiles them."""
-    return get_batch_prefill_module(*module_arguments(backend, dtype, head_dim))
-
-
-def prefill_backend(device: torch.device) -> Backend:
-    """fa3 on Hopper, for which alone it is written; fa2 elsewhere."""
-    return "fa3" if torch.cuda.get_device_capability(device) == (9, 0) else "fa2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +92,7 @@ class AttentionLane:
         self._cache = cache
         self._backend = backend
         self._causal = causal
-        self._module = load_module(backend, dtype, config.head_dim)
+        self._module = load_module(ModuleSpec(backend, dtype, config.head_dim))
         self._float_workspace = float_workspace
         self._int_workspace = torch.empty(
             _INT_WORKSPACE_BYTES, dtype=torch.uint8, device=float_workspace.device
@@ -187,29 +164,46 @@ class AttentionLane:
                 elsewhere = 0 if num_sms is None else _BLOCKS_PER_SM * (self._device_sms - num_sms)
                 arguments += [-1, False, elsewhere]  # -1: the plan chooses the split size
             plan_info = self._module.plan(*arguments)
-        settings = (
+        return _PlannedKernels(
+            self._module, (self._float_workspace, self._int_workspace, plan_info), self._settings()
+        )
+
+    def _settings(self) -> tuple[Any, ...]:
+        """All that follows the output in a run's arguments, paged or ragged."""
+        common = (
             None,  # no log-sum-exp
             int(self._causal),
             _NHD_LAYOUT,
             -1,  # no sliding window
             True,  # programmatic dependent launch
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            0.0,  # no soft cap
-            1.0 / math.sqrt(config.head_dim),
         )
-        return _PlannedKernels(
-            self._module, (self._float_workspace, self._int_workspace, plan_info), settings
+        scale = 1.0 / math.sqrt(self._config.head_dim)
+        if self._backend == "fa2":
+            return (
+                *common,
+                *(None, None),  # no mask of one's own, nor where each sequence's begins
+                None,  # no slopes of ALiBi
+                *(None, None, None),  # no items: prefixes, positions, lengths
+                *(None, None),  # no scales of a cache in four bits
+                0.0,  # no soft cap
+                scale,
+                *(1.0, 1e-4),  # reciprocals of RoPE's scale and base: unused
+                0,  # no items
+            )
+        return (
+            *common,
+            *(None, None, None),  # no items: prefixes, positions, lengths
+            None,  # no scales of the values' heads
+            0.0,  # no soft cap
+            scale,
+            1.0,  # nor a scale of all values
+            0,  # no items
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedKernels:
-    """What both runs of a module begin with, and what follows their output, up to the scale of the scores."""
+    """What both runs of a module begin with, and what follows their output."""
 
     module: Any
     plan: tuple[Any, ...]
@@ -245,11 +239,6 @@ class PlannedAttention:
             batch.last_block_tokens,
             out,
             *self.kernels.settings,
-            None,
-            None,
-            None,
-            *_NO_ROPE,
-            0,
         )
 
 
@@ -279,5 +268,4 @@ class PlannedRaggedAttention:
             self.batch.indptr,
             out,
             *self.kernels.settings,
-            *_NO_ROPE,
         )

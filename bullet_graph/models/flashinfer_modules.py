@@ -1,69 +1,82 @@
-"""FlashInfer's compiled modules as files: building those that are needed, and loading them from another folder.
+"""FlashInfer's compiled attention modules: which an engine needs, finding or building their libraries, loading them.
 
-FlashInfer compiles a module when it is first asked for, unless its folder of modules compiled ahead of time has it.
-This points it at such a folder for a while; the release that pyproject.toml pins looks it up at each load.
+FlashInfer itself does no more than that: a module is a shared library that ``tvm_ffi`` loads, and its functions are
+called as they are (see ``flashinfer_attention``). So whoever has the libraries, as a capture cache does, does without
+the ``flashinfer`` package, whose import takes nearly a second.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from flashinfer.jit import env as jit_env
-from flashinfer.jit.attention import gen_batch_prefill_module
 
-from bullet_graph.models.flashinfer_attention import Backend, load_module, module_arguments, prefill_backend
+Backend = Literal["fa2", "fa3"]
+
+_NO_POSITIONS = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """One of FlashInfer's attention modules."""
+    """One of FlashInfer's attention modules: paged and ragged, without positions, window, soft cap or 16-bit sums.
+
+    Attributes:
+        backend: which kernels.
+        dtype: of queries, cache and output.
+        head_dim: of keys and values.
+    """
 
     backend: Backend
     dtype: torch.dtype
     head_dim: int
 
     @property
-    def _jit(self) -> Any:
-        return gen_batch_prefill_module(*module_arguments(self.backend, self.dtype, self.head_dim))
-
-    @property
     def name(self) -> str:
-        """FlashInfer's own name of it."""
-        return str(self._jit.name)
+        """Short and unique among modules; FlashInfer has names of its own."""
+        return f"{self.backend}_{str(self.dtype).removeprefix('torch.')}_{self.head_dim}"
 
     def build(self) -> Path:
-        """Compile it, or find it compiled; returns the shared library."""
-        jit = self._jit
+        """Compile it, or find it compiled, as FlashInfer does; returns the shared library."""
+        # Imported here because it takes nearly a second, which a start that has the library need not spend.
+        from flashinfer.jit.attention import gen_batch_prefill_module  # noqa: PLC0415
+
+        jit = gen_batch_prefill_module(
+            *(self.backend, self.dtype, self.dtype, self.dtype, torch.int32, self.head_dim, self.head_dim),
+            *(_NO_POSITIONS, False, False, False),
+        )
         if not jit.is_aot:
             jit.build(verbose=False)
         return Path(jit.get_library_path())
+
+
+_loaded: dict[ModuleSpec, Any] = {}
+"""A process loads a module once, and for good: its kernels are in captured graphs."""
+
+
+def load_module(spec: ModuleSpec, library: Path | None = None) -> Any:
+    """A module's own functions: ``plan``, ``paged_run`` and ``ragged_run``.
+
+    Args:
+        spec: which one.
+        library: where it lies, None: FlashInfer finds or builds it. Of no account once the process has the module.
+
+    Raises:
+        RuntimeError: it cannot be loaded.
+    """
+    if spec not in _loaded:
+        # Imported here because a machine without a GPU need not have it.
+        import tvm_ffi  # noqa: PLC0415
+
+        _loaded[spec] = tvm_ffi.load_module(str(spec.build() if library is None else library))
+    return _loaded[spec]
+
+
+def prefill_backend(device: torch.device) -> Backend:
+    """fa3 on Hopper, for which alone it is written; fa2 elsewhere."""
+    return "fa3" if torch.cuda.get_device_capability(device) == (9, 0) else "fa2"
 
 
 def needed_modules(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[ModuleSpec, ...]:
     """What an engine on this GPU runs."""
     backends: dict[Backend, None] = dict.fromkeys((prefill_backend(device), "fa2"))
     return tuple(ModuleSpec(backend, dtype, head_dim) for backend in backends)
-
-
-def load_modules(modules: Sequence[ModuleSpec], folder: Path) -> None:
-    """Load modules from ``folder``/NAME/NAME.so, for the whole process; nothing is compiled.
-
-    Raises:
-        Exception: of the loader's kind, where a library cannot be loaded.
-    """
-    with _modules_in(folder):
-        for module in modules:
-            load_module(module.backend, module.dtype, module.head_dim)
-
-
-@contextmanager
-def _modules_in(folder: Path) -> Iterator[None]:
-    before = jit_env.FLASHINFER_AOT_DIR
-    jit_env.FLASHINFER_AOT_DIR = folder
-    try:
-        yield
-    finally:
-        jit_env.FLASHINFER_AOT_DIR = before

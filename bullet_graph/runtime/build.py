@@ -269,8 +269,8 @@ def _build_cuda(
             decoder_while_loading(config, runtime, ledger, clock, progress=progress)
         )
         with clock.phase("imports"):
-            # Imported here because it needs triton and flashinfer, which a machine without a GPU does not have; and
-            # only now, since weights are read meanwhile.
+            # Imported here because it needs triton, which a machine without a GPU does not have; and only now, since
+            # weights are read meanwhile.
             from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
         with clock.phase("kernels"):
             captures.load_modules(runtime)
@@ -312,7 +312,7 @@ def partitions_of(
 
 def _require_cuda_libraries() -> None:
     """Check for the libraries of the ``cuda`` extra; FlashInfer's internals are called, so its release counts."""
-    missing = [name for name in ("triton", "flashinfer") if find_spec(name) is None]
+    missing = [name for name in ("triton", "flashinfer", "tvm_ffi") if find_spec(name) is None]
     if missing:
         raise DeviceError(
             f"the GPU path needs {' and '.join(missing)}, not installed here: "

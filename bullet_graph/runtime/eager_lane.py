@@ -11,12 +11,11 @@ from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
 from bullet_graph.models.flashinfer_attention import (
     AttentionLane,
-    Backend,
     PagedBatch,
     PlannedAttention,
     RaggedBatch,
-    prefill_backend,
 )
+from bullet_graph.models.flashinfer_modules import Backend, prefill_backend
 from bullet_graph.models.mixed_attention import MixedAttention
 from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState

@@ -98,7 +98,7 @@ class Machine:
         uses_gpu: an engine would run on the GPU.
         gpu: that GPU.
         gpu_problem: why its context cannot be made.
-        gpu_path_problem: why the engine's modules for the GPU cannot be imported.
+        gpu_path_problem: why the engine's modules for the GPU, or the libraries they need, cannot be imported.
         missing_compilers: of those that FlashInfer and Triton need at first use.
         mask_offset: of stream masks.
         partitions: what was proven of them.
@@ -143,7 +143,7 @@ def look_around(
     driver, driver_problem = _find_driver()
     uses_gpu = asked.device != "cpu" and torch.cuda.is_available()
     gpu, gpu_problem = _find_gpu() if uses_gpu else (None, None)
-    gpu_path_problem = _import_problem("bullet_graph.runtime.cuda") if uses_gpu else None
+    gpu_path_problem = _gpu_path_problem() if uses_gpu else None
     ledger, model_problem = None, None
     if asked.model is not None and gpu_problem is None and gpu_path_problem is None:
         ledger, model_problem = _plan_memory(asked, asked.model)
@@ -219,6 +219,12 @@ def _find_gpu() -> tuple[Gpu | None, str | None]:
         num_gpus=torch.cuda.device_count(),
     )
     return gpu, None
+
+
+def _gpu_path_problem() -> str | None:
+    # An engine imports the last two only where it loads FlashInfer's modules, and where no cache has them.
+    modules = ("bullet_graph.runtime.cuda", "tvm_ffi", "flashinfer.jit.attention")
+    return next(filter(None, map(_import_problem, modules)), None)
 
 
 def _import_problem(module: str) -> str | None:

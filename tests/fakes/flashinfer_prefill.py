@@ -6,8 +6,9 @@ all of a batch in the plan; fa2's read ``indptr`` and the last page's length fro
 
 # ruff: noqa: ARG002 - the arguments are FlashInfer's
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class _Plan:
 
 
 class FakeModule:
-    """What ``get_batch_prefill_module`` gives.
+    """What ``tvm_ffi.load_module`` gives: functions without names or defaults of arguments.
 
     Attributes:
         runs: what has run, in order, as (backend, kind, number of sequences).
@@ -35,6 +36,15 @@ class FakeModule:
         self._backend = backend
         self._plans: dict[int, _Plan] = {}
         self.runs = runs
+
+    def _read(self, settings: tuple[object, ...]) -> tuple[bool, float]:
+        """Whether the mask is causal, and the scale of the scores; all else must be off, in the kind it is told in."""
+        signature = _SETTINGS[self._backend]
+        named = signature(*settings)
+        for name, value in named.items():
+            assert type(value) is (signature.__annotations__[name] or type(None)), f"{name}: {value!r}"
+            assert value == _NO_OTHERS.get(name, value), f"{name}: {value!r}"
+        return named["mask_mode_code"] == _CAUSAL, cast("float", named["sm_scale"])
 
     def plan(
         self,
@@ -56,7 +66,12 @@ class FakeModule:
         window_left: int,
         *fa2_only: object,
     ) -> list[int]:
-        assert len(fa2_only) == (3 if self._backend == "fa2" else 0)
+        if self._backend == "fa2":
+            fixed_split_size, disable_split_kv, num_colocated_ctas = fa2_only
+            assert (fixed_split_size, disable_split_kv) == (-1, False)
+            assert isinstance(num_colocated_ctas, int)
+        else:
+            assert not fa2_only
         assert len(page_locked_int_workspace_buffer) >= len(int_workspace_buffer) > 0
         for array in (qo_indptr, kv_indptr, kv_len_arr):
             assert array.dtype == torch.int32
@@ -83,33 +98,16 @@ class FakeModule:
         qo_indptr: Tensor,
         kv_indptr: Tensor,
         o: Tensor,
-        maybe_lse: Tensor | None,
-        mask_mode: int,
-        layout: int,
-        window_left: int,
-        enable_pdl: bool,
-        maybe_custom_mask: Tensor | None,
-        maybe_mask_indptr: Tensor | None,
-        maybe_alibi_slopes: Tensor | None,
-        maybe_prefix_len_ptr: Tensor | None,
-        maybe_token_pos_in_items_ptr: Tensor | None,
-        maybe_max_item_len_ptr: Tensor | None,
-        logits_soft_cap: float,
-        sm_scale: float,
-        rope_scale: float,
-        rope_theta: float,
-        token_pos_in_items_len: int,
+        *settings: object,
     ) -> None:
-        unused = (maybe_lse, maybe_custom_mask, maybe_mask_indptr, maybe_alibi_slopes, maybe_prefix_len_ptr)
-        assert {*unused, maybe_token_pos_in_items_ptr, maybe_max_item_len_ptr} == {None}
-        assert (layout, window_left, token_pos_in_items_len, logits_soft_cap) == (_NHD, -1, 0, 0.0)
+        causal, sm_scale = self._read(settings)
         for tensor in (k, v):
             # What TMA asks for.
             assert tensor.stride(-1) == 1
             assert all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
             assert tensor.data_ptr() % 16 == 0
         plan = self._plans[int_workspace_buffer.data_ptr()]
-        assert plan.causal == (mask_mode == _CAUSAL)
+        assert plan.causal == causal
         starts, kv_starts = plan.q_indptr, plan.kv_indptr
         assert qo_indptr.tolist() == starts
         assert kv_indptr.tolist() == kv_starts
@@ -131,33 +129,11 @@ class FakeModule:
         paged_kv_indices: Tensor,
         paged_kv_last_page_len: Tensor,
         o: Tensor,
-        maybe_lse: Tensor | None,
-        mask_mode: int,
-        layout: int,
-        window_left: int,
-        enable_pdl: bool,
-        maybe_custom_mask: Tensor | None,
-        maybe_mask_indptr: Tensor | None,
-        maybe_alibi_slopes: Tensor | None,
-        maybe_prefix_len_ptr: Tensor | None,
-        maybe_token_pos_in_items_ptr: Tensor | None,
-        maybe_max_item_len_ptr: Tensor | None,
-        logits_soft_cap: float,
-        sm_scale: float,
-        scale_q: Tensor | None,
-        scale_k: Tensor | None,
-        scale_v: Tensor | None,
-        rope_scale: float,
-        rope_theta: float,
-        token_pos_in_items_len: int,
-        workspace_size: int,
+        *settings: object,
     ) -> None:
-        unused = (maybe_lse, maybe_custom_mask, maybe_mask_indptr, maybe_alibi_slopes, maybe_prefix_len_ptr)
-        unused += (maybe_token_pos_in_items_ptr, maybe_max_item_len_ptr, scale_q, scale_k, scale_v)
-        assert set(unused) == {None}
-        assert (layout, window_left, token_pos_in_items_len, logits_soft_cap) == (_NHD, -1, 0, 0.0)
+        causal, sm_scale = self._read(settings)
         plan = self._plans[int_workspace_buffer.data_ptr()]
-        assert plan.causal == (mask_mode == _CAUSAL)
+        assert plan.causal == causal
         page_tokens = paged_k_cache.shape[1]
         if self._backend == "fa2":
             starts, pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
@@ -170,6 +146,61 @@ class FakeModule:
             blocks = paged_kv_indices[pages[i] :][: -(-kv_len // page_tokens)].long()
             k, v = (cache[blocks].flatten(0, 1)[:kv_len] for cache in (paged_k_cache, paged_v_cache))
             _attend(q, k, v, o, slice(starts[i], starts[i + 1]), plan.causal, sm_scale)
+
+
+def _fa2_settings(
+    maybe_lse: None,
+    mask_mode_code: int,
+    layout: int,
+    window_left: int,
+    enable_pdl: bool,
+    maybe_custom_mask: None,
+    maybe_mask_indptr: None,
+    maybe_alibi_slopes: None,
+    maybe_prefix_len_ptr: None,
+    maybe_token_pos_in_items_ptr: None,
+    maybe_max_item_len_ptr: None,
+    maybe_k_cache_sf: None,
+    maybe_v_cache_sf: None,
+    logits_soft_cap: float,
+    sm_scale: float,
+    rope_rcp_scale: float,
+    rope_rcp_theta: float,
+    token_pos_in_items_len: int,
+) -> dict[str, object]:
+    return locals()
+
+
+def _fa3_settings(
+    maybe_lse: None,
+    mask_mode_code: int,
+    layout: int,
+    window_left: int,
+    enable_pdl: bool,
+    maybe_prefix_len_ptr: None,
+    maybe_token_pos_in_items_ptr: None,
+    maybe_max_item_len_ptr: None,
+    maybe_scale_v: None,
+    logits_soft_cap: float,
+    sm_scale: float,
+    scale_v_scalar: float,
+    token_pos_in_items_len: int,
+) -> dict[str, object]:
+    return locals()
+
+
+_SETTINGS: dict[str, Callable[..., dict[str, object]]] = {"fa2": _fa2_settings, "fa3": _fa3_settings}
+_NO_OTHERS = {
+    "layout": _NHD,
+    "window_left": -1,
+    "enable_pdl": True,
+    "logits_soft_cap": 0.0,
+    "rope_rcp_scale": 1.0,
+    "rope_rcp_theta": 1 / 1e4,
+    "scale_v_scalar": 1.0,
+    "token_pos_in_items_len": 0,
+}
+"""What FlashInfer's wrappers pass where none of it is asked for; tensors beside these are None."""
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor, rows: slice, causal: bool, scale: float) -> None:

@@ -35,6 +35,7 @@ print(json.dumps({
     "use": dataclasses.asdict(engine.cache_use),
     "capture": dataclasses.asdict(engine.capture),
     "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+    "imports_flashinfer": "flashinfer" in sys.modules,
 }))
 """
 LONG_PROMPT = [5] * 1500
@@ -84,9 +85,11 @@ def test_the_second_start_compiles_nothing(tmp_path: Path, record_property: Any)
     assert cached["use"]["entry_id"] == built["entry_id"]
     assert cached["use"]["problems"] == []
     assert set(cached["start"].values()) == {0}
+    assert not cached["imports_flashinfer"], "its import takes nearly a second"
     assert set(cached["serving"].values()) == {0}, "kernels that no start runs were compiled by the build"
 
     compiled = start(tmp_path / "third")
     record_property("compiled", compiled)
     assert compiled["start"]["dynamo_frames"] > 0
+    assert compiled["imports_flashinfer"]
     assert cached["tokens"] == compiled["tokens"]

@@ -12,8 +12,8 @@ from bullet_graph.models.flashinfer_attention import (
     AttentionLane,
     PagedBatch,
     RaggedBatch,
-    prefill_backend,
 )
+from bullet_graph.models.flashinfer_modules import prefill_backend
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.mixed_attention import MixedAttention
 from bullet_graph.models.ops import RowInputs

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from caches import FINGERPRINT, PLAN, quiet
+from fakes.flashinfer_package import FakeFlashInfer
 
 from bullet_graph.cache.builder import Build, open_build
 from bullet_graph.cache.entry import OpenedEntry
@@ -20,11 +21,13 @@ from bullet_graph.cache.store import CaptureStore
 from bullet_graph.errors import CacheError, CaptureCacheWarning
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.flashinfer_modules import load_module, needed_modules
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remember, remembered
 from bullet_graph.perf.shipped import list_tables
 from bullet_graph.perf.table_file import read_table
 from bullet_graph.runtime.artifacts import measured
+from bullet_graph.runtime.artifacts.building import _add_flashinfer
 from bullet_graph.runtime.artifacts.library_caches import INDUCTOR, TRITON, caches_below, collect, restore
 from bullet_graph.runtime.artifacts.use import Captures
 
@@ -53,6 +56,13 @@ with CompileCounter(gpu=True) as counter:
 assert len(compiled.asm["cubin"]) > 1000
 print(counter.counts.triton)
 """
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeFlashInfer:
+    """FlashInfer on Hopper; nothing of it is compiled."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    return FakeFlashInfer.install(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -225,96 +235,45 @@ def test_what_cannot_be_compiled_ahead_is_traced(build: Build) -> None:
     assert "halves/x" not in build
 
 
-class FakeJit:
-    """A specification of FlashInfer's; it is compiled by writing a file."""
-
-    def __init__(self, env: ModuleType, name: str) -> None:
-        self.name, self._env = name, env
-
-    @property
-    def is_aot(self) -> bool:
-        return (self._env.FLASHINFER_AOT_DIR / self.name / f"{self.name}.so").exists()
-
-    def get_library_path(self) -> Path:
-        folder = self._env.FLASHINFER_AOT_DIR if self.is_aot else self._env.FLASHINFER_JIT_DIR
-        return Path(folder / self.name / f"{self.name}.so")
-
-    def build(self, *, verbose: bool) -> None:
-        assert not verbose
-        write(self._env.FLASHINFER_JIT_DIR / self.name, **{f"{self.name}.so": "compiled"})
-
-
-@pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[ModuleType, list[str]]]:
-    """FlashInfer's folders, and from where each module was loaded; nothing of it is compiled."""
-    loaded: list[str] = []
-    env, jit, attention, prefill = (
-        ModuleType(f"flashinfer{name}") for name in (".jit.env", ".jit", ".jit.attention", ".prefill")
-    )
-    env.FLASHINFER_AOT_DIR, env.FLASHINFER_JIT_DIR = tmp_path / "aot", tmp_path / "jit"  # type: ignore[attr-defined]
-    jit.env = env  # type: ignore[attr-defined]
-
-    def specification(backend: str, *_: object) -> FakeJit:
-        return FakeJit(env, f"prefill_{backend}")
-
-    def load(*arguments: Any) -> str:
-        loaded.append(str(specification(*arguments).get_library_path()))
-        return loaded[-1]
-
-    attention.gen_batch_prefill_module = specification  # type: ignore[attr-defined]
-    prefill.get_batch_prefill_module = load  # type: ignore[attr-defined]
-    for module in (ModuleType("flashinfer"), env, jit, attention, prefill):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    mine = ("bullet_graph.models.flashinfer_attention", "bullet_graph.models.flashinfer_modules")
-    for name in mine:
-        sys.modules.pop(name, None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    yield env, loaded
-    for name in mine:
-        sys.modules.pop(name, None)
+MODULES = ["flashinfer/fa3_bfloat16_128.so", "flashinfer/fa2_bfloat16_128.so"]
 
 
 def test_flashinfer_s_modules(
-    flashinfer: tuple[ModuleType, list[str]], store: CaptureStore, build: Build
+    flashinfer: FakeFlashInfer, store: CaptureStore, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env, loaded = flashinfer
-    from bullet_graph.runtime.artifacts.building import _add_flashinfer  # noqa: PLC0415 - after the fake
-
-    before = env.FLASHINFER_AOT_DIR
     runtime: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
     _add_flashinfer(build, runtime, jobs=2)
-    names = [artifact.name for artifact in build.of_kind(ArtifactKind.FLASHINFER)]
-    assert names == ["flashinfer/prefill_fa3/prefill_fa3.so", "flashinfer/prefill_fa2/prefill_fa2.so"]
+    assert [artifact.name for artifact in build.of_kind(ArtifactKind.FLASHINFER)] == MODULES
+    assert sorted(flashinfer.built) == ["prefill_fa2_128", "prefill_fa3_128"]
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # who imports it from here on, fails
     _add_flashinfer(build, runtime, jobs=2)  # what is there is not built again
     with committed(store, build) as opened:
         Captures(opened).load_modules(runtime)
-        folder = opened.entry.folder / "artifacts" / "flashinfer"
-    assert loaded == [str(folder / name / f"{name}.so") for name in ("prefill_fa3", "prefill_fa2")]
-    assert before == env.FLASHINFER_AOT_DIR
+        libraries = [opened.path(module) for module in MODULES]
+    assert flashinfer.loaded == libraries
+    for module in needed_modules(runtime.device, torch.bfloat16, 128):
+        load_module(module)
+    assert flashinfer.loaded == libraries, "an attention lane gets what the cache has brought"
 
 
 def test_a_library_of_flashinfer_s_that_cannot_be_loaded(
-    flashinfer: tuple[ModuleType, list[str]],
-    store: CaptureStore,
-    build: Build,
-    monkeypatch: pytest.MonkeyPatch,
+    flashinfer: FakeFlashInfer, store: CaptureStore, build: Build
 ) -> None:
-    env, _ = flashinfer
-    before = env.FLASHINFER_AOT_DIR
-
-    def load(*_: object) -> None:
-        raise OSError("undefined symbol")
-
-    monkeypatch.setattr(sys.modules["flashinfer.prefill"], "get_batch_prefill_module", load)
-    artifact = "flashinfer/prefill_fa2/prefill_fa2.so"
-    build.add_bytes(artifact, ArtifactKind.FLASHINFER, b"elf", path=artifact, build_seconds=1.0)
+    fa3, fa2 = MODULES
+    for artifact, data in ((fa3, b"elf"), (fa2, FakeFlashInfer.BROKEN)):
+        build.add_bytes(artifact, ArtifactKind.FLASHINFER, data, path=artifact, build_seconds=1.0)
     runtime: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
-    with (
-        committed(store, build) as opened,
-        pytest.warns(CaptureCacheWarning, match="are compiled: undefined symbol"),
-    ):
-        Captures(opened).load_modules(runtime)
-    assert before == env.FLASHINFER_AOT_DIR
+    with committed(store, build) as opened:
+        captures = Captures(opened)
+        with pytest.warns(
+            CaptureCacheWarning, match="fa2_bfloat16_128.so cannot be loaded.* undefined symbol"
+        ):
+            captures.load_modules(runtime)
+        assert flashinfer.loaded == [opened.path(fa3)]
+    assert len(captures.use.problems) == 1
+    for module in needed_modules(runtime.device, torch.bfloat16, 128):
+        load_module(module)
+    assert flashinfer.built == ["prefill_fa2_128"]
 
 
 def test_parts_that_are_not_there(build: Build) -> None:

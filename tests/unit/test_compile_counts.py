@@ -1,5 +1,11 @@
 """What was compiled, told by the libraries' counters."""
 
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -45,6 +51,28 @@ def test_triton_s_listener_is_put_back() -> None:
     assert [found["cache_hit"] for found in told] == [False, True, False], (
         "whoever listened before still hears all"
     )
+
+
+def test_modules_that_flashinfer_builds_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is published for Linux only")
+    for name in ("there", "rebuilt"):
+        library = tmp_path / name / f"{name}.so"
+        library.parent.mkdir()
+        library.touch()
+        os.utime(library, (time.time() - 3600,) * 2)
+    env = ModuleType("flashinfer.jit.env")
+    env.FLASHINFER_JIT_DIR = tmp_path  # type: ignore[attr-defined]
+    with CompileCounter(gpu=True) as counter:
+        # It is imported only where a module has to be found or built.
+        monkeypatch.setitem(sys.modules, "flashinfer.jit.env", env)
+    assert counter.counts == NOTHING_COMPILED
+    with CompileCounter(gpu=True) as counter:
+        (tmp_path / "new").mkdir()
+        for name in ("new", "rebuilt"):
+            library = tmp_path / name / f"{name}.so"
+            library.touch()
+            os.utime(library, (time.time() + 1,) * 2)  # file systems may tell the time in coarse steps
+    assert counter.counts == CompileCounts(flashinfer=2)
 
 
 def test_sums() -> None:

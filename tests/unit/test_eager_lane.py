@@ -1,11 +1,9 @@
 """Forwards of the eager lane on the CPU, with FlashInfer's modules in plain torch, against the reference."""
 
-import importlib
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 from fakes.flashinfer_prefill import FakeModule
 from forward_rows import make_rows
 
-from bullet_graph.models import pinned
+from bullet_graph.models import flashinfer_attention, pinned
 from bullet_graph.models.attention import ReferenceAttention
 from bullet_graph.models.decoder import Decoder, SampledRows, eager_functions
 from bullet_graph.models.kv_cache import KVCache
@@ -25,6 +23,7 @@ from bullet_graph.models.ops import TorchOps
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.sampler import SamplingState
+from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.rows import Rows
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
@@ -32,7 +31,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's
 CPU = torch.device("cpu")
 CONFIG = replace(PRESETS["tiny"], num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True)
 NUM_BLOCKS, BLOCK_TOKENS, MAX_SEQS = 40, 4, 8
-IMPORT_FLASHINFER = ("bullet_graph.models.flashinfer_attention", "bullet_graph.runtime.eager_lane")
 Runs = list[tuple[str, str, int]]
 
 
@@ -48,21 +46,15 @@ class PlainRing:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     """What FlashInfer's modules have run, once they are fakes and the GPU has four SMs."""
     found: Runs = []
-    package, prefill = ModuleType("flashinfer"), ModuleType("flashinfer.prefill")
-    prefill.get_batch_prefill_module = lambda backend, *_: FakeModule(backend, found)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flashinfer", package)
-    monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
-    monkeypatch.setattr(pinned, "PinnedRing", PlainRing)
+    monkeypatch.setattr(flashinfer_attention, "load_module", lambda spec: FakeModule(spec.backend, found))
+    for module in (flashinfer_attention, pinned):
+        monkeypatch.setattr(module, "PinnedRing", PlainRing)
     properties = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    for name in IMPORT_FLASHINFER:
-        sys.modules.pop(name, None)
-    yield found
-    for name in IMPORT_FLASHINFER:
-        sys.modules.pop(name, None)
+    return found
 
 
 def new_decoder() -> Decoder:
@@ -120,9 +112,8 @@ def test_forward_equals_the_reference(
     capability: tuple[int, int],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    eager_lane = importlib.import_module("bullet_graph.runtime.eager_lane")
     decoder, reference = new_decoder(), new_decoder()
-    lane = eager_lane.EagerLane(
+    lane = EagerLane(
         decoder,
         SamplingState(MAX_SEQS, CPU),
         max_num_seqs=MAX_SEQS,

@@ -1,7 +1,6 @@
 """What a CUDA executor captures at its start and afterwards, on fakes of streams, graphs and lanes."""
 
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from bullet_graph.graphs.key import GraphKey
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import StartClock
+from bullet_graph.runtime import cuda as cuda_module
 
 NARROW = SmPartition(16, 50)
 LAYERS = 3
@@ -115,8 +115,7 @@ class FakePieces:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> FakeGpu:
-    del module  # its annotations name what is faked here
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     gpu = FakeGpu()
 
     @contextmanager
@@ -140,36 +139,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> FakeGpu:
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module of the executor, without FlashInfer."""
-    if "flashinfer" not in sys.modules:
-        prefill = ModuleType("flashinfer.prefill")
-        prefill.get_batch_prefill_module = None  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
-        monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
-    before = set(sys.modules)
-    import bullet_graph.runtime.cuda as cuda  # noqa: PLC0415
-
-    yield cuda
-    for name in set(sys.modules) - before:
-        if name.startswith("bullet_graph"):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gpu: FakeGpu) -> ModuleType:
-    """The same, its parts faked."""
+def cuda(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> ModuleType:
+    """The module of the executor, its parts faked."""
     state = SimpleNamespace(settings=torch.empty(1, 8))
     for name, value in (
         ("SamplingState", state),
         ("EagerLane", None),
         ("Uploader", None),
     ):
-        monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
+        monkeypatch.setattr(cuda_module, name, lambda *_, value=value, **__: value)
     for name, fake in (("DecodeGraphs", FakeDecode), ("LayerGraphs", FakePieces)):
-        monkeypatch.setattr(module, name, fake)
+        monkeypatch.setattr(cuda_module, name, fake)
         monkeypatch.setattr(fake, "gpu", gpu, raising=False)
-    return module
+    return cuda_module
 
 
 def make(cuda: ModuleType, gpu: FakeGpu, **settings: object) -> Any:

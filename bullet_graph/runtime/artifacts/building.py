@@ -17,6 +17,7 @@ from bullet_graph.cache.store import CaptureStore
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounter, CompileCounts
+from bullet_graph.models.flashinfer_modules import ModuleSpec, needed_modules
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.exercise import exercise
@@ -220,19 +221,18 @@ def _adopt(store: CaptureStore, build: Build, here: Fingerprint, plan: dict[str,
 
 
 def _add_flashinfer(build: Build, runtime: Runtime, jobs: int) -> None:
-    # Imported here because it needs flashinfer, which a machine without a GPU does not have.
-    from bullet_graph.models.flashinfer_modules import ModuleSpec, needed_modules  # noqa: PLC0415
-
     def compiled(module: ModuleSpec) -> tuple[str, Path, float]:
         start_s = time.perf_counter()
-        return module.name, module.build(), time.perf_counter() - start_s
+        return flashinfer_artifact(module), module.build(), time.perf_counter() - start_s
 
     modules = needed_modules(runtime.device, runtime.dtype, runtime.model.head_dim)
-    missing = [module for module in modules if flashinfer_artifact(module.name) not in build]
+    missing = [module for module in modules if flashinfer_artifact(module) not in build]
+    if missing:
+        # Threads that begin to import parts of one package at the same time may wait for each other for ever.
+        import flashinfer.jit.attention  # noqa: F401, PLC0415
     # Compiling is done by processes of FlashInfer's; each thread waits for one.
     with ThreadPoolExecutor(jobs) as pool:
-        for name, library, seconds in pool.map(compiled, missing):
-            artifact = flashinfer_artifact(name)
+        for artifact, library, seconds in pool.map(compiled, missing):
             build.add_file(artifact, ArtifactKind.FLASHINFER, library, path=artifact, build_seconds=seconds)
 
 

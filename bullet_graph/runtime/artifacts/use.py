@@ -19,6 +19,7 @@ from bullet_graph.graphs.aot import Half, stored
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compiled import HalfCompiler, compile_now
 from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.flashinfer_modules import ModuleSpec, load_module, needed_modules
 from bullet_graph.runtime.artifacts.library_caches import LIBRARY_CACHES, TRITON, restore
 from bullet_graph.runtime.artifacts.measured import restore_mask_offset, tuned_row_buckets
 from bullet_graph.runtime.artifacts.source import ArtifactSource, data_of
@@ -200,20 +201,16 @@ class Captures:
         """Load FlashInfer's modules, as far as they are there."""
         if self._source is None:
             return
-        # Imported here because it needs flashinfer, which a machine without a GPU does not have.
-        from bullet_graph.models.flashinfer_modules import load_modules, needed_modules  # noqa: PLC0415
-
-        modules = needed_modules(runtime.device, runtime.dtype, runtime.model.head_dim)
-        libraries = {artifact.name: artifact for artifact in self._source.of_kind(ArtifactKind.FLASHINFER)}
-        there = [module for module in modules if flashinfer_artifact(module.name) in libraries]
-        if not there:
-            return
-        folder = self._source.path(flashinfer_artifact(there[0].name)).parents[1]
-        try:
-            load_modules(there, folder)
-        # The loader is FlashInfer's; whatever it raises, the modules can be compiled.
-        except Exception as error:
-            self._tell(f"FlashInfer's modules cannot be loaded and are compiled: {error!s:.300}")
+        there = {artifact.name for artifact in self._source.of_kind(ArtifactKind.FLASHINFER)}
+        for module in needed_modules(runtime.device, runtime.dtype, runtime.model.head_dim):
+            artifact = flashinfer_artifact(module)
+            if artifact not in there:
+                continue
+            library = self._source.path(artifact)
+            try:
+                load_module(module, library)
+            except RuntimeError as error:
+                self._tell(f"{artifact} cannot be loaded, so FlashInfer compiles it: {error!s:.300}")
 
     def _reject(self, reason: str) -> None:
         if self._build is not None:
@@ -239,9 +236,9 @@ def warn(problem: str) -> None:
     warnings.warn(problem, CaptureCacheWarning, stacklevel=3)
 
 
-def flashinfer_artifact(module: str) -> str:
-    """Name and path of a module's artifact: as FlashInfer looks for modules below a folder."""
-    return f"flashinfer/{module}/{module}.so"
+def flashinfer_artifact(module: ModuleSpec) -> str:
+    """Name and path of a module's artifact."""
+    return f"flashinfer/{module.name}.so"
 
 
 def forget_kernels() -> None:

@@ -1,0 +1,100 @@
+"""FlashInfer's finder and builder of modules, and the loader that it uses: files are built and loaded, not code."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from bullet_graph.models import flashinfer_modules
+
+
+@dataclass
+class FakeFlashInfer:
+    """What it was asked to do.
+
+    Attributes:
+        aot: folder of modules compiled ahead of time.
+        jit: folder of those that it compiled itself.
+        built: names of those, in order.
+        loaded: libraries, in order.
+    """
+
+    BROKEN: ClassVar = b"broken"
+    """What a library holds that cannot be loaded."""
+
+    aot: Path
+    jit: Path
+    built: list[str] = field(default_factory=list)
+    loaded: list[Path] = field(default_factory=list)
+
+    @classmethod
+    def install(cls, monkeypatch: pytest.MonkeyPatch, folder: Path) -> "FakeFlashInfer":
+        """Put it, and a loader, where they would be imported from; the process has loaded no module yet."""
+        fake = cls(folder / "flashinfer_aot", folder / "flashinfer_jit")
+        package, jit, attention, tvm_ffi = (
+            ModuleType(name)
+            for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.attention", "tvm_ffi")
+        )
+        attention.gen_batch_prefill_module = fake.specification  # type: ignore[attr-defined]
+        tvm_ffi.load_module = fake.load  # type: ignore[attr-defined]
+        for module in (package, jit, attention, tvm_ffi):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(flashinfer_modules, "_loaded", {})
+        return fake
+
+    def specification(
+        self,
+        backend: str,
+        dtype_q: torch.dtype,
+        dtype_kv: torch.dtype,
+        dtype_o: torch.dtype,
+        dtype_idx: torch.dtype,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        pos_encoding_mode: int,
+        use_sliding_window: bool,
+        use_logits_soft_cap: bool,
+        use_fp16_qk_reduction: bool,
+    ) -> "FakeJitSpec":
+        assert dtype_q == dtype_kv == dtype_o
+        assert (dtype_idx, head_dim_vo, pos_encoding_mode) == (torch.int32, head_dim_qk, 0)
+        assert (use_sliding_window, use_logits_soft_cap, use_fp16_qk_reduction) == (False, False, False)
+        return FakeJitSpec(f"prefill_{backend}_{head_dim_qk}", self)
+
+    def load(self, path: str) -> Any:
+        library = Path(path)
+        if library.read_bytes() == self.BROKEN:
+            raise RuntimeError("undefined symbol")
+        self.loaded.append(library)
+        return object()
+
+
+@dataclass
+class FakeJitSpec:
+    """A module that is compiled by writing a file."""
+
+    name: str
+    flashinfer: FakeFlashInfer
+
+    @property
+    def aot_path(self) -> Path:
+        return self.flashinfer.aot / self.name / f"{self.name}.so"
+
+    @property
+    def is_aot(self) -> bool:
+        return self.aot_path.exists()
+
+    def get_library_path(self) -> Path:
+        return self.aot_path if self.is_aot else self.flashinfer.jit / self.name / f"{self.name}.so"
+
+    def build(self, *, verbose: bool) -> None:
+        assert not verbose
+        assert not self.is_aot
+        self.flashinfer.built.append(self.name)
+        library = self.get_library_path()
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.write_bytes(b"compiled")
