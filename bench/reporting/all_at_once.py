@@ -62,13 +62,18 @@ class DurationAllAtOnce:
         middle = median_low(run.duration_s for run in quickest)
         return next(run for run in quickest if run.duration_s == middle)
 
-    def _quickest(self, source: Source) -> Sequence[AllAtOnceRun]:
-        """All runs without failed requests of the setting whose median is the lowest; empty: there are none."""
+    def runs_by_setting(self, source: Source) -> Mapping[str, Sequence[AllAtOnceRun]]:
+        """All runs of this engine's without failed requests, by its setting."""
         runs: dict[str, list[AllAtOnceRun]] = {}
         for run in self._runs(source):
             if not run.failed:
                 runs.setdefault(run.system, []).append(run)
-        return min(runs.values(), key=lambda of: median(run.duration_s for run in of), default=())
+        return runs
+
+    def _quickest(self, source: Source) -> Sequence[AllAtOnceRun]:
+        """The runs of the setting whose median is the lowest; empty: there are none."""
+        runs = self.runs_by_setting(source).values()
+        return min(runs, key=lambda of: median(run.duration_s for run in of), default=())
 
     def _runs(self, source: Source) -> Iterator[AllAtOnceRun]:
         asked = (self.workload, self.num_prompts)

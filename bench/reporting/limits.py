@@ -6,9 +6,9 @@ from typing import Literal
 
 from bench.reporting.all_at_once import AllAtOnceRun, DurationAllAtOnce
 from bench.reporting.decode_groups import group_lines
-from bench.reporting.evidence import Evidence
+from bench.reporting.evidence import CLAIMED_SYSTEM, Evidence, Source
 from bench.reporting.markdown import number, significant, table
-from bench.reporting.measures import DecodeStep, Figure
+from bench.reporting.measures import DecodeStep, Figure, RunRatio
 from bench.reporting.rates import Rate, Rates, rates_of
 from bench.reporting.targets import Verdict
 from bench.reporting.work import ServingWork, StepWork, serving_work, step_work
@@ -137,6 +137,9 @@ def _lines(verdict: Verdict, evidence: Evidence) -> Iterator[str]:
         run = measure.run_of(source)
         if run is not None:
             yield from _all_at_once(measure, run, figure.file, limit, rates)
+    elif isinstance(measure, RunRatio) and measure.field == "joules_per_token" and measure.num_prompts:
+        if measure.rate is None:
+            yield from _joules(measure, measure.num_prompts, source, figure, limit, rates)
     elif isinstance(measure, DecodeStep):
         yield from _decode_step(measure, figure, limit, rates)
         yield from group_lines(evidence, measure.model, measure.batch_size, measure.context, rates)
@@ -166,6 +169,35 @@ def _all_at_once(
     yield floor.verdict(limit_s)
     if run.energy_joules is not None:
         yield _energy(run.energy_joules, work, floor, limit_s)
+
+
+def _joules(
+    measure: RunRatio, num_prompts: int, source: Source, figure: Figure, limit: float, rates: Rates
+) -> Iterator[str]:
+    """What the parts of the work take at least, where it is a peer's energy that is to be undercut."""
+    runs = DurationAllAtOnce(measure.model, measure.workload, num_prompts).runs_by_setting(source)
+    run = next((run for run in runs.get(CLAIMED_SYSTEM, ()) if run.energy_joules is not None), None)
+    if run is None or run.energy_joules is None:
+        return
+    requests = load_workload(measure.workload, num_requests=num_prompts).requests
+    floor = serving_floor(serving_work(PRESETS[measure.model], requests), rates)
+    allowed, known = run.energy_joules * limit / figure.value, sum(part.joules or 0.0 for part in floor.parts)
+    missing = [part.name for part in floor.parts if part.joules is None]
+    least = f"at least {known / 1e3:.2f} kJ" if missing else f"{known / 1e3:.2f} kJ"
+    yield (
+        f"{run.system} took {run.energy_joules / 1e3:.2f} kJ (`{source.name}`), {figure.detail}. The target allows "
+        f"{allowed / 1e3:.2f} kJ."
+    )
+    yield from _floor_table(floor, run.duration_s)
+    without = f" The energy of {', '.join(missing)} is in no file." if missing else ""
+    if known > allowed:
+        yield f"**Proven** at these rates: the parts alone take {least}, where each was measured alone.{without}"
+    else:
+        yield (
+            f"**Not proven**: the parts take {least}, where each was measured alone, "
+            f"{_percent(known / allowed)} of what the target allows.{without} The passes between matrix products, "
+            "sampling, and what an idle card draws meanwhile come on top."
+        )
 
 
 def _power(run: AllAtOnceRun) -> str:

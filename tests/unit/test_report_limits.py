@@ -224,6 +224,45 @@ def test_the_limit_of_a_workload_all_at_once(tmp_path: Path) -> None:
     assert "The parts took 17.31 kJ where each was measured alone (without attention of prompts" in text
 
 
+@pytest.mark.parametrize(
+    ("peer_joules", "verdict"),
+    [
+        # 17 kJ × 0.9 / (0.02 / peer); the parts take 13,376 + 0.2747 × 690 + 3,748 J.
+        (0.02, "allows 15.30 kJ. **Proven** at these rates: the parts alone take at least 17.31 kJ"),
+        (0.022, "allows 16.83 kJ. **Proven** at these rates: the parts alone take at least 17.31 kJ"),
+    ],
+)
+def test_the_limit_of_energy(tmp_path: Path, peer_joules: float, verdict: str) -> None:
+    told: dict[str, Any] = {"duration": 21.0, "energy_joules": 17_000.0} | CONV_TOKENS
+    runs = {
+        AUTO: [make_run(1e4, all_at_once=True, joules_per_token=0.02, **told)],
+        VLLM_512: [make_run(1e4, all_at_once=True, joules_per_token=peer_joules)],
+    }
+    write_sweep(tmp_path / "peers_offline.json", at_load(runs), all_at_once=True)
+    write_rates(tmp_path)
+    text = section(tmp_path)
+    assert (
+        "bullet_graph auto took 17.00 kJ (`peers_offline.json`), 0.0200 J (bullet_graph auto) against" in text
+    )
+    table_start, table_end = text.index("\n| part"), text.index("**")
+    assert verdict in text[:table_start].splitlines()[-1] + " " + text[table_end:]
+
+
+def test_energy_that_is_within_reach_is_not_proven(tmp_path: Path) -> None:
+    told: dict[str, Any] = {"duration": 21.0, "energy_joules": 20_000.0} | CONV_TOKENS
+    runs = {
+        AUTO: [make_run(1e4, all_at_once=True, joules_per_token=0.02, **told)],
+        VLLM_512: [make_run(1e4, all_at_once=True, joules_per_token=0.022)],
+    }
+    write_sweep(tmp_path / "peers_offline.json", at_load(runs), all_at_once=True)
+    write_rates(tmp_path)
+    # 20 kJ × 0.9 × 0.022 / 0.02 = 19.8 kJ.
+    assert (
+        "**Not proven**: the parts take at least 17.31 kJ, where each was measured alone, 87.4 % of"
+        in section(tmp_path)
+    )
+
+
 def test_a_run_below_the_cap_is_not_held_back_by_power(tmp_path: Path) -> None:
     all_at_once(tmp_path, energy_joules=16_000.0)
     assert "drew 640 W of the card's 700 W (91.4 %), at 1,700 MHz: power did not hold it back" in section(
