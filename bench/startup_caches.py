@@ -2,9 +2,9 @@
 
     python bench/startup_caches.py --model llama-3.1-8b --output-json bench/results/h200/startup_caches.json
 
-Each way is first recorded, then used by a process whose other cache folders are empty. ``aot-alone`` are functions
-compiled ahead of time, ``aot`` these and the shared libraries in Inductor's folder (what `bullet-graph capture build`
-keeps), ``mega-cache`` the archive of torch.compiler.save_cache_artifacts, ``folder`` Inductor's cache folder.
+Each way is first recorded, then used by a process whose other cache folders are empty. ``aot`` are AOTInductor's
+packages (what `bullet-graph capture build` keeps), ``mega-cache`` the archive of torch.compiler.save_cache_artifacts,
+``folder`` Inductor's cache folder. Seconds are those of the halves, imports of torch's compiler included.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.perf.provenance import collect_provenance
 
-WAYS = ("nothing", "aot-alone", "aot", "mega-cache", "folder")
+WAYS = ("nothing", "aot", "mega-cache", "folder")
 MAX_ROWS = 256
 
 
@@ -43,9 +43,9 @@ class Folder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def load(self, name):
+    def find(self, name):
         file = self._folder / name.replace("/", "_")
-        return file.read_bytes() if file.exists() else None
+        return file if file.exists() else None
 
     def save(self, name, ahead, now):
         del now
@@ -70,7 +70,7 @@ def run_way(way: str, model: str, device: str, folder: Path) -> dict[str, object
 
         fused = TritonNormOps()
     archive = folder / "mega-cache"
-    compiler = stored(Folder(folder), "halves") if way.startswith("aot") else compile_now
+    compiler = stored(Folder(folder), "halves") if way == "aot" else compile_now
     start_s = time.perf_counter()
     with torch.inference_mode(), CompileCounter(gpu=device == "cuda") as counter:
         if way == "mega-cache" and archive.exists():
@@ -104,9 +104,6 @@ def measure(way: str, model: str, device: str) -> dict[str, object]:
             in_process(way, model, device, folder, first)
         if way == "folder":
             shutil.copytree(first, second)
-        elif way == "aot":
-            skipped = shutil.ignore_patterns("aotautograd", "fxgraph", "locks")
-            shutil.copytree(first, second, ignore=skipped)
         return in_process(way, model, device, folder, second)
 
 

@@ -17,6 +17,8 @@ from filelock import FileLock
 from bullet_graph import Engine, SamplingParams
 from bullet_graph.cache.entry import Entry
 from bullet_graph.cache.store import CaptureStore
+from bullet_graph.graphs import aot
+from bullet_graph.graphs.compiled import Half, LayerHalf
 
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "kv_cache_bytes": 4 * 2**20}
 OPTIONS = (
@@ -32,12 +34,14 @@ from bullet_graph import Engine, SamplingParams
 from bullet_graph.graphs.compile_counts import CompileCounter
 settings = json.loads(sys.argv[1])
 with Engine("tiny", device="cpu", compile=True, **settings) as engine, CompileCounter(gpu=False) as serving:
+    compilers = [name for name in ("torch._dynamo", "torch._inductor", "sympy", "triton") if name in sys.modules]
     outputs = engine.generate(
         json.loads(sys.argv[2]),
         SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True),
         use_tqdm=False,
     )
 print(json.dumps({
+    "compilers": compilers,
     "start": dataclasses.asdict(engine.compiles),
     "serving": dataclasses.asdict(serving.counts),
     "use": dataclasses.asdict(engine.cache_use),
@@ -47,26 +51,31 @@ print(json.dumps({
 
 QUICK_BUILD = """
 import os, signal, sys
-import torch
+from pathlib import Path
+from built_captures import without_inductor
 from bullet_graph.cache.builder import Build
+from bullet_graph.cache.store import CaptureStore
 from bullet_graph.cli.main import main
-# Without Inductor, which takes seconds; and, on demand, killed as soon as one half is finished.
-compile_half = torch.compile
-torch.compile = lambda half, **settings: compile_half(half, backend="aot_eager", **settings)
+# On demand, killed as soon as one half is finished.
 if sys.argv[1] == "killed":
     add_bytes = Build.add_bytes
     def add_and_die(self, name, *arguments, **settings):
         add_bytes(self, name, *arguments, **settings)
         os.kill(os.getpid(), signal.SIGKILL)
     Build.add_bytes = add_and_die
-main(sys.argv[2:])
+with without_inductor(CaptureStore(Path(sys.argv[2]))) as compiled:
+    try:
+        main(sys.argv[4:])
+    finally:
+        with open(sys.argv[3], "a") as told:
+            print(*compiled, file=told)
 """
 
 
 def environment(libraries: Path) -> dict[str, str]:
     """Of a process whose compilers keep their caches in a folder of its own."""
     return os.environ | {
-        "PYTHONPATH": str(Path(sys.modules["bullet_graph"].__path__[0]).parent),
+        "PYTHONPATH": f"{Path(sys.modules['bullet_graph'].__path__[0]).parent}{os.pathsep}{Path(__file__).parent}",
         "OMP_NUM_THREADS": "1",
         # Scalar code: to find the processor's vector instructions takes Inductor longer than all the rest.
         "TORCHINDUCTOR_VEC_ISA_OK": "0",
@@ -138,22 +147,39 @@ def store(built: tuple[CaptureStore, Any], tmp_path: Path) -> CaptureStore:
 
 
 @pytest.fixture
-def quickly() -> Iterator[None]:
-    """What has to be compiled is, but without Inductor; what was built is loaded."""
-    with without_inductor():
-        yield
+def quickly(built: tuple[CaptureStore, Any]) -> Iterator[list[str]]:
+    """As :func:`without_inductor`."""
+    with without_inductor(built[0]) as compiled:
+        yield compiled
 
 
 @contextmanager
-def without_inductor() -> Iterator[None]:
-    """As :func:`quickly`."""
+def without_inductor(store: CaptureStore) -> Iterator[list[str]]:
+    """What has to be compiled now is, but without Inductor; instead of compiling ahead, a store's packages are taken.
+
+    Yields:
+        The names of the halves that were compiled ahead, so to speak.
+    """
     compile_half = torch.compile
+    ahead: list[str] = []
 
     def compiled(half: Any, **settings: Any) -> Any:
         return compile_half(half, backend="aot_eager", **settings)
 
-    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
+    def compiled_ahead(half: LayerHalf) -> tuple[Half, bytes]:
+        (package,) = only_entry(store).folder.rglob(f"{half.name}{aot.PACKAGE_SUFFIX}")
+        ahead.append(half.name)
+        return aot.load_ahead(package, half), package.read_bytes()
+
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", compiled)
+        patch.setattr(aot, "compile_ahead", compiled_ahead)
+        forget_compiled()
+        yield ahead
+    forget_compiled()
+
+
+def forget_compiled() -> None:
+    """Drop what Dynamo knows, if there is one: to import it takes seconds."""
+    if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-        yield
-    torch._dynamo.reset()

@@ -19,7 +19,7 @@ class ArtifactKind(StrEnum):
     """A part of a cache that is built, and goes stale, on its own.
 
     Attributes:
-        TORCH_COMPILE: what torch.compile keeps: Dynamo, AOTAutograd and Inductor artifacts.
+        TORCH_COMPILE: layer halves, compiled by AOTInductor; or what Inductor's own caches have of them.
         TRITON: compiled Triton kernels.
         TUNING: choices among kernels or their settings that were made by timing.
         FLASHINFER: FlashInfer's compiled modules.
@@ -46,7 +46,7 @@ _MODEL = ("model", "dtype")
 DEPENDS_ON: Mapping[ArtifactKind, tuple[str, ...]] = MappingProxyType(
     {
         ArtifactKind.TORCH_COMPILE: (
-            *(*_HARDWARE, *_CPU_CODE, "cuda", "python", "torch", "triton"),
+            *(*_HARDWARE, *_CPU_CODE, "host_isa", "cuda", "python", "torch", "triton"),
             *("code_kernels", *_MODEL, "plan"),
         ),
         ArtifactKind.TRITON: (*_HARDWARE, "cuda", "python", "triton", "code_kernels", *_MODEL, "plan"),
@@ -77,7 +77,8 @@ MODEL_COMPONENTS = ("model", "head_dim", "dtype")
 PLAN = "plan"
 
 _ORDER = (
-    *("device", "platform", "gpu", "num_sms", "driver", "cuda", "host_cpu", "cpu_threads", "cxx_compiler"),
+    *("device", "platform", "gpu", "num_sms", "driver", "cuda"),
+    *("host_cpu", "host_isa", "cpu_threads", "cxx_compiler"),
     *("python", "torch", "triton", "flashinfer", "code_kernels", "code_graphs", *MODEL_COMPONENTS),
 )
 

@@ -1,9 +1,10 @@
 """The two halves of a decoder layer, compiled once for every number of rows above one."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,55 +15,73 @@ from bullet_graph.models.ops import LayerOps
 _MOST_COMPILED = 64
 """Versions of a half that a process keeps, of all its models and settings: Dynamo's own limit is 8."""
 
+Half = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHalf:
+    """A half to be compiled, and arguments of a call.
+
+    Attributes:
+        name: of the half.
+        function: what to compile, the whole of it.
+        rows: the first arguments, each [max_rows, width]: any number of rows from 2 to this one must do.
+        rest: the other arguments: weights, which other layers have as well, None and numbers.
+    """
+
+    name: str
+    function: Half
+    rows: tuple[Tensor, ...]
+    rest: tuple[Any, ...]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """All of them, in order."""
+        return (*self.rows, *self.rest)
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows that there will be."""
+        return len(self.rows[0])
+
+
+HalfCompiler = Callable[[LayerHalf], Half]
+"""Makes a compiled function of a half."""
+
 
 @contextmanager
-def _environment_restored() -> Iterator[None]:
-    """Undo Inductor's additions to the process's environment: it stores its cache folder there."""
+def inductor_contained() -> Iterator[None]:
+    """Have Inductor start no processes, and undo its additions to the environment: it stores its cache folder there.
+
+    An embedded engine starts no process of its own.
+    """
     before = set(os.environ)
     try:
-        yield
+        with torch._inductor.config.patch(compile_threads=1):
+            yield
     finally:
         for name in set(os.environ) - before:
             del os.environ[name]
 
 
-class HalfCompiler(Protocol):
-    """Makes a compiled function of a half."""
-
-    def __call__(
-        self,
-        name: str,
-        half: Callable[..., tuple[Tensor, Tensor]],
-        arguments: Sequence[Any],
-        settings: dict[str, Any],
-        /,
-    ) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Compile.
-
-        Args:
-            name: of the half.
-            half: what to compile, the whole of it.
-            arguments: of a call, whose dynamic dimensions are marked.
-            settings: for torch.compile.
-        """
-
-
-def compile_now(
-    name: str,  # noqa: ARG001 - the protocol's
-    half: Callable[..., tuple[Tensor, Tensor]],
-    arguments: Sequence[Any],
-    settings: dict[str, Any],
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A :class:`HalfCompiler` that keeps nothing."""
-    function = torch.compile(half, **settings)
-    function(*arguments)
+def compile_now(half: LayerHalf) -> Half:
+    """A :data:`HalfCompiler` that keeps nothing."""
+    # Others than those of the half, since marks stay.
+    rows = [torch.zeros_like(tensor) for tensor in half.rows]
+    for tensor in rows:
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=half.max_rows)
+    with inductor_contained(), torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED):
+        # Not dynamic=True: that would make the weights' shapes symbolic, too. The whole function or an error: what it
+        # cannot compile, it would run eagerly and not say so.
+        function: Half = torch.compile(half.function, dynamic=False, fullgraph=True)
+        function(*rows, *half.rest)
     return function
 
 
 def by_rows(one: LayerFunctions, several: LayerFunctions) -> LayerFunctions:
     """Functions for forwards of any number of rows: compiled halves are for two or more."""
 
-    def chosen(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def chosen(name: str) -> Half:
         for_one, for_several = getattr(one, name), getattr(several, name)
 
         def half(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -81,10 +100,9 @@ def compiled_functions(
     max_rows: int,
     compiler: HalfCompiler = compile_now,
 ) -> LayerFunctions:
-    """Layer functions whose halves torch.compile fuses, for 2 to ``max_rows`` rows.
+    """Layer functions whose halves torch's compiler fuses, for 2 to ``max_rows`` rows.
 
-    Compiling happens here and once: the number of rows stays symbolic. Inductor's worker processes are not
-    started, since an embedded engine starts no process of its own.
+    Compiling happens here and once: the number of rows stays symbolic.
 
     Args:
         decoder: whose weights to compile for.
@@ -100,32 +118,22 @@ def compiled_functions(
     def compiled_output(*arguments: Any) -> tuple[Tensor, Tensor]:
         return attention_output(fused, *arguments)
 
-    # Not dynamic=True: that would make the weights' shapes symbolic, too. The whole function or an error: what it
-    # cannot compile, it would run eagerly and not say so.
-    settings = {"dynamic": False, "fullgraph": True}
     config, layer = decoder.config, decoder.weights.layers[0]
     x, residual, attended = (
         torch.zeros(max_rows, width, dtype=layer.qkv.dtype, device=layer.qkv.device)
         for width in (config.hidden_size, config.hidden_size, config.q_size)
     )
-    for tensor in (x, residual, attended):
-        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=max_rows)
     eps = config.rms_norm_eps
-    with (
-        torch._inductor.config.patch(compile_threads=1),
-        torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED),
-        _environment_restored(),
-    ):
-        first = compiler(
-            "attention_input",
-            compiled_input,
-            (x, residual, layer.input_norm, layer.qkv, layer.qkv_bias, eps),
-            settings,
-        )
-        second = compiler(
-            "attention_output",
-            compiled_output,
-            (attended, residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps),
-            settings,
-        )
-    return LayerFunctions(between, first, second)
+    first = LayerHalf(
+        "attention_input",
+        compiled_input,
+        rows=(x, residual),
+        rest=(layer.input_norm, layer.qkv, layer.qkv_bias, eps),
+    )
+    second = LayerHalf(
+        "attention_output",
+        compiled_output,
+        rows=(attended, residual),
+        rest=(layer.o, layer.post_norm, layer.gate_up, layer.down, eps),
+    )
+    return LayerFunctions(between, compiler(first), compiler(second))

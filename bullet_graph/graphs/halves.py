@@ -22,14 +22,29 @@ DEFAULT_HALVES: Halves = "compiled-norm"
 
 
 # An operator that Inductor calls and does not look into, so that its kernel is launched as it is everywhere else.
-@torch.library.custom_op("bullet_graph::add_rms_norm", mutates_args=())
+# A compiled half finds it by its name. Not torch.library.custom_op: to call what that makes imports Dynamo.
+_LIBRARY = torch.library.Library("bullet_graph", "FRAGMENT")
+_LIBRARY.define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return TritonOps.add_rms_norm(x, residual, weight, eps)
 
 
-@_add_rms_norm.register_fake
-def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _add_rms_norm_shapes(
+    x: Tensor,
+    residual: Tensor,  # noqa: ARG001 - the operator's
+    weight: Tensor,  # noqa: ARG001
+    eps: float,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
+
+
+_LIBRARY.impl("add_rms_norm", _add_rms_norm, "CompositeExplicitAutograd")
+torch.library.register_fake("bullet_graph::add_rms_norm", _add_rms_norm_shapes, lib=_LIBRARY)
 
 
 class TritonNormOps(TorchOps):
@@ -40,7 +55,7 @@ class TritonNormOps(TorchOps):
         x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See :func:`~bullet_graph.models.ops.add_rms_norm`."""
-        normed, total = _add_rms_norm(x, residual, weight, eps)
+        normed, total = torch.ops.bullet_graph.add_rms_norm(x, residual, weight, eps)
         return normed, total if summed is None else summed.copy_(total)
 
 

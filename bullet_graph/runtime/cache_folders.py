@@ -4,8 +4,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
 from bullet_graph.partition import offsets
 
 
@@ -27,15 +25,23 @@ class CacheFolder:
 
 
 def cache_folders() -> dict[str, Path]:
-    """Ours and those of the libraries that compile kernels, by owner; nothing is made or imported."""
+    """Ours and those of the libraries that compile kernels, by owner; nothing is made."""
     # The libraries' own variables decide, but to ask the libraries would make the folders, or import FlashInfer.
     flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer"
     return {
         "bullet_graph": offsets.cache_file().parent,
         "FlashInfer": flashinfer,
-        "Inductor": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())),
+        "Inductor": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _inductors_default()),
         "Triton": Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")),
     }
+
+
+def _inductors_default() -> str:
+    # Imported here because it imports all of Inductor, which takes seconds.
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
+
+    folder: str = default_cache_dir()
+    return folder
 
 
 def look_at_cache(name: str, path: Path) -> CacheFolder:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -149,6 +150,8 @@ def _gpu_components() -> dict[str, str]:
         "num_sms": str(gpu.multi_processor_count),
         "driver": driver,
         "cuda": torch.version.cuda or _NONE,
+        # AOTInductor's code around the kernels is C++ for the builder's kind of processor.
+        "host_isa": torch.backends.cpu.get_cpu_capability(),
         "flashinfer": installed_version("flashinfer-python") or _NONE,
     }
 
@@ -163,17 +166,14 @@ def _cpu_components() -> dict[str, str]:
 
 
 def _cxx_compiler() -> str:
-    # Imported here because it imports all of torch's compiler, and Triton.
-    from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
-
+    # As Inductor's setting cpp.cxx has it; to ask Inductor takes seconds, since all of torch's compiler is imported.
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     try:
-        compiler = get_cpp_compiler()
         command = [compiler, "--version"]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S, check=True
         )
-    # Inductor's own error derives from RuntimeError.
-    except (OSError, RuntimeError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):
         return _NONE
     first_line = done.stdout.partition("\n")[0].strip()
     return f"{os.path.basename(compiler)}: {first_line}" if first_line else _NONE

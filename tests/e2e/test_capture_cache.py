@@ -1,9 +1,13 @@
 """From `capture build` to an engine that compiles nothing, and what becomes of caches that are damaged or wrong."""
 
 import gzip
+import io
 import json
+import os
 import shutil
+import struct
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +21,13 @@ from built_captures import (
     built,
     ended,
     engine_from,
+    forget_compiled,
     only_entry,
     quickly,
     start_engine,
     start_process,
     store,
     tokens_of,
-    without_inductor,
 )
 from caches import flip_byte
 from cli_runner import refused, run
@@ -32,14 +36,14 @@ from bullet_graph import CaptureCacheWarning, ConfigError, Engine
 from bullet_graph.cache.builder import open_build
 from bullet_graph.cache.entry import ARTIFACTS_NAME, MANIFEST_NAME, Entry
 from bullet_graph.cache.store import CaptureStore
-from bullet_graph.graphs.aot import compile_ahead
-from bullet_graph.models.decoder import attention_output
-from bullet_graph.models.ops import TorchOps
+from bullet_graph.graphs import aot
+from bullet_graph.graphs.compiled import Half, LayerHalf
+from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime import fingerprint as runtime_fingerprint
 
 __all__ = ["built", "quickly", "store"]
 
-HALF = "halves/cpu-8196/attention_output"
+HALF = "halves/cpu-8196/attention_output.pt2"
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +75,10 @@ def test_built_exported_wiped_imported_and_started(
 ) -> None:
     origin, printed = built
     compiles = printed["compiles"]
-    assert compiles["dynamo_frames"] == compiles["aot_autograd"] == 2
+    assert compiles["inductor"] == 2
     assert compiles["cpp"] >= 2
-    assert [part["part"] for part in printed["parts"]] == ["torch_compile"]
+    assert compiles["dynamo_frames"] == 0, "it is exported, and not traced again"
+    assert [(part["part"], part["num_files"]) for part in printed["parts"]] == [("torch_compile", 2)]
     assert printed["parts"][0]["build_seconds"] > 1
     assert printed["canary"]["relative_error"].keys() == {"2", "4"}
     assert max(printed["canary"]["relative_error"].values()) < printed["canary"]["tolerance"] == 1e-4
@@ -92,12 +97,13 @@ def test_built_exported_wiped_imported_and_started(
     assert found["use"]["problems"] == []
     assert [point["batch_size"] for point in found["use"]["canary"]] == [2, 4]
     assert found["tokens"] == expected
+    assert found["compilers"] == [], "to import them takes most of a start"
     left = [path for path in libraries.rglob("*") if path.is_file()]
     assert left == [], "nothing is left in the libraries' own folders"
 
 
 def test_in_this_process(
-    store: CaptureStore, quickly: None, recwarn: pytest.WarningsRecorder, expected: list[list[int]]
+    store: CaptureStore, quickly: list[str], recwarn: pytest.WarningsRecorder, expected: list[list[int]]
 ) -> None:
     del quickly
     with engine_from(store) as engine:
@@ -121,7 +127,7 @@ def damage_truncated(entry: Entry) -> None:
 
 
 def damage_missing(entry: Entry) -> None:
-    next(artifact(entry, "inductor").rglob("*.so")).unlink()
+    artifact(entry, HALF).unlink()
 
 
 def damage_additional(entry: Entry) -> None:
@@ -139,16 +145,16 @@ def damage_gone(entry: Entry) -> None:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (damage_flipped, "attention_output has another checksum"),
-        (damage_truncated, r"attention_output has \d+ bytes instead of"),
-        (damage_missing, r"\.so is missing"),
+        (damage_flipped, r"attention_output\.pt2 has another checksum"),
+        (damage_truncated, r"attention_output\.pt2 has \d+ bytes instead of"),
+        (damage_missing, r"attention_output\.pt2 is missing"),
         (damage_additional, r"more\.py is not listed"),
         (damage_manifest, "has no captures for this engine, but "),
         (damage_gone, "has no captures: build it with `bullet-graph capture build`"),
     ],
 )
 def test_a_damaged_cache_is_not_used(
-    store: CaptureStore, quickly: None, damage: Any, told: str, expected: list[list[int]]
+    store: CaptureStore, quickly: list[str], damage: Any, told: str, expected: list[list[int]]
 ) -> None:
     del quickly
     damage(only_entry(store))
@@ -159,7 +165,7 @@ def test_a_damaged_cache_is_not_used(
 
 
 def test_a_cache_of_another_version(
-    store: CaptureStore, quickly: None, monkeypatch: pytest.MonkeyPatch
+    store: CaptureStore, quickly: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del quickly
     components = runtime_fingerprint.machine_components
@@ -172,15 +178,14 @@ def test_a_cache_of_another_version(
         assert engine.compiles.dynamo_frames == 2
 
 
-def test_a_cache_for_another_plan(store: CaptureStore, quickly: None) -> None:
+def test_a_cache_for_another_plan(store: CaptureStore, quickly: list[str]) -> None:
     del quickly
     told = r"plan\.compiled_rows is 8195 here, 8196 there"
     with warned(store, told, max_num_seqs=3) as engine:
         assert engine.compiles.dynamo_frames == 2
 
 
-def test_a_damaged_part_alone_is_built_again(store: CaptureStore, quickly: None) -> None:
-    del quickly
+def test_a_damaged_part_alone_is_built_again(store: CaptureStore, quickly: list[str]) -> None:
     damage_flipped(only_entry(store))
     result = run("capture", "build", *OPTIONS, "--cache-dir", str(store.root), "--json")
     assert result.exit_code == 0, result.output
@@ -188,7 +193,7 @@ def test_a_damaged_part_alone_is_built_again(store: CaptureStore, quickly: None)
     assert "another checksum" in result.stderr
     assert HALF not in printed["resumed"]
     assert HALF.replace("output", "input") in printed["resumed"]
-    assert printed["compiles"]["dynamo_frames"] == 1
+    assert quickly == ["attention_output"]
     assert only_entry(store).check() == ()
 
 
@@ -205,41 +210,28 @@ def plant(store: CaptureStore, data: bytes) -> Entry:
         return build.commit(canary=manifest.canary, provenance=manifest.provenance)
 
 
-def wrong_half() -> bytes:
-    """The layer's second half, but for a factor."""
-    with Engine("tiny", device="cpu", **SETTINGS) as engine, torch.inference_mode():
-        decoder = engine._executor._decoder  # type: ignore[union-attr]
-        config, layer = decoder.config, decoder.weights.layers[0]
-        attended, residual = torch.zeros(8, config.q_size), torch.zeros(8, config.hidden_size)
-        for tensor in (attended, residual):
-            torch._dynamo.mark_dynamic(tensor, 0, min=2, max=8196)
-
-        def wrong(*arguments: Any) -> Any:
-            x, residual = attention_output(TorchOps(), *arguments)
-            return x * 1.01, residual
-
-        arguments = (
-            attended,
-            residual,
-            layer.o,
-            layer.post_norm,
-            layer.gate_up,
-            layer.down,
-            config.rms_norm_eps,
-        )
-        return compile_ahead(wrong, arguments, {"dynamic": False, "fullgraph": True})[1]
+def wrong_half(entry: Entry) -> bytes:
+    """The layer's second half, with another epsilon in its machine code."""
+    epsilon, wrong = (struct.pack("<f", value) for value in (PRESETS["tiny"].rms_norm_eps, 1.0))
+    package = io.BytesIO()
+    with zipfile.ZipFile(artifact(entry, HALF)) as right, zipfile.ZipFile(package, "w") as edited:
+        (library,) = (name for name in right.namelist() if name.endswith(".so"))
+        assert right.read(library).count(epsilon) == 1
+        for name in right.namelist():
+            data = right.read(name)
+            edited.writestr(name, data.replace(epsilon, wrong) if name == library else data)
+    return package.getvalue()
 
 
 def test_a_wrong_half_is_found_by_the_canary(
-    store: CaptureStore, quickly: None, expected: list[list[int]]
+    store: CaptureStore, quickly: list[str], expected: list[list[int]]
 ) -> None:
-    del quickly
-    plant(store, wrong_half())
+    plant(store, wrong_half(only_entry(store)))
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureCacheWarning)
         with engine_from(store, canary="off") as engine:
             assert engine.cache_use.canary == ()
-    told = r"canary does not hold: batch size 2: relative error 0\.0\d+, tolerance 0\.0001; batch size 4"
+    told = r"canary does not hold: batch size 2: relative error 0\.\d+, tolerance 0\.0001; batch size 4"
     with warned(store, told) as engine:
         assert engine.compiles.dynamo_frames == 2, "both halves are compiled anew"
         assert not all(point.holds for point in engine.cache_use.canary)
@@ -261,38 +253,68 @@ def test_a_wrong_half_is_found_by_the_canary(
     assert "was rejected" in refused(run(*command))
     result = run("capture", "build", *OPTIONS, "--cache-dir", str(store.root), "--json")
     assert "rebuilding parts" in result.stderr
-    assert json.loads(result.stdout)["compiles"]["dynamo_frames"] == 2
+    assert quickly == ["attention_input", "attention_output"]
     with engine_from(store) as engine:
         assert (engine.compiles.dynamo_frames, engine.cache_use.problems) == (0, ())
 
 
-def test_a_half_that_cannot_be_loaded(store: CaptureStore, quickly: None, expected: list[list[int]]) -> None:
+def test_a_half_that_cannot_be_loaded(
+    store: CaptureStore, quickly: list[str], expected: list[list[int]]
+) -> None:
     del quickly
-    plant(store, b"not a pickle at all")
-    with warned(store, "attention_output cannot be loaded") as engine:
+    plant(store, b"not a package at all")
+    with warned(store, r"attention_output\.pt2 cannot be loaded") as engine:
         assert engine.compiles.dynamo_frames == 1
         assert tokens_of(engine) == expected
     assert only_entry(store).rejection is not None
 
 
 def test_a_wrong_half_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bullet_graph.graphs import compiled  # noqa: PLC0415 - to be patched
+    def wrong(half: LayerHalf) -> tuple[Half, bytes]:
+        def times_1_01(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            x, residual = half.function(*arguments)
+            return x * 1.01, residual
 
-    def wrong(*arguments: Any) -> Any:
-        x, residual = attention_output(*arguments)
-        return x * 1.01, residual
+        return times_1_01, b"its package"
 
-    monkeypatch.setattr(compiled, "attention_output", wrong)
-    with without_inductor():
-        told = refused(run("capture", "build", *OPTIONS, "--cache-dir", str(tmp_path), "--json"))
+    monkeypatch.setattr(aot, "compile_ahead", wrong)
+    told = refused(run("capture", "build", *OPTIONS, "--cache-dir", str(tmp_path), "--json"))
     assert "does not compute the model" in told
     assert "batch size 2" in told
     assert CaptureStore(tmp_path).entries() == ((), ())
 
 
-def test_a_killed_builder_and_two_at_once(tmp_path: Path) -> None:
-    root, libraries = tmp_path / "store", tmp_path / "libraries"
-    arguments = ("capture", "build", *OPTIONS, "--json", "--cache-dir", str(root))
+def test_a_half_that_cannot_be_compiled_ahead(
+    tmp_path: Path, quickly: list[str], monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
+) -> None:
+    compile_ahead = aot.compile_ahead
+
+    def only_the_first(half: LayerHalf) -> tuple[Half, bytes]:
+        if half.name == "attention_input":
+            return compile_ahead(half)
+        inductor = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        (inductor / "what_it_kept").write_text("graph")
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(aot, "compile_ahead", only_the_first)
+    with pytest.warns(CaptureCacheWarning, match="each start will trace it: no C"):
+        result = run("capture", "build", *OPTIONS, "--cache-dir", str(tmp_path), "--json")
+    assert result.exit_code == 0, result.output
+    assert quickly == ["attention_input"]
+    assert json.loads(result.stdout)["compiles"]["dynamo_frames"] == 1
+    store = CaptureStore(tmp_path)
+    kept = {found.name for found in only_entry(store).manifest.artifacts}
+    assert kept == {HALF.replace("output", "input"), "inductor/what_it_kept"}
+    forget_compiled()
+    with warned(store, r"attention_output\.pt2 is not in the cache of captures: torch traces it") as engine:
+        assert engine.compiles.dynamo_frames == 1
+        assert tokens_of(engine) == expected
+
+
+def test_a_killed_builder_and_two_at_once(built: tuple[CaptureStore, Any], tmp_path: Path) -> None:
+    root, libraries, compiled = tmp_path / "store", tmp_path / "libraries", tmp_path / "compiled"
+    build = ("capture", "build", *OPTIONS, "--json", "--cache-dir", str(root))
+    arguments = (str(built[0].root), str(compiled), *build)
     ended(start_process(libraries, QUICK_BUILD, "killed", *arguments), exit_code=-9)
     assert CaptureStore(root).entries() == ((), ())
     both = [start_process(libraries, QUICK_BUILD, "whole", *arguments) for _ in range(2)]
@@ -301,8 +323,7 @@ def test_a_killed_builder_and_two_at_once(tmp_path: Path) -> None:
     assert builder["entry_id"] == waiter["entry_id"]
     assert (builder["was_there"], waiter["was_there"]) == (False, True)
     assert builder["resumed"] == [HALF.replace("output", "input")]
-    assert builder["compiles"]["dynamo_frames"] == 1
-    assert waiter["compiles"]["dynamo_frames"] == 0
+    assert sorted(compiled.read_text().splitlines()) == ["", "attention_output"]
     # Unless it came only afterwards.
     told = second_err if second["was_there"] else first_err
     assert "waiting for that to end" in told or told == ""
@@ -338,9 +359,7 @@ def test_settings_that_make_no_sense(tmp_path: Path) -> None:
     assert "--compile" in told
 
 
-def test_the_environment_is_left_as_it_was(store: CaptureStore, quickly: None) -> None:
-    import os  # noqa: PLC0415 - for this test alone
-
+def test_the_environment_is_left_as_it_was(store: CaptureStore, quickly: list[str]) -> None:
     del quickly
     before = dict(os.environ)
     with engine_from(store) as engine:

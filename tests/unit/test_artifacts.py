@@ -27,8 +27,8 @@ from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, re
 from bullet_graph.perf.shipped import list_tables
 from bullet_graph.perf.table_file import read_table
 from bullet_graph.runtime.artifacts import measured
-from bullet_graph.runtime.artifacts.building import _add_flashinfer
-from bullet_graph.runtime.artifacts.library_caches import INDUCTOR, TRITON, caches_below, collect, restore
+from bullet_graph.runtime.artifacts.building import _add_flashinfer, _add_start
+from bullet_graph.runtime.artifacts.library_caches import TRITON, caches_below, collect, restore
 from bullet_graph.runtime.artifacts.use import Captures
 
 LLAMA: ModelConfig = PRESETS["llama-3.1-8b"]
@@ -126,11 +126,12 @@ def test_a_group_names_no_file_elsewhere(store: CaptureStore, build: Build, tmp_
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_what_functions_compiled_ahead_make_superfluous(build: Build, tmp_path: Path, traced: bool) -> None:
-    folder = write(tmp_path / "i", ab__x="library", fxgraph__y="graph", aotautograd__z="graph", locks__l="")
-    collect(build, INDUCTOR, folder, build_seconds=1.0, traced=traced)
+def test_inductor_s_own_caches_are_for_starts_that_trace(build: Build, tmp_path: Path, traced: bool) -> None:
+    write(tmp_path / "inductor", ab__x="library", fxgraph__y="graph", aotautograd__z="graph", locks__l="")
+    built: Any = SimpleNamespace(capture=None)
+    _add_start(build, built, tmp_path, PLAN, (), 1.0, traced=traced)
     kept = {artifact.name for artifact in build.of_kind(ArtifactKind.TORCH_COMPILE)}
-    assert kept == {"inductor/ab/x", *({"inductor/fxgraph/y", "inductor/aotautograd/z"} if traced else ())}
+    assert kept == ({"inductor/ab/x", "inductor/fxgraph/y", "inductor/aotautograd/z"} if traced else set())
 
 
 def test_a_kernel_that_triton_compiled_is_found_elsewhere(

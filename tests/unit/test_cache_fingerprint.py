@@ -1,6 +1,7 @@
 """Fingerprints: what is compared, and which parts of a cache a difference makes stale."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -73,6 +74,7 @@ def test_a_component_that_one_side_lacks_differs() -> None:
         ("code_graphs", {ArtifactKind.CAPTURE}, {ArtifactKind.TORCH_COMPILE, ArtifactKind.TRITON}),
         ("model", {ArtifactKind.TRITON, ArtifactKind.PERF_TABLE}, {ArtifactKind.FLASHINFER}),
         ("head_dim", {ArtifactKind.FLASHINFER}, {ArtifactKind.TRITON}),
+        ("host_isa", {ArtifactKind.TORCH_COMPILE}, {ArtifactKind.TRITON, ArtifactKind.CAPTURE}),
         ("driver", {ArtifactKind.MASK_OFFSET, ArtifactKind.TUNING}, {ArtifactKind.FLASHINFER}),
         ("flashinfer", {ArtifactKind.FLASHINFER, ArtifactKind.PERF_TABLE}, {ArtifactKind.TRITON}),
         ("from_a_later_version", set(ALL_KINDS), set()),
@@ -136,8 +138,14 @@ def test_this_machine_without_a_gpu() -> None:
 
 
 def test_without_a_compiler_it_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "/nonexistent/g++")
+    monkeypatch.setenv("CXX", "/nonexistent/g++")
     assert machine_components("cpu")["cxx_compiler"] == "none"
+
+
+def test_the_compiler_is_the_one_that_inductor_takes() -> None:
+    found, _, version = machine_components("cpu")["cxx_compiler"].partition(": ")
+    assert found == os.path.basename(cpp_builder.get_cpp_compiler())
+    assert version
 
 
 def test_this_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +159,9 @@ def test_this_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     components = machine_components("cuda")
     assert (components["gpu"], components["num_sms"], components["driver"]) == ("NVIDIA H200", "132", "580.1")
     assert "host_cpu" not in components
+    assert components["host_isa"] == torch.backends.cpu.get_cpu_capability()
+    known = {name for names in DEPENDS_ON.values() for name in names}
+    assert components.keys() <= known
     monkeypatch.setattr(runtime_fingerprint, "nvml_driver_version", lambda: None)
     with pytest.raises(DeviceError, match="NVML"):
         machine_components("cuda")

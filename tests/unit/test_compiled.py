@@ -1,6 +1,10 @@
-"""The compiled halves of a layer: Dynamo's part, since Inductor takes half a minute on a CPU."""
+"""The compiled halves of a layer: what Inductor is given, since it takes half a minute on a CPU itself."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bullet_graph.graphs.compiled import compiled_functions
+from bullet_graph.graphs.aot import exported
+from bullet_graph.graphs.compiled import Half, LayerHalf, compiled_functions
 from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, TritonNormOps, decode_functions, halves_for
 from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
 from bullet_graph.models.kv_cache import KVCache
@@ -17,6 +22,15 @@ from bullet_graph.models.ops import LayerOps, TorchOps
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.triton_ops import TritonOps
+
+USE_THE_NORM = """
+import sys, torch
+from bullet_graph.graphs.halves import TritonNormOps
+with torch.inference_mode():
+    normed, _ = TritonNormOps.add_rms_norm(torch.ones(3, 64), torch.zeros(3, 64), torch.ones(64), 1e-5)
+assert abs(float(normed.sum()) - 3 * 64) < 0.1
+print(*(name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules))
+"""
 
 CPU, CONFIG, MAX_ROWS = torch.device("cpu"), PRESETS["tiny"], 16
 
@@ -72,6 +86,38 @@ def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], 
                 strict=True,
             ):
                 torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fused", "max_rows"), [(TorchOps(), 2), (TorchOps(), 3), (TritonNormOps(), MAX_ROWS)]
+)
+def test_exported_for_all_rows(decoder: Decoder, fused: LayerOps, max_rows: int) -> None:
+    def compiler(half: LayerHalf) -> Half:
+        tensors = [value for value in half.arguments if isinstance(value, torch.Tensor)]
+        program = exported(half)
+        assert not program.state_dict, "weights are inputs: all layers have the same half"
+        assert not program.constants
+        assert len(tensors) == len(half.arguments) - (2 if half.name == "attention_input" else 1)
+        run = program.module()
+        return lambda *arguments: run(*(value for value in arguments if isinstance(value, torch.Tensor)))
+
+    with torch.inference_mode():
+        functions = compiled_functions(decoder, TorchOps(), fused, max_rows, compiler)
+        for rows in {2, max_rows - 1, max_rows} - {1}:
+            for out, expected in zip(
+                halves(functions, decoder, rows),
+                halves(eager_functions(TorchOps()), decoder, rows),
+                strict=True,
+            ):
+                torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_norm_s_operator_imports_no_compiler() -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(sys.modules["bullet_graph"].__path__[0]).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", USE_THE_NORM], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ""
 
 
 @pytest.mark.parametrize(("name", "norms"), [("compiled-norm", 2), ("compiled", 0), ("eager", 2)])

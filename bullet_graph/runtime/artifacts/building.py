@@ -203,7 +203,9 @@ def _add_start(
     )
     # What is neither compiling halves nor capturing is, with weights loaded already, compiling kernels.
     collect(build, TRITON, folder / TRITON.name, build_seconds=max(seconds - counted, 0.0))
-    collect(build, INDUCTOR, folder / INDUCTOR.name, build_seconds=0.0, traced=traced)
+    # A half's package holds all of it; one that each start traces takes what it can from Inductor's own caches.
+    if traced:
+        collect(build, INDUCTOR, folder / INDUCTOR.name, build_seconds=0.0)
 
 
 def _adopt(store: CaptureStore, build: Build, here: Fingerprint, plan: dict[str, Any]) -> tuple[str, ...]:

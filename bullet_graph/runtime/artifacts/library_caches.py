@@ -26,23 +26,16 @@ class LibraryCache:
         kind: theirs.
         variable: of the environment, in which the library looks for its folder.
         unwanted: its subfolders that hold nothing a start needs.
-        traced: its subfolders that only a start needs which traces anew.
     """
 
     name: str
     kind: ArtifactKind
     variable: str
     unwanted: frozenset[str] = frozenset()
-    traced: frozenset[str] = frozenset()
 
 
 INDUCTOR = LibraryCache(
-    "inductor",
-    ArtifactKind.TORCH_COMPILE,
-    "TORCHINDUCTOR_CACHE_DIR",
-    unwanted=frozenset({"locks"}),
-    # Functions compiled ahead of time hold what these would give.
-    traced=frozenset({"aotautograd", "fxgraph"}),
+    "inductor", ArtifactKind.TORCH_COMPILE, "TORCHINDUCTOR_CACHE_DIR", unwanted=frozenset({"locks"})
 )
 TRITON = LibraryCache("triton", ArtifactKind.TRITON, "TRITON_CACHE_DIR")
 LIBRARY_CACHES = (INDUCTOR, TRITON)
@@ -68,22 +61,18 @@ def caches_below(folder: Path) -> Iterator[None]:
                 os.environ[variable] = value
 
 
-def collect(
-    build: Build, cache: LibraryCache, folder: Path, *, build_seconds: float, traced: bool = False
-) -> None:
+def collect(build: Build, cache: LibraryCache, folder: Path, *, build_seconds: float) -> None:
     """Add what is in a library's cache folder to a build; what it has by that name stays.
 
     Args:
         folder: the library's.
         build_seconds: what making all of it took.
-        traced: also what a start needs that traces anew.
     """
-    unwanted = cache.unwanted if traced else cache.unwanted | cache.traced
     with file_errors(f"cannot read {folder}"):
         files = [
             path
             for path in sorted(folder.rglob("*"))
-            if path.is_file() and _is_wanted(unwanted, path.relative_to(folder))
+            if path.is_file() and _is_wanted(cache.unwanted, path.relative_to(folder))
         ]
         added = [(path, f"{cache.name}/{path.relative_to(folder).as_posix()}") for path in files]
         added = [(path, name) for path, name in added if name not in build]

@@ -17,8 +17,14 @@ class ArtifactSource(Protocol):
         """Where one of them lies; nothing may be written there."""
 
 
-def data_of(source: ArtifactSource, kind: ArtifactKind, name: str) -> bytes | None:
-    """What an artifact holds; None where there is none of this name."""
+def path_of(source: ArtifactSource, kind: ArtifactKind, name: str) -> Path | None:
+    """Where an artifact lies; None where there is none of this name."""
     if all(artifact.name != name for artifact in source.of_kind(kind)):
         return None
-    return source.path(name).read_bytes()
+    return source.path(name)
+
+
+def data_of(source: ArtifactSource, kind: ArtifactKind, name: str) -> bytes | None:
+    """What an artifact holds; None where there is none of this name."""
+    path = path_of(source, kind, name)
+    return None if path is None else path.read_bytes()

@@ -15,14 +15,14 @@ from bullet_graph.cache.entry import Entry, Rejection
 from bullet_graph.cache.fingerprint import ArtifactKind
 from bullet_graph.cache.store import CaptureStore
 from bullet_graph.errors import CacheError, CaptureCacheWarning
-from bullet_graph.graphs.aot import Half, stored
+from bullet_graph.graphs.aot import stored
 from bullet_graph.graphs.capture_plan import CapturePlan
-from bullet_graph.graphs.compiled import HalfCompiler, compile_now
+from bullet_graph.graphs.compiled import Half, HalfCompiler, compile_now
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.flashinfer_modules import ModuleSpec, load_module, needed_modules
 from bullet_graph.runtime.artifacts.library_caches import LIBRARY_CACHES, TRITON, restore
 from bullet_graph.runtime.artifacts.measured import restore_mask_offset, tuned_row_buckets
-from bullet_graph.runtime.artifacts.source import ArtifactSource, data_of
+from bullet_graph.runtime.artifacts.source import ArtifactSource, path_of
 from bullet_graph.runtime.canary import (
     CanaryPoint,
     CanaryStep,
@@ -113,10 +113,10 @@ class Captures:
 
     # ---- of compiled halves: see graphs.aot.HalfStore ----
 
-    def load(self, name: str) -> bytes | None:
-        """What is there under this name."""
+    def find(self, name: str) -> Path | None:
+        """Where what is there under this name lies."""
         assert self._source is not None
-        return data_of(self._source, ArtifactKind.TORCH_COMPILE, name)
+        return path_of(self._source, ArtifactKind.TORCH_COMPILE, name)
 
     def save(self, name: str, ahead: Callable[[], tuple[Half, bytes]], now: Callable[[], Half]) -> Half:
         """Compile what is not there; a build keeps it."""
