@@ -23,7 +23,7 @@ _MODEL_NAME = "model"
 """AOTInductor's own name for the one model of a package."""
 
 _LEAST_TIME = {
-    # To preprocess the headers takes as long as two halves do.
+    # To preprocess the headers takes longer than it saves two halves.
     "aot_inductor.precompile_headers": False,
     # Of the code around the kernels.
     "aot_inductor.compile_wrapper_opt_level": "O0",
