@@ -23,6 +23,7 @@ from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.start_report import StartClock
+from bullet_graph.runtime.artifacts.library_caches import triton_hashed_meanwhile
 from bullet_graph.runtime.artifacts.opening import CapturesOpener, open_captures
 from bullet_graph.runtime.artifacts.plan import cpu_plan, gpu_plan
 from bullet_graph.runtime.artifacts.start import CanaryHook, cached_table_for, start_with_captures
@@ -263,7 +264,7 @@ def _build_cuda(
             config.partition_backend, tuple(plan.batch_sizes), device=torch.cuda.current_device()
         )
     launcher = Launcher(backend, runtime.device)
-    with ExitStack() as undo:
+    with ExitStack() as undo, triton_hashed_meanwhile():
         undo.callback(launcher.close)
         decoder, join_weights = undo.enter_context(
             decoder_while_loading(config, runtime, ledger, clock, progress=progress)

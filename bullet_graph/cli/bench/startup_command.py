@@ -24,7 +24,7 @@ from bullet_graph.config import EngineConfig
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Starts with filled caches; and, with --capture-cache, as many from that and with empty ones.",
+    help="Starts with filled caches; and, with --capture-cache, as many of each kind from that and with empty ones.",
 )
 @click.option(
     "--plot",
@@ -45,8 +45,8 @@ def startup(
 
     Each start is a process of its own, so that imports count. A cold one has empty folders for what Inductor, Triton
     and FlashInfer compile; a warm one has those that a cold one filled. They are private ones: yours are left alone.
-    With --capture-cache, both do without it, and a third kind starts from it, with empty folders. Files of weights may
-    be in the operating system's cache in all of them.
+    With --capture-cache, both do without it, and a third kind starts from it, with empty folders; on a GPU a fourth
+    does, with --ready hot. Files of weights may be in the operating system's cache in all of them.
 
     \b
     Examples:
@@ -59,6 +59,7 @@ def startup(
     check_plot_file(plot, overwrite=overwrite)
     # torch takes seconds to import, and --help must not wait for it.
     from bullet_graph.cli.bench.startup import StartArm, print_startup, run_startup  # noqa: PLC0415
+    from bullet_graph.runtime.resolve import resolve  # noqa: PLC0415
 
     without = {"capture_cache": None}
     arms = [
@@ -67,6 +68,8 @@ def startup(
     ]
     if config.capture_cache is not None:
         arms.append(StartArm("cached", num_iters_warm, empty_caches=True))
+        if config.ready == "all" and resolve(config).device.type == "cuda":
+            arms.append(StartArm("cached_hot", num_iters_warm, empty_caches=True, settings={"ready": "hot"}))
     result = run_startup(config, arms, quiet=as_json)
     text = json.dumps(result.fields(), indent=2, allow_nan=False)
     if output_json is not None:

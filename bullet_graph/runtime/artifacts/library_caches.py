@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,22 @@ def caches_below(folder: Path) -> Iterator[None]:
                 os.environ.pop(variable, None)
             else:
                 os.environ[variable] = value
+
+
+@contextmanager
+def triton_hashed_meanwhile() -> Iterator[None]:
+    """Have a thread work out what Triton's cache keys begin with, which Triton keeps; the block goes on meanwhile.
+
+    Triton hashes itself for them at the first kernel of a process: 0.3 s, most of it without the interpreter's lock.
+    """
+    from triton.runtime.cache import triton_key  # noqa: PLC0415 - published for Linux only
+
+    thread = threading.Thread(target=triton_key, name="bullet-graph-triton-key")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def collect(build: Build, cache: LibraryCache, folder: Path, *, build_seconds: float) -> None:
