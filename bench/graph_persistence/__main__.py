@@ -61,7 +61,7 @@ def child(module: str, *arguments: str, timeout_s: float) -> subprocess.Complete
     return subprocess.run(
         [sys.executable, "-m", f"bench.graph_persistence.{module}", *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bullet_graph.models.attention import ReferenceAttention
 from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
@@ -146,8 +147,11 @@ def _relative_error(decoder: Decoder, logits_of: Callable[[CanaryStep], Tensor],
     for step in steps:
         logits = logits_of(step)
     found = logits[torch.from_numpy(compared).long().to(logits.device)].float()
-    # In one forward: step by step it would take most of a start's canary.
-    expected = _logits(decoder, eager_functions(TorchOps()), [step.take(compared) for step in steps]).float()
+    # In one forward and without a library's attention: else these two would take most of a start's canary, seconds
+    # where cuDNN first builds its kernel.
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = _logits(decoder, eager_functions(TorchOps()), [step.take(compared) for step in steps])
+    expected = expected.float()
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
     worst = float(errors.max())
     # A NaN would compare as no error at all.

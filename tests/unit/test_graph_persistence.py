@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bench.graph_persistence.__main__ import plan
+from bench.graph_persistence.__main__ import ROOT as PACKAGE_ROOT
+from bench.graph_persistence.__main__ import child, plan
 from bench.graph_persistence.allocations import Allocation, AllocationTable, pointers, relocate, words
 from bench.graph_persistence.arena import ALIGNMENT, Arena
 from bench.graph_persistence.images import ImageStore, triton_cubins
@@ -371,3 +372,14 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
     assert "needs a GPU" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "r.json").exists()
+
+
+def test_processes_find_what_this_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries may be on its path by other ways than an installation."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(subprocess, "run", lambda _, **settings: told.update(settings))
+    child("child", timeout_s=1.0)
+    paths = told["env"]["PYTHONPATH"].split(os.pathsep)
+    assert paths[0] == str(PACKAGE_ROOT)
+    assert str(tmp_path) in paths
