@@ -24,6 +24,10 @@ FLOOR_TOKENS = 64
 SPLIT_SLICE_MS = 5.0
 """Slices beside decode aim at this time, so that the split can soon change."""
 
+SPLIT_SLICE_LAYERS = 8
+"""Most layers of such a slice. To launch a layer takes the host some 0.2 ms, whatever its rows, and the decode lane's
+next step has to wait for all of the slice: a whole chunk of a small model would keep it waiting longer than it runs."""
+
 DECODES_PER_SLICE = 2.0
 """Without a TPOT target, a slice lasts as long as so many decode steps: prefill, which lets the batch grow and its
 steps pay off, gets two thirds of the time."""
@@ -185,7 +189,7 @@ class Outlook:
         prediction = self._model.split(decode_sms, *self._batch, tokens, self._backlog.pairs(tokens))
         interval_ms = prediction.decode_ms * self._corrections["split", "step"]
         prefill_ms = prediction.prefill_ms * self._corrections["split", "slice"]
-        layers = round(SPLIT_SLICE_MS * self._model.num_layers / prefill_ms)
+        layers = min(round(SPLIT_SLICE_MS * self._model.num_layers / prefill_ms), SPLIT_SLICE_LAYERS)
         return self._option(
             "split",
             tokens,

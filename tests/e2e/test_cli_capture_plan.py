@@ -114,7 +114,7 @@ def test_a_forced_split_and_an_estimated_gpu() -> None:
         (("--time-s", "0.01"), "raise --memory-gb or --time-s"),
         (("--time-s", "0"), "0.0 is not in the range"),
         (("--gpu", "abacus"), "no performance table abacus_llama-3.1-8b_bfloat16.json"),
-        (("--model", "qwen3-8b"), "no performance table h200_qwen3-8b_bfloat16.json"),
+        (("--model", "llama-3.2-1b"), "no performance table h200_llama-3.2-1b_bfloat16.json"),
         (("--model", "gpt-9"), "unknown model 'gpt-9'"),
         (("--arm", "fast"), "unknown arm 'fast'"),
         (("--slo", "soon"), "is no latency target"),

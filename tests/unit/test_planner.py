@@ -9,7 +9,7 @@ from planner_loads import ARMS, LAYERS, MAX_CHUNK, chunk_of, decoding, load_of, 
 
 from bullet_graph.config import Arm
 from bullet_graph.engine.backlog import Backlog
-from bullet_graph.engine.options import FLOOR_TOKENS, ROW_STEP
+from bullet_graph.engine.options import FLOOR_TOKENS, ROW_STEP, SPLIT_SLICE_LAYERS
 from bullet_graph.engine.plan import Load, Plan, PromptLoad
 from bullet_graph.engine.planner import PAUSE_PATIENCE_S, Planner
 from bullet_graph.errors import ConfigError
@@ -228,6 +228,10 @@ class TestSplit:
         assert few.chunk_tokens < many.chunk_tokens <= 2048
         for plan in (few, many):
             assert 2.5 <= plan.slice_ms <= 7.5
+
+    def test_a_slice_is_launched_soon_however_short_it_is(self) -> None:
+        plan = planner("split:48").plan(load_of(decoding(64), 16))
+        assert plan.slice_layers == SPLIT_SLICE_LAYERS < LAYERS
 
 
 class TestCorrections:
