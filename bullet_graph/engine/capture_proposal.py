@@ -14,14 +14,15 @@ from bullet_graph.graphs.capture_plan import (
     CapturePlan,
     DecodeSizes,
 )
-from bullet_graph.graphs.key import batch_size_buckets, smallest_holding
+from bullet_graph.graphs.key import FINE_ROWS, batch_size_buckets, smallest_holding
 from bullet_graph.graphs.size_choice import Choice, Demand, best_choices, lost_ms
 
 BATCH_STEP = 8
 """Batch sizes are chosen among 1, 2, 4 and multiples of it: the matrix kernels work in tiles."""
 
 ROW_STEP = 16
-"""Rows of short forwards are chosen among multiples of it."""
+"""Rows of short forwards are chosen among multiples of it up to 1,024; above, among those captured without a plan: the
+time of the choice grows with the cube of the candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,11 @@ class Workload:
         return _reached(grid, self.decode[decode_sms])
 
     def row_candidates(self, like: CapturePlan) -> tuple[int, ...]:
-        """Rows of short forwards worth capturing, rising, none above those of ``like``."""
-        most = like.short_forward_rows[-1] if like.short_forward_rows else 0
-        return _reached(range(ROW_STEP, most + 1, ROW_STEP), self.forwards)
+        """Rows of short forwards worth capturing, rising, none above those of ``like``; see :data:`ROW_STEP`."""
+        most = max(like.short_forward_rows, default=0)
+        fine = range(ROW_STEP, min(most, FINE_ROWS) + 1, ROW_STEP)
+        coarse = [rows for rows in like.short_forward_rows if rows > FINE_ROWS]
+        return _reached([*fine, *coarse], self.forwards)
 
     def everything(self, *, like: CapturePlan) -> CapturePlan:
         """Every candidate captured: the least time lost that there can be."""

@@ -5,17 +5,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from bullet_graph.graphs.key import EAGER_LAYER_MS
 from bullet_graph.graphs.size_choice import Demand
 from bullet_graph.partition.spec import SMS_PER_TPC
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.runtime.simulated import StepRecord
 
-EAGER_LAYER_MS = 0.2
-"""What a layer of a forward costs the host that is launched kernel by kernel, whatever its rows
-(``graphs/layer_graphs.py``)."""
-
 CAPTURED_LAYER_MS = 0.08
-"""The same for captured pieces: 2.5 ms for 32 layers (bench/LOG.md)."""
+"""What a layer of a forward costs the host that runs in captured pieces: 2.5 ms for 32 layers (bench/LOG.md)."""
 
 SINGLE_ROW_LOSS = 0.146
 """Least share of a step that one row loses when it is padded: 4.24 ms with the matrix kernel that one row has of its

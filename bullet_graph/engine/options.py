@@ -6,6 +6,7 @@ from functools import cached_property
 from bullet_graph.engine.backlog import Backlog, ChunkSizes, Demand
 from bullet_graph.engine.corrections import Corrections
 from bullet_graph.engine.plan import ArmName, DecodeLoad, Load, Option
+from bullet_graph.graphs.key import EAGER_LAYER_MS
 from bullet_graph.perf.performance import PerformanceModel, Prediction
 
 ROW_STEP = 16
@@ -24,9 +25,9 @@ FLOOR_TOKENS = 64
 SPLIT_SLICE_MS = 5.0
 """Slices beside decode aim at this time, so that the split can soon change."""
 
-SPLIT_SLICE_LAYERS = 8
-"""Most layers of such a slice. To launch a layer takes the host some 0.2 ms, whatever its rows, and the decode lane's
-next step has to wait for all of the slice: a whole chunk of a small model would keep it waiting longer than it runs."""
+SPLIT_LAUNCH_MS = 1.6
+"""Most host time for the launches of such a slice, which the decode lane's next step has to wait for: a whole chunk of a
+small model would keep it waiting longer than it runs."""
 
 DECODES_PER_SLICE = 2.0
 """Without a TPOT target, a slice lasts as long as so many decode steps: prefill, which lets the batch grow and its
@@ -189,7 +190,9 @@ class Outlook:
         prediction = self._model.split(decode_sms, *self._batch, tokens, self._backlog.pairs(tokens))
         interval_ms = prediction.decode_ms * self._corrections["split", "step"]
         prefill_ms = prediction.prefill_ms * self._corrections["split", "slice"]
-        layers = min(round(SPLIT_SLICE_MS * self._model.num_layers / prefill_ms), SPLIT_SLICE_LAYERS)
+        layers = round(
+            min(SPLIT_SLICE_MS * self._model.num_layers / prefill_ms, SPLIT_LAUNCH_MS / EAGER_LAYER_MS)
+        )
         return self._option(
             "split",
             tokens,

@@ -9,6 +9,7 @@ from bullet_graph.config import DtypeName
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.key import batch_size_buckets, row_buckets
 from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition, partition_of
+from bullet_graph.perf.traffic import DecoderShape
 
 DECODE_GRAPH_BYTES = 8 * 1024**2
 """A captured decode step of 32 layers: 2.5 to 7 MiB measured (bench/results/h200/partitions.json)."""
@@ -143,7 +144,10 @@ class CapturePlan:
         return sum(len(entry.batch_sizes) for entry in self.decode)
 
     def graph_bytes(self, num_layers: int) -> int:
-        """Estimate of the captured graphs' memory, of a model with so many layers."""
+        """Estimate of the captured graphs' memory, of a model with so many layers.
+
+        What pieces of short forwards compute in comes on top (``models.workspaces.piece_scratch_bytes``).
+        """
         pieces = len(self.short_forward_rows) * num_layers
         return self.num_decode_graphs * DECODE_GRAPH_BYTES + pieces * PIECE_BYTES
 
@@ -158,12 +162,20 @@ class CapturePlan:
 
 
 def default_plan(
-    *, model: str, dtype: str, num_sms: int, max_num_seqs: int, max_rows: int, decode_sms: Sequence[int]
+    *,
+    model: str,
+    dtype: str,
+    num_sms: int,
+    max_num_seqs: int,
+    max_rows: int,
+    shape: DecoderShape,
+    decode_sms: Sequence[int],
 ) -> CapturePlan:
     """What an engine captures that no plan was named for: all buckets, for the whole GPU and each partition.
 
     Args:
         max_rows: most rows of a forward.
+        shape: of the model.
         decode_sms: sizes of the decode lane besides the whole GPU, rising.
 
     Raises:
@@ -176,7 +188,7 @@ def default_plan(
         num_sms=num_sms,
         max_num_seqs=max_num_seqs,
         decode=tuple(DecodeSizes(sms, sizes) for sms in (None, *decode_sms)),
-        short_forward_rows=row_buckets(max_rows),
+        short_forward_rows=row_buckets(max_rows, shape),
     )
 
 

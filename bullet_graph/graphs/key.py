@@ -1,13 +1,30 @@
 """Which captured graph serves a decode step."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.perf.traffic import DecoderShape
+from bullet_graph.perf.waves import layer_matrices
 
-_ROW_STEPS = ((256, 16), (512, 32), (1024, 64))
-"""(up to so many rows, buckets so many rows apart): padding stays within a tile of a matrix product."""
+EAGER_LAYER_MS = 0.2
+"""What a layer of a forward costs the host that is launched kernel by kernel, whatever its rows: 6.5 to 8 ms for 32
+layers on the H200's machine (bench/LOG.md)."""
+
+PRODUCT_FLOPS_PER_MS = 600e9
+"""Rate of a layer's matrix products of many rows, 600 TFLOP/s: an H200 under its power cap does 610 to 683 with an 8B
+model's (bench/LOG.md). Where they are slower, more sizes are captured than the host needs."""
+
+FINE_ROWS = 1024
+"""Up to so many rows short forwards are captured for any model, and padding stays within a tile of a matrix product."""
+
+_ROW_STEPS = ((256, 16), (512, 32), (FINE_ROWS, 64), (2048, 128), (4096, 256))
+"""(up to so many rows, buckets so many apart): above 256, padding is an eighth of the rows at most, 4 % on average."""
+
+_LARGEST_ROW_STEP = 512
+"""Above the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +51,32 @@ def batch_size_buckets(max_batch_size: int) -> tuple[int, ...]:
     return (*[size for size in sizes if size < max_batch_size], max_batch_size)
 
 
-def row_buckets(max_rows: int) -> tuple[int, ...]:
-    """Numbers of rows to capture short forwards for, rising, none above ``max_rows``."""
+def launch_bound_rows(shape: DecoderShape) -> int:
+    """Rows up to which launching a layer kernel by kernel takes the host longer than its products take the device.
+
+    Host time of a layer × rate / (2 × weights of its matrices), since each weight is multiplied and added once a row:
+    276 for llama-3.1-8b, 3,815 for qwen3-0.6b.
+    """
+    weights = sum(columns * depth for columns, depth in layer_matrices(shape))
+    return math.ceil(EAGER_LAYER_MS * PRODUCT_FLOPS_PER_MS / (2 * weights))
+
+
+def row_buckets(max_rows: int, shape: DecoderShape) -> tuple[int, ...]:
+    """Numbers of rows to capture short forwards for, rising.
+
+    They end with the first that holds :func:`launch_bound_rows`, or with 1,024 for large models, whose device is
+    kept busy by longer forwards while the host launches them.
+
+    Args:
+        max_rows: most rows of a forward; no size is above it.
+        shape: of the model.
+    """
     sizes: list[int] = []
     start = 0
-    for end, step in _ROW_STEPS:
-        sizes += range(start + step, end + 1, step)
+    for end, step in (*_ROW_STEPS, (max_rows, _LARGEST_ROW_STEP)):
+        sizes += range(start + step, min(end, max_rows) + 1, step)
         start = end
-    return tuple(size for size in sizes if size <= max_rows)
+    return tuple(sizes[: bisect_left(sizes, max(launch_bound_rows(shape), FINE_ROWS)) + 1])
 
 
 def worthwhile_buckets(times_ms: Mapping[int, float]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from bullet_graph.graphs.capture_plan import CapturePlan, default_plan
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounts
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.report import CaptureReport
+from bullet_graph.models.workspaces import piece_scratch_bytes
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition, partition_of
@@ -187,7 +188,10 @@ def plan_ledger(
         workspaces = workspace_bytes(runtime.model, config.max_num_seqs)
         graphs = 0
         if config.cuda_graphs:
-            graphs = capture_plan_of(config, runtime, performance).graph_bytes(runtime.model.num_layers)
+            plan = capture_plan_of(config, runtime, performance)
+            most_rows = max(plan.short_forward_rows, default=0)
+            graphs = plan.graph_bytes(runtime.model.num_layers)
+            graphs += piece_scratch_bytes(runtime.model, most_rows, dtype_bytes=runtime.dtype.itemsize)
     return plan_memory(
         config,
         runtime.model,
@@ -219,6 +223,7 @@ def capture_plan_of(
         num_sms=torch.cuda.get_device_properties(runtime.device).multi_processor_count,
         max_num_seqs=config.max_num_seqs,
         max_rows=max_forward_rows(config),
+        shape=runtime.model,
         decode_sms=[SMS_PER_TPC * p.decode_tpcs for p in partitions if p.decode_tpcs is not None],
     )
 

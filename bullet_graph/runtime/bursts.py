@@ -136,7 +136,8 @@ class Workbench:
             padding_slot=max_batch_size,
         )
         max_rows = limits.max_tokens + max_batch_size
-        self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=row_buckets(max_rows))
+        buckets = row_buckets(max_rows, decoder.config)
+        self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=buckets)
         self._eager = EagerLane(
             decoder,
             state,

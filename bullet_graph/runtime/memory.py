@@ -43,7 +43,7 @@ class MemoryLedger:
         weights_bytes: parameters.
         activations_bytes: the widest forward's intermediate results.
         workspaces_bytes: attention and matrix-product scratch, and loaded kernels.
-        graphs_bytes: captured CUDA graphs (an estimate until they are captured).
+        graphs_bytes: captured CUDA graphs, and what the pieces of short forwards compute in (an estimate).
         kv_cache_bytes: the KV cache.
         num_kv_blocks: blocks in it, the padding block included.
     """

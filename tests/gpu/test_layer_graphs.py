@@ -22,7 +22,7 @@ from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
-NUM_BLOCKS, BLOCK_TOKENS, MAX_ROWS, MAX_SEQS = 2000, 16, 600, 64
+NUM_BLOCKS, BLOCK_TOKENS, MAX_ROWS, MAX_SEQS = 2000, 16, 1700, 64
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Setup:
     eager: EagerLane
 
 
-@pytest.fixture(scope="module", params=["llama-3.1-8b", "qwen3-8b"])
+@pytest.fixture(scope="module", params=["llama-3.1-8b", "qwen3-8b", "qwen3-0.6b"])
 def setup(request: pytest.FixtureRequest) -> Setup:
     config = replace(PRESETS[request.param], num_layers=3)
     weights = dummy_weights(config, dtype=torch.bfloat16, device=DEVICE, seed=11)
@@ -47,7 +47,8 @@ def setup(request: pytest.FixtureRequest) -> Setup:
             half.normal_()
     decoder = Decoder(config, weights, cache, cos_sin_table(config, 8192, DEVICE))
     with torch.inference_mode():
-        graphs = LayerGraphs(decoder, TritonOps(), buckets=row_buckets(MAX_ROWS))
+        buckets = row_buckets(MAX_ROWS, config)
+        graphs = LayerGraphs(decoder, TritonOps(), buckets=buckets)
         state = SamplingState(MAX_SEQS + 1, DEVICE)
         captured, eager = (
             EagerLane(
@@ -64,8 +65,8 @@ def setup(request: pytest.FixtureRequest) -> Setup:
         with torch.cuda.stream(stream):
             report = graphs.capture(progress=False)
         torch.cuda.synchronize()
-    assert report.num_graphs == len(row_buckets(MAX_ROWS)) * config.num_layers
-    assert set(graphs.buckets) <= set(row_buckets(MAX_ROWS))
+    assert report.num_graphs == len(buckets) * config.num_layers
+    assert set(graphs.buckets) <= set(buckets)
     return Setup(decoder, state, captured, eager)
 
 
@@ -107,6 +108,7 @@ def make_step(
         ([(37, 129, False)], 33),
         ([(0, 7, True), (1000, 300, False), (64, 30, True)], 50),
         ([(0, 500, True), (0, 30, True)], 8),
+        ([(0, 1000, True), (64, 500, True)], 8),  # in pieces for the small model alone
     ],
 )
 @torch.inference_mode()
@@ -124,6 +126,8 @@ def test_pieces_equal_the_eager_forward(
         for half, old in zip(cache.layer(layer), halves, strict=True):
             half.copy_(old)
     setup.state.last_token.copy_(last_tokens)
+    longest = 1024 if setup.decoder.config.hidden_size > 1024 else 1664
+    assert (setup.captured.begin(rows).bucket is not None) == (len(rows.positions) <= longest)
     logits, _ = setup.captured.run(rows)
     # Padding may change a matrix product's tiles, and so its rounding.
     error = torch.linalg.norm(logits.float() - expected.float()) / torch.linalg.norm(expected.float())
@@ -139,7 +143,7 @@ def test_pieces_equal_the_eager_forward(
 
 @torch.inference_mode()
 def test_a_forward_too_long_for_any_bucket_is_launched_kernel_by_kernel(setup: Setup) -> None:
-    prefill, _ = make_step([(0, 599, True)], 0, seed=1)
+    prefill, _ = make_step([(0, 1699, True)], 0, seed=1)
     forward = setup.captured.begin(lay_out(prefill, None, BLOCK_TOKENS))
     assert forward.bucket is None
     logits, _ = setup.captured.finish(setup.captured.run_layers(forward))

@@ -59,7 +59,8 @@ def test_capture_of_a_whole_plan(backend: str, record_property: Record) -> None:
     ) as engine:
         report = engine.capture
         assert report is not None
-        pieces = len(row_buckets(max_forward_rows(engine.config))) * PRESETS["llama-3.1-8b"].num_layers
+        model = PRESETS["llama-3.1-8b"]
+        pieces = len(row_buckets(max_forward_rows(engine.config), model)) * model.num_layers
         assert report.num_graphs == 24 * (1 + len(DECODE_SMS)) + pieces
         decode_s = sum(
             phase.end_s - phase.start_s

@@ -146,7 +146,13 @@ def test_explain_compares_the_plan(store: CaptureStore, tmp_path: Path) -> None:
     from bullet_graph.runtime.fingerprint import plan_mapping  # noqa: PLC0415
 
     plan = default_plan(
-        model="tiny", dtype="float32", num_sms=132, max_num_seqs=4, max_rows=64, decode_sms=()
+        model="tiny",
+        dtype="float32",
+        num_sms=132,
+        max_num_seqs=4,
+        max_rows=64,
+        shape=PRESETS["tiny"],
+        decode_sms=(),
     )
     (tmp_path / "plan.toml").write_text(format_plan(plan))
     asked = (*EXPLAIN, "--plan", str(tmp_path / "plan.toml"))

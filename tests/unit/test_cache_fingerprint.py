@@ -204,7 +204,13 @@ def test_sources_are_there_and_change_the_digest(
 
 def test_a_plan_is_plain_json() -> None:
     plan = default_plan(
-        model="tiny", dtype="bfloat16", num_sms=132, max_num_seqs=4, max_rows=64, decode_sms=(32,)
+        model="tiny",
+        dtype="bfloat16",
+        num_sms=132,
+        max_num_seqs=4,
+        max_rows=64,
+        shape=PRESETS["tiny"],
+        decode_sms=(32,),
     )
     mapping = plan_mapping(plan)
     assert mapping["model"] == "tiny"

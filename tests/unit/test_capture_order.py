@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from bullet_graph.graphs.capture_order import CaptureProgress, PieceKey, capture_order, hot_keys
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes, default_plan
 from bullet_graph.graphs.key import GraphKey
+from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 
 NARROW, WIDE = SmPartition(16, 50), SmPartition(32, 34)
@@ -63,7 +64,13 @@ def test_the_order_by_hand() -> None:
 
 def test_few_of_all_buckets_are_hot() -> None:
     plan = default_plan(
-        model="tiny", dtype="bfloat16", num_sms=132, max_num_seqs=256, max_rows=1024, decode_sms=(16, 32)
+        model="tiny",
+        dtype="bfloat16",
+        num_sms=132,
+        max_num_seqs=256,
+        max_rows=1024,
+        shape=PRESETS["tiny"],
+        decode_sms=(16, 32),
     )
     assert [key.batch_size for key in hot_keys(plan)] == [256, 1, 4, 16, 48, 112]
 

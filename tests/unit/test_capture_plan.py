@@ -20,6 +20,7 @@ from bullet_graph.graphs.capture_plan import (
 )
 from bullet_graph.graphs.key import batch_size_buckets, row_buckets
 from bullet_graph.graphs.plan_file import format_plan, list_plans, load_plan, parse_plan, read_plan
+from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 from bullet_graph.perf.shipped import load_table
 
@@ -89,11 +90,36 @@ def test_cost_follows_the_plan() -> None:
 
 def test_without_a_plan_every_bucket_is_captured_for_every_partition() -> None:
     plan = default_plan(
-        model="m", dtype="float16", num_sms=132, max_num_seqs=100, max_rows=300, decode_sms=(16, 96)
+        model="m",
+        dtype="float16",
+        num_sms=132,
+        max_num_seqs=100,
+        max_rows=300,
+        shape=PRESETS["llama-3.1-8b"],
+        decode_sms=(16, 96),
     )
     assert [entry.decode_sms for entry in plan.decode] == [None, 16, 96]
     assert {entry.batch_sizes for entry in plan.decode} == {batch_size_buckets(100)}
-    assert plan.short_forward_rows == row_buckets(300)
+    assert plan.short_forward_rows == row_buckets(300, PRESETS["llama-3.1-8b"])
+
+
+def test_small_models_have_longer_forwards_captured() -> None:
+    def rows(model: str) -> tuple[int, ...]:
+        plan = default_plan(
+            model=model,
+            dtype="bfloat16",
+            num_sms=132,
+            max_num_seqs=256,
+            max_rows=8192 + 256,
+            shape=PRESETS[model],
+            decode_sms=(),
+        )
+        return plan.short_forward_rows
+
+    assert len(rows("llama-3.1-8b")) == 32
+    assert rows("llama-3.1-8b")[-1] == 1024
+    assert len(rows("qwen3-0.6b")) == 32 + 8 + 7
+    assert rows("qwen3-0.6b")[-1] == 3840
 
 
 def test_shipped_plans() -> None:
@@ -109,6 +135,7 @@ def test_shipped_plans() -> None:
         num_sms=table.key.num_sms,
         max_num_seqs=256,
         max_rows=8192 + 256,
+        shape=PRESETS["llama-3.1-8b"],
         decode_sms=sizes,
     )
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from bullet_graph.engine.capture_proposal import Budget, Workload, propose
 from bullet_graph.engine.capture_usage import (
     CAPTURED_LAYER_MS,
-    EAGER_LAYER_MS,
     LEAST_SPLIT_GAIN,
     SINGLE_ROW_LOSS,
     CaptureUsage,
 )
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import DECODE_GRAPH_BYTES, DECODE_GRAPH_S, CapturePlan, default_plan
-from bullet_graph.graphs.key import batch_size_buckets
+from bullet_graph.graphs.key import EAGER_LAYER_MS, FINE_ROWS, batch_size_buckets
 from bullet_graph.graphs.size_choice import Demand, lost_ms
+from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.spec import WHOLE_GPU, partition_of
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.runtime.simulated import StepRecord
@@ -28,7 +28,13 @@ from bullet_graph.runtime.step import Placement
 MODEL = TableModel(h200_table(), LLAMA_8B)
 SPLIT = partition_of(48, num_sms=132)
 LIKE = default_plan(
-    model="m", dtype="bfloat16", num_sms=132, max_num_seqs=64, max_rows=256, decode_sms=MODEL.decode_sms
+    model="m",
+    dtype="bfloat16",
+    num_sms=132,
+    max_num_seqs=64,
+    max_rows=256,
+    shape=LLAMA_8B,
+    decode_sms=MODEL.decode_sms,
 )
 
 
@@ -122,6 +128,25 @@ def test_without_limits_all_that_came_up_is_captured() -> None:
     assert plan.short_forward_rows == (112,)
 
 
+def test_long_forwards_of_a_small_model_are_chosen_among_those_captured_without_a_plan() -> None:
+    like = default_plan(
+        model="m",
+        dtype="bfloat16",
+        num_sms=132,
+        max_num_seqs=64,
+        max_rows=8192,
+        shape=PRESETS["qwen3-0.6b"],
+        decode_sms=(),
+    )
+    rows = range(1, 5000, 7)
+    workload = Workload.of(usage_of(decode(3), *(forward(n, 0) for n in rows)), like)
+    assert {demand.size for demand in workload.forwards} == {n for n in rows if n <= 3840}
+    candidates = workload.row_candidates(like)
+    assert [n for n in candidates if n > FINE_ROWS] == [n for n in like.short_forward_rows if n > FINE_ROWS]
+    assert [n for n in candidates if n <= FINE_ROWS] == list(range(16, FINE_ROWS + 1, 16))
+    assert propose(workload, Budget(), like=like).short_forward_rows[-1] == 3840
+
+
 def test_the_whole_gpu_always_holds_the_largest_batch() -> None:
     usage = usage_of(decode(3), decode(20, SPLIT), forward(30, 2))
     plan = propose(Workload.of(usage, LIKE), Budget(time_s=DECODE_GRAPH_S), like=LIKE)
@@ -185,7 +210,13 @@ def small_workloads(draw: st.DrawFn) -> Workload:
 @given(small_workloads(), st.integers(1, 8))
 def test_no_other_plan_within_the_budget_loses_less(workload: Workload, count: int) -> None:
     like = default_plan(
-        model="m", dtype="bfloat16", num_sms=132, max_num_seqs=32, max_rows=32, decode_sms=(16,)
+        model="m",
+        dtype="bfloat16",
+        num_sms=132,
+        max_num_seqs=32,
+        max_rows=32,
+        shape=LLAMA_8B,
+        decode_sms=(16,),
     )
     budget = Budget(time_s=count * DECODE_GRAPH_S)
     plan = propose(workload, budget, like=like)

@@ -23,11 +23,14 @@ from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import GraphKey, largest_first, smallest_holding
 from bullet_graph.graphs.plan_file import format_plan
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.workspaces import piece_scratch_bytes
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.runtime.build import capture_plan_of
+from bullet_graph.runtime import build
+from bullet_graph.runtime.build import capture_plan_of, plan_ledger
 from bullet_graph.runtime.captures import check_plan
+from bullet_graph.runtime.memory import GIB
 from bullet_graph.runtime.resolve import Runtime
 from bullet_graph.slo import NO_TARGETS, Slo
 
@@ -120,6 +123,27 @@ def test_a_plan_contradicts_other_ways_to_say_the_same(settings: dict[str, objec
 def test_a_plan_has_a_name(name: object) -> None:
     with pytest.raises(ConfigError, match="capture_plan must be a file's name"):
         EngineConfig(model="tiny", capture_plan=name)  # type: ignore[arg-type]
+
+
+# ---- what it takes ----
+
+
+@pytest.mark.parametrize(("model", "rows"), [("llama-3.1-8b", 1024), ("qwen3-0.6b", 3840)])
+def test_the_ledger_holds_what_pieces_compute_in(
+    model: str, rows: int, h200: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (139 * GIB, 140 * GIB))
+    monkeypatch.setattr(build, "_require_cuda_libraries", lambda: None)
+    runtime = replace(h200, model=PRESETS[model])
+    config = EngineConfig(model=model, max_num_seqs=64, max_num_batched_tokens=8192)
+    plan = capture_plan_of(config, runtime)
+    assert plan.short_forward_rows[-1] == rows
+    scratch = piece_scratch_bytes(runtime.model, rows, dtype_bytes=2)
+    assert scratch > rows * 2 * 9 * runtime.model.hidden_size
+    ledger = plan_ledger(config, runtime)
+    assert ledger.graphs_bytes == plan.graph_bytes(runtime.model.num_layers) + scratch
+    none = plan_ledger(replace(config, cuda_graphs=False), runtime)
+    assert none.graphs_bytes == 0
 
 
 # ---- what is captured ----

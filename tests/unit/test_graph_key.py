@@ -8,9 +8,11 @@ from bullet_graph.graphs.key import (
     GraphKey,
     batch_size_buckets,
     bucket_for,
+    launch_bound_rows,
     row_buckets,
     worthwhile_buckets,
 )
+from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 
 MAX = st.integers(1, 2000)
@@ -49,15 +51,39 @@ def test_no_larger_bucket_is_faster_than_one_that_is_kept(times_ms: dict[int, fl
         assert times_ms[padded] == min(times_ms[larger] for larger in times_ms if larger >= size)
 
 
-@given(MAX, st.data())
-def test_short_forwards_are_padded_by_less_than_a_tile(max_rows: int, data: st.DataObject) -> None:
-    buckets = row_buckets(max_rows)
+@given(st.integers(1, 20_000), st.sampled_from(sorted(PRESETS)), st.data())
+def test_short_forwards_are_padded_little(max_rows: int, model: str, data: st.DataObject) -> None:
+    buckets = row_buckets(max_rows, PRESETS[model])
     assert list(buckets) == sorted(set(buckets))
     assert all(size <= max_rows for size in buckets)
     if buckets:
         rows = data.draw(st.integers(1, buckets[-1]))
         padding = bucket_for(rows, buckets) - rows
-        assert padding <= (15 if rows <= 256 else 31 if rows <= 512 else 63)
+        assert padding <= (15 if rows <= 256 else 31 if rows <= 512 else 63 if rows <= 1024 else 511)
+        assert padding <= max(15, rows / 8)
+
+
+@given(st.integers(1, 20_000), st.sampled_from(sorted(PRESETS)))
+def test_all_forwards_that_wait_for_the_host_have_a_bucket(max_rows: int, model: str) -> None:
+    """But for those between the last bucket and the most rows that there can be."""
+    buckets = row_buckets(max_rows, PRESETS[model])
+    largest = max(buckets, default=0)
+    step = 16 if largest < 256 else 32 if largest < 512 else 64 if largest < 1024 else largest // 8
+    assert largest >= max(launch_bound_rows(PRESETS[model]), 1024) or max_rows - largest < step
+
+
+def test_the_largest_bucket_follows_the_model() -> None:
+    assert launch_bound_rows(PRESETS["llama-3.1-8b"]) == 276
+    assert launch_bound_rows(PRESETS["qwen3-0.6b"]) == 3815
+    large = (*range(16, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
+    assert len(large) == 32
+    for name in ("llama-3.1-8b", "qwen3-8b", "llama-3.2-1b"):
+        assert row_buckets(8448, PRESETS[name]) == large
+    small = (*large, *range(1152, 2049, 128), *range(2304, 3841, 256))
+    assert row_buckets(8448, PRESETS["qwen3-0.6b"]) == small
+    assert row_buckets(2048 + 64, PRESETS["qwen3-0.6b"]) == small[: small.index(2048) + 1]
+    assert row_buckets(8448, PRESETS["tiny"])[-4:] == (6656, 7168, 7680, 8192), "no forward is longer"
+    assert row_buckets(15, PRESETS["tiny"]) == ()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from bullet_graph.models.ops import TorchOps
 from bullet_graph.models.pieces import LayerPieces
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.models.workspaces import piece_buffer_bytes, piece_scratch_bytes
 
 CPU = torch.device("cpu")
 CONFIG = PRESETS["tiny"]
@@ -84,6 +85,18 @@ def test_pieces_and_attentions_make_the_forward(config: ModelConfig, bucket: int
         for ours, theirs in zip(cut.cache.layer(layer), whole.cache.layer(layer), strict=True):
             # Padding leaves its trace in the padding block alone.
             torch.testing.assert_close(ours[1:], theirs[1:])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 33])
+def test_the_ledger_counts_what_pieces_take(rows: int) -> None:
+    pieces = LayerPieces(new_decoder(CONFIG), TorchOps(), max_rows=rows)
+    buffers = [value for value in vars(pieces).values() if isinstance(value, torch.Tensor)]
+    assert len(buffers) == 7
+    expected = piece_buffer_bytes(CONFIG, rows, dtype_bytes=4)
+    assert sum(buffer.nbytes for buffer in buffers) == expected
+    # Beside them, three of hidden size, and gate, up and their product.
+    results = rows * 4 * 3 * (CONFIG.hidden_size + CONFIG.intermediate_size)
+    assert piece_scratch_bytes(CONFIG, rows, dtype_bytes=4) == expected + results
 
 
 class _Graph:

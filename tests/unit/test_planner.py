@@ -9,10 +9,11 @@ from planner_loads import ARMS, LAYERS, MAX_CHUNK, chunk_of, decoding, load_of, 
 
 from bullet_graph.config import Arm
 from bullet_graph.engine.backlog import Backlog
-from bullet_graph.engine.options import FLOOR_TOKENS, ROW_STEP, SPLIT_SLICE_LAYERS
+from bullet_graph.engine.options import FLOOR_TOKENS, ROW_STEP, SPLIT_LAUNCH_MS
 from bullet_graph.engine.plan import Load, Plan, PromptLoad
 from bullet_graph.engine.planner import PAUSE_PATIENCE_S, Planner
 from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.key import EAGER_LAYER_MS
 from bullet_graph.partition.spec import WHOLE_GPU, partition_of
 from bullet_graph.perf.performance import attention_pairs
 
@@ -231,7 +232,8 @@ class TestSplit:
 
     def test_a_slice_is_launched_soon_however_short_it_is(self) -> None:
         plan = planner("split:48").plan(load_of(decoding(64), 16))
-        assert plan.slice_layers == SPLIT_SLICE_LAYERS < LAYERS
+        assert plan.slice_layers * EAGER_LAYER_MS == pytest.approx(SPLIT_LAUNCH_MS)
+        assert plan.slice_layers < LAYERS
 
 
 class TestCorrections:

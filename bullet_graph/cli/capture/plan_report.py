@@ -12,7 +12,7 @@ from bullet_graph.cli.capture.plan_study import CaptureStudy, PlanOutcome
 from bullet_graph.engine.capture_proposal import GroupUse
 from bullet_graph.graphs.key import batch_size_buckets
 
-_ROW_BINS = (64, 128, 256, 512, 1024)
+_ROW_BINS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def plan_notes(study: CaptureStudy) -> tuple[str, ...]:

@@ -92,6 +92,7 @@ def study_captures(
         num_sms=device.performance.num_sms,
         max_num_seqs=config.max_num_seqs,
         max_rows=max_forward_rows(config),
+        shape=device.model,
         decode_sms=decode_sms if arm.decode_sms is None else (arm.decode_sms,),
     )
     usage = CaptureUsage(device.unpadded)

@@ -39,6 +39,7 @@ class SimulatedDevice:
 
     Attributes:
         gpu: the GPU's name.
+        model: the model.
         is_measured: its times come from a measured table.
         performance: predicts them, batches padded as the engine's graphs pad them.
         unpadded: the same without padding.
@@ -50,6 +51,7 @@ class SimulatedDevice:
     """
 
     gpu: str
+    model: ModelConfig
     is_measured: bool
     performance: PerformanceModel
     unpadded: PerformanceModel
@@ -106,6 +108,7 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
         performance = PaddedModel(unpadded, plan.padded)
     return SimulatedDevice(
         name,
+        model,
         is_measured=isinstance(unpadded, TableModel),
         performance=performance,
         unpadded=unpadded,

@@ -15,7 +15,7 @@ from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, Placement, PrefillBatch, SlotInit, Step
 
 PROMPT_TOKENS = (1, 2, 5, 16, 100, 128, 1000, 1024, 2048)
-"""Lengths of prompts alone: one, odd, multiples of 16, longer than captured pieces."""
+"""Lengths of prompts alone: one, odd, multiples of 16, longer than a large model's captured pieces."""
 
 MIXED_PROMPTS = (1, 2, 3, 4)
 """Prompts beside decode rows: arrays of the latter begin so many numbers of four bytes after an aligned address."""
