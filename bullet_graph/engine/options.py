@@ -26,8 +26,8 @@ SPLIT_SLICE_MS = 5.0
 """Slices beside decode aim at this time, so that the split can soon change."""
 
 SPLIT_LAUNCH_MS = 1.6
-"""Most host time for the launches of such a slice, which the decode lane's next step has to wait for: a whole chunk of a
-small model would keep it waiting longer than it runs."""
+"""Most host time for the launches of such a slice, which the decode lane's next step has to wait for: a whole chunk of
+a small model would keep it waiting longer than it runs."""
 
 DECODES_PER_SLICE = 2.0
 """Without a TPOT target, a slice lasts as long as so many decode steps: prefill, which lets the batch grow and its
