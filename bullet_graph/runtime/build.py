@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import psutil
 import torch
 
 from bullet_graph.config import EngineConfig
-from bullet_graph.errors import ConfigError, DeviceError, UnsupportedModelError
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounts
 from bullet_graph.graphs.key import batch_size_buckets
@@ -37,13 +34,8 @@ from bullet_graph.runtime.launcher import Launcher
 from bullet_graph.runtime.loading import decoder_while_loading
 from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory, workspace_bytes
 from bullet_graph.runtime.performance import find_performance
+from bullet_graph.runtime.requirements import check_device
 from bullet_graph.runtime.resolve import Runtime
-
-FLASHINFER_RELEASE = "0.6.12"
-"""The release whose compiled modules ``models.flashinfer_attention`` calls; pyproject.toml pins the same."""
-
-GPU_HEAD_DIMS = (64, 128, 256)
-"""Head sizes that FlashInfer's fa2 and fa3 kernels are written for."""
 
 CPU_KV_CACHE_BYTES = 1024**3
 """The KV cache's size on the CPU unless ``kv_cache_bytes`` says otherwise: host memory is not ours to fill."""
@@ -101,7 +93,7 @@ def build_executor(
         PartitionError: the SM partitions asked for cannot be had, or do not hold.
     """
     with clock.phase("device"):
-        _check_device(config, runtime)
+        check_device(config, runtime)
         cached_table = partial(cached_table_for, config, runtime)
         performance = find_performance(config, runtime, cached_table=cached_table)
         ledger = plan_ledger(config, runtime, performance)
@@ -131,38 +123,6 @@ def artifact_plan(
     return gpu_plan(capture_plan_of(config, runtime, performance), config)
 
 
-def _check_device(config: EngineConfig, runtime: Runtime) -> None:
-    """What the device, its libraries and its kernels cannot do at all; raises as :func:`plan_ledger` says."""
-    if runtime.device.type == "cpu":
-        if (
-            config.decode_sms
-            or config.partition_backend not in ("auto", "none")
-            or config.arm.name == "split"
-        ):
-            raise ConfigError(
-                "SM partitions need a GPU, but the device is the CPU: leave out decode_sms, partition_backend and "
-                "the arm split"
-            )
-        named_plan(config, runtime)  # raises for any: there is nothing to capture
-        if config.capture_cache is not None and not config.compile:
-            raise ConfigError(
-                "capture_cache keeps what is compiled, and on the CPU nothing is: pass compile=True (--compile), or "
-                "leave out capture_cache"
-            )
-        return
-    if config.compile:
-        raise ConfigError(
-            "compile is for the CPU, and the device is a GPU, whose captured decode steps always are compiled: "
-            "leave it out"
-        )
-    _require_cuda_libraries()
-    if runtime.model.head_dim not in GPU_HEAD_DIMS:
-        raise UnsupportedModelError(
-            f"the GPU's attention kernels need heads of {', '.join(map(str, GPU_HEAD_DIMS))}, the model's have "
-            f"{runtime.model.head_dim}: pass device=cpu"
-        )
-
-
 def plan_ledger(
     config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None = None
 ) -> MemoryLedger:
@@ -178,7 +138,7 @@ def plan_ledger(
         UnsupportedModelError: the GPU path has no kernels for the model.
         PartitionError: a partition's size is odd.
     """
-    _check_device(config, runtime)
+    check_device(config, runtime)
     if runtime.device.type == "cpu":
         host = psutil.virtual_memory()
         device, workspaces, graphs, limit = DeviceMemory(host.total, host.available), 0, 0, CPU_KV_CACHE_BYTES
@@ -314,19 +274,3 @@ def partitions_of(
     elif not sizes and config.arm.name in ("auto", "split") and config.partition_backend != "none":
         sizes = () if performance is None else performance.decode_sms
     return tuple(partition_of(size, num_sms=num_sms) for size in (None, *sorted(set(sizes))))
-
-
-def _require_cuda_libraries() -> None:
-    """Check for the libraries of the ``cuda`` extra; FlashInfer's internals are called, so its release counts."""
-    missing = [name for name in ("triton", "flashinfer", "tvm_ffi") if find_spec(name) is None]
-    if missing:
-        raise DeviceError(
-            f"the GPU path needs {' and '.join(missing)}, not installed here: "
-            "pip install 'bullet-graph[cuda]', or pass device=cpu"
-        )
-    found = version("flashinfer-python")
-    if found != FLASHINFER_RELEASE:
-        raise DeviceError(
-            f"the GPU path needs flashinfer-python {FLASHINFER_RELEASE}, found {found}: "
-            f"pip install flashinfer-python=={FLASHINFER_RELEASE}"
-        )

@@ -6,11 +6,11 @@ from enum import StrEnum
 from typing import Literal
 
 from bullet_graph.partition.backend import AUTO, NoneBackend
-from bullet_graph.runtime.build import FLASHINFER_RELEASE
 from bullet_graph.runtime.cache_folders import CacheFolder
 from bullet_graph.runtime.machine import Asked, Gpu, Machine, MaskOffset
 from bullet_graph.runtime.memory import format_bytes
 from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks
+from bullet_graph.runtime.requirements import FLASHINFER_RELEASE
 
 _INSTALL_CUDA = "pip install 'bullet-graph[cuda]'"
 _MIN_CAPABILITY = (7, 5)

@@ -27,7 +27,7 @@ from bullet_graph.models.workspaces import piece_scratch_bytes
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.runtime import build
+from bullet_graph.runtime import requirements
 from bullet_graph.runtime.build import capture_plan_of, plan_ledger
 from bullet_graph.runtime.captures import check_plan
 from bullet_graph.runtime.memory import GIB
@@ -133,7 +133,7 @@ def test_the_ledger_holds_what_pieces_compute_in(
     model: str, rows: int, h200: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (139 * GIB, 140 * GIB))
-    monkeypatch.setattr(build, "_require_cuda_libraries", lambda: None)
+    monkeypatch.setattr(requirements, "_require_cuda_libraries", lambda: None)
     runtime = replace(h200, model=PRESETS[model])
     config = EngineConfig(model=model, max_num_seqs=64, max_num_batched_tokens=8192)
     plan = capture_plan_of(config, runtime)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from fakes.machines import DRIVER, GPU, complete_machine, finding, not_green
 
-from bullet_graph.runtime.build import FLASHINFER_RELEASE
 from bullet_graph.runtime.cache_folders import CacheFolder
 from bullet_graph.runtime.diagnose import Level, diagnose
 from bullet_graph.runtime.machine import Asked, MaskOffset
@@ -15,6 +14,7 @@ from bullet_graph.runtime.partition_checks import (
     PartitionChecks,
     SizeCheck,
 )
+from bullet_graph.runtime.requirements import FLASHINFER_RELEASE
 
 AUTO = Asked()
 

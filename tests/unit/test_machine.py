@@ -119,7 +119,7 @@ def test_none_has_the_whole_gpu_only(
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(17, "multiple of 2 SMs .* choose 16 or 18"), (0, "1 to 66"), (132, "1 to 66"), (-2, "1 to")],
+    [(17, "multiple of 2 SMs .* choose 16 or 18"), *((size, "from 2 to 130") for size in (0, 132, -2))],
 )
 def test_sizes_that_cannot_be(check: Callable[..., PartitionChecks], size: int, words: str) -> None:
     found = check("smctrl", (size,))
