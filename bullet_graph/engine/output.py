@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from bullet_graph.engine.corrections import ForwardKind
 from bullet_graph.engine.plan import ArmName
@@ -41,8 +41,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class CompletionOutput(NamedTuple):
     """One sampled output of a request.
 
     Attributes:
@@ -61,8 +60,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """State of one request.
 
     Attributes:

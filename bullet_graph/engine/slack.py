@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from bullet_graph.engine.plan import DecodeLoad
 
@@ -32,8 +32,7 @@ PATIENCE_ALLOWANCES = 20.0
 """A late prompt waits at least so many times what its target allows before it goes ahead of those on time."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowProgress:
+class RowProgress(NamedTuple):
     """How far a sequence that decodes has come.
 
     Attributes:
@@ -49,8 +48,7 @@ class RowProgress:
     tpot_ms: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedPrompt:
+class QueuedPrompt(NamedTuple):
     """A prompt, or the rest of one, that waits.
 
     Attributes:
@@ -92,16 +90,14 @@ def decode_load(
     """
     solo = None if solo_ms is None else solo_ms(batch_size, kv_tokens)
     budget = slack = target = math.inf
-    for row in rows:
-        tpot = row.tpot_ms
+    for first_token_s, num_tokens, left, tpot in rows:
         if tpot is None:
             continue
-        left = row.tokens_left
         far = RESCUE_HORIZON_TOKENS if left is None or left > RESCUE_HORIZON_TOKENS else left
         if far < 1:
             continue
-        done = row.num_tokens - 1
-        lag = (now_s - row.first_token_s) * 1e3 - done * tpot
+        done = num_tokens - 1
+        lag = (now_s - first_token_s) * 1e3 - done * tpot
         if solo is not None and lag + far * (solo - tpot) > 0:
             continue
         near = far if far < BUDGET_HORIZON_TOKENS else BUDGET_HORIZON_TOKENS
@@ -139,7 +135,8 @@ def order_prompts(prompts: Sequence[QueuedPrompt], now_s: float, ms_per_token: f
     starving: list[int] = []
     patient: list[int] = []
     for i in others:
-        (starving if _is_starving(prompts[i], now_s) else patient).append(i)
+        waited_s = now_s - arrival[i]
+        (starving if waited_s > PATIENCE_S and waited_s > _patience_s(prompts[i]) else patient).append(i)
     patient.sort(key=lambda i: (prompts[i].deadline_s, not prompts[i].started, arrival[i]))
     longest_first: list[tuple[int, int]] = []
     late: set[int] = set()
@@ -159,8 +156,7 @@ def order_prompts(prompts: Sequence[QueuedPrompt], now_s: float, ms_per_token: f
     )
 
 
-def _is_starving(prompt: QueuedPrompt, now_s: float) -> bool:
-    patience_s = PATIENCE_S
-    if prompt.deadline_s < math.inf:
-        patience_s = max(patience_s, PATIENCE_ALLOWANCES * (prompt.deadline_s - prompt.arrival_s))
-    return now_s - prompt.arrival_s > patience_s
+def _patience_s(prompt: QueuedPrompt) -> float:
+    if prompt.deadline_s == math.inf:
+        return PATIENCE_S
+    return max(PATIENCE_S, PATIENCE_ALLOWANCES * (prompt.deadline_s - prompt.arrival_s))
