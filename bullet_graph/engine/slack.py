@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
+from heapq import heappush, heappushpop
 from typing import NamedTuple
 
 from bullet_graph.engine.plan import DecodeLoad
@@ -67,7 +67,7 @@ class QueuedPrompt(NamedTuple):
 
 
 def decode_load(
-    rows: Iterable[RowProgress],
+    rows: Iterable[tuple[float, int, int | None, float | None]],
     batch_size: int,
     kv_tokens: int,
     now_s: float,
@@ -81,7 +81,7 @@ def decode_load(
     the tightest target.
 
     Args:
-        rows: those with a target, at least.
+        rows: those with a target, at least; each as a :class:`RowProgress` is, which costs more to make than to use.
         batch_size: all that decode.
         kv_tokens: tokens that all of them attend to.
         now_s: when the interval to the next token begins: now, or when the tokens in flight are expected.
@@ -137,22 +137,25 @@ def order_prompts(prompts: Sequence[QueuedPrompt], now_s: float, ms_per_token: f
     for i in others:
         waited_s = now_s - arrival[i]
         (starving if waited_s > PATIENCE_S and waited_s > _patience_s(prompts[i]) else patient).append(i)
-    patient.sort(key=lambda i: (prompts[i].deadline_s, not prompts[i].started, arrival[i]))
+    urgency = [(p.deadline_s, not p.started, p.arrival_s) for p in prompts]
+    patient.sort(key=urgency.__getitem__)
     longest_first: list[tuple[int, int]] = []
     late: set[int] = set()
     end_s = now_s + sum(prompts[i].tokens_left for i in resumed + starving) * ms_per_token / 1e3
     for i in patient:
-        heappush(longest_first, (-prompts[i].tokens_left, i))
-        end_s += prompts[i].tokens_left * ms_per_token / 1e3
-        if end_s > prompts[i].deadline_s:
-            tokens, dropped = heappop(longest_first)
+        tokens = prompts[i].tokens_left
+        end_s += tokens * ms_per_token / 1e3
+        if end_s <= prompts[i].deadline_s:
+            heappush(longest_first, (-tokens, i))
+        else:
+            tokens, dropped = heappushpop(longest_first, (-tokens, i))
             end_s += tokens * ms_per_token / 1e3
             late.add(dropped)
     return (
         resumed
         + sorted(starving, key=arrival.__getitem__)
         + [i for i in patient if i not in late]
-        + sorted(late, key=lambda i: (arrival[i], i))
+        + sorted(sorted(late), key=arrival.__getitem__)
     )
 
 

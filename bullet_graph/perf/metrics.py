@@ -2,10 +2,11 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class RequestMetrics(NamedTuple):
+@dataclass(slots=True)  # not frozen: each token brings one, as of CompletionOutput
+class RequestMetrics:
     """Times of one request, on one monotonic clock, in seconds; derived figures in milliseconds.
 
     Attributes:
