@@ -5,6 +5,7 @@ import itertools
 import queue
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,20 +25,24 @@ class _Stream:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self.items: deque[RequestOutput | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: RequestOutput | Exception) -> None:
         _put_all(self.loop, [(self, item)])
 
     def take(self, item: RequestOutput | Exception) -> None:
         """In the loop's own thread."""
-        self._items.put_nowait(item)
+        self.items.append(item)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # done: its task was cancelled
+            waiter.set_result(None)
 
-    async def get(self) -> RequestOutput:
-        item = await self._items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
+    def arrival(self) -> asyncio.Future[None]:
+        """Done once there is an item; for the one task that takes them, when there is none."""
+        # An asyncio.Queue, which may have many on both sides, costs twice as much a token.
+        self._waiter = self.loop.create_future()
+        return self._waiter
 
 
 def _put_all(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, RequestOutput | Exception]]) -> None:
@@ -111,7 +116,11 @@ class AsyncEngine:
         finished = False
         try:
             while not finished:
-                output = await stream.get()
+                if not stream.items:
+                    await stream.arrival()
+                output = stream.items.popleft()
+                if isinstance(output, Exception):
+                    raise output
                 finished = output.finished
                 yield output
         finally:
@@ -223,14 +232,17 @@ class AsyncEngine:
 
         But for an abort's: nobody waits for it, and another may use its id by now.
         """
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | Exception]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | Exception]]]
+        by_loop = defaultdict(list)
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is None or any(completion.finish_reason == "abort" for completion in output.outputs):
+            if stream is None:
                 continue
             if output.finished:
+                if any(completion.finish_reason == "abort" for completion in output.outputs):
+                    continue
                 del self._streams[output.request_id]
-            by_loop.setdefault(stream.loop, []).append((stream, output))
+            by_loop[stream.loop].append((stream, output))
         for loop, items in by_loop.items():
             _put_all(loop, items)
 

@@ -7,7 +7,7 @@ from bullet_graph.engine.flights import Flights
 from bullet_graph.engine.plan import DecodeLoad, Load, PromptLoad
 from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.sequence import Sequence as EngineSequence
-from bullet_graph.engine.slack import RowProgress, decode_load
+from bullet_graph.engine.slack import decode_load
 
 
 def load_of(
@@ -58,16 +58,16 @@ def _decode_load(
     rows: Sequence[EngineSequence], bound: Iterable[EngineSequence], due_s: float, planner: Planner
 ) -> DecodeLoad:
     return decode_load(
-        (
-            RowProgress(
+        [
+            (
                 due_s if s.first_token_s is None else s.first_token_s,
-                max(s.num_tokens - len(s.prompt_token_ids), 1),
+                s.num_tokens - len(s.prompt_token_ids) or 1,
                 s.max_tokens - s.num_tokens,
-                s.slo.tpot_ms,
+                tpot_ms,
             )
             for s in bound
-            if s.slo.tpot_ms is not None
-        ),
+            if (tpot_ms := s.slo.tpot_ms) is not None
+        ],
         len(rows),
         sum([s.num_tokens for s in rows]),
         due_s,

@@ -83,20 +83,24 @@ class Sample:
 
     def report(self, kind: OutputKind) -> CompletionOutput:
         """What to tell the caller now: everything, or what is new since the last report."""
-        visible = len(self._text) if self.finish_reason else max(len(self._text) - self._holdback, 0)
-        tokens = self.sequence.output_token_ids
-        first_text, first_token = 0, 0
+        sequence, first = self.sequence, 0
+        tokens = sequence.output_token_ids
         if kind is OutputKind.DELTA:
-            first_text, first_token = self._reported_text, self._reported_tokens
-            self._reported_text, self._reported_tokens = visible, len(tokens)
-        wanted = self.sequence.params.logprobs is not None
+            first, self._reported_tokens = self._reported_tokens, len(tokens)
         return CompletionOutput(
-            index=self.sequence.index,
-            text=self._text[first_text:visible],
-            token_ids=tuple(tokens[first_token:]),
-            logprobs=tuple(self.logprobs[first_token:]) if wanted else None,
-            finish_reason=self.finish_reason,
+            sequence.index,
+            "" if self._stream is None else self._report_text(kind),
+            tuple(tokens[first:]),
+            None if sequence.params.logprobs is None else tuple(self.logprobs[first:]),
+            self.finish_reason,
         )
+
+    def _report_text(self, kind: OutputKind) -> str:
+        visible = len(self._text) if self.finish_reason else max(len(self._text) - self._holdback, 0)
+        first = 0
+        if kind is OutputKind.DELTA:
+            first, self._reported_text = self._reported_text, visible
+        return self._text[first:visible]
 
 
 class Request:
@@ -122,27 +126,31 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.samples = samples
-        self.output_kind = output_kind
+        self.reports_progress = output_kind is not OutputKind.FINAL_ONLY
         self.first_scheduled_s: float | None = None
         self.token_times_s: list[float] = []
         self._prompt_token_ids = tuple(prompt_token_ids.tolist())
+        self._output_kind = output_kind
         self._arrival_s = arrival_s
         self._slo = slo
 
     @property
     def finished(self) -> bool:
         """Whether every sample has ended."""
-        return all(sample.finish_reason is not None for sample in self.samples)
+        return None not in [sample.finish_reason for sample in self.samples]
 
     def output(self) -> RequestOutput:
         """The request as it stands."""
         return RequestOutput(
-            request_id=self.request_id,
-            prompt_token_ids=self._prompt_token_ids,
-            outputs=tuple(sample.report(self.output_kind) for sample in self.samples),
-            finished=self.finished,
-            metrics=RequestMetrics(self._arrival_s, self.first_scheduled_s, tuple(self.token_times_s)),
-            slo=self._slo,
+            self.request_id,
+            self._prompt_token_ids,
+            tuple([sample.report(self._output_kind) for sample in self.samples]),
+            self.finished,
+            RequestMetrics(
+                self._arrival_s, self.first_scheduled_s, self.token_times_s, len(self.token_times_s)
+            ),
+            None,
+            self._slo,
         )
 
 

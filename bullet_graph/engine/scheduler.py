@@ -44,7 +44,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._pool = pool
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._waiting: dict[Sequence, None] = {}
+        self._waiting: dict[Sequence, QueuedPrompt] = {}
         self._running: dict[Sequence, None] = {}
         self._admitted: list[Sequence] = []
         self._held: Sequence | None = None
@@ -116,18 +116,7 @@ class Scheduler:
         else:
             unordered = [*started, *self._waiting]
             order = order_prompts(
-                [
-                    QueuedPrompt(
-                        s.num_tokens - s.num_cached,
-                        s.arrival_s,
-                        s.deadline_s,
-                        started=s.status is Status.RUNNING,
-                        resumed=s.preempted,
-                    )
-                    for s in unordered
-                ],
-                now_s,
-                ms_per_token,
+                [*(_queued(s) for s in started), *self._waiting.values()], now_s, ms_per_token
             )
             queue = (unordered[i] for i in order)
         return list(islice(self._admissible(queue), QUEUE_IN_SIGHT))
@@ -292,7 +281,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
-        self._waiting[sequence] = None
+        self._waiting[sequence] = _queued(sequence)
         self.num_waiting_tokens += sequence.num_tokens
         self._num_with_deadline += sequence.deadline_s < _NEVER
 
@@ -310,3 +299,14 @@ class Scheduler:
         sequence.kv_capacity = 0
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
+
+
+def _queued(sequence: Sequence) -> QueuedPrompt:
+    """What the order of prompts depends on; stays the same while the sequence waits for blocks."""
+    return QueuedPrompt(
+        sequence.num_tokens - sequence.num_cached,
+        sequence.arrival_s,
+        sequence.deadline_s,
+        started=sequence.status is Status.RUNNING,
+        resumed=sequence.preempted,
+    )

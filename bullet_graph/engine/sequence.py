@@ -53,6 +53,7 @@ class Sequence:
             two: they are asked for at every step and every row.
         max_tokens: most that ``num_tokens`` may become.
         kv_capacity: tokens that its blocks have room for.
+        deadline_s: when its first token is due; infinite without a target.
     """
 
     request_id: str
@@ -76,15 +77,12 @@ class Sequence:
     num_tokens: int = field(init=False)
     max_tokens: int = field(init=False)
     kv_capacity: int = 0
+    deadline_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids)
         self.max_tokens = self.num_tokens + self.params.max_tokens
-
-    @property
-    def deadline_s(self) -> float:
-        """When its first token is due; infinite without a target."""
-        return self.arrival_s + self.slo.ttft_limit_ms(len(self.prompt_token_ids)) / 1e3
+        self.deadline_s = self.arrival_s + self.slo.ttft_limit_ms(self.num_tokens) / 1e3
 
     def known_token_ids(self, start: int, stop: int) -> Int32Array:
         """Tokens at positions [start, stop), all of which must have reached the host."""

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappush, heappushpop
+from typing import NamedTuple
 
 from bullet_graph.engine.plan import DecodeLoad
 
@@ -32,8 +32,7 @@ PATIENCE_ALLOWANCES = 20.0
 """A late prompt waits at least so many times what its target allows before it goes ahead of those on time."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowProgress:
+class RowProgress(NamedTuple):
     """How far a sequence that decodes has come.
 
     Attributes:
@@ -49,8 +48,7 @@ class RowProgress:
     tpot_ms: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedPrompt:
+class QueuedPrompt(NamedTuple):
     """A prompt, or the rest of one, that waits.
 
     Attributes:
@@ -69,7 +67,7 @@ class QueuedPrompt:
 
 
 def decode_load(
-    rows: Iterable[RowProgress],
+    rows: Iterable[tuple[float, int, int | None, float | None]],
     batch_size: int,
     kv_tokens: int,
     now_s: float,
@@ -83,7 +81,7 @@ def decode_load(
     the tightest target.
 
     Args:
-        rows: those with a target, at least.
+        rows: those with a target, at least; each as a :class:`RowProgress` is, which costs more to make than to use.
         batch_size: all that decode.
         kv_tokens: tokens that all of them attend to.
         now_s: when the interval to the next token begins: now, or when the tokens in flight are expected.
@@ -92,16 +90,14 @@ def decode_load(
     """
     solo = None if solo_ms is None else solo_ms(batch_size, kv_tokens)
     budget = slack = target = math.inf
-    for row in rows:
-        tpot = row.tpot_ms
+    for first_token_s, num_tokens, left, tpot in rows:
         if tpot is None:
             continue
-        left = row.tokens_left
         far = RESCUE_HORIZON_TOKENS if left is None or left > RESCUE_HORIZON_TOKENS else left
         if far < 1:
             continue
-        done = row.num_tokens - 1
-        lag = (now_s - row.first_token_s) * 1e3 - done * tpot
+        done = num_tokens - 1
+        lag = (now_s - first_token_s) * 1e3 - done * tpot
         if solo is not None and lag + far * (solo - tpot) > 0:
             continue
         near = far if far < BUDGET_HORIZON_TOKENS else BUDGET_HORIZON_TOKENS
@@ -139,28 +135,31 @@ def order_prompts(prompts: Sequence[QueuedPrompt], now_s: float, ms_per_token: f
     starving: list[int] = []
     patient: list[int] = []
     for i in others:
-        (starving if _is_starving(prompts[i], now_s) else patient).append(i)
-    patient.sort(key=lambda i: (prompts[i].deadline_s, not prompts[i].started, arrival[i]))
+        waited_s = now_s - arrival[i]
+        (starving if waited_s > PATIENCE_S and waited_s > _patience_s(prompts[i]) else patient).append(i)
+    urgency = [(p.deadline_s, not p.started, p.arrival_s) for p in prompts]
+    patient.sort(key=urgency.__getitem__)
     longest_first: list[tuple[int, int]] = []
     late: set[int] = set()
     end_s = now_s + sum(prompts[i].tokens_left for i in resumed + starving) * ms_per_token / 1e3
     for i in patient:
-        heappush(longest_first, (-prompts[i].tokens_left, i))
-        end_s += prompts[i].tokens_left * ms_per_token / 1e3
-        if end_s > prompts[i].deadline_s:
-            tokens, dropped = heappop(longest_first)
+        tokens = prompts[i].tokens_left
+        end_s += tokens * ms_per_token / 1e3
+        if end_s <= prompts[i].deadline_s:
+            heappush(longest_first, (-tokens, i))
+        else:
+            tokens, dropped = heappushpop(longest_first, (-tokens, i))
             end_s += tokens * ms_per_token / 1e3
             late.add(dropped)
     return (
         resumed
         + sorted(starving, key=arrival.__getitem__)
         + [i for i in patient if i not in late]
-        + sorted(late, key=lambda i: (arrival[i], i))
+        + sorted(sorted(late), key=arrival.__getitem__)
     )
 
 
-def _is_starving(prompt: QueuedPrompt, now_s: float) -> bool:
-    patience_s = PATIENCE_S
-    if prompt.deadline_s < math.inf:
-        patience_s = max(patience_s, PATIENCE_ALLOWANCES * (prompt.deadline_s - prompt.arrival_s))
-    return now_s - prompt.arrival_s > patience_s
+def _patience_s(prompt: QueuedPrompt) -> float:
+    if prompt.deadline_s == math.inf:
+        return PATIENCE_S
+    return max(PATIENCE_S, PATIENCE_ALLOWANCES * (prompt.deadline_s - prompt.arrival_s))

@@ -1,6 +1,6 @@
 """The requests under way: what steps bring is handed to their samples here."""
 
-from bullet_graph.engine.output import OutputKind, RequestOutput
+from bullet_graph.engine.output import RequestOutput
 from bullet_graph.engine.request import Request, row_logprobs
 from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.engine.scheduler import Scheduler
@@ -85,13 +85,13 @@ class RequestTracker:
             if sample.finish_reason is not None:
                 self._scheduler.finish(sequence)
                 touched[request] = None
-            elif request.output_kind is not OutputKind.FINAL_ONLY:
+            elif request.reports_progress:
                 touched[request] = None
         outputs = []
         for request in touched:
-            finished = request.finished
-            if finished:
-                del self._requests[request.request_id]
-            if finished or request.output_kind is not OutputKind.FINAL_ONLY:
-                outputs.append(request.output())
+            if request.reports_progress or request.finished:
+                output = request.output()
+                if output.finished:
+                    del self._requests[request.request_id]
+                outputs.append(output)
         return outputs

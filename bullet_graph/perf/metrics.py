@@ -1,22 +1,35 @@
 """What a request experienced: times to and between its tokens."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: each token brings one, as of CompletionOutput
 class RequestMetrics:
     """Times of one request, on one monotonic clock, in seconds; derived figures in milliseconds.
 
     Attributes:
         arrival_s: when the request was added.
         first_scheduled_s: when its first prefill chunk was launched, or None while it waits.
-        token_times_s: when each output token (of the first sample) reached the host.
+        times_s: see :attr:`token_times_s`; may go on, since a copy for each token of a long output would cost more
+            than all else that is done for it.
+        num_tokens: how many of ``times_s`` count; None: all of them.
     """
 
     arrival_s: float
     first_scheduled_s: float | None
-    token_times_s: tuple[float, ...]
+    times_s: Sequence[float]
+    num_tokens: int | None = None
+
+    @property
+    def token_times_s(self) -> tuple[float, ...]:
+        """When each output token (of the first sample) reached the host."""
+        return self.token_times_from(0)
+
+    def token_times_from(self, index: int) -> tuple[float, ...]:
+        """The same from one of the tokens on."""
+        return tuple(self.times_s[index : self.num_tokens])
 
     @property
     def queue_ms(self) -> float | None:
@@ -26,21 +39,22 @@ class RequestMetrics:
     @property
     def ttft_ms(self) -> float | None:
         """Time to first token: from arrival until it reached the host."""
-        return (self.token_times_s[0] - self.arrival_s) * 1e3 if self.token_times_s else None
+        times = self.token_times_s
+        return (times[0] - self.arrival_s) * 1e3 if times else None
 
     @property
     def tpot_ms(self) -> float | None:
         """Time per output token after the first: (e2e − TTFT) / (n_out − 1); None for fewer than two."""
-        count = len(self.token_times_s)
-        return (self.token_times_s[-1] - self.token_times_s[0]) / (count - 1) * 1e3 if count > 1 else None
+        times = self.token_times_s
+        return (times[-1] - times[0]) / (len(times) - 1) * 1e3 if len(times) > 1 else None
 
     @property
     def e2e_ms(self) -> float | None:
         """From arrival to the last token so far."""
-        return (self.token_times_s[-1] - self.arrival_s) * 1e3 if self.token_times_s else None
+        times = self.token_times_s
+        return (times[-1] - self.arrival_s) * 1e3 if times else None
 
     @property
     def itl_ms(self) -> tuple[float, ...]:
         """Inter-token latencies: the gaps between one token and the next."""
-        times = self.token_times_s
-        return tuple((b - a) * 1e3 for a, b in itertools.pairwise(times))
+        return tuple((b - a) * 1e3 for a, b in itertools.pairwise(self.token_times_s))

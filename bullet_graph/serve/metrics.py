@@ -1,5 +1,6 @@
 """What the server counts: vLLM's metrics under their names, and the lanes', arms', targets' and energy's."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -63,16 +64,14 @@ class RequestMeter:
 
     def observe(self, output: RequestOutput) -> None:
         """Count an output: what is new since the last, or all at the end."""
-        metrics, seen = self._metrics, self._seen
-        times = output.metrics.token_times_s
-        if len(times) > seen:
-            if not seen:
-                metrics.prompt_tokens += self._prompt_tokens
-                metrics.first_token.observe(times[0] - output.metrics.arrival_s)
-                seen = 1
-            for index in range(seen, len(times)):
-                metrics.inter_token.observe(times[index] - times[index - 1])
-            self._seen = len(times)
+        metrics, last = self._metrics, max(self._seen - 1, 0)
+        times = output.metrics.token_times_from(last)
+        if times and not self._seen:
+            metrics.prompt_tokens += self._prompt_tokens
+            metrics.first_token.observe(times[0] - output.metrics.arrival_s)
+        for before, after in itertools.pairwise(times):
+            metrics.inter_token.observe(after - before)
+        self._seen = last + len(times)
         metrics.generation_tokens += sum([len(completion.token_ids) for completion in output.outputs])
         if output.finished:
             self._finish(output)
