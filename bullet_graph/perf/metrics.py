@@ -12,8 +12,8 @@ class RequestMetrics:
     Attributes:
         arrival_s: when the request was added.
         first_scheduled_s: when its first prefill chunk was launched, or None while it waits.
-        times_s: see :attr:`token_times_s`; may go on, since a copy for each token of a long output would cost more
-            than all else that is done for it.
+        times_s: see :attr:`token_times_s`; may go on, since a copy for each token of a long output would cost as much
+            as all else that is done for it.
         num_tokens: how many of ``times_s`` count; None: all of them.
     """
 

@@ -34,3 +34,13 @@ def test_a_prompt_under_way_has_a_queue_time_only() -> None:
     metrics = RequestMetrics(2.0, 2.25, ())
     assert metrics.queue_ms == 250
     assert metrics.ttft_ms is None
+
+
+def test_times_that_come_later_do_not_count() -> None:
+    times = [1.25, 1.5]
+    metrics = RequestMetrics(1.0, 1.0, times, len(times))
+    times.append(9.0)
+    assert metrics.token_times_s == (1.25, 1.5)
+    assert metrics.token_times_from(1) == (1.5,)
+    assert (metrics.ttft_ms, metrics.tpot_ms, metrics.e2e_ms) == (250, 250, 500)
+    assert metrics.itl_ms == (250,)
