@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -219,10 +220,9 @@ def test_a_stuck_lane_fails_all_requests_and_turns_health_red(
         assert [answer.status_code for answer in answers] == [503] * 5
         for answer in answers:
             message = error_of(answer)["message"]
-            # The second request's prompt may be in the step, or come too late for it.
-            assert "made no progress for 0.4 s (--watchdog-timeout): decode lane: a " in message
-            assert " decode rows on a device" in message or "a decode step of 1 rows" in message
-            assert "is still being launched" in message
+            # The second request's prompt may be in the step, or in the one before it, or come too late.
+            step = r"decode lane: a (.* decode rows on a device|decode step of [12] rows).* is still being launched"
+            assert re.search(rf"made no progress for 0\.4 s \(--watchdog-timeout\): {step}", message)
         assert served.http.get("/health").status_code == 503
         assert "decode lane" in caplog.text
         assert not stuck.release.is_set()
