@@ -17,9 +17,10 @@ from cli_runner import TINY, refused, run
 from bullet_graph import EngineConfig
 from bullet_graph.cache.store import CaptureStore
 from bullet_graph.cli.bench import startup, startup_child
-from bullet_graph.cli.bench.startup import StartArm, read_run, run_startup
+from bullet_graph.cli.bench.startup import StartArm, StartupResult, TimedPhase, read_run, run_startup
 from bullet_graph.cli.bench.startup_plot import draw_startup
 from bullet_graph.errors import BulletGraphError, CheckpointError
+from bullet_graph.perf.provenance import collect_provenance
 
 CONFIG = EngineConfig(model="tiny", device="cpu", max_model_len=128, max_num_seqs=4)
 TOLD = {
@@ -67,6 +68,24 @@ def test_times_count_from_the_start_of_the_process() -> None:
     assert (found.startup_s, found.first_token_s) == (7.0, 8.0)
     assert found.seconds == {"process": 0.5, "imports": 3.0, "weights": 2.0, "first token": 0.5}
     assert found.num_missing_graphs == 7
+
+
+def test_phases_of_all_arms_stand_in_the_order_of_a_start() -> None:
+    """Whichever arm has them, and whenever they ended."""
+    run = read_run(TOLD, started_s=100.0)
+    cached = dataclasses.replace(
+        run, phases=(*run.phases, TimedPhase("canary", 5, 6), TimedPhase("capture cache", 6, 7))
+    )
+    result = StartupResult(
+        runs={"warm": (run,), "cached": (cached,)},
+        model="tiny",
+        load_format="dummy",
+        dtype="float32",
+        arm="serial",
+        engine={},
+        provenance=collect_provenance("cpu"),
+    )
+    assert result.phase_names == ["process", "imports", "capture cache", "weights", "canary", "first token"]
 
 
 class FakeChildren:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import numpy as np
@@ -23,6 +23,7 @@ from bullet_graph.cli.engine_run import engine_settings, resolved_load_format
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError
 from bullet_graph.perf.provenance import Provenance, collect_provenance
+from bullet_graph.perf.start_report import PhaseName
 from bullet_graph.runtime.resolve import resolve
 
 _CHILD = "bullet_graph.cli.bench.startup_child"
@@ -115,6 +116,12 @@ class StartupResult:
         """Mean seconds of each phase of an arm."""
         runs = [run.seconds for run in self.runs[arm]]
         return {name: float(np.mean([run.get(name, 0.0) for run in runs])) for name in runs[0]}
+
+    @property
+    def phase_names(self) -> list[str]:
+        """Phases that any start had, in the order of a start."""
+        there = {name for runs in self.runs.values() for run in runs for name in run.seconds}
+        return [name for name in (_PROCESS, *get_args(PhaseName)) if name in there]
 
     def fields(self) -> dict[str, Any]:
         """The figures for a JSON file."""
@@ -243,7 +250,7 @@ def print_startup(result: StartupResult) -> None:
     for arm in arms:
         table.add_column(f"{arm} ({len(result.runs[arm])})", justify="right")
     seconds = {arm: result.phase_seconds(arm) for arm in arms}
-    for name in dict.fromkeys(name for of_arm in seconds.values() for name in of_arm):
+    for name in result.phase_names:
         table.add_row(name, *(f"{seconds[arm].get(name, 0.0):,.2f}" for arm in arms))
     table.add_section()
     for label, what in (("ready", "startup_s"), ("first token out", "first_token_s")):

@@ -13,7 +13,7 @@ def draw_startup(result: StartupResult, image_format: str) -> bytes:
         image_format: ``svg`` or ``png``.
     """
     chosen = {arm: _median(runs) for arm, runs in result.runs.items()}
-    names = list(dict.fromkeys(name for run in chosen.values() for name in run.seconds))
+    names = result.phase_names
     with plot_style():
         figure = Figure(figsize=(9, 0.8 + (0.5 + 0.28 * len(names)) * len(chosen)), layout="constrained")
         panels = figure.subplots(len(chosen), 1, squeeze=False)[:, 0]
