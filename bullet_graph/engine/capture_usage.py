@@ -9,7 +9,7 @@ from bullet_graph.graphs.key import EAGER_LAYER_MS
 from bullet_graph.graphs.size_choice import Demand
 from bullet_graph.partition.spec import SMS_PER_TPC
 from bullet_graph.perf.performance import PerformanceModel
-from bullet_graph.runtime.simulated import StepRecord
+from bullet_graph.runtime.step_work import StepRecord
 
 CAPTURED_LAYER_MS = 0.08
 """What a layer of a forward costs the host that runs in captured pieces: 2.5 ms for 32 layers (bench/LOG.md)."""

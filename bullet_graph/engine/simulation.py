@@ -19,7 +19,8 @@ from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.partition.spec import partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.runtime.executor import max_batch_sizes
-from bullet_graph.runtime.simulated import SimulatedExecutor, StepRecord
+from bullet_graph.runtime.simulated import SimulatedExecutor
+from bullet_graph.runtime.step_work import StepRecord
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload

@@ -12,40 +12,9 @@ import numpy as np
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.masks import LANES, Lane, lane_tpcs
 from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
-from bullet_graph.perf.performance import PerformanceModel, attention_pairs
+from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.runtime.step import Placement, Step, StepResult
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What a step asks of the device, in the performance model's terms."""
-
-    tokens: int
-    pairs: float
-    batch_size: int
-    kv_tokens: int
-    num_sampled: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One launch that has finished, in the performance model's terms.
-
-    Attributes:
-        placement: where it ran, and which layers.
-        tokens: prompt rows.
-        pairs: (query, key) pairs of their attention.
-        batch_size: decode rows.
-        kv_tokens: tokens that these attend to, all together.
-        device_ms: its time on the device.
-    """
-
-    placement: Placement
-    tokens: int
-    pairs: float
-    batch_size: int
-    kv_tokens: int
-    device_ms: float
+from bullet_graph.runtime.step_work import StepRecord, StepWork
 
 
 @dataclass(slots=True)
@@ -61,7 +30,7 @@ class _Job:
 
     ticket: int
     placement: Placement
-    work: _Work
+    work: StepWork
     alone_ms: float
     factor: float
     left: float
@@ -159,7 +128,7 @@ class SimulatedExecutor:
                 f"{placement.first_layer} to {stop} were launched"
             )
         self._next_layer[lane] = 0 if placement.last_layer is None else stop
-        work = _measure(step, samples=placement.last_layer is None)
+        work = StepWork.of(step, samples=placement.last_layer is None)
         most = self.max_batch_size(placement.partition)
         if step.prefill is None and most is not None and work.batch_size > most:
             raise PartitionError(
@@ -218,7 +187,7 @@ class SimulatedExecutor:
 
     # ---- how long things take ----
 
-    def _alone_ms(self, work: _Work, placement: Placement) -> float:
+    def _alone_ms(self, work: StepWork, placement: Placement) -> float:
         lane, partition = placement.lane, placement.partition
         if work.batch_size and lane == "prefill":
             raise ValueError(
@@ -309,16 +278,3 @@ class SimulatedExecutor:
         self._on_step(
             StepRecord(job.placement, work.tokens, work.pairs, work.batch_size, work.kv_tokens, device_ms)
         )
-
-
-def _measure(step: Step, *, samples: bool) -> _Work:
-    tokens, pairs, batch_size, kv_tokens, num_sampled = 0, 0.0, 0, 0, 0
-    if step.prefill is not None:
-        tokens = len(step.prefill.token_ids)
-        lengths = np.diff(step.prefill.q_indptr).tolist()
-        pairs = sum(map(attention_pairs, lengths, step.prefill.starts.tolist()))
-        num_sampled = int(np.count_nonzero(step.prefill.samples))
-    if step.decode is not None:
-        batch_size = len(step.decode.slots)
-        kv_tokens = int(step.decode.positions.sum()) + batch_size
-    return _Work(tokens, pairs, batch_size, kv_tokens, num_sampled + batch_size if samples else 0)

@@ -22,8 +22,8 @@ from bullet_graph.graphs.size_choice import Demand, lost_ms
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.spec import WHOLE_GPU, partition_of
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.runtime.simulated import StepRecord
 from bullet_graph.runtime.step import Placement
+from bullet_graph.runtime.step_work import StepRecord
 
 MODEL = TableModel(h200_table(), LLAMA_8B)
 SPLIT = partition_of(48, num_sms=132)

@@ -17,7 +17,7 @@ from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.serving import RateSearch, ServingResult, find_goodput, summarize_serving
-from bullet_graph.runtime.simulated import StepRecord
+from bullet_graph.runtime.step_work import StepRecord
 from bullet_graph.workloads import Workload, load_workload
 from bullet_graph.workloads.arrivals import arrival_times, trace_times
 
