@@ -1,7 +1,7 @@
 """Chooses at every tick how prefill and decode share the device."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from bullet_graph.config import Arm
@@ -9,22 +9,16 @@ from bullet_graph.engine.backlog import Backlog, ChunkSizes
 from bullet_graph.engine.corrections import Corrections, ForwardKind
 from bullet_graph.engine.options import FLOOR_TOKENS, ROW_STEP, Outlook
 from bullet_graph.engine.plan import ArmName, Bound, Load, Option, Plan
+from bullet_graph.engine.preference import (
+    BESIDE_GAIN,
+    Preference,
+    interval_of,
+    rate_worth,
+    throughput_worth,
+)
 from bullet_graph.errors import ConfigError
 from bullet_graph.partition.spec import partition_of
 from bullet_graph.perf.performance import PerformanceModel
-
-STICKINESS = 1.15
-"""Another arm must be so many times better than the last one to take its place."""
-
-LANE_SHARE = 0.75
-"""What a chunk on the prefill lane is worth beside rows of a mixed step: its prompts wait for its end and then, to
-decode, for a step or two, and until then no other chunk can begin. Outputs of a few tokens never make good for that: at
-rates predicted within 5 %, split served a third fewer code requests within 8 ms a token (bench/LOG.md)."""
-
-BESIDE_GAIN = 1.03
-"""Without TPOT targets, prefill beside decode must bring so many times what the phases bring in turn: prompts that are
-prefilled first let the batch grow, which makes every later step cheaper. Simulated, all at once: conv 24.0 → 22.6 s,
-code 23.7 → 23.1 s."""
 
 SOLO_SLICE_MS = 8.0
 """Slices aim at this time when nothing decodes."""
@@ -96,7 +90,7 @@ class Planner:
             self._sizes = ChunkSizes.of(model, max_chunk_tokens, self._decode_sms)
             whole = self._sizes.whole
             self._ms_per_token = model.prefill(whole, whole * whole / 2).ms / whole
-        self._last: tuple[ArmName, int | None] | None = None
+        self._preference = Preference()
         self._now_s = 0.0
         self._paused = False
         self._paused_s = 0.0
@@ -218,7 +212,7 @@ class Planner:
             if not options:  # no lane has a graph for so many rows: turns, until there are fewer
                 return outlook.sliced()
             # The fewest SMs that hold the target; where none do, what is fastest for decode.
-            return next((o for o in options if o.holds_tpot), None) or min(options, key=_interval)
+            return next((o for o in options if o.holds_tpot), None) or min(options, key=interval_of)
         if self.arm.chunk_tokens is not None:
             return outlook.mixed(self._fixed_chunk_tokens - outlook.batch_size)
         largest = outlook.largest_mixed()
@@ -234,25 +228,27 @@ class Planner:
         if load.chunk is None and outlook.budget_ms == math.inf:
             first = outlook.prefill_first()
             weighed.append(first)
-            if max(map(_throughput, options)) < BESIDE_GAIN * first.throughput:
+            if max(map(throughput_worth, options)) < BESIDE_GAIN * first.throughput:
                 return self._plan_of(first, outlook, load, "throughput", weighed)
         holding = [option for option in options if option.holds_tpot or outlook.infeasible]
         on_time = [option for option in holding if option.holds_ttft]
         bound: Bound = "ttft"
         if on_time:
-            option = self._pick(on_time, _rate if outlook.demand.some_late else _throughput)
+            option = self._preference.pick(
+                on_time, rate_worth if outlook.demand.some_late else throughput_worth
+            )
             bound = "throughput" if outlook.limit_ms == math.inf else "tpot"
         elif (rescue := self._rescue(outlook)) is not None:
             option = rescue
             weighed.append(rescue)
         elif holding:
-            option = self._pick(holding, _rate)
+            option = self._preference.pick(holding, rate_worth)
         elif self._may_pause(load):
             option, bound = alone, "tpot"
         else:
             least = LEAST_RATE * 1e3 / outlook.prefill_ms_per_token
             fast = [option for option in options if option.prefill_tokens_per_s >= least]
-            option = min(fast, key=_interval) if fast else max(options, key=_rate)
+            option = min(fast, key=interval_of) if fast else max(options, key=rate_worth)
         return self._plan_of(option, outlook, load, bound, weighed)
 
     def _prefilling(self, outlook: Outlook, load: Load) -> list[Option]:
@@ -284,17 +280,10 @@ class Planner:
         overdue = (load.chunk or load.prompts[0]).deadline_s < load.now_s
         return self._paused_s < (OVERDUE_PATIENCE_S if overdue else PAUSE_PATIENCE_S)
 
-    def _pick(self, options: list[Option], key: Callable[[Option], float]) -> Option:
-        """The best, or the best of the arm chosen last where that is nearly as good."""
-        best = max(options, key=key)
-        same = [option for option in options if (option.arm, option.decode_sms) == self._last]
-        kept = max(same, key=key, default=best)
-        return kept if STICKINESS * key(kept) >= key(best) else best
-
     def _plan_of(
         self, option: Option, outlook: Outlook, load: Load, bound: Bound, weighed: Sequence[Option] = ()
     ) -> Plan:
-        self._last = option.arm, option.decode_sms
+        self._preference.note(option)
         if option.prefill_tokens_per_s:
             self._note_rate(option.prefill_tokens_per_s / 1e3)
         on_prefill_lane = load.chunk is not None or option.arm in ("sliced", "split")
@@ -315,15 +304,3 @@ class Planner:
 
     def _note_rate(self, tokens_per_ms: float) -> None:
         self._ms_per_token += RATE_WEIGHT * (1 / tokens_per_ms - self._ms_per_token)
-
-
-def _interval(option: Option) -> float:
-    return option.interval_ms
-
-
-def _rate(option: Option) -> float:
-    return option.prefill_tokens_per_s * (LANE_SHARE if option.slice_layers else 1.0)
-
-
-def _throughput(option: Option) -> float:
-    return option.throughput * (LANE_SHARE if option.slice_layers else 1.0)

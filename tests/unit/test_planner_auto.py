@@ -11,7 +11,8 @@ from planner_loads import ARMS, LAYERS, MAX_CHUNK, chosen, chunk_of, decoding, l
 from bullet_graph.config import Arm
 from bullet_graph.engine.options import BUDGET_CAP
 from bullet_graph.engine.plan import DecodeLoad, Load, PromptLoad
-from bullet_graph.engine.planner import BESIDE_GAIN, LANE_SHARE, Planner
+from bullet_graph.engine.planner import Planner
+from bullet_graph.engine.preference import BESIDE_GAIN, LANE_SHARE
 from bullet_graph.partition.spec import WHOLE_GPU, partition_of
 
 
