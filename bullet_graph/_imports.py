@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from bullet_graph.graphs.collector import paused_collector
+
 BEGAN_S = time.perf_counter()
 """On the clock of ``time.perf_counter``."""
 
@@ -16,13 +18,8 @@ def collector_aside() -> Iterator[None]:
     Modules are no garbage: to look through torch's again and again takes a quarter of the import. What is there at the
     end is put straight among the oldest objects, unless the process has frozen some, which that would release.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with paused_collector():
         yield
-        if was_enabled and not gc.get_freeze_count():
+        if not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
-    finally:
-        if was_enabled:
-            gc.enable()

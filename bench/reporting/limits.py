@@ -63,6 +63,16 @@ class Floor:
     in_turn_s: float
     overlapped_s: float
 
+    @property
+    def known_joules(self) -> float:
+        """Of the parts whose energy is known, each at the power it drew when it was measured."""
+        return sum(part.joules or 0.0 for part in self.parts)
+
+    @property
+    def without_joules(self) -> list[str]:
+        """Names of the other parts."""
+        return [part.name for part in self.parts if part.joules is None]
+
     def verdict(self, limit_s: float) -> str:
         """What the arithmetic says about a limit in seconds."""
         unknown = [part.name for part in self.parts if part.rate is None]
@@ -181,8 +191,8 @@ def _joules(
         return
     requests = load_workload(measure.workload, num_requests=num_prompts).requests
     floor = serving_floor(serving_work(PRESETS[measure.model], requests), rates)
-    allowed, known = run.energy_joules * limit / figure.value, sum(part.joules or 0.0 for part in floor.parts)
-    missing = [part.name for part in floor.parts if part.joules is None]
+    allowed = run.energy_joules * limit / figure.value
+    known, missing = floor.known_joules, floor.without_joules
     least = f"at least {known / 1e3:.2f} kJ" if missing else f"{known / 1e3:.2f} kJ"
     yield (
         f"{run.system} took {run.energy_joules / 1e3:.2f} kJ (`{source.name}`), {figure.detail}. The target allows "
@@ -217,8 +227,7 @@ def _energy(joules: float, work: ServingWork, floor: Floor, limit_s: float) -> s
     flops = work.layer_flops + work.head_flops + work.attention_flops
     taken, allowed = joules / flops, limit_s * POWER_CAP_W / flops
     change = allowed / taken - 1
-    known = sum(part.joules or 0.0 for part in floor.parts)
-    missing = [part.name for part in floor.parts if part.joules is None]
+    known, missing = floor.known_joules, floor.without_joules
     without = f" (without {', '.join(missing)}, of which no file tells it)" if missing else ""
     return (
         f"\nEnergy: {joules / 1e3:.2f} kJ, {1e12 * taken:.3f} pJ/FLOP all told. The target at the cap allows "

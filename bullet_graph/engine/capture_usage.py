@@ -49,11 +49,12 @@ class Rows:
 
     def add(self, record: StepRecord) -> None:
         """Add one step."""
+        work = record.work
         self.num_steps += 1
-        self.tokens += record.tokens
-        self.pairs += record.pairs
-        self.batch_size += record.batch_size
-        self.kv_tokens += record.kv_tokens
+        self.tokens += work.tokens
+        self.pairs += work.pairs
+        self.batch_size += work.batch_size
+        self.kv_tokens += work.kv_tokens
         self.device_ms += record.device_ms
 
 
@@ -76,23 +77,23 @@ class CaptureUsage:
 
     def note(self, record: StepRecord) -> None:
         """Take a launch in; those on the prefill lane are never captured."""
-        placement = record.placement
+        placement, work = record.placement, record.work
         tpcs = placement.partition.decode_tpcs
         decode_sms = None if tpcs is None else SMS_PER_TPC * tpcs
         if placement.lane == "prefill":
             if decode_sms is not None:
                 self._note_slice(decode_sms, record)
-        elif record.tokens:
-            self.forwards.setdefault(record.tokens + record.batch_size, Rows()).add(record)
+        elif work.tokens:
+            self.forwards.setdefault(work.tokens + work.batch_size, Rows()).add(record)
         else:
             sizes = self.decode.setdefault(decode_sms, {})
-            sizes.setdefault(record.batch_size, Rows()).add(record)
+            sizes.setdefault(work.batch_size, Rows()).add(record)
 
     def _note_slice(self, decode_sms: int, record: StepRecord) -> None:
         num_layers, placement = self.model.num_layers, record.placement
         last = num_layers if placement.last_layer is None else placement.last_layer
         share = (last - placement.first_layer) / num_layers
-        alone_ms = share * self.model.prefill(record.tokens, record.pairs).ms
+        alone_ms = share * self.model.prefill(record.work.tokens, record.work.pairs).ms
         beside_ms, whole_ms = self.beside_ms.get(decode_sms, (0.0, 0.0))
         self.beside_ms[decode_sms] = beside_ms + record.device_ms, whole_ms + alone_ms
 

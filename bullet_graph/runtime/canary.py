@@ -120,11 +120,7 @@ def _logits(decoder: Decoder, functions: LayerFunctions, steps: Sequence[CanaryS
 
     def index(name: str) -> Tensor:
         """[n * len(steps)], sequence by sequence."""
-        return (
-            torch.from_numpy(np.stack([getattr(step, name) for step in steps], axis=1).ravel())
-            .long()
-            .to(device)
-        )
+        return _indices(np.stack([getattr(step, name) for step in steps], axis=1).ravel(), device)
 
     last = steps[-1]
     num_rows = len(last.token_ids) * len(steps)
@@ -133,7 +129,7 @@ def _logits(decoder: Decoder, functions: LayerFunctions, steps: Sequence[CanaryS
         q_indptr=list(range(0, num_rows + 1, len(steps))),
         kv_lens=(last.positions + 1).tolist(),
         kv_indptr=last.kv_indptr.tolist(),
-        kv_indices=torch.from_numpy(last.kv_indices).long().to(device),
+        kv_indices=_indices(last.kv_indices, device),
     )
     hidden = decoder.run_layers(
         decoder.embed(index("token_ids")), index("positions"), index("kv_slots"), attention, functions
@@ -141,12 +137,16 @@ def _logits(decoder: Decoder, functions: LayerFunctions, steps: Sequence[CanaryS
     return decoder.logits(hidden, functions.ops)[len(steps) - 1 :: len(steps)]
 
 
+def _indices(values: Int32Array, device: torch.device) -> Tensor:
+    return torch.from_numpy(values).long().to(device)
+
+
 def _relative_error(decoder: Decoder, logits_of: Callable[[CanaryStep], Tensor], batch_size: int) -> float:
     steps = _steps(batch_size, decoder.config.vocab_size, decoder.cache.block_tokens)
     compared = np.unique(np.linspace(0, batch_size - 1, min(batch_size, _MOST_COMPARED)).astype(np.int32))
     for step in steps:
         logits = logits_of(step)
-    found = logits[torch.from_numpy(compared).long().to(logits.device)].float()
+    found = logits[_indices(compared, logits.device)].float()
     # In one forward and without a library's attention: else these two would take most of a start's canary, seconds
     # where cuDNN first builds its kernel.
     with sdpa_kernel(SDPBackend.MATH):

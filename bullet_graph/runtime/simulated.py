@@ -275,6 +275,4 @@ class SimulatedExecutor:
         self._results[job.ticket] = StepResult(
             token_ids=np.zeros(work.num_sampled, dtype=np.int32), logprobs=None, device_ms=device_ms
         )
-        self._on_step(
-            StepRecord(job.placement, work.tokens, work.pairs, work.batch_size, work.kv_tokens, device_ms)
-        )
+        self._on_step(StepRecord(job.placement, work, device_ms))

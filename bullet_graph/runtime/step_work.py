@@ -51,16 +51,10 @@ class StepRecord:
 
     Attributes:
         placement: where it ran, and which layers.
-        tokens: prompt rows.
-        pairs: (query, key) pairs of their attention.
-        batch_size: decode rows.
-        kv_tokens: tokens that these attend to, all together.
+        work: of its whole step.
         device_ms: its time on the device.
     """
 
     placement: Placement
-    tokens: int
-    pairs: float
-    batch_size: int
-    kv_tokens: int
+    work: StepWork
     device_ms: float

@@ -23,7 +23,7 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.spec import WHOLE_GPU, partition_of
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.runtime.step import Placement
-from bullet_graph.runtime.step_work import StepRecord
+from bullet_graph.runtime.step_work import StepRecord, StepWork
 
 MODEL = TableModel(h200_table(), LLAMA_8B)
 SPLIT = partition_of(48, num_sms=132)
@@ -40,15 +40,17 @@ LIKE = default_plan(
 
 def decode(batch_size: int, partition: object = WHOLE_GPU, ms: float = 10.0) -> StepRecord:
     placement = Placement("decode", partition)  # type: ignore[arg-type]
-    return StepRecord(placement, 0, 0.0, batch_size, 1000 * batch_size, ms)
+    return StepRecord(placement, StepWork(0, 0.0, batch_size, 1000 * batch_size, batch_size), ms)
 
 
 def forward(tokens: int, batch_size: int) -> StepRecord:
-    return StepRecord(Placement(), tokens, tokens * 100.0, batch_size, 1000 * batch_size, 9.0)
+    return StepRecord(
+        Placement(), StepWork(tokens, tokens * 100.0, batch_size, 1000 * batch_size, batch_size), 9.0
+    )
 
 
 def chunk(tokens: int, ms: float, first: int = 0, last: int | None = None) -> StepRecord:
-    return StepRecord(Placement("prefill", SPLIT, first, last), tokens, tokens * 100.0, 0, 0, ms)
+    return StepRecord(Placement("prefill", SPLIT, first, last), StepWork(tokens, tokens * 100.0, 0, 0, 0), ms)
 
 
 def usage_of(*records: StepRecord) -> CaptureUsage:
