@@ -162,7 +162,8 @@ class Walker:
     def _kernel(self, handle: Any, walk: Walk) -> SavedKernel:
         call = self._driver.call
         found = call("cuGraphKernelNodeGetParams", handle)
-        function = found.func
+        # A handle of its own: what the bindings lend is a view of the parameters, which are gone after this call.
+        function = self._driver.api.CUfunction(int(found.func))
         if not int(function):
             walk.kernel_handles += 1
             function = call("cuKernelGetFunction", found.kern)
