@@ -12,6 +12,7 @@ from bullet_graph.models.attention import LayerRows
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.triton_decode_kernels import combine_partials_kernel, decode_attention_kernel
+from bullet_graph.models.triton_launch import RepeatedLaunch
 
 _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
@@ -146,74 +147,73 @@ class TritonDecodeAttention:
                 f"decode attention was asked to run on {num_sms} SMs: name 1 to {self._num_sms}, the device's"
             )
         settings = self._whole if num_sms == self._num_sms else self._part
-        return PlannedDecode(self, batch, rows, self._workers(num_sms, settings), settings)
+        workers = self._workers(num_sms, settings)
+        return PlannedDecode(
+            self,
+            batch,
+            rows,
+            self._attention(rows, workers, settings),
+            self._combination(rows, workers, settings),
+        )
 
     def _workers(self, num_sms: int, settings: DecodeKernelSettings) -> int:
         """Ranges that the work is cut into; for each of them a program per group of key heads runs."""
         head_groups = self._config.num_kv_heads // settings.kv_heads
         return max(1, num_sms * settings.ctas_per_sm // head_groups)
 
-    def launch(
-        self,
-        layer: int,
-        q: Tensor,
-        out: Tensor,
-        batch: DecodeBatch,
-        workers: int,
-        settings: DecodeKernelSettings,
-    ) -> None:
-        """Enqueue both kernels on the current stream; :meth:`plan` gives the arguments."""
-        config = self._config
+    def launch(self, layer: int, q: Tensor, out: Tensor, planned: "PlannedDecode") -> None:
+        """Enqueue both kernels of a plan on the current stream."""
         keys, values = self._cache.layer(layer)
+        batch, partials, lse = planned.batch, self._partials, self._partial_lse
+        planned.attention(
+            q, keys, values, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens, out, partials, lse
+        )
+        planned.combination(batch.kv_indptr, partials, lse, out)
+
+    def _attention(self, rows: int, workers: int, settings: DecodeKernelSettings) -> RepeatedLaunch:
+        config = self._config
         head_groups = config.num_kv_heads // settings.kv_heads
         q_heads = settings.kv_heads * (config.num_heads // config.num_kv_heads)
-        rows = len(batch.last_block_tokens)
-        block_stride, token_stride, head_stride, _ = keys.stride()
-        decode_attention_kernel[(workers * head_groups,)](
-            q,
-            keys,
-            values,
-            batch.kv_indptr,
-            batch.kv_indices,
-            batch.last_block_tokens,
-            out,
-            self._partials,
-            self._partial_lse,
-            rows,
-            math.log2(math.e) / math.sqrt(config.head_dim),
-            NUM_HEADS=config.num_heads,
-            NUM_KV_HEADS=config.num_kv_heads,
-            HEAD_DIM=config.head_dim,
-            BLOCK_TOKENS=self._cache.block_tokens,
-            BLOCK_STRIDE=block_stride,
-            TOKEN_STRIDE=token_stride,
-            HEAD_STRIDE=head_stride,
-            KV_HEADS=settings.kv_heads,
-            Q_BLOCK=max(_LEAST_Q_BLOCK, triton.next_power_of_2(q_heads)),
-            TILE=settings.tile,
-            ROWS_BLOCK=triton.next_power_of_2(self._max_rows),
-            SEQUENCE_COST=settings.sequence_cost,
-            STAGES=settings.num_stages,
-            PDL=self._overlap_launches,
-            num_warps=settings.num_warps,
-            maxnreg=settings.max_registers,
+        block_stride, token_stride, head_stride, _ = self._cache.layer(0)[0].stride()
+        return RepeatedLaunch(
+            decode_attention_kernel,
+            (workers * head_groups,),
+            numbers=(rows, math.log2(math.e) / math.sqrt(config.head_dim)),
+            constants={
+                "NUM_HEADS": config.num_heads,
+                "NUM_KV_HEADS": config.num_kv_heads,
+                "HEAD_DIM": config.head_dim,
+                "BLOCK_TOKENS": self._cache.block_tokens,
+                "BLOCK_STRIDE": block_stride,
+                "TOKEN_STRIDE": token_stride,
+                "HEAD_STRIDE": head_stride,
+                "KV_HEADS": settings.kv_heads,
+                "Q_BLOCK": max(_LEAST_Q_BLOCK, triton.next_power_of_2(q_heads)),
+                "TILE": settings.tile,
+                "ROWS_BLOCK": triton.next_power_of_2(self._max_rows),
+                "SEQUENCE_COST": settings.sequence_cost,
+                "STAGES": settings.num_stages,
+                "PDL": self._overlap_launches,
+            },
+            options={"num_warps": settings.num_warps, "maxnreg": settings.max_registers},
         )
-        heads = min(8, triton.next_power_of_2(config.num_heads)) if rows >= _MANY_ROWS else 1
-        combine_partials_kernel[(rows, triton.cdiv(config.num_heads, heads))](
-            batch.kv_indptr,
-            self._partials,
-            self._partial_lse,
-            out,
-            rows,
-            workers,
-            NUM_HEADS=config.num_heads,
-            HEAD_DIM=config.head_dim,
-            HEADS=heads,
-            PARTIALS=32 if heads == 1 else 2,
-            SEQUENCE_COST=settings.sequence_cost,
-            PDL=self._overlap_launches,
-            num_warps=4,
-            launch_pdl=self._overlap_launches,
+
+    def _combination(self, rows: int, workers: int, settings: DecodeKernelSettings) -> RepeatedLaunch:
+        num_heads = self._config.num_heads
+        heads = min(8, triton.next_power_of_2(num_heads)) if rows >= _MANY_ROWS else 1
+        return RepeatedLaunch(
+            combine_partials_kernel,
+            (rows, triton.cdiv(num_heads, heads)),
+            numbers=(rows, workers),
+            constants={
+                "NUM_HEADS": num_heads,
+                "HEAD_DIM": self._config.head_dim,
+                "HEADS": heads,
+                "PARTIALS": 32 if heads == 1 else 2,
+                "SEQUENCE_COST": settings.sequence_cost,
+                "PDL": self._overlap_launches,
+            },
+            options={"num_warps": 4, "launch_pdl": self._overlap_launches},
         )
 
 
@@ -225,15 +225,15 @@ class PlannedDecode:
         lane: whose kernels and scratch.
         batch: at the addresses it will be read from.
         num_rows: query rows.
-        workers: ranges that the blocks are divided into.
-        settings: of the kernels.
+        attention: the first kernel, which attends by ranges of blocks.
+        combination: the second, which adds up what the ranges gave.
     """
 
     lane: TritonDecodeAttention
     batch: DecodeBatch
     num_rows: int
-    workers: int
-    settings: DecodeKernelSettings
+    attention: RepeatedLaunch
+    combination: RepeatedLaunch
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
         """See :meth:`~bullet_graph.models.attention.Attention.run`; reads keys and values from the cache alone."""
@@ -253,7 +253,7 @@ class PlannedDecode:
                     f"{name} must be contiguous and have the {self.num_rows} rows that were planned; "
                     f"found shape {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
-        self.lane.launch(layer, q, out, self.batch, self.workers, self.settings)
+        self.lane.launch(layer, q, out, self)
 
 
 def _check(config: ModelConfig, cache: KVCache, settings: DecodeKernelSettings) -> None:
