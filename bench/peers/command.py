@@ -16,7 +16,7 @@ import torch
 from bench.peers.comparison import Comparison
 from bench.peers.loads import make_loads, make_setup
 from bench.peers.report import print_runs
-from bench.peers.residents import group, installed, open_system
+from bench.peers.residents import group, installed, open_system, require_memory
 from bench.peers.systems import Candidate, peer_versions
 from bullet_graph.cli.bench.sweep import print_sweep
 from bullet_graph.cli.bench.sweep_cells import WorkloadSpec
@@ -199,6 +199,11 @@ def _compare(
         seed=options["seed"],
         num_warmups=options["warmup_requests"],
         best_peer_only=options["best_peer_only"],
+        before_group=partial(
+            require_memory, share=setup.gpu_memory_utilization, memory=torch.cuda.mem_get_info
+        )
+        if has_gpu
+        else lambda _: None,
         device_uuid=str(torch.cuda.get_device_properties(0).uuid) if has_gpu else None,
     )
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:

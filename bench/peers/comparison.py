@@ -112,6 +112,7 @@ class Comparison:
         num_warmups: unmeasured requests before a system's first run of a load.
         best_peer_only: a peer's setting is given up as soon as another setting of that peer has served enough at a
             rate that was too fast for it, since only the best of them counts.
+        before_group: told of each group before any of it is started.
         device_uuid: of the GPU to watch; None watches nothing.
     """
 
@@ -127,6 +128,7 @@ class Comparison:
         seed: int,
         num_warmups: int,
         best_peer_only: bool = False,
+        before_group: Callable[[Sequence[Candidate]], None] = lambda _: None,
         device_uuid: str | None,
     ) -> None:
         self._groups = groups
@@ -138,6 +140,7 @@ class Comparison:
         self._seed = seed
         self._num_warmups = num_warmups
         self._best_peer_only = best_peer_only
+        self._before_group = before_group
         self._device_uuid = device_uuid
         self._rates = {self._key(c, load): load.new_rates() for g in groups for c in g for load in loads}
         for key, rates in self._rates.items():
@@ -159,6 +162,7 @@ class Comparison:
         self._file.finish()
 
     async def _run_group(self, group: Sequence[Candidate]) -> None:
+        self._before_group(group)
         async with AsyncExitStack() as stack:
             systems: dict[object, System] = {}
             # Ours first: it counts all memory in use as its own, and the peers count their own alone.

@@ -1,5 +1,6 @@
-"""Which systems can be had here, and starting them."""
+"""Which systems can be had here, what they need, and starting them."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ from bench.peers.own import OwnEngine
 from bench.peers.systems import Candidate, Setup, System, distribution_is_there
 from bench.peers.vllm_system import VllmSystem, require_vllm
 from bullet_graph.errors import ConfigError, DeviceError
+from bullet_graph.runtime.memory import format_bytes
 from bullet_graph.slo import Slo
+
+_PATIENCE_S = 60
+"""Processes that are ending may hold their memory for so long."""
 
 
 async def open_system(
@@ -72,6 +77,47 @@ def installed(candidates: Sequence[Candidate], *, skip: bool) -> list[Candidate]
     if not there:
         raise ConfigError("none of the systems is installed: nothing is left to compare")
     return there
+
+
+def require_memory(
+    candidates: Sequence[Candidate],
+    share: float,
+    memory: Callable[[], tuple[int, int]],
+    *,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
+    """Wait until the GPU has the memory that these candidates' systems are to fill, all at the same time.
+
+    This engine would make do with less, and be slower than it is; processes that have just ended may hold some still.
+
+    Args:
+        candidates: of one group.
+        share: of the memory, for each system that this process starts.
+        memory: tells (free, total) bytes of the GPU now.
+        pause: waits so many seconds.
+
+    Raises:
+        ConfigError: their shares are more than the whole.
+        DeviceError: other programs hold too much for a minute.
+    """
+    num_systems = len({candidate.resident for candidate in candidates if candidate.kind != "openai"})
+    wanted = share * num_systems
+    if wanted > 1:
+        raise ConfigError(
+            f"{num_systems} systems with {share:.0%} of the GPU's memory each do not fit: lower "
+            "--gpu-memory-utilization, or give --one-at-a-time"
+        )
+    for waited_s in range(_PATIENCE_S + 1):
+        free, total = memory()
+        if free >= wanted * total:
+            return
+        if waited_s == 0:
+            tell(f"waiting for memory: {free / total:.0%} of the GPU's is free, {wanted:.0%} is wanted")
+        pause(1.0)
+    raise DeviceError(
+        f"the systems are to fill {wanted:.0%} of the GPU's {format_bytes(total)}, but only {format_bytes(free)} are "
+        "free: stop what else uses it, or lower --gpu-memory-utilization"
+    )
 
 
 def _require_aiohttp() -> None:

@@ -17,9 +17,10 @@ from transformers import AutoConfig
 from bench.peers.budget import CONFIG_KEY, BudgetedSchedule, TokenBudget
 from bench.peers.comparison import FixedRates
 from bench.peers.hf_config import write_model_folder
-from bench.peers.residents import group
+from bench.peers.residents import group, require_memory
 from bench.peers.systems import Candidate
 from bullet_graph import ConfigError, RequestError
+from bullet_graph.errors import DeviceError
 from bullet_graph.models.config import load_model_config
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.serve.client import TokenCounter
@@ -59,6 +60,34 @@ def test_candidates_share_what_is_up() -> None:
     own, v512, serial, a, v, b = candidates = [Candidate.parse(text) for text in texts]
     assert group(candidates, one_at_a_time=False) == [candidates]
     assert group(candidates, one_at_a_time=True) == [[own, serial], [v512, v], [a], [b]]
+
+
+BOTH = [
+    Candidate.parse(text) for text in ("own:auto", "own:serial", "vllm:512", "vllm:2048", "openai:http://a")
+]
+
+
+def test_memory_that_comes_free_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    free = iter((40, 89, 90))
+    pauses: list[float] = []
+    require_memory(BOTH, 0.45, lambda: (next(free), 100), pause=pauses.append)
+    assert pauses == [1.0, 1.0]
+    assert capsys.readouterr().err.count("\n") == 1
+    # The server at a URL fills no memory here, and one system alone needs no more than its own share.
+    require_memory(BOTH[4:], 0.9, lambda: (0, 100))
+    require_memory(BOTH[:2], 0.45, lambda: (45, 100))
+
+
+def test_memory_that_others_keep_is_an_error() -> None:
+    pauses: list[float] = []
+    with pytest.raises(DeviceError, match=r"fill 90% of the GPU's 140\.00 GiB, but only 56\.00 GiB are free"):
+        require_memory(BOTH[:1], 0.9, lambda: (56 << 30, 140 << 30), pause=pauses.append)
+    assert 30 <= sum(pauses) <= 90
+
+
+def test_shares_beyond_the_whole_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"2 systems with 90% .* --one-at-a-time"):
+        require_memory(BOTH, 0.9, lambda: (100, 100))
 
 
 # ---- vLLM's model folder ----
