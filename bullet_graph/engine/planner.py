@@ -7,6 +7,7 @@ from types import MappingProxyType
 from bullet_graph.config import Arm
 from bullet_graph.engine.backlog import Backlog, ChunkSizes
 from bullet_graph.engine.corrections import Corrections, ForwardKind
+from bullet_graph.engine.offers import Offers
 from bullet_graph.engine.options import FLOOR_TOKENS, ROW_STEP, Outlook
 from bullet_graph.engine.plan import ArmName, Bound, Load, Option, Plan
 from bullet_graph.engine.preference import (
@@ -81,15 +82,16 @@ class Planner:
         self.model = model
         self._max_chunk_tokens = max_chunk_tokens
         self._fixed_chunk_tokens = min(arm.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
-        self._decode_sms = tuple(sorted(decode_sms if arm.decode_sms is None else (arm.decode_sms,)))
-        self._max_batch_sizes = max_batch_sizes
+        lane_sms = tuple(sorted(decode_sms if arm.decode_sms is None else (arm.decode_sms,)))
+        self._offers = Offers(lane_sms, max_batch_sizes)
         self._num_layers = num_layers
         self._corrections = Corrections() if corrections is None else corrections
         self._ms_per_token = 0.0
         if model is not None:
-            self._sizes = ChunkSizes.of(model, max_chunk_tokens, self._decode_sms)
+            self._sizes = ChunkSizes.of(model, max_chunk_tokens, lane_sms)
             whole = self._sizes.whole
             self._ms_per_token = model.prefill(whole, whole * whole / 2).ms / whole
+            self._offers.weigh_launches(model, self._sizes.lane)
         self._preference = Preference()
         self._now_s = 0.0
         self._paused = False
@@ -123,7 +125,7 @@ class Planner:
 
     def limit_batch_sizes(self, max_batch_sizes: Mapping[int, int]) -> None:
         """Take other limits of batches from now on; see the class."""
-        self._max_batch_sizes = max_batch_sizes
+        self._offers.max_batch_sizes = max_batch_sizes
 
     def plan(self, load: Load) -> Plan:
         """How the next launches share the device; the same loads in the same order give the same plans."""
@@ -208,7 +210,7 @@ class Planner:
         if self.arm.name == "sliced":
             return outlook.sliced()
         if self.arm.name == "split":
-            options = self._splits(outlook)
+            options = self._offers.splits(outlook)
             if not options:  # no lane has a graph for so many rows: turns, until there are fewer
                 return outlook.sliced()
             # The fewest SMs that hold the target; where none do, what is fastest for decode.
@@ -223,7 +225,7 @@ class Planner:
     # ---- the best of all arms ----
 
     def _best(self, outlook: Outlook, load: Load) -> Plan:
-        alone, options = outlook.alone(), self._prefilling(outlook, load)
+        alone, options = outlook.alone(), self._offers.prefilling(outlook, load)
         weighed = [alone, *options]
         if load.chunk is None and outlook.budget_ms == math.inf:
             first = outlook.prefill_first()
@@ -238,7 +240,7 @@ class Planner:
                 on_time, rate_worth if outlook.demand.some_late else throughput_worth
             )
             bound = "throughput" if outlook.limit_ms == math.inf else "tpot"
-        elif (rescue := self._rescue(outlook)) is not None:
+        elif (rescue := self._offers.rescue(outlook, load)) is not None:
             option = rescue
             weighed.append(rescue)
         elif holding:
@@ -250,30 +252,6 @@ class Planner:
             fast = [option for option in options if option.prefill_tokens_per_s >= least]
             option = min(fast, key=interval_of) if fast else max(options, key=rate_worth)
         return self._plan_of(option, outlook, load, bound, weighed)
-
-    def _prefilling(self, outlook: Outlook, load: Load) -> list[Option]:
-        """One option for each way to prefill beside decode; a chunk on the prefill lane stays there."""
-        options = [outlook.sliced()]
-        if load.chunk is None:
-            options.extend(outlook.mixed_sizes())
-        options.extend(self._splits(outlook))
-        return options
-
-    def _splits(self, outlook: Outlook) -> list[Option]:
-        """One for each size of the decode lane that has a graph for the batch."""
-        rows = outlook.batch_size
-        return [
-            outlook.split(sms) for sms in self._decode_sms if rows <= self._max_batch_sizes.get(sms, rows)
-        ]
-
-    @staticmethod
-    def _rescue(outlook: Outlook) -> Option | None:
-        """One slice as long as the slack allows, if that saves the deadline which asks for the most."""
-        option = outlook.sliced(outlook.slack_ms)
-        if not outlook.demand.tokens or option.interval_ms > outlook.slack_ms:
-            return None
-        done = (option.interval_ms - outlook.decode_ms) / outlook.prefill_ms_per_token
-        return option if done >= outlook.demand.tokens else None
 
     def _may_pause(self, load: Load) -> bool:
         """Whether the prompts can wait for decode to catch up: no pause goes on for ever."""

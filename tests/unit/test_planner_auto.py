@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+from fakes.perf_tables import LLAMA_8B, h200_table
 from hypothesis import given
 from hypothesis import strategies as st
 from planner_loads import ARMS, LAYERS, MAX_CHUNK, chosen, chunk_of, decoding, load_of, model, planner
@@ -14,6 +15,19 @@ from bullet_graph.engine.plan import DecodeLoad, Load, PromptLoad
 from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.preference import BESIDE_GAIN, LANE_SHARE
 from bullet_graph.partition.spec import WHOLE_GPU, partition_of
+from bullet_graph.perf.performance import Prediction
+from bullet_graph.perf.predict import TableModel
+
+
+class SmallModel(TableModel):
+    """Prompts take a tenth of the time of an 8B model's, decode and mixed steps all of it."""
+
+    def __init__(self) -> None:
+        super().__init__(h200_table(), LLAMA_8B)
+
+    def prefill(self, tokens: int, pairs: float, sms: int | None = None) -> Prediction:
+        whole = super().prefill(tokens, pairs, sms)
+        return dataclasses.replace(whole, ms=whole.ms / 10)
 
 
 class TestAuto:
@@ -55,6 +69,27 @@ class TestAuto:
             )
         )
         assert (calm.partition.decode_tpcs, rushed.partition.decode_tpcs) == (32, 24)
+
+    def test_no_lane_of_its_own_for_prompts_that_take_longer_to_launch_than_to_run(self) -> None:
+        small = Planner(
+            Arm("auto"),
+            max_chunk_tokens=MAX_CHUNK,
+            decode_sms=(48, 64),
+            num_layers=LAYERS,
+            model=SmallModel(),
+        )
+        # Without a target, with one that mixed steps hold, with one that they do not, and with time to spare.
+        for decode in (
+            decoding(64),
+            decoding(64, tpot=15.0),
+            decoding(64, tpot=7.7),
+            decoding(64, tpot=8.0, slack=60.0),
+        ):
+            plan = small.plan(load_of(decode, 1500, ttft_ms=60.0))
+            assert {o.arm for o in plan.options} <= {"solo", "mixed"}
+            assert plan.prefill_lane == "decode"
+        # A chunk that is on the lane ends there.
+        assert small.plan(load_of(decoding(64), chunk=chunk_of(2048, 3))).prefill_lane == "prefill"
 
     def test_slack_saves_a_deadline(self) -> None:
         tight = decoding(64, tpot=8.0, slack=60.0)
