@@ -1,6 +1,8 @@
 """Attention of a forward with several kinds of rows, each planned for itself."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -51,9 +53,31 @@ class MixedAttention:
 
     def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
         """As :meth:`run`, into ``out`` [rows, num_heads, head_dim]."""
-        if self.cached is not None:
-            self.cached.run_into(layer, rows.q[: self.num_cached_rows], out[: self.num_cached_rows])
-        if self.fresh is not None:
-            self.fresh.run_into(rows, out)
-        if self.decode is not None:
-            self.decode.run_into(layer, rows.q[self.num_prefill_rows :], out[self.num_prefill_rows :])
+        self.bind(rows, out).run(layer)
+
+    def bind(self, rows: LayerRows, out: Tensor) -> "BoundAttention":
+        """For rows and results that stay where they are from layer to layer; see :meth:`run_into`."""
+        cached, fresh, decode = self.cached, self.fresh, self.decode
+        parts: list[Callable[[int], None]] = []
+        if cached is not None:
+            end = self.num_cached_rows
+            parts.append(partial(cached.run_into, q=rows.q[:end], out=out[:end]))
+        if fresh is not None:
+            attend = partial(fresh.run_into, rows, out)
+            parts.append(lambda _: attend())
+        if decode is not None:
+            begin = self.num_prefill_rows
+            parts.append(partial(decode.run_into, q=rows.q[begin:], out=out[begin:]))
+        return BoundAttention(tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class BoundAttention:
+    """A forward's attention over buffers of fixed addresses: cutting them anew for each layer costs the host time."""
+
+    parts: tuple[Callable[[int], None], ...]
+
+    def run(self, layer: int) -> None:
+        """Attend to this layer's keys and values."""
+        for part in self.parts:
+            part(layer)

@@ -234,10 +234,11 @@ class EagerLane:
     ) -> EagerForward:
         num_layers, num_rows = self._decoder.config.num_layers, len(forward.hidden.x)
         pieces, layer_rows = graphs.pieces, graphs.pieces.rows(num_rows)
+        attention = forward.attention.bind(layer_rows, pieces.attended[:num_rows])
         for index in range(first, num_layers if last is None else last):
             graphs.replay(index, bucket)
             if index < num_layers - 1:
-                forward.attention.run_into(index, layer_rows, pieces.attended[:num_rows])
+                attention.run(index)
                 continue
             hidden = self._decoder.finish_last_layer(
                 layer_rows, pieces.residual[:num_rows], forward.sampled, self._functions
