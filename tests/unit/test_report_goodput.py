@@ -100,6 +100,9 @@ def test_an_unfinished_search_of_any_peer_is_no_evidence(tmp_path: Path) -> None
     [
         # 24 / 20 = 1.2 is enough, whatever the searches would find yet.
         ({24.0: GOOD}, "met", "at least 1.200× (against the next rate tried, 20/s; the search of"),
+        # The limit itself, but for the last bit of a quotient; and a hair more, which is to be seen.
+        ({math.nextafter(23.0, 24.0): GOOD}, "met", "at least 1.150× ("),
+        ({23.002: GOOD}, "met", "at least 1.1501× ("),
         (
             {20.0: GOOD, 30.0: BAD},
             "open",
