@@ -30,6 +30,9 @@ from bullet_graph.models.presets import resolve_model
 from bullet_graph.perf.goodput_search import FASTEST_RATE
 from bullet_graph.perf.provenance import collect_provenance
 
+_NO_SETTINGS = ("vllm_log", "own_decisions", "one_at_a_time")
+"""Options that no figure depends on, or that have a place of their own."""
+
 
 class _Refusal(click.ClickException):
     exit_code = EXIT_ERROR
@@ -119,6 +122,11 @@ class _Refusal(click.ClickException):
 @click.option(
     "--vllm-log", type=click.Path(path_type=Path, dir_okay=False), help="A file for vLLM's messages."
 )
+@click.option(
+    "--own-decisions",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A new file for every decision of this engine's planner (see `bullet-graph explain`).",
+)
 @result_options
 def compare(
     systems: tuple[str, ...],
@@ -173,7 +181,7 @@ def _compare(
     provenance = dataclasses.asdict(collect_provenance(device))
     provenance["versions"] |= peer_versions()
     settings = {
-        **{name: value for name, value in options.items() if name not in ("vllm_log", "one_at_a_time")},
+        **{name: value for name, value in options.items() if name not in _NO_SETTINGS},
         **dataclasses.asdict(setup),
         "systems": [candidate.label for candidate in candidates],
         "workloads": list(workloads),
@@ -192,6 +200,7 @@ def _compare(
             slo=next((load.slo for load in loads if load.slo.tpot_ms is not None), loads[0].slo),
             vllm_options=vllm_options,
             vllm_log=options["vllm_log"],
+            own_decisions=options["own_decisions"],
         ),
         file,
         model=options["model"],

@@ -5,6 +5,7 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 from bench.peers.systems import Setup
@@ -23,15 +24,19 @@ class OwnEngine:
         setup: its settings.
         arms: that will be asked for.
         slo: targets that will be asked for: one for TPOT lets ``mixed`` choose its chunks by predictions.
+        decisions: a new file for every decision of the planner, which costs the engine's thread some time; None: none.
     """
 
-    def __init__(self, setup: Setup, arms: Sequence[str], slo: Slo) -> None:
+    def __init__(self, setup: Setup, arms: Sequence[str], slo: Slo, decisions: Path | None = None) -> None:
         wanted = [Arm.parse(arm) for arm in arms]
         config = EngineConfig(
             **{field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
         )
         config = config_for(config, wanted, slo)
-        engine = Engine(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+        engine = Engine(
+            **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
+            trace_decisions=decisions,
+        )
         self._engine = AsyncEngine(engine)
         self.settings: Mapping[str, Any] = dataclasses.asdict(setup) | {
             "opened_for": str(config.arm),

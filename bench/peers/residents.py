@@ -26,6 +26,7 @@ async def open_system(
     slo: Slo,
     vllm_options: dict[str, Any],
     vllm_log: Path | None,
+    own_decisions: Path | None = None,
 ) -> System:
     """Start what these candidates share.
 
@@ -35,10 +36,11 @@ async def open_system(
         slo: targets that will be asked for, one for TPOT among them if there is any.
         vllm_options: further arguments of vLLM's.
         vllm_log: a file for its messages.
+        own_decisions: a new file for the decisions of this engine's planner.
     """
     kind, url = candidates[0].resident
     if kind == "own":
-        return OwnEngine(setup, [candidate.setting for candidate in candidates], slo)
+        return OwnEngine(setup, [candidate.setting for candidate in candidates], slo, own_decisions)
     if kind == "vllm":
         folder = platformdirs.user_cache_path("bullet_graph") / "peers" / Path(setup.model).name
         return VllmSystem(setup, folder, vllm_options, vllm_log)

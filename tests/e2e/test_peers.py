@@ -13,6 +13,7 @@ from peers_fakes import CompletionsServer, Telling, completions_server, install_
 from bench.peers.command import compare
 from bullet_graph import EngineDeadError
 from bullet_graph.cli.bench.sweep_file import read_sweep
+from bullet_graph.cli.explain.command import explain
 
 LENGTHS = ((20, 4), (33, 1), (7, 6), (50, 3), (12, 5))
 EASY = "ttft:600000 tpot:600000"
@@ -168,6 +169,18 @@ def test_all_at_once_one_system_after_the_other(
         assert [run["all_at_once"] for run in cell.runs] == [True, True]
         assert cell.runs[0]["request_throughput"] > 0
     assert "all at once" in result.stdout
+
+
+def test_decisions_of_this_engine_go_to_a_file(trace: Path, tmp_path: Path) -> None:
+    path, decisions = tmp_path / "peers.json", tmp_path / "decisions.jsonl"
+    options = ("--rates", "50", "--own-decisions", str(decisions))
+    result = run(trace, path, *options)
+    assert result.exit_code == 0, result.stderr
+    explained = CliRunner().invoke(explain, [str(decisions), "--json"])
+    assert explained.exit_code == 0, explained.output
+    assert "own_decisions" not in read_sweep(path).settings
+    again = run(trace, tmp_path / "other.json", *options)
+    assert f"the trace file {decisions} exists" in refused(again)
 
 
 # ---- systems that are missing or fail ----
