@@ -4,7 +4,6 @@ import ctypes
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,6 @@ from bullet_graph.graphs.engine_graphs import EngineGraphs
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.partition.masks import Lane
@@ -26,34 +24,14 @@ from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.use import Captures
 from bullet_graph.runtime.canary import CanaryStep
-from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
+from bullet_graph.runtime.cuda_lane import CudaLane
 from bullet_graph.runtime.launcher import Launcher
 from bullet_graph.runtime.pending import PendingLaunch
 from bullet_graph.runtime.rows import lay_out
-from bullet_graph.runtime.slots import settings_row
-from bullet_graph.runtime.step import Placement, SlotInit, Step, StepResult
+from bullet_graph.runtime.step import Placement, Step, StepResult
 
 _POLL_S = 20e-6
 """Between two looks at the device; sleeping lets other threads run, and with work ahead nothing waits for it."""
-
-
-@dataclass(slots=True)
-class _LaneState:
-    """What belongs to one lane alone.
-
-    Attributes:
-        stream: bound to the partition of its last launch.
-        eager: buffers for eager forwards.
-        slots: uploads slot settings.
-        forward: that was stopped between two layers.
-        last: passed when all that the lane was given is done.
-    """
-
-    stream: torch.cuda.Stream
-    eager: EagerLane
-    slots: Uploader
-    forward: EagerForward | None = None
-    last: torch.cuda.Event | None = None
 
 
 class CudaExecutor:
@@ -121,22 +99,20 @@ class CudaExecutor:
             with torch.cuda.stream(stream), torch.inference_mode():
                 self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=plan.short_forward_rows)
 
-        def lane(name: Lane, max_decode_rows: int, graphs: LayerGraphs | None) -> _LaneState:
-            lane_stream = launcher.stream(name, WHOLE_GPU)
-            with torch.cuda.stream(lane_stream), torch.inference_mode():
-                eager = EagerLane(
-                    decoder,
-                    self._state,
-                    max_num_seqs=max_decode_rows,
-                    max_rows=max_rows,
-                    num_kv_blocks=num_kv_blocks,
-                    graphs=graphs,
-                )
-                slots = Uploader(max_num_seqs * (self._state.settings.shape[1] + 1) + 8, device)
-            return _LaneState(lane_stream, eager, slots)
+        def lane(name: Lane, max_decode_rows: int, graphs: LayerGraphs | None) -> CudaLane:
+            return CudaLane.open(
+                launcher.stream(name, WHOLE_GPU),
+                decoder,
+                self._state,
+                max_decode_rows=max_decode_rows,
+                max_num_seqs=max_num_seqs,
+                max_rows=max_rows,
+                num_kv_blocks=num_kv_blocks,
+                graphs=graphs,
+            )
 
         with clock.phase("kernels"):  # FlashInfer's are compiled, or loaded, here
-            self._lanes: dict[Lane, _LaneState] = {"decode": lane("decode", max_num_seqs, self._layer_graphs)}
+            self._lanes: dict[Lane, CudaLane] = {"decode": lane("decode", max_num_seqs, self._layer_graphs)}
             if prefill_lane:
                 self._lanes["prefill"] = lane("prefill", 1, None)
         self._graphs: DecodeGraphs | None = None
@@ -255,13 +231,13 @@ class CudaExecutor:
         return ticket
 
     def _enqueue(
-        self, step: Step, placement: Placement, lane: _LaneState, started: torch.cuda.Event
+        self, step: Step, placement: Placement, lane: CudaLane, started: torch.cuda.Event
     ) -> PendingLaunch:
         finished = torch.cuda.Event(enable_timing=True)
         whole_gpu = placement.partition == WHOLE_GPU
         if placement.first_layer == 0:
             if step.admitted:
-                self._write_slots(lane, step.admitted)
+                lane.write_slots(step.admitted, self._state.settings)
             rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
             if step.prefill is None and self._graphs is not None:
                 inputs = DecodeInputs(
@@ -322,9 +298,3 @@ class CudaExecutor:
         launcher = self._launcher
         self.__dict__.clear()
         launcher.close()
-
-    def _write_slots(self, lane: _LaneState, admitted: tuple[SlotInit, ...]) -> None:
-        slots = np.array([init.slot for init in admitted], dtype=np.int32)
-        table = np.concatenate([settings_row(init) for init in admitted])
-        device_slots, device_table = lane.slots.upload(slots, table)
-        self._state.settings[device_slots] = device_table.view(len(admitted), -1)

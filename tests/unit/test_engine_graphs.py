@@ -19,6 +19,7 @@ from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime import cuda as cuda_module
+from bullet_graph.runtime import cuda_lane
 
 NARROW = SmPartition(16, 50)
 LAYERS = 3
@@ -142,12 +143,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 def cuda(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> ModuleType:
     """The module of the executor, its parts faked."""
     state = SimpleNamespace(settings=torch.empty(1, 8))
-    for name, value in (
-        ("SamplingState", state),
-        ("EagerLane", None),
-        ("Uploader", None),
+    for module, name, value in (
+        (cuda_module, "SamplingState", state),
+        (cuda_lane, "EagerLane", None),
+        (cuda_lane, "Uploader", None),
     ):
-        monkeypatch.setattr(cuda_module, name, lambda *_, value=value, **__: value)
+        monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
     for name, fake in (("DecodeGraphs", FakeDecode), ("LayerGraphs", FakePieces)):
         monkeypatch.setattr(cuda_module, name, fake)
         monkeypatch.setattr(fake, "gpu", gpu, raising=False)
