@@ -63,7 +63,7 @@ class MemoryLedger:
         return (self.num_kv_blocks - 1) * KV_BLOCK_TOKENS
 
     def rows(self) -> list[tuple[str, int]]:
-        """(label, bytes), largest structure first, ending with what stays free."""
+        """(label, bytes), all together the device's: what is taken, what stays free, and what was in use before."""
         parts = [
             ("weights", self.weights_bytes),
             (f"KV cache ({self.kv_cache_tokens:,} tokens)", self.kv_cache_bytes),
@@ -72,7 +72,8 @@ class MemoryLedger:
             ("CUDA graphs", self.graphs_bytes),
         ]
         spent = sum(size for _, size in parts)
-        return [*parts, ("left free", self.device.free_bytes - spent)]
+        free, total = self.device.free_bytes, self.device.total_bytes
+        return [*parts, ("left free", free - spent), ("in use before", total - free)]
 
     def __str__(self) -> str:
         rows = [*self.rows(), ("device", self.device.total_bytes)]
