@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
 
+from bench.peers.host import HostClock
+from bench.peers.rates import Rates
 from bench.peers.systems import Candidate, System
 from bullet_graph.cli.bench.sweep_file import CellKey, SweepFile
 from bullet_graph.engine.replay import TimedRequest, timed_requests
@@ -26,60 +27,6 @@ from bullet_graph.workloads.arrivals import arrival_times
 _WARMUP_OUTPUT_TOKENS = 32
 _MOST_RUNS = 1000
 _MOST_REASONS_KEPT = 3
-
-
-class Rates(Protocol):
-    """Which rates a cell is served at: :class:`FixedRates`, or the project's ``GoodputSearch``."""
-
-    @property
-    def goodput(self) -> float | None:
-        """The highest rate recorded that served enough."""
-
-    @property
-    def ceiling(self) -> float | None:
-        """The lowest rate above the goodput that served too few; None: none was recorded."""
-
-    def next_rate(self) -> float | None:
-        """The next rate, in requests a second; None: no more."""
-
-    def record(self, rate: float, attainment: float) -> None:
-        """Tell what share of the requests met all targets at a rate."""
-
-
-class FixedRates:
-    """Given rates, one after the other, and all of them again so many times.
-
-    Args:
-        rates: in requests a second.
-        repeats: at least 1.
-        attainment: the share that counts as enough.
-    """
-
-    def __init__(self, rates: Sequence[float], repeats: int, attainment: float) -> None:
-        self._left = [rate for _ in range(repeats) for rate in rates]
-        self._attainment = attainment
-        self._worst: dict[float, float] = {}
-
-    @property
-    def goodput(self) -> float | None:
-        """The highest rate at which every run served enough; None: at none."""
-        return max((rate for rate, share in self._worst.items() if share >= self._attainment), default=None)
-
-    @property
-    def ceiling(self) -> float | None:
-        """The lowest rate above the goodput at which a run served too few; None: at none."""
-        bad = (rate for rate, share in self._worst.items() if share < self._attainment)
-        return min((rate for rate in bad if rate > (self.goodput or 0.0)), default=None)
-
-    def next_rate(self) -> float | None:
-        """The next rate; None: all are done."""
-        return self._left[0] if self._left else None
-
-    def record(self, rate: float, attainment: float) -> None:
-        """Tick a run off."""
-        self._worst[rate] = min(attainment, self._worst.get(rate, 1.0))
-        if rate in self._left:
-            self._left.remove(rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +164,10 @@ class Comparison:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
-        started = datetime.now()
+        started, host = datetime.now(), HostClock()
         with DeviceMonitor.for_gpu(self._device_uuid) as monitor:
             replayed = await replay(system, requests)
+        host_use = host.use()
         _require_some(replayed, candidate, load)
         result = summarize_serving(
             replayed.served,
@@ -240,6 +188,7 @@ class Comparison:
             "failures": _failures(replayed),
             **_energy(monitor.report, result.total_input_tokens + result.total_output_tokens),
             "device": dataclasses.asdict(monitor.report),
+            "host": None if host_use is None else dataclasses.asdict(host_use),
             "system_settings": dict(system.settings),
             "system_counters": dict(system.counters()),
         }

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bench.peers.comparison import FixedRates, Load, Rates
+from bench.peers.comparison import Load
+from bench.peers.rates import FixedRates, Rates
 from bench.peers.systems import Setup
 from bullet_graph.cli.bench.sweep_cells import WorkloadSpec
 from bullet_graph.errors import ConfigError, WorkloadError

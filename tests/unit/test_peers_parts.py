@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from bench.peers.budget import CONFIG_KEY, BudgetedSchedule, TokenBudget
-from bench.peers.comparison import FixedRates
 from bench.peers.hf_config import write_model_folder
+from bench.peers.rates import FixedRates
 from bench.peers.residents import group, require_memory
 from bench.peers.systems import Candidate
 from bullet_graph import ConfigError, RequestError
