@@ -16,8 +16,8 @@ from bullet_graph.models.triton_gemm_kernels import swiglu_matmul_kernel
 
 FUSED_SWIGLU_MIN_ROWS = 1024
 """From so many rows on, one launch is faster, measured on an H200 under its power cap with llama-3.1-8b's shapes
-(`bench/results/h200/prefill_gemm.json`): at 2,048 rows the two steps take 4 to 6 % less time. A layer whose products
-also add the residual, with one more stage here, takes 3 % less at 1,024 and 2,048. Others were not measured."""
+(`bench/results/h200/prefill_gemm_parts.json`): at 2,048 rows the two steps take 4 to 6 % less time. A layer whose
+products also add the residual, with one more stage here, takes 3 % less at 1,024 and 2,048. Others: not measured."""
 
 _HOPPER = (9, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
