@@ -9,6 +9,9 @@ from bench.reporting.evidence import Source, is_own, mean_of_device, runs_at
 from bench.reporting.measures import Figure, of_runs
 from bullet_graph.cli.bench.sweep_cells import SYSTEM
 
+_FULL_SHARE = 0.99
+"""Of a KV cache's blocks: the next prompt may need more than what is left."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllAtOnceRun:
@@ -21,6 +24,7 @@ class AllAtOnceRun:
         energy_joules: of the whole GPU; None: not watched.
         sm_clock_mhz: mean; None: not watched.
         prompt_tokens, output_tokens: of all requests; None: not told.
+        full_kv_blocks: blocks of its KV cache, where they were nearly all taken and requests may wait; else None.
     """
 
     system: str
@@ -30,6 +34,7 @@ class AllAtOnceRun:
     sm_clock_mhz: float | None
     prompt_tokens: int | None
     output_tokens: int | None
+    full_kv_blocks: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,11 @@ class DurationAllAtOnce:
         quickest = self._quickest(source)
         if quickest:
             durations = [run.duration_s for run in quickest]
-            yield Figure(median(durations), f"{quickest[0].system}, {of_runs(durations)}", source.name)
+            detail = f"{quickest[0].system}, {of_runs(durations)}"
+            full = next((run.full_kv_blocks for run in quickest if run.full_kv_blocks), None)
+            if full is not None:
+                detail += f", its KV cache of {full:,} blocks full"
+            yield Figure(median(durations), detail, source.name)
         elif num_runs := sum(1 for _ in self._runs(source)):
             yield f"{num_runs} runs, all with failed requests"
 
@@ -99,4 +108,10 @@ def _run(system: str, duration_s: float, failed: int, fields: Mapping[str, Any])
         sm_clock_mhz=mean_of_device(fields, "sm_clock_mhz"),
         prompt_tokens=fields.get("total_input_tokens"),
         output_tokens=fields.get("total_output_tokens"),
+        full_kv_blocks=_full_kv_blocks(fields.get("system_counters", fields)),
     )
+
+
+def _full_kv_blocks(counters: Mapping[str, Any]) -> int | None:
+    peak, total = counters.get("kv_blocks_peak"), counters.get("kv_blocks_total")
+    return total if peak is not None and total and peak >= _FULL_SHARE * total else None

@@ -113,6 +113,17 @@ def test_the_newest_file_counts_and_the_others_are_told(tmp_path: Path) -> None:
     assert [one.value for one in found.older] == [21.0]
 
 
+@pytest.mark.parametrize(("peak", "is_told"), [(990, True), (989, False)])
+def test_a_cache_that_was_full_is_told(tmp_path: Path, peak: int, is_told: bool) -> None:
+    """Requests waited for blocks: another run, with more memory, is faster."""
+    blocks = {"kv_blocks_peak": peak, "kv_blocks_total": 1000}
+    run = make_run(1e4, all_at_once=True, system_counters=blocks)
+    write_sweep(tmp_path / "peers_offline.json", at_load({AUTO: [run]}), all_at_once=True)
+    found = verdict(tmp_path, "conv, first 600")
+    assert found.figure is not None
+    assert (", its KV cache of 1,000 blocks full" in found.figure.detail) == is_told
+
+
 def test_decode_steps_and_prefill(tmp_path: Path) -> None:
     write_offline(
         tmp_path / "decode_steps.json",
