@@ -104,6 +104,8 @@ def require_memory(
     """
     num_systems = len({candidate.resident for candidate in candidates if candidate.kind != "openai"})
     wanted = share * num_systems
+    if not num_systems:
+        return
     if wanted > 1:
         raise ConfigError(
             f"{num_systems} systems with {share:.0%} of the GPU's memory each do not fit: lower "

@@ -73,8 +73,8 @@ def test_memory_that_comes_free_is_waited_for(capsys: pytest.CaptureFixture[str]
     require_memory(BOTH, 0.45, lambda: (next(free), 100), pause=pauses.append)
     assert pauses == [1.0, 1.0]
     assert capsys.readouterr().err.count("\n") == 1
-    # The server at a URL fills no memory here, and one system alone needs no more than its own share.
-    require_memory(BOTH[4:], 0.9, lambda: (0, 100))
+    # For a server at a URL, the GPU is not even asked; one system alone needs no more than its own share.
+    require_memory(BOTH[4:], 0.9, lambda: pytest.fail("the question itself takes memory"))
     require_memory(BOTH[:2], 0.45, lambda: (45, 100))
 
 
