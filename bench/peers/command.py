@@ -212,7 +212,7 @@ def _compare(
             require_memory, share=setup.gpu_memory_utilization, memory=torch.cuda.mem_get_info
         )
         if has_gpu
-        else lambda _: None,
+        else None,
         device_uuid=str(torch.cuda.get_device_properties(0).uuid) if has_gpu else None,
     )
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:

@@ -59,7 +59,7 @@ class Comparison:
         num_warmups: unmeasured requests before a system's first run of a load.
         best_peer_only: a peer's setting is given up as soon as another setting of that peer has served enough at a
             rate that was too fast for it, since only the best of them counts.
-        before_group: told of each group before any of it is started.
+        before_group: told of each group before any of it is started; None: nobody is.
         device_uuid: of the GPU to watch; None watches nothing.
     """
 
@@ -75,7 +75,7 @@ class Comparison:
         seed: int,
         num_warmups: int,
         best_peer_only: bool = False,
-        before_group: Callable[[Sequence[Candidate]], None] = lambda _: None,
+        before_group: Callable[[Sequence[Candidate]], None] | None = None,
         device_uuid: str | None,
     ) -> None:
         self._groups = groups
@@ -109,7 +109,8 @@ class Comparison:
         self._file.finish()
 
     async def _run_group(self, group: Sequence[Candidate]) -> None:
-        self._before_group(group)
+        if self._before_group is not None:
+            self._before_group(group)
         async with AsyncExitStack() as stack:
             systems: dict[object, System] = {}
             # Ours first: it counts all memory in use as its own, and the peers count their own alone.

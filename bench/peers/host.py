@@ -1,13 +1,12 @@
 """What the host's processors did meanwhile: with small models they decide as much as the GPU."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
-_STAT = Path("/proc/stat")
-_IDLE, _IOWAIT, _STEAL = 3, 4, 7
-_COUNTED = 8
-"""Columns of a ``cpu`` line up to the stolen time; those after it are part of the first ones."""
+import psutil
+
+_WORKING = ("user", "nice", "system", "irq", "softirq")
+_WAITING = ("idle", "iowait")
+_STOLEN = ("steal",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,34 +25,31 @@ class HostUse:
 
 
 class HostClock:
-    """Counts processor time from its making on; Linux alone tells.
+    """Counts processor time from its making on."""
 
-    Args:
-        stat: the kernel's counters.
-    """
-
-    def __init__(self, stat: Path = _STAT) -> None:
-        self._stat = stat
-        self._before = _ticks(stat)
+    def __init__(self) -> None:
+        self._before = _seconds()
 
     def use(self) -> HostUse | None:
-        """What happened since this clock was made; None where the kernel does not tell, or no time has passed."""
-        before, after = self._before, _ticks(self._stat)
+        """What happened since this clock was made; None where the system does not tell, or no time has passed."""
+        before, after = self._before, _seconds()
         if before is None or after is None:
             return None
-        spent = [b - a for a, b in zip(before, after, strict=True)]
-        total, num_cpus = sum(spent), os.cpu_count() or 1
+        busy, idle, stolen = (b - a for a, b in zip(before, after, strict=True))
+        total, num_cpus = busy + idle + stolen, psutil.cpu_count() or 1
         if total <= 0:
             return None
-        stolen, idle = spent[_STEAL], spent[_IDLE] + spent[_IOWAIT]
-        return HostUse(num_cpus, num_cpus * (total - idle - stolen) / total, num_cpus * stolen / total)
+        return HostUse(num_cpus, num_cpus * busy / total, num_cpus * stolen / total)
 
 
-def _ticks(stat: Path) -> list[int] | None:
-    """The counters of all processors together."""
+def _seconds() -> tuple[float, float, float] | None:
+    """Of all processors together so far: working, idle, taken away."""
     try:
-        first = stat.read_text(encoding="ascii").splitlines()[0].split()
-    except (OSError, IndexError):
+        times = psutil.cpu_times()
+    except (OSError, TypeError):  # a container's /proc/stat may be missing, or not be one
         return None
-    ticks = [int(field) for field in first[1 : 1 + _COUNTED]]
-    return ticks if first[0] == "cpu" and len(ticks) == _COUNTED else None
+    # Systems differ in what they count; a guest's time is part of the user's.
+    working, waiting, stolen = (
+        sum(getattr(times, name, 0.0) for name in names) for names in (_WORKING, _WAITING, _STOLEN)
+    )
+    return working, waiting, stolen

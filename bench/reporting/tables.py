@@ -223,9 +223,8 @@ def _beside(value: float, limit: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     decimals = 2 if limit >= 10 else 3
-    if not math.isclose(
-        value, limit
-    ):  # as a quotient of two rates may be the limit itself, but for its last bit
+    # A quotient of two rates may be the limit itself, but for its last bit.
+    if not math.isclose(value, limit):
         while round(value, decimals) == limit:
             decimals += 1
     return f"{value:.{decimals}f}"

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from bullet_graph.config import Arm
 from bullet_graph.engine.backlog import Backlog, ChunkSizes
 from bullet_graph.engine.corrections import Corrections, ForwardKind
-from bullet_graph.engine.offers import Offers
+from bullet_graph.engine.offers import Offers, lane_waits_for_host
 from bullet_graph.engine.options import FLOOR_TOKENS, ROW_STEP, Outlook
 from bullet_graph.engine.plan import ArmName, Bound, Load, Option, Plan
 from bullet_graph.engine.preference import (
@@ -83,15 +83,16 @@ class Planner:
         self._max_chunk_tokens = max_chunk_tokens
         self._fixed_chunk_tokens = min(arm.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
         lane_sms = tuple(sorted(decode_sms if arm.decode_sms is None else (arm.decode_sms,)))
-        self._offers = Offers(lane_sms, max_batch_sizes)
         self._num_layers = num_layers
         self._corrections = Corrections() if corrections is None else corrections
         self._ms_per_token = 0.0
+        waits_for_host = False
         if model is not None:
             self._sizes = ChunkSizes.of(model, max_chunk_tokens, lane_sms)
             whole = self._sizes.whole
             self._ms_per_token = model.prefill(whole, whole * whole / 2).ms / whole
-            self._offers.weigh_launches(model, self._sizes.lane)
+            waits_for_host = lane_waits_for_host(model, self._sizes.lane)
+        self._offers = Offers(lane_sms, max_batch_sizes, lane_waits_for_host=waits_for_host)
         self._preference = Preference()
         self._now_s = 0.0
         self._paused = False

@@ -63,8 +63,7 @@ class MixedAttention:
             end = self.num_cached_rows
             parts.append(partial(cached.run_into, q=rows.q[:end], out=out[:end]))
         if fresh is not None:
-            attend = partial(fresh.run_into, rows, out)
-            parts.append(lambda _: attend())
+            parts.append(lambda _: fresh.run_into(rows, out))
         if decode is not None:
             begin = self.num_prefill_rows
             parts.append(partial(decode.run_into, q=rows.q[begin:], out=out[begin:]))

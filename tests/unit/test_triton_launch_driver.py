@@ -1,17 +1,12 @@
 """Decode attention's launches as a driver gets them that launches nothing: compiled, without a GPU."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from compiled_triton import run_compiled
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-ROOT = Path(__file__).resolve().parents[2]
-# Run where kernels are compiled, not interpreted.
 SCRIPT = """
 import json, sys
 from types import SimpleNamespace
@@ -62,16 +57,7 @@ json.dump(launches, sys.stdout)
 
 
 def test_the_driver_gets_the_same_launches_however_the_kernel_was_found(tmp_path: Path) -> None:
-    environment = os.environ | {
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-        "PYTHONPATH": str(ROOT),
-    }
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert process.returncode == 0, process.stderr
-    launches = json.loads(process.stdout)
+    launches = run_compiled(SCRIPT, tmp_path)
     assert [name for name, *_ in launches] == ["decode_attention_kernel", "combine_partials_kernel"] * 6
     found_once, asked_each_time = launches[:6], launches[6:]
     assert found_once == asked_each_time

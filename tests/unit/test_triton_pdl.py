@@ -1,20 +1,14 @@
 """Decode attention's second kernel starts while the first runs: compiled for Hopper without a GPU, it waits in time."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from compiled_triton import run_compiled
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-ROOT = Path(__file__).resolve().parents[2]
 FIRST, SECOND = "decode_attention_kernel", "combine_partials_kernel"
 WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
-# Run where kernels are compiled, not interpreted.
 COMPILE = """
 import json, sys
 import triton
@@ -46,18 +40,7 @@ json.dump(found, sys.stdout)
 
 @pytest.fixture(scope="module")
 def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    compiled = os.environ | {
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "PYTHONPATH": str(ROOT),
-    }
-    script = tmp_path_factory.mktemp("compile") / "compile_kernels.py"
-    script.write_text(COMPILE, encoding="utf-8")
-    process = subprocess.run(
-        [sys.executable, script], cwd=ROOT, env=compiled, capture_output=True, text=True, timeout=120
-    )
-    assert process.returncode == 0, process.stderr
-    found: dict[str, str] = json.loads(process.stdout)
+    found: dict[str, str] = run_compiled(COMPILE, tmp_path_factory.mktemp("compile"))
     return found
 
 
