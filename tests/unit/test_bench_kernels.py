@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bench.kernels import capture_cost, decode_attention, decode_step, prefill_attention, prefill_gemm
+from bench.kernels import (
+    bare_work,
+    capture_cost,
+    decode_attention,
+    decode_step,
+    prefill_attention,
+    prefill_gemm,
+)
 from bench.kernels.cublaslt import library_path
 from bench.kernels.decode_inputs import Cache, lengths, scattered_blocks
 from bench.kernels.prefill_layers import LAYERS, SHAPES, flops_of
@@ -25,6 +32,7 @@ from bullet_graph.models.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
+    "bare_work": bare_work.main,
     "capture_cost": capture_cost.main,
     "prefill_gemm": prefill_gemm.main,
     "prefill_attention": prefill_attention.main,
@@ -69,6 +77,15 @@ def test_rows_that_fill_no_blocks(option: str, rows: str) -> None:
 )
 def test_bad_options_of_prefill(arguments: tuple[str, str]) -> None:
     result = run(prefill_gemm.main, *arguments, "--output-json", "r.json")
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--rows", "2040"), ("--decode-rows", "x"), ("--seconds", "0.1"), ("--budget-s", "soon")]
+)
+def test_bad_options_of_bare_work(arguments: tuple[str, str]) -> None:
+    result = run(bare_work.main, *arguments, "--output-json", "r.json")
     assert result.exit_code == 2
     assert f"Invalid value for '{arguments[0]}'" in result.output
 

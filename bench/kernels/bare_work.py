@@ -1,0 +1,282 @@
+"""What the matrix products and the attention of whole workloads take by themselves, sustained under the power cap.
+
+    python bench/kernels/bare_work.py --output-json bench/results/h200/bare_work.json
+
+A limit that is measured: the kernels of the engine, in forwards as the workload has them on average, captured in one
+CUDA graph and replayed, with no host, no scheduler and no sampling, at once. Ways: products, SwiGLU among them, alone;
+attention alone; both in turn, layer by layer; both side by side on two streams, attention on all SMs or laid out for
+fewer; and in turn with the passes between products (norms, rotation, the cache's writes). Weights are those of eight
+distinct layers of llama-3.1-8b's shapes, random, gone through four times; blocks of the cache are in random order. A
+way's time is that of a forward times the number of them that the workload comes to.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+# Run as a script, only this file's own folder would be looked in.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.kernels.bare_steps import BareStep, decode_step, serving_step
+from bench.kernels.decode_inputs import DEVICE, DTYPE, Cache, scattered_blocks
+from bench.kernels.gpu_command import GpuCommand
+from bench.kernels.prefill_layers import (
+    BLOCK_TOKENS,
+    CONFIG,
+    HIDDEN,
+    LAYERS,
+    OPS,
+    SHAPES,
+    Chain,
+    make_layers,
+    normal,
+)
+from bench.kernels.sustained import Lab, Run
+from bullet_graph.cli.options import parse_sizes
+from bullet_graph.cli.result_file import check_result_file, write_result_file
+from bullet_graph.graphs.cublas import fitting_blas
+from bullet_graph.models.attention import LayerRows
+from bullet_graph.models.flashinfer_attention import AttentionLane, RaggedBatch
+from bullet_graph.models.flashinfer_modules import prefill_backend
+from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
+from bullet_graph.models.weights import LayerWeights
+from bullet_graph.models.workspaces import decode_workspace_bytes
+from bullet_graph.perf.provenance import collect_provenance
+from bullet_graph.workloads import load_workload
+
+WAYS = (
+    "products",
+    "attention",
+    "in turn",
+    "side by side",
+    "side by side, attention on 64 SMs",
+    "in turn, with passes",
+)
+WORKLOADS = (("azure:conv", 600), ("azure:code", 400))
+"""Of the targets all at once: name and number of requests."""
+DECODE_CONTEXT = 1000
+SIDE_SMS = 64
+"""For which attention is laid out where products run beside it: what is left to them without waiting."""
+WARM_UP_ROWS, WARM_UP_S = 2048, 3.0
+
+
+def steps_of(rows: tuple[int, ...], decode_rows: tuple[int, ...]) -> Iterator[tuple[str, BareStep]]:
+    """What is measured, by the name of the work: workloads in forwards of several sizes, then decode steps."""
+    for workload, num_requests in WORKLOADS:
+        requests = load_workload(workload, num_requests=num_requests).requests
+        for number in rows:
+            yield f"{workload}={num_requests}", serving_step(CONFIG, requests, number)
+    for number in decode_rows:
+        yield f"decode={number}x{DECODE_CONTEXT}", decode_step(number, DECODE_CONTEXT)
+
+
+class Attention:
+    """Attention of a step: decode rows to scattered blocks, fresh prompts to themselves; a cache for each layer."""
+
+    def __init__(self, step: BareStep) -> None:
+        num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        self._parts: dict[int | None, list[Callable[[int], None]]] = {None: [], SIDE_SMS: []}
+        if step.decode_rows:
+            self._add_decode(step, num_sms)
+        if step.prompt_lens:
+            self._add_prompts(step)
+
+    def _add_decode(self, step: BareStep, num_sms: int) -> None:
+        blocks_a_row = -(-step.context // BLOCK_TOKENS)
+        cache = Cache.random(
+            CONFIG, step.decode_rows * blocks_a_row * BLOCK_TOKENS, BLOCK_TOKENS, LAYERS, hnd=False
+        )
+        lane = TritonDecodeAttention(
+            CONFIG,
+            cache,  # type: ignore[arg-type]
+            max_rows=step.decode_rows,
+            num_sms=num_sms,
+        )
+        kv_lens = torch.full((step.decode_rows,), step.context, dtype=torch.int32).numpy()
+        indptr, indices = scattered_blocks(kv_lens, step.decode_rows * blocks_a_row, BLOCK_TOKENS)
+        batch = DecodeBatch(
+            torch.from_numpy(indptr).to(DEVICE),
+            torch.from_numpy(indices).to(DEVICE),
+            torch.from_numpy((kv_lens - 1) % BLOCK_TOKENS + 1).to(DEVICE),
+        )
+        q = normal(step.decode_rows, CONFIG.num_heads, CONFIG.head_dim)
+        for sms, parts in self._parts.items():
+            planned = lane.plan(batch, num_sms=sms)
+            parts.append(partial(planned.run_into, q=q, out=torch.empty_like(q)))
+
+    def _add_prompts(self, step: BareStep) -> None:
+        lane = AttentionLane(
+            CONFIG,
+            None,  # type: ignore[arg-type] - fresh prompts ask nothing of a cache
+            dtype=DTYPE,
+            backend=prefill_backend(DEVICE),
+            causal=True,
+            float_workspace=torch.zeros(decode_workspace_bytes(CONFIG, 1), dtype=torch.uint8, device=DEVICE),
+        )
+        indptr = torch.tensor((0, *step.prompt_lens)).cumsum(0).int()
+        planned = lane.plan_ragged(RaggedBatch(indptr.to(DEVICE), indptr))
+        rows = int(indptr[-1])
+        q = normal(rows, CONFIG.num_heads, CONFIG.head_dim)
+        layer_rows = LayerRows.of(q, normal(rows, CONFIG.q_size + 2 * CONFIG.kv_size), CONFIG)
+        out = torch.empty_like(q)
+        for parts in self._parts.values():
+            parts.append(lambda _: planned.run_into(layer_rows, out))
+
+    def run(self, layer: int, num_sms: int | None = None) -> None:
+        """Of one layer."""
+        for part in self._parts[num_sms]:
+            part(layer)
+
+
+class Products:
+    """The products of a step, SwiGLU as the engine computes it with so many rows, and the output head's."""
+
+    def __init__(self, layers: list[LayerWeights], head: Tensor, step: BareStep) -> None:
+        self._layers, self._head = layers, head
+        self._inputs = {name: normal(step.rows, k) for name, (_, k) in SHAPES.items()}
+        self._outs = {name: normal(step.rows, n) for name, (n, _) in SHAPES.items() if name != "gate_up"}
+        self._sampled, self._logits = normal(step.head_rows, HIDDEN), normal(step.head_rows, len(head))
+
+    def run(self, layer: int) -> None:
+        """Of one layer."""
+        weights = self._layers[layer]
+        for name in ("qkv", "o"):
+            torch.mm(self._inputs[name], getattr(weights, name).t(), out=self._outs[name])
+        OPS.swiglu(self._inputs["gate_up"], weights.gate_up)
+        torch.mm(self._inputs["down"], weights.down.t(), out=self._outs["down"])
+
+    def run_head(self) -> None:
+        """Of the rows that are sampled."""
+        torch.mm(self._sampled, self._head.t(), out=self._logits)
+
+
+def ways_of(products: Products, attention: Attention, chain: Chain) -> dict[str, Run]:
+    """Whole steps, by the names of WAYS."""
+
+    def only_products() -> None:
+        for index in range(CONFIG.num_layers):
+            products.run(index % LAYERS)
+        products.run_head()
+
+    def only_attention(num_sms: int | None = None) -> None:
+        for index in range(CONFIG.num_layers):
+            attention.run(index % LAYERS, num_sms)
+
+    def in_turn() -> None:
+        for index in range(CONFIG.num_layers):
+            products.run(index % LAYERS)
+            attention.run(index % LAYERS)
+        products.run_head()
+
+    def side_by_side(num_sms: int | None) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            only_attention(num_sms)
+        only_products()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def with_passes() -> None:
+        for _ in range(CONFIG.num_layers // LAYERS):
+            chain.engine()
+            for index in range(LAYERS):
+                attention.run(index)
+        products.run_head()
+
+    runs = (
+        only_products,
+        only_attention,
+        in_turn,
+        partial(side_by_side, None),
+        partial(side_by_side, SIDE_SMS),
+        with_passes,
+    )
+    return dict(zip(WAYS, runs, strict=True))
+
+
+def measure(lab: Lab, layers: list[LayerWeights], head: Tensor, name: str, step: BareStep) -> None:
+    """Every way of one step; the rows also tell what the whole work takes."""
+    chain = Chain(layers, step.rows)
+    ways = ways_of(Products(layers, head, step), Attention(step), chain)
+    for way, run in ways.items():
+        with fitting_blas(step.rows, None):
+            ms = lab.measure(name, way, step.rows, run, step.flops(CONFIG), CONFIG.num_layers)
+        if math.isfinite(ms):
+            seconds = ms * step.repeats / 1e3
+            lab.rows[-1] |= dataclasses.asdict(step) | {
+                "step_ms": round(ms, 4),
+                "seconds": round(seconds, 6),
+                "joules": round(seconds * lab.rows[-1]["watts"], 3),
+            }
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each way of each work."""
+    lines = [f"{'work':18} {'rows':>5} {'step, ms':>9} {'s':>8} {'J':>8} {'W':>4} {'MHz':>5}  way"]
+    for row in rows:
+        if "seconds" in row:
+            lines.append(
+                f"{row['part']:18} {row['rows']:5} {row['step_ms']:9.3f} {row['seconds']:8.3f} {row['joules']:8.0f} "
+                f"{row['watts']:4} {row['mhz']:5}  {row['name']}"
+            )
+        elif "tflops" not in row:
+            lines.append(" ".join(f"{key}={value}" for key, value in row.items()))
+    return lines
+
+
+def parse_rows(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """An option's callback: read numbers of rows such as ``2048,4096``, which fill the cache's blocks; or none."""
+    rows = parse_sizes(context, parameter, value)
+    if any(number <= 0 or number % BLOCK_TOKENS for number in rows):
+        raise click.BadParameter(f"{value!r}: write positive multiples of {BLOCK_TOKENS}, such as 2048,4096")
+    return rows
+
+
+@click.command(cls=GpuCommand)
+@click.option(
+    "--rows", default="2048,4096", show_default=True, callback=parse_rows, help="Of a workload's forwards."
+)
+@click.option(
+    "--decode-rows", default="64,256", show_default=True, callback=parse_rows, help="Of decode steps."
+)
+@click.option("--seconds", type=click.FloatRange(min=0.3), default=2.4, show_default=True, help="A figure.")
+@click.option(
+    "--budget-s", default=180.0, show_default=True, help="No new figure is begun after so many seconds."
+)
+@click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
+@torch.inference_mode()
+def main(
+    rows: tuple[int, ...], decode_rows: tuple[int, ...], seconds: float, budget_s: float, output_json: Path
+) -> None:
+    """Measure, print a table and write the JSON."""
+    check_result_file(output_json, overwrite=True)
+    torch.manual_seed(0)
+    lab = Lab(seconds, budget_s)
+    layers = make_layers()
+    head = normal(CONFIG.vocab_size, HIDDEN, std=HIDDEN**-0.5)
+    lab.measure("warm-up", "layers", WARM_UP_ROWS, Chain(layers, WARM_UP_ROWS).engine, 0.0, LAYERS, WARM_UP_S)
+    try:
+        for name, step in steps_of(rows, decode_rows):
+            measure(lab, layers, head, name, step)
+            torch.cuda.empty_cache()
+    finally:
+        click.echo("\n".join(table(lab.rows)))
+        report = {
+            "model": "llama-3.1-8b",
+            "rows": lab.rows,
+            "provenance": dataclasses.asdict(collect_provenance("cuda")),
+        }
+        write_result_file(output_json, json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
