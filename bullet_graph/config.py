@@ -13,6 +13,7 @@ PartitionBackendName = Literal["auto", "smctrl", "green", "none"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 CanaryChoice = Literal["off", "sample", "all"]
 ReadyName = Literal["hot", "all"]
+PromptOrder = Literal["arrival", "longest-output"]
 ArmChoice = Literal["serial", "sliced", "mixed", "split", "auto"]
 
 KV_BLOCK_TOKENS = 16
@@ -102,6 +103,10 @@ class EngineConfig:
         gpu_memory_utilization: share of the device's memory that the engine may fill, in (0, 1].
         kv_cache_bytes: fixes the KV cache's size instead of taking what memory is left.
         arm: how prefill and decode share the device.
+        prompt_order: which prompts are prefilled first where none has a target for its first token: ``arrival``, as
+            they came, or ``longest-output``, those with the most ``max_tokens`` first. The latter is for batches
+            of which nothing is needed before the end: the longest outputs then do not end alone, in small batches.
+            Short ones wait for as long as longer ones come.
         seed: of dummy weights and of requests without a seed of their own.
         cuda_graphs: capture decode steps; without, they run eagerly (slower; for debugging).
         partition_backend: what confines a lane to its SMs: ``smctrl``, ``green``, ``none``, or ``auto`` for the
@@ -139,6 +144,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
     arm: Arm = Arm("mixed")
+    prompt_order: PromptOrder = "arrival"
     seed: int = 0
     cuda_graphs: bool = True
     partition_backend: PartitionBackendName = "auto"
@@ -157,6 +163,7 @@ class EngineConfig:
             "dtype": ("auto", "bfloat16", "float16", "float32"),
             "device": ("auto", "cuda", "cpu"),
             "partition_backend": ("auto", "smctrl", "green", "none"),
+            "prompt_order": get_args(PromptOrder),
             "canary": get_args(CanaryChoice),
             "ready": ("hot", "all"),
         }

@@ -5,6 +5,7 @@ from collections import deque
 import numpy as np
 from paged_device import PagedDevice, generate_alone
 
+from bullet_graph.config import PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.engine.scheduler import Scheduler
@@ -34,6 +35,7 @@ class Loop:
         spare_blocks: int = 30,
         depth: int = 1,
         max_model_len: int = MAX_MODEL_LEN,
+        prompt_order: PromptOrder = "arrival",
     ) -> None:
         blocks_per_seq = -(-max_model_len // BLOCK_TOKENS)
         self.arm, self.chunk_tokens, self.depth = arm, chunk_tokens, depth
@@ -44,7 +46,12 @@ class Loop:
             max_blocks_per_seq=blocks_per_seq,
             block_tokens=BLOCK_TOKENS,
         )
-        self.scheduler = Scheduler(max_num_seqs=max_num_seqs, max_model_len=max_model_len, pool=self.pool)
+        self.scheduler = Scheduler(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            pool=self.pool,
+            prompt_order=prompt_order,
+        )
         self.device = PagedDevice(BLOCK_TOKENS)
         self.in_flight: deque[tuple[int, ScheduledStep]] = deque()
         self.sequences: list[Sequence] = []
@@ -168,5 +175,6 @@ class Loop:
             if sequence in self.aborted:
                 expected = expected[: len(sequence.output_token_ids)]
             assert sequence.output_token_ids == expected
-        served = [s for s in self.sequences if s in self.first_admissions]
-        assert self.first_admissions == served, "first admissions must follow arrivals"
+        if self.scheduler.prompt_order == "arrival":
+            served = [s for s in self.sequences if s in self.first_admissions]
+            assert self.first_admissions == served, "first admissions must follow arrivals"

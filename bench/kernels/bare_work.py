@@ -203,11 +203,14 @@ def ways_of(products: Products, attention: Attention, chain: Chain) -> dict[str,
     return dict(zip(WAYS, runs, strict=True))
 
 
-def measure(lab: Lab, layers: list[LayerWeights], head: Tensor, name: str, step: BareStep) -> None:
-    """Every way of one step; the rows also tell what the whole work takes."""
+def measure(
+    lab: Lab, layers: list[LayerWeights], head: Tensor, name: str, step: BareStep, wanted: tuple[str, ...]
+) -> None:
+    """The wanted ways of one step; the rows also tell what the whole work takes."""
     chain = Chain(layers, step.rows)
     ways = ways_of(Products(layers, head, step), Attention(step), chain)
-    for way, run in ways.items():
+    for way in wanted:
+        run = ways[way]
         with fitting_blas(step.rows, None):
             ms = lab.measure(name, way, step.rows, run, step.flops(CONFIG), CONFIG.num_layers)
         if math.isfinite(ms):
@@ -243,6 +246,9 @@ def parse_rows(context: click.Context, parameter: click.Parameter, value: str) -
 
 @click.command(cls=GpuCommand)
 @click.option(
+    "--way", "ways", type=click.Choice(WAYS), multiple=True, help="Only this, or these; otherwise all."
+)
+@click.option(
     "--rows", default="2048,4096", show_default=True, callback=parse_rows, help="Of a workload's forwards."
 )
 @click.option(
@@ -255,7 +261,12 @@ def parse_rows(context: click.Context, parameter: click.Parameter, value: str) -
 @click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
 @torch.inference_mode()
 def main(
-    rows: tuple[int, ...], decode_rows: tuple[int, ...], seconds: float, budget_s: float, output_json: Path
+    ways: tuple[str, ...],
+    rows: tuple[int, ...],
+    decode_rows: tuple[int, ...],
+    seconds: float,
+    budget_s: float,
+    output_json: Path,
 ) -> None:
     """Measure, print a table and write the JSON."""
     check_result_file(output_json, overwrite=True)
@@ -266,7 +277,7 @@ def main(
     lab.measure("warm-up", "layers", WARM_UP_ROWS, Chain(layers, WARM_UP_ROWS).engine, 0.0, LAYERS, WARM_UP_S)
     try:
         for name, step in steps_of(rows, decode_rows):
-            measure(lab, layers, head, name, step)
+            measure(lab, layers, head, name, step, ways or WAYS)
             torch.cuda.empty_cache()
     finally:
         click.echo("\n".join(table(lab.rows)))

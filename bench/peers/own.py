@@ -8,10 +8,10 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from bench.peers.systems import Setup
+from bench.peers.systems import OwnSetting, Setup
 from bullet_graph import AsyncEngine, Engine, OutputKind, Slo
 from bullet_graph.cli.bench.online_arms import config_for
-from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.config import EngineConfig
 from bullet_graph.engine.replay import TimedRequest, require_forced_length
 
 _IDLE_LIMIT_S = 30.0
@@ -22,17 +22,18 @@ class OwnEngine:
 
     Args:
         setup: its settings.
-        arms: that will be asked for.
+        wanted: that will be asked for.
         slo: targets that will be asked for: one for TPOT lets ``mixed`` choose its chunks by predictions.
         decisions: a new file for every decision of the planner, which costs the engine's thread some time; None: none.
     """
 
-    def __init__(self, setup: Setup, arms: Sequence[str], slo: Slo, decisions: Path | None = None) -> None:
-        wanted = [Arm.parse(arm) for arm in arms]
+    def __init__(
+        self, setup: Setup, wanted: Sequence[OwnSetting], slo: Slo, decisions: Path | None = None
+    ) -> None:
         config = EngineConfig(
             **{field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
         )
-        config = config_for(config, wanted, slo)
+        config = config_for(config, list(dict.fromkeys(one.arm for one in wanted)), slo)
         engine = Engine(
             **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
             trace_decisions=decisions,
@@ -46,11 +47,12 @@ class OwnEngine:
         }
 
     async def configure(self, setting: str, slo: Slo) -> None:
-        """Change the arm and the targets; waits for what is still in flight of requests that have ended."""
+        """Change the policy and the targets; waits for what is still in flight of requests that have ended."""
         deadline_s = time.monotonic() + _IDLE_LIMIT_S
         while self._engine.engine.has_unfinished_requests() and time.monotonic() < deadline_s:
             await asyncio.sleep(0.002)
-        await self._engine.set_policy(setting, slo)
+        wanted = OwnSetting.parse(setting)
+        await self._engine.set_policy(wanted.arm, slo, wanted.prompt_order)
 
     async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
         """Serve a request, with its targets."""

@@ -9,7 +9,7 @@ import platformdirs
 
 from bench.peers.comparison import tell
 from bench.peers.own import OwnEngine
-from bench.peers.systems import Candidate, Setup, System, distribution_is_there
+from bench.peers.systems import Candidate, OwnSetting, Setup, System, distribution_is_there
 from bench.peers.vllm_system import VllmSystem, require_vllm
 from bullet_graph.errors import ConfigError, DeviceError
 from bullet_graph.runtime.memory import format_bytes
@@ -40,7 +40,9 @@ async def open_system(
     """
     kind, url = candidates[0].resident
     if kind == "own":
-        return OwnEngine(setup, [candidate.setting for candidate in candidates], slo, own_decisions)
+        return OwnEngine(
+            setup, [OwnSetting.parse(candidate.setting) for candidate in candidates], slo, own_decisions
+        )
     if kind == "vllm":
         folder = platformdirs.user_cache_path("bullet_graph") / "peers" / Path(setup.model).name
         return VllmSystem(setup, folder, vllm_options, vllm_log)

@@ -5,14 +5,14 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, get_args
 
-from bullet_graph.config import Arm, DeviceName, DtypeName, LoadFormat
+from bullet_graph.config import Arm, DeviceName, DtypeName, LoadFormat, PromptOrder
 from bullet_graph.engine.replay import TimedRequest
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.provenance import installed_version
 from bullet_graph.slo import Slo
 
 Kind = Literal["own", "vllm", "openai"]
-_FORMS = "own:ARM, vllm, vllm:CHUNK or openai:URL"
+_FORMS = "own:ARM, own:ARM/ORDER, vllm, vllm:CHUNK or openai:URL"
 
 
 class System(Protocol):
@@ -44,13 +44,41 @@ class System(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class OwnSetting:
+    """A policy of this engine's.
+
+    Attributes:
+        arm: how prefill and decode share the device.
+        prompt_order: of prompts without targets.
+    """
+
+    arm: Arm
+    prompt_order: PromptOrder = "arrival"
+
+    @classmethod
+    def parse(cls, text: str) -> "OwnSetting":
+        """Read ``ARM`` or ``ARM/ORDER``.
+
+        Raises:
+            ConfigError: for any other text.
+        """
+        arm, slash, order = text.partition("/")
+        if slash and order not in get_args(PromptOrder):
+            raise ConfigError(f"{order!r} is no order of prompts: write {' or '.join(get_args(PromptOrder))}")
+        return cls(Arm.parse(arm), cast(PromptOrder, order or "arrival"))
+
+    def __str__(self) -> str:
+        return str(self.arm) if self.prompt_order == "arrival" else f"{self.arm}/{self.prompt_order}"
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A system and a setting.
 
     Attributes:
         kind: of system.
-        setting: an arm of this engine's; vLLM's largest number of tokens in a step, or empty for the engine's; empty
-            for a server.
+        setting: an :class:`OwnSetting` of this engine's; vLLM's largest number of tokens in a step, or empty for the
+            engine's; empty for a server.
         url: of a server, up to ``/v1``; else empty.
     """
 
@@ -60,7 +88,7 @@ class Candidate:
 
     @classmethod
     def parse(cls, text: str) -> "Candidate":
-        """Read ``own:ARM``, ``vllm``, ``vllm:CHUNK`` or ``openai:URL``.
+        """Read ``own:ARM``, ``own:ARM/ORDER``, ``vllm``, ``vllm:CHUNK`` or ``openai:URL``.
 
         Raises:
             ConfigError: for any other text, with the forms allowed.
@@ -75,7 +103,7 @@ class Candidate:
             raise ConfigError(f"{text!r} is no system: write {_FORMS}")
         if kind == "openai":
             return cls("openai", url=rest.rstrip("/"))
-        return cls(cast(Kind, kind), str(Arm.parse(rest)) if kind == "own" else rest)
+        return cls(cast(Kind, kind), str(OwnSetting.parse(rest)) if kind == "own" else rest)
 
     @property
     def resident(self) -> tuple[Kind, str]:

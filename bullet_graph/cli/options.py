@@ -19,6 +19,7 @@ from bullet_graph.config import (
     EngineConfig,
     LoadFormat,
     PartitionBackendName,
+    PromptOrder,
     ReadyName,
 )
 from bullet_graph.errors import ConfigError
@@ -50,6 +51,16 @@ def parse_sizes(_: click.Context, __: click.Parameter, value: str) -> tuple[int,
 def parse_slo(_: click.Context, __: click.Parameter, value: str) -> Slo:
     """An option's callback: read targets such as ``ttft:500 tpot:15``."""
     return Slo.parse(value.replace(",", " ").split())
+
+
+prompt_order_option = click.option(
+    "--prompt-order",
+    type=click.Choice(get_args(PromptOrder)),
+    default="arrival",
+    show_default=True,
+    help="Which prompts go first without targets for their first token; longest-output: those with the most "
+    "max_tokens, for batches of which nothing is needed before the end.",
+)
 
 
 def engine_options(
@@ -99,6 +110,7 @@ def engine_options(
             help="How prefill and decode share the device; CHUNK: most tokens of one forward; auto: chosen at every "
             "step from measured performance.",
         ),
+        "prompt_order": prompt_order_option,
         "slo": click.option(
             "--slo",
             metavar="TARGETS",

@@ -54,6 +54,7 @@ def new_core(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         num_layers=num_layers,
+        prompt_order=config.prompt_order,
         trace=trace,
     )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bullet_graph.config import KV_BLOCK_TOKENS
+from bullet_graph.config import KV_BLOCK_TOKENS, PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.chunk import ChunkUnderWay
 from bullet_graph.engine.corrections import ForwardKind
@@ -37,6 +37,7 @@ class EngineCore:
         max_num_seqs: most sequences running at once.
         max_model_len: most tokens of a sequence.
         num_layers: of the model.
+        prompt_order: of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
         trace: told of every decision and launch.
     """
 
@@ -49,6 +50,7 @@ class EngineCore:
         max_num_seqs: int,
         max_model_len: int,
         num_layers: int,
+        prompt_order: PromptOrder = "arrival",
         trace: DecisionTrace | None = None,
     ) -> None:
         self.executor = executor
@@ -60,7 +62,12 @@ class EngineCore:
             max_blocks_per_seq=-(-max_model_len // KV_BLOCK_TOKENS),
             block_tokens=KV_BLOCK_TOKENS,
         )
-        self.scheduler = Scheduler(max_num_seqs=max_num_seqs, max_model_len=max_model_len, pool=self.pool)
+        self.scheduler = Scheduler(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            pool=self.pool,
+            prompt_order=prompt_order,
+        )
         self.tracker = RequestTracker(self.scheduler, max_model_len=max_model_len)
         self.counters = LoopCounters(executor.num_sms)
         self.launching: Launching | None = None
@@ -287,6 +294,7 @@ class EngineCore:
             planner=self.planner,
             num_waiting_tokens=self.scheduler.num_waiting_tokens,
             timed=timed,
+            longest_first=self.scheduler.longest_first,
         )
 
     # ---- retiring ----

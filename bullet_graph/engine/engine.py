@@ -15,6 +15,7 @@ from bullet_graph.config import (
     EngineConfig,
     LoadFormat,
     PartitionBackendName,
+    PromptOrder,
     ReadyName,
 )
 from bullet_graph.engine.admission import Prompt, normalise_batch
@@ -64,6 +65,7 @@ class Engine(RequestLoop):
         load_format: LoadFormat = "auto",
         seed: int = 0,
         arm: str | Arm = "mixed",
+        prompt_order: PromptOrder = "arrival",
         cuda_graphs: bool = True,
         partition_backend: PartitionBackendName = "auto",
         decode_sms: Sequence[int] = (),
@@ -91,6 +93,7 @@ class Engine(RequestLoop):
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_bytes=kv_cache_bytes,
             arm=Arm.parse(arm) if isinstance(arm, str) else arm,
+            prompt_order=prompt_order,
             seed=seed,
             cuda_graphs=cuda_graphs,
             partition_backend=partition_backend,
@@ -178,10 +181,13 @@ class Engine(RequestLoop):
         """What the start took; the first token is in it once it is out."""
         return self._start.report()
 
-    def set_policy(self, arm: str | Arm, slo: Slo = NO_TARGETS) -> None:
+    def set_policy(
+        self, arm: str | Arm, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
+    ) -> None:
         """Serve under another arm and other targets from now on, with the graphs and partitions there are.
 
-        Counters begin anew; what the planner has learned of the device stays.
+        Counters begin anew; what the planner has learned of the device stays. So does the order of prompts where
+        ``prompt_order`` is None.
 
         Raises:
             RequestError: requests are under way.
@@ -191,7 +197,8 @@ class Engine(RequestLoop):
         if self.has_unfinished_requests():
             raise RequestError("the policy can change between requests only: finish or abort them first")
         chosen = Arm.parse(arm) if isinstance(arm, str) else arm
-        config = dataclasses.replace(self.config, arm=chosen, slo=slo)
+        order = self.config.prompt_order if prompt_order is None else prompt_order
+        config = dataclasses.replace(self.config, arm=chosen, slo=slo, prompt_order=order)
         before, self.config = self.config, config
         try:
             self._core = self._new_core(executor)

@@ -20,6 +20,7 @@ def load_of(
     planner: Planner,
     num_waiting_tokens: int,
     timed: bool,
+    longest_first: bool = False,
 ) -> Load:
     """What the loop could launch, and how much time its sequences leave.
 
@@ -32,6 +33,7 @@ def load_of(
         planner: whose rates say what the future brings.
         num_waiting_tokens: of prompts that wait for blocks.
         timed: count the targets of sequences that decode even if nothing contends with them.
+        longest_first: prompts come in the order of what they may generate, so those in sight tell of all.
     """
     rows = [*decoding, *_decoding_next(flights)]
     # Targets matter only where there is something to share the device with.
@@ -42,6 +44,9 @@ def load_of(
         prompts=tuple(PromptLoad(s.num_tokens - s.num_cached, s.num_cached, s.deadline_s) for s in prompts),
         queued_tokens=num_waiting_tokens,
         chunk=None if chunk is None else chunk.load(),
+        steps_left=max((s.max_tokens - s.num_tokens for s in (*rows, *prompts)), default=0)
+        if longest_first
+        else None,
     )
 
 

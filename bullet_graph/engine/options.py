@@ -29,6 +29,10 @@ SPLIT_LAUNCH_MS = 1.6
 """Most host time for the launches of such a slice, which the decode lane's next step has to wait for: a whole chunk of
 a small model would keep it waiting longer than it runs."""
 
+LEAST_PACED_ROWS, PACED_ROW_STEP = 1024, 128
+"""Forwards that are to last for the longest output have so many rows, prompt and decode, or more, and a multiple: fewer
+rows a forward cost matrix products more than decode rows that ride along save."""
+
 DECODES_PER_SLICE = 2.0
 """Without a TPOT target, a slice lasts as long as so many decode steps: prefill, which lets the batch grow and its
 steps pay off, gets two thirds of the time."""
@@ -183,6 +187,15 @@ class Outlook:
             else:
                 exceeds = middle
         return self.mixed(fits * ROW_STEP) if fits else None
+
+    def paced(self, steps: int) -> Option:
+        """The mixed forward with which the prompts last for so many decode steps, or as many as are worth their time.
+
+        What is left of the longest output then rides along with prompts, instead of a batch that gets ever smaller.
+        """
+        rows = self.batch_size + max(self._load.queued_tokens, self._backlog.tokens) / max(steps, 1)
+        whole = max(math.ceil(rows / PACED_ROW_STEP) * PACED_ROW_STEP, LEAST_PACED_ROWS)
+        return self.mixed(min(whole, self._max_chunk_tokens) - self.batch_size)
 
     def split(self, decode_sms: int) -> Option:
         """Both lanes at once, so many SMs for decode and the others for prefill."""

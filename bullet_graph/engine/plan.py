@@ -76,6 +76,8 @@ class Load:
         prompts: waiting prompts in the order in which they will be served; at most the first 64.
         queued_tokens: tokens of all waiting prompts.
         chunk: the chunk under way, or None.
+        steps_left: decode steps that the longest output may still take, of all that run or wait; None where the
+            prompts come in an order that does not tell.
     """
 
     now_s: float
@@ -83,6 +85,7 @@ class Load:
     prompts: tuple[PromptLoad, ...]
     queued_tokens: int
     chunk: ChunkLoad | None
+    steps_left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

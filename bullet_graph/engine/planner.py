@@ -226,7 +226,11 @@ class Planner:
     # ---- the best of all arms ----
 
     def _best(self, outlook: Outlook, load: Load) -> Plan:
-        alone, options = outlook.alone(), self._offers.prefilling(outlook, load)
+        alone = outlook.alone()
+        if load.chunk is None and outlook.budget_ms == math.inf and load.steps_left is not None:
+            paced = outlook.paced(load.steps_left)
+            return self._plan_of(paced, outlook, load, "throughput", [alone, paced])
+        options = self._offers.prefilling(outlook, load)
         weighed = [alone, *options]
         if load.chunk is None and outlook.budget_ms == math.inf:
             first = outlook.prefill_first()

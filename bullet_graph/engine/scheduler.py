@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import islice
 
 import numpy as np
 
+from bullet_graph.config import PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.engine.sequence import Sequence, Status
@@ -38,9 +40,18 @@ class Scheduler:
         max_num_seqs: most sequences running at once.
         max_model_len: most tokens of a sequence.
         pool: the KV cache's blocks; must hold one sequence of ``max_model_len``.
+        prompt_order: of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, pool: BlockPool) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        pool: BlockPool,
+        prompt_order: PromptOrder = "arrival",
+    ) -> None:
+        self.prompt_order = prompt_order
         self._max_model_len = max_model_len
         self._pool = pool
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -61,6 +72,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that hold blocks and want more tokens."""
         return len(self._running)
+
+    @property
+    def longest_first(self) -> bool:
+        """Whether prompts come in the order of what they may generate, the longest output first."""
+        return self.prompt_order == "longest-output" and not self._num_with_deadline
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -101,8 +117,9 @@ class Scheduler:
     def prompts(self, now_s: float, ms_per_token: float) -> list[Sequence]:
         """The head of the queue: prompts that a chunk could take now, in the order to serve them.
 
-        Ordered by slack (:func:`~bullet_graph.engine.slack.order_prompts`) where there are targets, else first come
-        first served. A waiting prompt counts as long as slots and blocks last for all before it.
+        Ordered by slack (:func:`~bullet_graph.engine.slack.order_prompts`) where there are targets, else by
+        ``prompt_order``, those under way and preempted ones before the others. A waiting prompt counts as long as
+        slots and blocks last for all before it.
 
         Args:
             ms_per_token: prefill time of a token, for predicting who will be late.
@@ -111,7 +128,9 @@ class Scheduler:
         if self._num_with_deadline == 0 and not any(s.deadline_s < _NEVER for s in started):
             # Victims were the last to come, the latest of them first.
             preempted = [s for s in reversed(self._waiting) if s.preempted] if self.num_preemptions else []
-            fresh = (s for s in self._waiting if not s.preempted)
+            fresh: Iterable[Sequence] = (s for s in self._waiting if not s.preempted)
+            if self.prompt_order == "longest-output":
+                fresh = nsmallest(QUEUE_IN_SIGHT, fresh, key=lambda s: s.num_tokens - s.max_tokens)
             queue: Iterable[Sequence] = [*started, *preempted, *islice(fresh, QUEUE_IN_SIGHT)]
         else:
             unordered = [*started, *self._waiting]

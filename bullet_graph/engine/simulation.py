@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bullet_graph.config import KV_BLOCK_TOKENS, Arm
+from bullet_graph.config import KV_BLOCK_TOKENS, Arm, PromptOrder
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.planner import Planner
@@ -41,6 +41,7 @@ class SimulationSettings:
         max_num_seqs: most sequences running at once.
         max_num_batched_tokens: most rows of one forward with prompt tokens in it.
         decode_sms: sizes of the decode lane to choose from; None for all that the performance model knows.
+        prompt_order: of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
         capture_plan: what is captured, which then says the sizes of the decode lane; None: everything.
         host_overhead_ms: what a launch costs the host.
         time_noise: how far the device's times are from those predicted; see
@@ -57,6 +58,7 @@ class SimulationSettings:
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
     decode_sms: tuple[int, ...] | None = None
+    prompt_order: PromptOrder = "arrival"
     capture_plan: CapturePlan | None = None
     host_overhead_ms: float = HOST_OVERHEAD_MS
     time_noise: float = 0.0
@@ -151,6 +153,7 @@ class SimulatedEngine:
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
             num_layers=model.num_layers,
+            prompt_order=settings.prompt_order,
             trace=trace,
         )
 

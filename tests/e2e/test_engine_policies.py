@@ -1,13 +1,14 @@
 """Latency targets, and arms that change while an engine lives."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from arms import EASY, IMPOSSIBLE, PROMPT, PROMPTS, Launches, make, short_slices, step_into_a_prefill
 from async_engines import collect
 from engines import GREEDY, Model, make_engine, run_to_end, tokens_of
 
-from bullet_graph import AsyncEngine, ConfigError, EngineDeadError, RequestError, Slo
+from bullet_graph import AsyncEngine, ConfigError, Engine, EngineDeadError, RequestError, Slo
 from bullet_graph.engine.plan import ArmName
 
 # ---- targets ----
@@ -96,6 +97,25 @@ def test_a_policy_takes_the_place_of_another(
             assert {placement.lane for _, placement in prefills} == {lane}
             rows = {"mixed:16": 16, "serial:7": 7}.get(arm, 90)
             assert max(len(step.prefill.token_ids) for step, _ in prefills if step.prefill) == rows
+
+
+def test_the_order_of_prompts_changes_with_the_policy(model: Model, expected: list[tuple[int, ...]]) -> None:
+    def first_to_start(engine: Engine) -> str:
+        for name, max_tokens in (("short", 2), ("long", 4)):
+            engine.add_request(name, PROMPTS[3], replace(GREEDY, max_tokens=max_tokens))
+        return next(iter(run_to_end(engine)))
+
+    with make(model, "serial:7") as engine:
+        assert first_to_start(engine) == "short"
+        engine.set_policy("serial:7", prompt_order="longest-output")
+        assert first_to_start(engine) == "long"
+        # What is not named stays.
+        engine.set_policy("mixed:16")
+        assert engine.config.prompt_order == "longest-output"
+        with pytest.raises(ConfigError, match="prompt_order must be one of arrival, longest-output"):
+            engine.set_policy("mixed", prompt_order="shortest")  # type: ignore[arg-type]
+        (output,) = engine.generate([PROMPTS[3]], GREEDY, use_tqdm=False)
+        assert tokens_of(output) == [expected[3]]
 
 
 @short_slices

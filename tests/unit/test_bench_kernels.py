@@ -82,7 +82,14 @@ def test_bad_options_of_prefill(arguments: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--rows", "2040"), ("--decode-rows", "x"), ("--seconds", "0.1"), ("--budget-s", "soon")]
+    "arguments",
+    [
+        ("--rows", "2040"),
+        ("--decode-rows", "x"),
+        ("--way", "alone"),
+        ("--seconds", "0.1"),
+        ("--budget-s", "soon"),
+    ],
 )
 def test_bad_options_of_bare_work(arguments: tuple[str, str]) -> None:
     result = run(bare_work.main, *arguments, "--output-json", "r.json")

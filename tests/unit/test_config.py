@@ -106,6 +106,7 @@ def test_memory_utilization_is_a_share(value: object) -> None:
         ("load_format", "gguf", "auto, safetensors, dummy"),
         ("dtype", "int8", "auto, bfloat16, float16, float32"),
         ("device", "tpu", "auto, cuda, cpu"),
+        ("prompt_order", "shortest", "arrival, longest-output"),
     ],
 )
 def test_choices_are_named(name: str, value: str, allowed: str) -> None:

@@ -33,6 +33,12 @@ from bullet_graph.serve.client import TokenCounter
     [
         ("own:auto", Candidate("own", "auto"), "bullet_graph auto"),
         ("own:mixed:2048", Candidate("own", "mixed:2048"), "bullet_graph mixed:2048"),
+        (
+            "own:auto/longest-output",
+            Candidate("own", "auto/longest-output"),
+            "bullet_graph auto/longest-output",
+        ),
+        ("own:serial/arrival", Candidate("own", "serial"), "bullet_graph serial"),
         ("vllm", Candidate("vllm"), "vllm 9.9"),
         ("vllm:512", Candidate("vllm", "512"), "vllm 9.9 chunk 512"),
         ("openai:http://h:80/v1/", Candidate("openai", url="http://h:80/v1"), "http://h:80/v1"),
@@ -48,10 +54,26 @@ def test_systems_by_name(
 
 @pytest.mark.parametrize(
     "text",
-    ["own", "own:", "own:fast", "vllm:", "vllm:0", "vllm:big", "vllm:-5", "openai:host", "sglang", "", ":"],
+    [
+        "own",
+        "own:",
+        "own:fast",
+        "own:auto/",
+        "own:auto/shortest",
+        "vllm:",
+        "vllm:0",
+        "vllm:big",
+        "vllm:-5",
+        "openai:host",
+        "sglang",
+        "",
+        ":",
+    ],
 )
 def test_other_names_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"write own:ARM|unknown arm 'fast'"):
+    with pytest.raises(
+        ConfigError, match=r"write own:ARM|unknown arm 'fast'|write arrival or longest-output"
+    ):
         Candidate.parse(text)
 
 

@@ -44,6 +44,32 @@ class TestAuto:
         plan = planner().plan(load_of(decoding(4), *[1000] * 60))
         assert chosen(plan).prefill_tokens_per_s >= 0.95 * max(o.prefill_tokens_per_s for o in plan.options)
 
+    @pytest.mark.parametrize(
+        ("queued", "steps_left", "rows"),
+        [
+            # 64 rows and a hundredth of the prompts, up to the next multiple; never fewer than are worth it, nor more
+            # than a forward may hold or are left.
+            (120_000, 100, 1280),
+            (128_000, 100, 1408),
+            (120_000, 1000, 1024),
+            (1_200_000, 100, MAX_CHUNK),
+            (500, 3, 564),
+        ],
+    )
+    def test_prompts_last_as_long_as_the_longest_output(
+        self, queued: int, steps_left: int, rows: int
+    ) -> None:
+        sight = [500] * min(queued // 500, 64)
+        load = dataclasses.replace(load_of(decoding(64), *sight), queued_tokens=queued, steps_left=steps_left)
+        plan = planner().plan(load)
+        assert (plan.arm, plan.decode, plan.chunk_tokens) == ("mixed", True, rows - 64)
+        assert chosen(plan).chunk_tokens == rows - 64
+
+    def test_under_a_target_no_forward_waits_for_the_longest_output(self) -> None:
+        load = load_of(decoding(64, tpot=15.0), 1000, 1000, ttft_ms=500)
+        told = dataclasses.replace(load, steps_left=10)
+        assert planner().plan(told) == planner().plan(load)
+
     def test_a_middling_target_takes_a_mixed_chunk_of_a_few_hundred(self) -> None:
         plan = planner().plan(load_of(decoding(64, tpot=15.0), 1000, 1000, ttft_ms=500))
         assert plan.arm == "mixed"

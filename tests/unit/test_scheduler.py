@@ -10,6 +10,7 @@ from scheduler_loop import BLOCK_TOKENS, LANES_AT_ONCE, MAX_MODEL_LEN, Loop
 from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.engine.sequence import Sequence, Status
 from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.slo import Slo
 
 
 class AnySchedule(RuleBasedStateMachine):
@@ -21,6 +22,7 @@ class AnySchedule(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         spare_blocks=st.integers(0, 8),
         depth=st.integers(1, 3),
+        prompt_order=st.sampled_from(["arrival", "longest-output"]),
     )
     def build(self, **choices: object) -> None:
         self.loop = Loop(**choices)  # type: ignore[arg-type]
@@ -123,6 +125,26 @@ def test_no_more_sequences_run_than_there_are_slots() -> None:
     loop.launch()
     assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (2, 3)
     loop.drain()
+
+
+def test_the_longest_outputs_go_first_where_that_is_the_order() -> None:
+    loop = Loop(max_num_seqs=2, prompt_order="longest-output")
+    outputs = (3, 9, 5, 9, 4)
+    sequences = [loop.add(8, max_tokens=output) for output in outputs]
+    loop.drain()
+    # Of equals, the first come; and a prompt under way is not left for a longer output.
+    assert loop.first_admissions == [sequences[i] for i in (1, 3, 2, 4, 0)]
+
+
+def test_a_prompt_with_a_deadline_goes_by_it_whatever_the_order() -> None:
+    loop = Loop(prompt_order="longest-output")
+    long = loop.add(8, max_tokens=9)
+    assert loop.scheduler.longest_first
+    prompt = np.arange(8, dtype=np.int32)
+    due = Sequence("due", 0, prompt, SamplingParams(max_tokens=1), 0, frozenset(), Slo(ttft_ms=1000.0))
+    loop.scheduler.add(due)
+    assert not loop.scheduler.longest_first
+    assert loop.scheduler.prompts(0.0, 1.0) == [due, long]
 
 
 def test_a_sequence_that_gets_no_chunk_is_not_admitted_yet() -> None:

@@ -11,7 +11,7 @@ from fakes.perf_tables import LLAMA_8B
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.config import Arm
+from bullet_graph.config import Arm, PromptOrder
 from bullet_graph.engine.simulation import SimulatedEngine, Simulation, SimulationSettings, simulate
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError
@@ -93,6 +93,21 @@ def test_without_targets_auto_is_as_quick_as_any_arm() -> None:
         return simulate(model, load, np.zeros(150), settings).replay.duration_s
 
     assert duration_s("auto") <= 1.005 * min(map(duration_s, ("serial", "mixed:2048", "mixed:8192")))
+
+
+@pytest.mark.parametrize("arm", ["mixed:2048", "auto"])
+def test_the_longest_output_first_ends_sooner(arm: str) -> None:
+    lengths = [(2000, 20)] * 100 + [(2000, 400)]
+
+    def outcome(order: PromptOrder) -> Simulation:
+        return run(
+            lengths, [0.0] * len(lengths), arm=Arm.parse(arm), kv_cache_tokens=300_000, prompt_order=order
+        )
+
+    arrival, longest = outcome("arrival"), outcome("longest-output")
+    # The rest of it, alone at the end, takes a second and more of some six.
+    assert longest.replay.duration_s < 0.95 * arrival.replay.duration_s
+    assert output_lens(longest) == output_lens(arrival)
 
 
 def test_the_split_runs_on_the_size_that_was_asked_for(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.options import parse_sizes, result_options
+from bullet_graph.cli.options import parse_sizes, prompt_order_option, result_options
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, write_result_file
 from bullet_graph.cli.serving.goodput import GoodputCommand
 from bullet_graph.cli.serving.options import TRACE_TIMES, serving_options
@@ -44,6 +44,7 @@ _FIRST_RATE = 8.0
     metavar="FILE.toml|NAME",
     help="What is captured (see `bullet-graph capture plan`).  [default: all batch sizes for all partitions]",
 )
+@prompt_order_option
 @capacity_options(max_num_seqs=1024)
 @click.option(
     "--gpu-memory-utilization",

@@ -117,6 +117,7 @@ class Simulator:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             decode_sms=config.decode_sms or None,
+            prompt_order=config.prompt_order,
             capture_plan=capture_plan or device.capture_plan,
             host_overhead_ms=spec.host_overhead_ms,
             time_noise=spec.time_noise,
