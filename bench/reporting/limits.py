@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench.reporting.all_at_once import AllAtOnceRun, DurationAllAtOnce
+from bench.reporting.bare import bare_lines
 from bench.reporting.decode_groups import group_lines
-from bench.reporting.evidence import CLAIMED_SYSTEM, Evidence, Source
+from bench.reporting.evidence import Evidence, Source
 from bench.reporting.markdown import number, significant, table
 from bench.reporting.measures import DecodeStep, Figure, RunRatio
 from bench.reporting.rates import Rate, Rates, rates_of
@@ -147,11 +148,20 @@ def _lines(verdict: Verdict, evidence: Evidence) -> Iterator[str]:
         run = measure.run_of(source)
         if run is not None:
             yield from _all_at_once(measure, run, figure.file, limit, rates)
+            work = f"{measure.workload}={measure.num_prompts}"
+            yield from bare_lines(evidence, work, source.cards, measured_s=run.duration_s, limit_s=limit)
     elif isinstance(measure, RunRatio) and measure.field == "joules_per_token" and measure.num_prompts:
         if measure.rate is None:
             yield from _joules(measure, measure.num_prompts, source, figure, limit, rates)
     elif isinstance(measure, DecodeStep):
         yield from _decode_step(measure, figure, limit, rates)
+        yield from bare_lines(
+            evidence,
+            f"decode={measure.batch_size}x{measure.context}",
+            source.cards,
+            measured_s=figure.value / 1e3,
+            limit_s=limit / 1e3,
+        )
         yield from group_lines(evidence, measure.model, measure.batch_size, measure.context, rates)
 
 
@@ -186,7 +196,8 @@ def _joules(
 ) -> Iterator[str]:
     """What the parts of the work take at least, where it is a peer's energy that is to be undercut."""
     runs = DurationAllAtOnce(measure.model, measure.workload, num_prompts).runs_by_setting(source)
-    run = next((run for run in runs.get(CLAIMED_SYSTEM, ()) if run.energy_joules is not None), None)
+    told = [run for of in runs.values() for run in of if run.energy_joules is not None]
+    run = min(told, key=lambda run: run.energy_joules or 0.0, default=None)
     if run is None or run.energy_joules is None:
         return
     requests = load_workload(measure.workload, num_requests=num_prompts).requests

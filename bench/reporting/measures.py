@@ -51,6 +51,8 @@ class Measure(Protocol):
 class RunRatio:
     """A figure of runs at one load, over the lowest of the peer settings'; medians over repeated runs.
 
+    This engine's figure is its own choice's, all at once its best setting's.
+
     Attributes:
         num_prompts: of the workload; None is any.
         rate: in requests a second; None is all at once.
@@ -92,7 +94,8 @@ class RunRatio:
         peers = {system: value for system, value in known.items() if not is_own(system)}
         if not own or not peers:
             return f"it has no {'peer' if own else SYSTEM} at this load"
-        mine = CLAIMED_SYSTEM if CLAIMED_SYSTEM in own else min(own, key=lambda system: own[system])
+        claimed = self.rate is not None and CLAIMED_SYSTEM in own
+        mine = CLAIMED_SYSTEM if claimed else min(own, key=lambda system: own[system])
         best = min(peers, key=lambda system: peers[system])
         if peers[best] <= 0:
             return f"{self.field} of {best} is {peers[best]:g}: there is nothing to divide by"

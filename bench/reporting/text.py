@@ -13,8 +13,8 @@ TARGETS = """
 A verdict is about the figure in the file, not the rounded one that is shown. Where several files have a figure, the
 newest counts and the others stand behind it. A ratio is of two figures of one file, `{claimed}` over the peer
 setting that is best at this very figure: the peer may take another setting for each row, this engine may not. The
-exceptions are figures all at once: the quickest of this engine's settings counts for a duration, and where `auto`
-was not run, for joules. Only files of one {device} count.
+exceptions are figures all at once, for which the best of this engine's settings counts. Only files of one {device}
+count.
 
 A search for a goodput may end early and leave a bracket: the peer's goodput lies between its highest rate that served
 enough and the next rate tried, which did not. A ratio is then of this engine's highest rate that served enough, over
@@ -33,7 +33,8 @@ weights are read for them alone. Of several rates the highest counts, so that th
 the same card where a file tells which one it was: cards of one name differ under their power cap. Rates of matrix
 products are sustained ones under that cap, those of memory come from shorter runs. All are of kernels that this engine
 uses: better kernels, or another number format, would move the limit. "Proven" says that the least time is above the
-target, and nothing more.
+target, and nothing more. Where `bench/kernels/bare_work.py` was run, its figures follow: there the same kernels ran
+under the cap for seconds, so that nothing is reckoned from rates.
 """
 
 METHOD = """
@@ -55,6 +56,11 @@ over all its completed requests; failed ones count as not met, and are told.
 memory, and take turns: one run each at a time, while the others are idle. A file with `one_at_a_time` had one system
 up after the other instead; this is told with its tables. Before a system's first run of a workload, a few short
 requests go unmeasured.
+
+**`ARM/longest-output`** is this engine with `--prompt-order longest-output`: prompts go by their `max_tokens`, the
+most first, which every system of a comparison is told of alike. It is meant for batches of which nothing is needed
+before the end, and counts for figures all at once only. Since the end-of-sequence token is ignored here, `max_tokens`
+is what an output has; where outputs may end sooner it is an upper bound, and the gain is less.
 
 **Goodput** is the highest rate, in requests/s, at which the asked share of the requests meets all targets. From a
 first rate, the rate is raised or lowered in growing steps until one that serves enough and one that does not are

@@ -173,6 +173,11 @@ def test_itl_and_joules_are_compared_with_the_lowest_peer(tmp_path: Path) -> Non
     write_sweep(tmp_path / "peers_offline.json", at_load(joules), all_at_once=True)
     assert value(tmp_path, "joules a token") == pytest.approx(0.925)
     assert verdict(tmp_path, "joules a token").word == "missed"
+    # All at once, this engine's best setting counts.
+    joules[f"{AUTO}/longest-output"] = [make_run(1e4, all_at_once=True, joules_per_token=0.0178)]
+    write_sweep(tmp_path / "peers_offline.json", at_load(joules), all_at_once=True)
+    assert value(tmp_path, "joules a token") == pytest.approx(0.89)
+    assert verdict(tmp_path, "joules a token").word == "met"
 
 
 def test_what_is_worse_is_found(tmp_path: Path) -> None:
