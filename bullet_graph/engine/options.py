@@ -33,6 +33,9 @@ LEAST_PACED_ROWS, PACED_ROW_STEP = 1024, 128
 """Forwards that are to last for the longest output have so many rows, prompt and decode, or more, and a multiple: fewer
 rows a forward cost matrix products more than decode rows that ride along save."""
 
+LEAST_PACED_PROMPT_ROWS = 512
+"""However many rows decode, so that the batch goes on growing."""
+
 DECODES_PER_SLICE = 2.0
 """Without a TPOT target, a slice lasts as long as so many decode steps: prefill, which lets the batch grow and its
 steps pay off, gets two thirds of the time."""
@@ -194,7 +197,8 @@ class Outlook:
         What is left of the longest output then rides along with prompts, instead of a batch that gets ever smaller.
         """
         rows = self.batch_size + max(self._load.queued_tokens, self._backlog.tokens) / max(steps, 1)
-        whole = max(math.ceil(rows / PACED_ROW_STEP) * PACED_ROW_STEP, LEAST_PACED_ROWS)
+        least = max(rows, self.batch_size + LEAST_PACED_PROMPT_ROWS, LEAST_PACED_ROWS)
+        whole = math.ceil(least / PACED_ROW_STEP) * PACED_ROW_STEP
         return self.mixed(min(whole, self._max_chunk_tokens) - self.batch_size)
 
     def split(self, decode_sms: int) -> Option:

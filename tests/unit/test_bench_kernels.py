@@ -20,6 +20,7 @@ from bench.kernels import (
     capture_cost,
     decode_attention,
     decode_step,
+    mixed_step,
     prefill_attention,
     prefill_gemm,
 )
@@ -38,6 +39,7 @@ COMMANDS = {
     "prefill_attention": prefill_attention.main,
     "decode_attention": decode_attention.main,
     "decode_step": decode_step.main,
+    "mixed_step": mixed_step.main,
 }
 
 

@@ -65,6 +65,10 @@ class TestAuto:
         assert (plan.arm, plan.decode, plan.chunk_tokens) == ("mixed", True, rows - 64)
         assert chosen(plan).chunk_tokens == rows - 64
 
+    def test_many_rows_that_decode_leave_prompts_their_share(self) -> None:
+        load = dataclasses.replace(load_of(decoding(1000), *[500] * 64), steps_left=10_000)
+        assert planner().plan(load).chunk_tokens == 1536 - 1000
+
     def test_under_a_target_no_forward_waits_for_the_longest_output(self) -> None:
         load = load_of(decoding(64, tpot=15.0), 1000, 1000, ttft_ms=500)
         told = dataclasses.replace(load, steps_left=10)
