@@ -95,5 +95,17 @@ def in_one_launch(rows: Rows) -> Rows:
     return dataclasses.replace(rows, num_continued=rows.num_prefill)
 
 
+def sampled_blocks(rows: Rows) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """What the sampled rows attend to, for a kernel that takes rows one behind the other.
+
+    Returns:
+        (kv_indptr [s + 1], kv_indices, tokens in each row's last block [s]).
+    """
+    sampled = np.flatnonzero(np.diff(rows.sample_indptr))
+    blocks = [rows.kv_indices[rows.kv_indptr[i] : rows.kv_indptr[i + 1]] for i in sampled]
+    last = (rows.kv_lens[sampled] - 1) % np.int32(KV_BLOCK_TOKENS) + np.int32(1)
+    return _indptr([len(one) for one in blocks]), np.concatenate(blocks), last
+
+
 def _indptr(counts: Sequence[int] | Int32Array) -> Int32Array:
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)

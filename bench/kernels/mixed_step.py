@@ -3,7 +3,8 @@
     python bench/kernels/mixed_step.py --output-json bench/results/h200/mixed_step.json
 
 Ways: in captured pieces, where there are any for so many rows, or launched kernel by kernel; prompts that go on and
-those that begin attending in a launch of their own each, or all in one. They take turns, round by round, once the GPU
+those that begin attending in a launch of their own each, or all in one; the last layer's sampled rows attending by
+FlashInfer, or by the kernels of decode rows. They take turns, round by round, once the GPU
 has run long enough to be at its power cap, and each round is a few forwards back to back, the host ahead of the GPU as
 it is in the engine. A time is the median over a way's rounds, of a forward; so is the host's. By kernel: of the way
 that the engine takes, in torch's profiler.
@@ -16,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +29,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.kernels.decode_inputs import DEVICE, DTYPE
 from bench.kernels.gpu_command import GpuCommand
-from bench.kernels.mixed_cases import CASES, Case, in_one_launch, rows_of
+from bench.kernels.mixed_cases import CASES, Case, in_one_launch, rows_of, sampled_blocks
 from bench.kernels.step_breakdown import Kernel
 from bullet_graph.cli.result_file import check_result_file, write_result_file
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.graphs.key import row_buckets
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.decoder import Decoder, SampledRows
 from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.loader import dummy_weights
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.sampler import SamplingState
+from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.perf.energy import DeviceMonitor
 from bullet_graph.perf.provenance import collect_provenance
@@ -119,6 +122,12 @@ class Bench:
                 graphs=pieces,
             )
 
+        self.sampled_attention = TritonDecodeAttention(
+            config,
+            cache,
+            max_rows=max_seqs,
+            num_sms=torch.cuda.get_device_properties(DEVICE).multi_processor_count,
+        )
         self.graphs, self.lanes = graphs, {"pieces": lane(graphs), "kernel by kernel": lane(None)}
         self.stream = torch.cuda.Stream()
 
@@ -133,11 +142,27 @@ class Bench:
             for name, lane in self.lanes.items()
             if name != "pieces" or self.graphs.bucket(case.rows) is not None
         }
-        return {
-            lane_name + layout_name: lambda lane=lane, layout=layout: lane.run(layout)  # type: ignore[misc]
+        ways: dict[str, Forward] = {
+            lane_name + layout_name: partial(lane.run, layout)
             for lane_name, lane in lanes.items()
             for layout_name, layout in layouts.items()
         }
+        if len(rows.sample_rows):
+            name, lane = next(iter(lanes.items()))
+            ways[f"{name}, sampled rows as decode rows"] = self._sampled_as_decode(lane, rows)
+        return ways
+
+    def _sampled_as_decode(self, lane: EagerLane, rows: Rows) -> Forward:
+        """Forwards whose last layer attends by the kernels of decode rows; planning the others is still in them."""
+        indptr, indices, last = (torch.from_numpy(one).to(DEVICE) for one in sampled_blocks(rows))
+        attention = self.sampled_attention.plan(DecodeBatch(indptr, indices, last))
+
+        def forward() -> None:
+            begun = lane.begin(rows)
+            sampled = SampledRows(begun.sampled.rows, attention)
+            lane.finish(lane.run_layers(dataclasses.replace(begun, sampled=sampled)))
+
+        return forward
 
     def measure(self, case: Case, rounds: int) -> dict[str, Any]:
         """Time every way of a case, and profile the first."""
