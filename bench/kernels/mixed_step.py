@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench.kernels.decode_inputs import DEVICE, DTYPE
 from bench.kernels.gpu_command import GpuCommand
 from bench.kernels.mixed_cases import CASES, Case, in_one_launch, rows_of, sampled_blocks
-from bench.kernels.step_breakdown import Kernel
+from bench.kernels.step_breakdown import Kernel, kernels_of
 from bullet_graph.cli.result_file import check_result_file, write_result_file
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.graphs.key import row_buckets
@@ -77,19 +77,14 @@ def by_kernel(kernels: Iterable[Kernel], num_forwards: int) -> list[dict[str, An
 
 def profiled(forward: Forward) -> list[dict[str, Any]]:
     """By kernel, of forwards enqueued one behind the other."""
-    activity = torch.profiler.ProfilerActivity.CUDA
-    forward()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
+
+    def run() -> None:
         for _ in range(PROFILED_FORWARDS):
             forward()
-        torch.cuda.synchronize()
-    launched = [
-        Kernel(event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    return by_kernel(launched, PROFILED_FORWARDS)
+
+    forward()
+    torch.cuda.synchronize()
+    return by_kernel(kernels_of(run), PROFILED_FORWARDS)
 
 
 class Bench:

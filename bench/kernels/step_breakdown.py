@@ -143,22 +143,32 @@ def breakdown_rows(
     return [*rows, row("step", span, total)]
 
 
+def kernels_of(run: Callable[[], object]) -> list[Kernel]:
+    """Launches and copies of a run on the GPU, by torch's profiler."""
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+
+
 def profile(step: Callable[[], object]) -> dict[str, float]:
     """Median µs by group over some steps, by torch's profiler on the GPU.
 
     Raises:
         DeviceError: it saw no whole step.
     """
-    activity = torch.profiler.ProfilerActivity.CUDA
-    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
+
+    def run() -> None:
         for _ in range(PROFILED_STEPS):
             step()
             torch.cuda.synchronize()
-    launched = [
-        Kernel(event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Memcpy")
-    ]
+
+    launched = [kernel for kernel in kernels_of(run) if not kernel.name.startswith("Memcpy")]
     steps = [time_by_group(one) for one in split_steps(launched)]
     if not steps:
         raise DeviceError(
