@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bench.reporting.work import serving_work
 from bullet_graph.models.config import ModelConfig
+from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.traffic import kv_cache_bytes_per_token
 from bullet_graph.perf.waves import layer_matrices
 from bullet_graph.workloads import WorkloadRequest
@@ -23,6 +24,8 @@ class BareStep:
         decode_rows: that attend to ``context`` tokens of the KV cache each.
         context: tokens.
         prompt_lens: of fresh prompts, which attend to themselves; may be empty.
+        continued_tokens: of one prompt whose earlier chunks are in the cache; 0: there is none.
+        continued_cached: tokens of those chunks.
         repeats: of the step that make up the work.
     """
 
@@ -31,6 +34,8 @@ class BareStep:
     decode_rows: int
     context: int
     prompt_lens: tuple[int, ...]
+    continued_tokens: int
+    continued_cached: int
     repeats: float
 
     @property
@@ -38,19 +43,55 @@ class BareStep:
         """That its decode rows attend to."""
         return self.decode_rows * self.context
 
+    @property
+    def prompt_pairs(self) -> float:
+        """(query, key) pairs of its prompts."""
+        fresh = sum(attention_pairs(tokens) for tokens in self.prompt_lens)
+        return fresh + attention_pairs(self.continued_tokens, self.continued_cached)
+
     def flops(self, config: ModelConfig) -> float:
         """Of products and attention, over all layers."""
         layer = self.rows * 2.0 * sum(map(math.prod, layer_matrices(config)))
-        pairs = self.kv_tokens + sum(tokens * (tokens + 1) / 2 for tokens in self.prompt_lens)
         head = 2.0 * self.head_rows * config.hidden_size * config.vocab_size
-        return config.num_layers * (layer + 4.0 * config.q_size * pairs) + head
+        return config.num_layers * (layer + 4.0 * config.q_size * (self.kv_tokens + self.prompt_pairs)) + head
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """What prompts come to when they are cut, one behind the other, into forwards of a size.
+
+    Attributes:
+        fresh_tokens: in all pieces with which a prompt begins.
+        fresh_pairs: (query, key) pairs of their attention.
+        continued_tokens: in all pieces that go on with a prompt; a forward has one at most, its first.
+        continued_pairs: likewise.
+    """
+
+    fresh_tokens: int
+    fresh_pairs: float
+    continued_tokens: int
+    continued_pairs: float
+
+
+def cut(prompts: Sequence[int], tokens: int) -> Chunks:
+    """Cut prompts of so many tokens each into forwards of ``tokens``, in the order given."""
+    fresh, continued, left = [0, 0.0], [0, 0.0], tokens
+    for length in prompts:
+        start = 0
+        while start < length:
+            piece = min(length - start, left)
+            kind = continued if start else fresh
+            kind[0] += piece
+            kind[1] += attention_pairs(piece, start)
+            start, left = start + piece, (left - piece) or tokens
+    return Chunks(int(fresh[0]), fresh[1], int(continued[0]), continued[1])
 
 
 def serving_step(config: ModelConfig, requests: Sequence[WorkloadRequest], rows: int) -> BareStep:
     """The average forward of ``rows`` rows that serves a workload, never more than the work that it stands for.
 
-    Prompts are whole and fresh. What is not: a prompt longer than a forward attends to earlier chunks as well, which
-    is left out.
+    Prompts are cut in the order of the requests. What of a forward is fresh, and what goes on with a prompt, has the
+    tokens and the (query, key) pairs that it has on average.
 
     Args:
         config: the model's shape.
@@ -62,14 +103,26 @@ def serving_step(config: ModelConfig, requests: Sequence[WorkloadRequest], rows:
     repeats = work.layer_flops / (layer_flops * rows)
     decode_rows = int(sum(request.output_tokens - 1 for request in requests) / repeats)
     kv_tokens = work.kv_bytes / kv_cache_bytes_per_token(config, dtype_bytes=_DTYPE_BYTES) / repeats
-    pairs = work.attention_flops / (4.0 * config.q_size * config.num_layers) / repeats
-    prompt_tokens = int(sum(request.prompt_tokens for request in requests) / repeats)
+    prompts = [request.prompt_tokens for request in requests]
+    chunks = cut(prompts, max(int(sum(prompts) / repeats), 1))
+    # Of the last layer, only what is sampled attends.
+    share = (
+        work.attention_flops / (4.0 * config.q_size * config.num_layers) / sum(map(attention_pairs, prompts))
+    )
+    fresh_tokens, continued_tokens = (
+        int(n / repeats) for n in (chunks.fresh_tokens, chunks.continued_tokens)
+    )
+    fresh_depth = share * chunks.fresh_pairs / chunks.fresh_tokens
+    continued_depth = share * chunks.continued_pairs / max(chunks.continued_tokens, 1)
+    cached = int(continued_depth - (continued_tokens + 1) / 2)
     return BareStep(
         rows=rows,
         head_rows=int(sum(request.output_tokens for request in requests) / repeats),
         decode_rows=decode_rows,
         context=int(kv_tokens / max(decode_rows, 1)),
-        prompt_lens=prompt_lens(prompt_tokens, int(2 * pairs / max(prompt_tokens, 1)) - 1),
+        prompt_lens=prompt_lens(fresh_tokens, int(2 * fresh_depth) - 1),
+        continued_tokens=continued_tokens if cached > 0 else 0,
+        continued_cached=max(cached, 0) if continued_tokens else 0,
         repeats=repeats,
     )
 
@@ -85,4 +138,13 @@ def prompt_lens(tokens: int, longest: int) -> tuple[int, ...]:
 
 def decode_step(rows: int, context: int) -> BareStep:
     """A decode step of equal rows, by itself."""
-    return BareStep(rows=rows, head_rows=rows, decode_rows=rows, context=context, prompt_lens=(), repeats=1.0)
+    return BareStep(
+        rows=rows,
+        head_rows=rows,
+        decode_rows=rows,
+        context=context,
+        prompt_lens=(),
+        continued_tokens=0,
+        continued_cached=0,
+        repeats=1.0,
+    )

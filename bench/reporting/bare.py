@@ -11,6 +11,7 @@ from bench.reporting.rates import damaged
 _FILE_PREFIX = "bare_"
 _PARTS_ALONE = ("products", "attention")
 _WITH_PASSES = "in turn, with passes"
+_LEFT_OUT = " Of prompts longer than a forward, attention to earlier chunks is left out."
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class BareRun:
         watts: of the GPU meanwhile, mean.
         mhz: of its SMs, likewise.
         source: the file, and whether it is of the same card.
+        has_earlier_chunks: prompts longer than a forward attend to their earlier chunks as well.
     """
 
     rows: int
@@ -34,6 +36,7 @@ class BareRun:
     watts: float
     mhz: float
     source: str
+    has_earlier_chunks: bool
 
     @property
     def is_whole(self) -> bool:
@@ -72,7 +75,7 @@ def bare_lines(
     yield (
         "\nMeasured by themselves (`bench/kernels/bare_work.py`): the same products and attention, in forwards as the "
         "work has them on average, replayed as one graph until the card is at its power cap; no host, no scheduler, "
-        "no sampling, no batch that shrinks; of prompts longer than a forward, attention to earlier chunks is left out."
+        f"no sampling, no batch that shrinks.{'' if all(run.has_earlier_chunks for run in runs) else _LEFT_OUT}"
     )
     scale, unit = (1e3, "ms") if limit_s < 1 else (1.0, "s")
     yield from table(
@@ -124,4 +127,5 @@ def _runs(source: Source, work: str, cards: Set[str]) -> Iterator[BareRun]:
 
 def _run(row: dict[str, Any], source: str) -> BareRun:
     numbers = (row["seconds"], row["joules"], row["watts"], row["mhz"])
-    return BareRun(int(row["rows"]), str(row["name"]), *map(float, numbers), source)
+    earlier = row["decode_rows"] == row["rows"] or "continued_tokens" in row
+    return BareRun(int(row["rows"]), str(row["name"]), *map(float, numbers), source, earlier)

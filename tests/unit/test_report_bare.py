@@ -16,7 +16,7 @@ from bullet_graph.errors import ConfigError
 
 def row(part: str, name: str, seconds: float, rows: int = 2048, **changes: Any) -> dict[str, Any]:
     told = {"part": part, "name": name, "rows": rows, "seconds": seconds, "joules": 690 * seconds}
-    return told | {"watts": 690, "mhz": 1500} | changes
+    return told | {"watts": 690, "mhz": 1500, "decode_rows": 100} | changes
 
 
 def write_bare(path: Path, *rows: dict[str, Any], **provenance: str) -> None:
@@ -55,11 +55,21 @@ def test_a_workload_that_it_leaves_room_for(tmp_path: Path) -> None:
         row(f"{CONV}=600", "in turn, with passes", 20.0, 1024),
         row(f"{CONV}=600", "in turn, with passes", 21.0, 4096),
     )
+    text = section(tmp_path)
+    assert "attention to earlier chunks is left out" in text
     # 20 of 22, and of 25.
     assert (
         "**Not proven**: products and attention alone take 20.00 s (in turn, with passes, 1,024 rows, 690 W), 90.9 % "
-        "of the target of 22.00 s and 80.0 % of the 25.00 s measured." in section(tmp_path)
+        "of the target of 22.00 s and 80.0 % of the 25.00 s measured." in text
     )
+    write_bare(
+        tmp_path / "bare_rows.json",
+        row(f"{CONV}=600", "in turn", 21.5, continued_tokens=500),
+        row(f"{CONV}=600", "products", 15.0, decode_rows=2048),
+    )
+    text = section(tmp_path)
+    assert "take 21.50 s" in text
+    assert "left out" not in text
 
 
 def test_runs_of_the_same_card_go_before_others(tmp_path: Path) -> None:
