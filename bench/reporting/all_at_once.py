@@ -96,7 +96,9 @@ class DurationAllAtOnce:
                 self.model,
                 *asked,
             ):
-                yield _run(f"{SYSTEM} {one['arm']}", one["elapsed_time"], one["num_failed"], one)
+                order = (one.get("engine") or {}).get("prompt_order", "arrival")
+                setting = one["arm"] if order == "arrival" else f"{one['arm']}/{order}"
+                yield _run(f"{SYSTEM} {setting}", one["elapsed_time"], one["num_failed"], one)
 
 
 def _run(system: str, duration_s: float, failed: int, fields: Mapping[str, Any]) -> AllAtOnceRun:

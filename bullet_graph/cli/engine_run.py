@@ -156,6 +156,7 @@ def engine_settings(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_bytes": config.kv_cache_bytes,
         "cuda_graphs": config.cuda_graphs,
+        "prompt_order": config.prompt_order,
         "partition_backend": config.partition_backend,
         "decode_sms": config.decode_sms,
         "slo": str(config.slo),

@@ -104,8 +104,12 @@ async def replay(
                     else:
                         await places.acquire()
                 tasks.append(group.create_task(serve(request, arrival_s)))
-    except* EngineDeadError as errors:
-        raise _first(errors) from None
+    # Not except*: before Python 3.11.4, what is raised there comes wrapped in a group.
+    except BaseExceptionGroup as group:
+        dead, others = group.split(EngineDeadError)
+        if dead is None or others is not None:
+            raise
+        raise _first(dead) from None
     served = tuple(task.result() for task in tasks)
     ends = (r.metrics.token_times_s[-1] for r in served if r.error is None)
     return AsyncReplay(served, start_s, max(ends, default=start_s))

@@ -45,7 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_throughput_counts_what_it_served(trace: Path) -> None:
-    result = bench("--json", "--arm", "serial:64", "--seed", "3", trace=trace)
+    result = bench(
+        *("--json", "--arm", "serial:64", "--seed", "3", "--prompt-order", "longest-output"), trace=trace
+    )
     assert result.exit_code == 0
     assert result.stderr == ""
     figures = json.loads(result.stdout)
@@ -69,6 +71,7 @@ def test_throughput_counts_what_it_served(trace: Path) -> None:
     assert shown == expected
     assert figures["engine"]["max_num_seqs"] == 1024
     assert figures["engine"]["max_model_len"] == 512
+    assert figures["engine"]["prompt_order"] == "longest-output"
     assert figures["provenance"]["device_name"] == "cpu"
     assert figures["provenance"]["versions"]["torch"] == torch.__version__
 

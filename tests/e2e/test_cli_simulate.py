@@ -67,6 +67,7 @@ def test_one_arm_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, tmp
         "ttft:500ms tpot:15ms",
         "measured table",
     )
+    assert flat["prompt_order"] == "arrival"
     assert sum(flat["arm_shares"].values()) == pytest.approx(1)
     assert "ttfts" not in flat
     # Of the H200's memory, as an engine there would have it.

@@ -100,6 +100,20 @@ def test_durations_are_medians_of_the_quickest_setting(tmp_path: Path) -> None:
     assert verdict(tmp_path, "code, first 400").word == "missed"
 
 
+def test_the_order_of_prompts_is_part_of_a_setting(tmp_path: Path) -> None:
+    ordered = {"engine": {"prompt_order": "longest-output"}}
+    write_offline(
+        tmp_path / "offline.json",
+        offline(CONV, 600, 23.0, "auto") | {"engine": {"prompt_order": "arrival"}},
+        offline(CONV, 600, 21.5, "auto") | ordered,
+        offline(CONV, 600, 21.7, "auto") | ordered,
+    )
+    assert value(tmp_path, "conv, first 600") == pytest.approx(21.6)
+    figure = verdict(tmp_path, "conv, first 600").figure
+    assert figure is not None
+    assert figure.detail.startswith("bullet_graph auto/longest-output, ")
+
+
 def test_the_newest_file_counts_and_the_others_are_told(tmp_path: Path) -> None:
     write_offline(tmp_path / "offline.json", offline(CONV, 600, 21.0))
     runs = {AUTO: [make_run(1e4, all_at_once=True, duration=23.0)]}

@@ -204,6 +204,7 @@ class Simulator:
             "max_model_len": device.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
+            "prompt_order": config.prompt_order,
             "kv_cache_tokens": device.kv_cache_tokens,
             "decode_sms": list(
                 (config.decode_sms or device.performance.decode_sms)
