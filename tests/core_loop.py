@@ -42,6 +42,14 @@ class Launch:
         return frozenset(slot for batch in batches if batch is not None for slot in batch.slots.tolist())
 
     @property
+    def rows(self) -> int:
+        """Of the step."""
+        prefill, decode = self.step.prefill, self.step.decode
+        return (0 if prefill is None else len(prefill.token_ids)) + (
+            0 if decode is None else len(decode.slots)
+        )
+
+    @property
     def summary(self) -> tuple[object, ...]:
         """All that two equal runs have in common."""
         step = self.step
@@ -63,6 +71,8 @@ class CheckedExecutor:
     launches: list[Launch] = field(default_factory=list)
     in_flight: dict[Lane, deque[Launch]] = field(default_factory=lambda: {lane: deque() for lane in LANES})
     max_batch_sizes: Mapping[SmPartition, int] = field(default_factory=dict)
+    row_step: int = 1
+    """Forwards with prompt rows are padded to multiples of it."""
 
     def __post_init__(self) -> None:
         self.clock = SimulatedExecutor(
@@ -84,6 +94,9 @@ class CheckedExecutor:
     @property
     def num_missing_graphs(self) -> int:
         return 0
+
+    def padded_rows(self, rows: int) -> int:
+        return -(-rows // self.row_step) * self.row_step
 
     def prepare_next(self) -> bool:
         return False

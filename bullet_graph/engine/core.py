@@ -189,8 +189,11 @@ class EngineCore:
         if self._flights["decode"] and prefilling and prefilling[-1].ends_chunk:
             # Its prompts' next tokens would have to wait for every step that is ahead of them.
             return False
+        decoding = self._decoding if plan.decode else []
         scheduled = self.scheduler.schedule(
-            decode=self._decoding if plan.decode else (), prompts=self._prompts, chunk_tokens=chunk_tokens
+            decode=decoding,
+            prompts=self._prompts,
+            chunk_tokens=self._filled(chunk_tokens, len(decoding)) if chunk_tokens else 0,
         )
         if scheduled is None:
             return False
@@ -198,11 +201,18 @@ class EngineCore:
         if scheduled.step.prefill is None:
             rows, most_rows = len(scheduled.sampled), self.executor.max_batch_size
             partition = self._flights.decode_partition(plan.partition, rows, most_rows)
-        # Blocks may have run out for some of the rows that the prediction was for.
+        # Blocks may have run out for some of the rows that the prediction was for; those in the place of padding count
+        # for nothing.
         prompt_rows = 0 if scheduled.step.prefill is None else len(scheduled.step.prefill.token_ids)
-        predicted_ms = plan.decode_ms if prompt_rows == chunk_tokens else None
+        predicted_ms = plan.decode_ms if prompt_rows >= chunk_tokens else None
         self._fly(scheduled, Placement("decode", partition), plan, predicted_ms, self._num_layers, decision)
         return True
+
+    def _filled(self, chunk_tokens: int, decode_rows: int) -> int:
+        """Prompt rows of a chunk, and as many more as take the place of padding."""
+        rows = chunk_tokens + decode_rows
+        most = max(self.planner.max_rows, rows)
+        return min(self.executor.padded_rows(rows), most) - decode_rows
 
     def _prefill_slice(self, plan: Plan, decision: int) -> bool:
         """Launch the next layers of the chunk under way, or of a new chunk, if the plan says so."""

@@ -50,6 +50,11 @@ class Planner:
         model: of the device; ``serial`` and ``mixed`` do without.
         corrections: of the model, learned before; None begins with none.
 
+    Attributes:
+        arm: as given.
+        model: as given.
+        max_rows: most rows of a forward with prompt tokens in it under the arm, but for ``ROW_STEP`` as above.
+
     Raises:
         ConfigError: the arm needs a performance model or a decode lane's size that is not there.
     """
@@ -81,7 +86,7 @@ class Planner:
         self.arm = arm
         self.model = model
         self._max_chunk_tokens = max_chunk_tokens
-        self._fixed_chunk_tokens = min(arm.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
+        self.max_rows = min(arm.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
         lane_sms = tuple(sorted(decode_sms if arm.decode_sms is None else (arm.decode_sms,)))
         self._num_layers = num_layers
         self._corrections = Corrections() if corrections is None else corrections
@@ -167,7 +172,7 @@ class Planner:
 
     def _by_rule(self, load: Load) -> Plan:
         """``serial``, and ``mixed`` where nothing is predicted."""
-        rows = self._fixed_chunk_tokens
+        rows = self.max_rows
         if self.arm.name == "serial":
             ms: float | None = None
             if self.model is not None:
@@ -184,7 +189,7 @@ class Planner:
         """Whole chunks on the decode lane; slices where ``sliced`` is forced or a chunk is on the prefill lane."""
         sliced = self.arm.name == "sliced"
         if load.chunk is None and not sliced:
-            tokens = min(backlog.lane_chunk(self._sizes.whole), self._fixed_chunk_tokens)
+            tokens = min(backlog.lane_chunk(self._sizes.whole), self.max_rows)
             ms = self._prefill_ms(backlog, tokens, "solo", model)
             return Plan("solo", decode=False, chunk_tokens=tokens, decode_ms=ms)
         arm: ArmName = "sliced" if sliced else "solo"
@@ -217,7 +222,7 @@ class Planner:
             # The fewest SMs that hold the target; where none do, what is fastest for decode.
             return next((o for o in options if o.holds_tpot), None) or min(options, key=interval_of)
         if self.arm.chunk_tokens is not None:
-            return outlook.mixed(self._fixed_chunk_tokens - outlook.batch_size)
+            return outlook.mixed(self.max_rows - outlook.batch_size)
         largest = outlook.largest_mixed()
         if largest is None:
             return outlook.alone() if self._may_pause(load) else outlook.mixed(FLOOR_TOKENS)

@@ -71,6 +71,10 @@ class CpuExecutor:
         """See :meth:`Executor.max_batch_size`."""
         return None
 
+    def padded_rows(self, rows: int) -> int:
+        """Nothing is padded; see :meth:`Executor.padded_rows`."""
+        return rows
+
     def prepare_next(self) -> bool:
         """Nothing is captured; see :meth:`Executor.prepare_next`."""
         return False

@@ -175,6 +175,11 @@ class CudaExecutor:
         """See :meth:`Executor.max_batch_size`."""
         return None if self._captures is None else self._captures.max_batch_size(partition)
 
+    def padded_rows(self, rows: int) -> int:
+        """See :meth:`Executor.padded_rows`."""
+        bucket = None if self._layer_graphs is None else self._layer_graphs.bucket(rows)
+        return rows if bucket is None else bucket
+
     @property
     def num_missing_graphs(self) -> int:
         """See :attr:`Executor.num_missing_graphs`."""

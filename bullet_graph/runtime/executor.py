@@ -38,6 +38,12 @@ class Executor(Protocol):
         none yet.
         """
 
+    def padded_rows(self, rows: int) -> int:
+        """Rows that a forward of so many, prompt rows among them, is computed with on the decode lane; no fewer.
+
+        Prompt rows in the place of padding cost no more matrix products.
+        """
+
     @property
     def num_missing_graphs(self) -> int:
         """Graphs that :meth:`prepare_next` has still to capture."""

@@ -103,6 +103,10 @@ class SimulatedExecutor:
         """See :meth:`Executor.max_batch_size`."""
         return self._max_batch_sizes.get(partition)
 
+    def padded_rows(self, rows: int) -> int:
+        """Times rise with rows without steps; see :meth:`Executor.padded_rows`."""
+        return rows
+
     def prepare_next(self) -> bool:
         """Nothing is captured; see :meth:`Executor.prepare_next`."""
         return False

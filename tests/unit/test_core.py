@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.config import Arm
+from bullet_graph.engine.options import ROW_STEP
 from bullet_graph.engine.plan import Load, Plan
 from bullet_graph.engine.planner import Planner
 from bullet_graph.partition.spec import WHOLE_GPU, partition_of
@@ -96,6 +97,7 @@ class _Wayward(Planner):
     chunk_tokens=st.sampled_from([48, 500, 8192]),
     host_overhead_ms=st.sampled_from([0.0, 0.1, 9.0]),
     depth=st.sampled_from([1, 2, 3]),
+    row_step=st.sampled_from([1, 16, 100]),
 )
 def test_every_request_ends_with_its_own_tokens(
     requests: list[tuple[float, int, int, Slo]],
@@ -105,15 +107,21 @@ def test_every_request_ends_with_its_own_tokens(
     chunk_tokens: int,
     host_overhead_ms: float,
     depth: int,
+    row_step: int,
 ) -> None:
     """No starvation, no block in two hands, no launch that the lanes do not allow (the executor checks each)."""
     loop = CoreLoop(
         make_planner(arm, max_chunk_tokens=chunk_tokens),
         num_kv_blocks=1 + 64 + spare_blocks,
         max_num_seqs=max_num_seqs,
-        executor=CheckedExecutor(host_overhead_ms, depth),
+        executor=CheckedExecutor(host_overhead_ms, depth, row_step=row_step),
     )
     loop.run(arrivals=at_their_times(requests))
+    most = max(chunk_tokens, max_num_seqs + ROW_STEP)
+    assert (
+        max((launch.rows for launch in loop.executor.launches if launch.step.prefill is not None), default=0)
+        <= most
+    )
     assert {output.outputs[0].finish_reason for output in loop.outputs.values()} == {"length"}
     check_chunks(loop)
 
@@ -182,9 +190,9 @@ def check_chunks(loop: CoreLoop) -> None:
 # ---- what each arm does with two lanes ----
 
 
-def both_phases(arm: str, slo: Slo = NO_TARGETS) -> CoreLoop:
+def both_phases(arm: str, slo: Slo = NO_TARGETS, executor: CheckedExecutor | None = None) -> CoreLoop:
     """Sequences that decode, then long prompts beside them."""
-    loop = CoreLoop(make_planner(arm), max_model_len=4096, num_kv_blocks=4000)
+    loop = CoreLoop(make_planner(arm), max_model_len=4096, num_kv_blocks=4000, executor=executor)
     loop.run(
         arrivals=[(0.0, 50, 150, slo)] * 8 + [(0.1, 3000, 5, slo), (0.2, 3500, 5, slo), (0.3, 2000, 5, slo)]
     )
@@ -220,6 +228,26 @@ def test_other_arms_use_the_decode_lane_alone(arm: str) -> None:
     assert {launch.placement.lane for launch in launches} == {"decode"}
     both = any(launch.step.prefill is not None and launch.step.decode is not None for launch in launches)
     assert both == (arm == "mixed")
+
+
+@pytest.mark.parametrize("arm", ["mixed:100", "auto"])
+def test_prompt_rows_take_the_place_of_padding(arm: str) -> None:
+    def mixed(row_step: int) -> tuple[CoreLoop, list[int]]:
+        loop = both_phases(arm, Slo(tpot_ms=9.0), CheckedExecutor(row_step=row_step))
+        steps = [launch for launch in loop.executor.launches if launch.step.prefill and launch.step.decode]
+        return loop, [launch.rows for launch in steps]
+
+    (_, plain), (loop, padded) = mixed(1), mixed(64)
+    assert len(padded) <= len(plain)
+    if arm == "auto":
+        # All but where prompts end.
+        assert sum(rows % 64 == 0 for rows in padded) > 0.6 * len(padded)
+        assert sum(rows % 64 == 0 for rows in plain) < 0.3 * len(plain)
+        # What was predicted for fewer rows is a prediction still.
+        assert ("mixed", "step") in loop.core.stats().corrections
+    else:
+        # Never more than the arm allows.
+        assert max(padded) == max(plain) == 100
 
 
 def test_a_long_prompt_in_a_split_does_not_hold_up_the_decode_steps() -> None:
