@@ -151,7 +151,7 @@ class Loop:
         assert self.scheduler.num_running == len(running)
         assert all(s.slot >= 0 for s in running)
         waiting = [s for s in self.sequences if s.status is Status.WAITING]
-        assert self.scheduler.num_waiting == len(waiting)
+        assert len(self.scheduler.queue) == len(waiting)
         assert all(s.slot < 0 for s in waiting)
 
     @property
@@ -169,12 +169,12 @@ class Loop:
             self.check_blocks()
         assert not self.unfinished
         assert self.pool.num_used == 0
-        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler.num_running == len(self.scheduler.queue) == 0
         for sequence in self.sequences:
             expected = generate_alone(sequence.seed, sequence.prompt_token_ids.tolist(), self.ends[sequence])
             if sequence in self.aborted:
                 expected = expected[: len(sequence.output_token_ids)]
             assert sequence.output_token_ids == expected
-        if self.scheduler.prompt_order == "arrival":
+        if not self.scheduler.queue.longest_first:
             served = [s for s in self.sequences if s in self.first_admissions]
             assert self.first_admissions == served, "first admissions must follow arrivals"

@@ -1,10 +1,26 @@
-"""A prefill chunk on its way through the layers."""
+"""A prefill chunk: its size, and its way through the layers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bullet_graph.engine.plan import ChunkLoad
 from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.perf.performance import attention_pairs
+
+
+def fill(chunk_tokens: int, decode_rows: int, max_rows: int, padded_rows: Callable[[int], int]) -> int:
+    """Prompt rows of a chunk on the decode lane, and as many more as take the place of padding.
+
+    Args:
+        chunk_tokens: planned; 0: no chunk.
+        decode_rows: beside it.
+        max_rows: most rows of a forward.
+        padded_rows: what a forward of so many rows is computed with.
+    """
+    if not chunk_tokens:
+        return 0
+    rows = chunk_tokens + decode_rows
+    return min(padded_rows(rows), max(max_rows, rows)) - decode_rows
 
 
 @dataclass(slots=True)

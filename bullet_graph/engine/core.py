@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from bullet_graph.config import KV_BLOCK_TOKENS, PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
-from bullet_graph.engine.chunk import ChunkUnderWay
+from bullet_graph.engine.chunk import ChunkUnderWay, fill
 from bullet_graph.engine.corrections import ForwardKind
 from bullet_graph.engine.counters import LoopCounters
 from bullet_graph.engine.flights import Flight, Flights, other_lane
@@ -190,11 +190,8 @@ class EngineCore:
             # Its prompts' next tokens would have to wait for every step that is ahead of them.
             return False
         decoding = self._decoding if plan.decode else []
-        scheduled = self.scheduler.schedule(
-            decode=decoding,
-            prompts=self._prompts,
-            chunk_tokens=self._filled(chunk_tokens, len(decoding)) if chunk_tokens else 0,
-        )
+        filled = fill(chunk_tokens, len(decoding), self.planner.max_rows, self.executor.padded_rows)
+        scheduled = self.scheduler.schedule(decode=decoding, prompts=self._prompts, chunk_tokens=filled)
         if scheduled is None:
             return False
         partition = WHOLE_GPU
@@ -207,12 +204,6 @@ class EngineCore:
         predicted_ms = plan.decode_ms if prompt_rows >= chunk_tokens else None
         self._fly(scheduled, Placement("decode", partition), plan, predicted_ms, self._num_layers, decision)
         return True
-
-    def _filled(self, chunk_tokens: int, decode_rows: int) -> int:
-        """Prompt rows of a chunk, and as many more as take the place of padding."""
-        rows = chunk_tokens + decode_rows
-        most = max(self.planner.max_rows, rows)
-        return min(self.executor.padded_rows(rows), most) - decode_rows
 
     def _prefill_slice(self, plan: Plan, decision: int) -> bool:
         """Launch the next layers of the chunk under way, or of a new chunk, if the plan says so."""
@@ -302,9 +293,8 @@ class EngineCore:
             chunk=self._chunk,
             flights=self._flights,
             planner=self.planner,
-            num_waiting_tokens=self.scheduler.num_waiting_tokens,
+            queue=self.scheduler.queue,
             timed=timed,
-            longest_first=self.scheduler.longest_first,
         )
 
     # ---- retiring ----

@@ -61,7 +61,7 @@ class LoopCounters:
             kv_blocks_used=pool.num_used,
             kv_blocks_peak=pool.peak_used,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=len(scheduler.queue),
             num_decoding=len(scheduler.decoding()),
             num_missing_graphs=num_missing_graphs,
             arm_seconds=dict(self._arm_seconds),

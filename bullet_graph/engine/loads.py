@@ -6,6 +6,7 @@ from bullet_graph.engine.chunk import ChunkUnderWay
 from bullet_graph.engine.flights import Flights
 from bullet_graph.engine.plan import DecodeLoad, Load, PromptLoad
 from bullet_graph.engine.planner import Planner
+from bullet_graph.engine.prompt_queue import PromptQueue
 from bullet_graph.engine.sequence import Sequence as EngineSequence
 from bullet_graph.engine.slack import decode_load
 
@@ -18,9 +19,8 @@ def load_of(
     chunk: ChunkUnderWay | None,
     flights: Flights,
     planner: Planner,
-    num_waiting_tokens: int,
+    queue: PromptQueue,
     timed: bool,
-    longest_first: bool = False,
 ) -> Load:
     """What the loop could launch, and how much time its sequences leave.
 
@@ -31,9 +31,8 @@ def load_of(
         chunk: under way on the prefill lane.
         flights: what the device has; the prompts that its slices end decode next.
         planner: whose rates say what the future brings.
-        num_waiting_tokens: of prompts that wait for blocks.
+        queue: what waits for blocks.
         timed: count the targets of sequences that decode even if nothing contends with them.
-        longest_first: prompts come in the order of what they may generate, so those in sight tell of all.
     """
     rows = [*decoding, *_decoding_next(flights)]
     # Targets matter only where there is something to share the device with.
@@ -42,12 +41,15 @@ def load_of(
         now_s=now_s,
         decode=_decode_load(rows, bound, flights.decode_due_s(now_s), planner) if rows else None,
         prompts=tuple(PromptLoad(s.num_tokens - s.num_cached, s.num_cached, s.deadline_s) for s in prompts),
-        queued_tokens=num_waiting_tokens,
+        queued_tokens=queue.num_tokens,
         chunk=None if chunk is None else chunk.load(),
-        steps_left=max((s.max_tokens - s.num_tokens for s in (*rows, *prompts)), default=0)
-        if longest_first
-        else None,
+        steps_left=_most_steps((*rows, *prompts)) if queue.longest_first else None,
     )
+
+
+def _most_steps(sequences: Iterable[EngineSequence]) -> int:
+    """Of any of them; where the longest come first, no other that waits has more."""
+    return max((s.max_tokens - s.num_tokens for s in sequences), default=0)
 
 
 def _decoding_next(flights: Flights) -> Iterator[EngineSequence]:

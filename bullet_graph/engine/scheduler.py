@@ -2,23 +2,17 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from heapq import nsmallest
 from itertools import islice
 
 import numpy as np
 
 from bullet_graph.config import PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.engine.prompt_queue import QUEUE_IN_SIGHT, PromptQueue
 from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.engine.sequence import Sequence, Status
-from bullet_graph.engine.slack import QueuedPrompt, order_prompts
 from bullet_graph.partition.masks import Lane
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, Step
-
-_NEVER = float("inf")
-
-QUEUE_IN_SIGHT = 64
-"""Prompts at the head of the queue that a tick looks at: more than any chunk holds of usual lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +35,9 @@ class Scheduler:
         max_model_len: most tokens of a sequence.
         pool: the KV cache's blocks; must hold one sequence of ``max_model_len``.
         prompt_order: of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
+
+    Attributes:
+        queue: sequences without blocks.
     """
 
     def __init__(
@@ -51,32 +48,19 @@ class Scheduler:
         pool: BlockPool,
         prompt_order: PromptOrder = "arrival",
     ) -> None:
-        self.prompt_order = prompt_order
+        self.queue = PromptQueue(prompt_order)
         self._max_model_len = max_model_len
         self._pool = pool
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._waiting: dict[Sequence, QueuedPrompt] = {}
         self._running: dict[Sequence, None] = {}
         self._admitted: list[Sequence] = []
         self._held: Sequence | None = None
-        self._num_with_deadline = 0
-        self.num_waiting_tokens = 0
         self.num_preemptions = 0
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences without blocks."""
-        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks and want more tokens."""
         return len(self._running)
-
-    @property
-    def longest_first(self) -> bool:
-        """Whether prompts come in the order of what they may generate, the longest output first."""
-        return self.prompt_order == "longest-output" and not self._num_with_deadline
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -86,7 +70,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, ended or aborted; its blocks follow once no step in flight touches them."""
         if sequence.status is Status.WAITING:
-            self._dequeue(sequence)
+            self.queue.remove(sequence)
         elif sequence.status is Status.RUNNING:
             del self._running[sequence]
         sequence.status = Status.FINISHED
@@ -117,27 +101,13 @@ class Scheduler:
     def prompts(self, now_s: float, ms_per_token: float) -> list[Sequence]:
         """The head of the queue: prompts that a chunk could take now, in the order to serve them.
 
-        Ordered by slack (:func:`~bullet_graph.engine.slack.order_prompts`) where there are targets, else by
-        ``prompt_order``, those under way and preempted ones before the others. A waiting prompt counts as long as
-        slots and blocks last for all before it.
+        See :meth:`PromptQueue.ordered`. A waiting prompt counts as long as slots and blocks last for all before it.
 
         Args:
             ms_per_token: prefill time of a token, for predicting who will be late.
         """
         started = [s for s in self._running if not s.prompt_launched and not self._is_held(s)]
-        if self._num_with_deadline == 0 and not any(s.deadline_s < _NEVER for s in started):
-            # Victims were the last to come, the latest of them first.
-            preempted = [s for s in reversed(self._waiting) if s.preempted] if self.num_preemptions else []
-            fresh: Iterable[Sequence] = (s for s in self._waiting if not s.preempted)
-            if self.prompt_order == "longest-output":
-                fresh = nsmallest(QUEUE_IN_SIGHT, fresh, key=lambda s: s.num_tokens - s.max_tokens)
-            queue: Iterable[Sequence] = [*started, *preempted, *islice(fresh, QUEUE_IN_SIGHT)]
-        else:
-            unordered = [*started, *self._waiting]
-            order = order_prompts(
-                [*(_queued(s) for s in started), *self._waiting.values()], now_s, ms_per_token
-            )
-            queue = (unordered[i] for i in order)
+        queue = self.queue.ordered(started, now_s, ms_per_token)
         return list(islice(self._admissible(queue), QUEUE_IN_SIGHT))
 
     def _admissible(self, queue: Iterable[Sequence]) -> Iterator[Sequence]:
@@ -262,7 +232,7 @@ class Scheduler:
         need = self._pool.blocks_for(sequence.num_tokens)
         if not self._free_slots or need + len(self._running) > self._pool.num_free:
             return False
-        self._dequeue(sequence)
+        self.queue.remove(sequence)
         sequence.slot = self._free_slots.pop()
         self._grow(sequence)
         sequence.status = Status.RUNNING
@@ -300,14 +270,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
-        self._waiting[sequence] = _queued(sequence)
-        self.num_waiting_tokens += sequence.num_tokens
-        self._num_with_deadline += sequence.deadline_s < _NEVER
-
-    def _dequeue(self, sequence: Sequence) -> None:
-        del self._waiting[sequence]
-        self.num_waiting_tokens -= sequence.num_tokens
-        self._num_with_deadline -= sequence.deadline_s < _NEVER
+        self.queue.add(sequence)
 
     def _release_if_idle(self, sequence: Sequence) -> None:
         if sequence.slot >= 0 and sequence.num_pending_steps == 0:
@@ -318,14 +281,3 @@ class Scheduler:
         sequence.kv_capacity = 0
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
-
-
-def _queued(sequence: Sequence) -> QueuedPrompt:
-    """What the order of prompts depends on; stays the same while the sequence waits for blocks."""
-    return QueuedPrompt(
-        sequence.num_tokens - sequence.num_cached,
-        sequence.arrival_s,
-        sequence.deadline_s,
-        started=sequence.status is Status.RUNNING,
-        resumed=sequence.preempted,
-    )

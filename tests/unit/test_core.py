@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.config import Arm
+from bullet_graph.engine.chunk import fill
 from bullet_graph.engine.options import ROW_STEP
 from bullet_graph.engine.plan import Load, Plan
 from bullet_graph.engine.planner import Planner
@@ -357,3 +358,12 @@ def test_waiting_no_longer_than_asked() -> None:
     assert loop.executor.now() == pytest.approx(0.001)
     assert not loop.outputs
     loop.run()
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "decode_rows", "filled"),
+    # Up to the next multiple of 64, not beyond 256, and never less than was planned.
+    [(0, 10, 0), (54, 10, 54), (55, 10, 118), (200, 60, 200), (250, 60, 250), (1, 0, 64), (190, 60, 196)],
+)
+def test_a_chunk_is_filled_up_to_the_padding(chunk_tokens: int, decode_rows: int, filled: int) -> None:
+    assert fill(chunk_tokens, decode_rows, 256, lambda rows: -(-rows // 64) * 64) == filled

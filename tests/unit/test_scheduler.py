@@ -123,7 +123,7 @@ def test_no_more_sequences_run_than_there_are_slots() -> None:
     for _ in range(5):
         loop.add(3, max_tokens=4)
     loop.launch()
-    assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (2, 3)
+    assert (loop.scheduler.num_running, len(loop.scheduler.queue)) == (2, 3)
     loop.drain()
 
 
@@ -139,11 +139,11 @@ def test_the_longest_outputs_go_first_where_that_is_the_order() -> None:
 def test_a_prompt_with_a_deadline_goes_by_it_whatever_the_order() -> None:
     loop = Loop(prompt_order="longest-output")
     long = loop.add(8, max_tokens=9)
-    assert loop.scheduler.longest_first
+    assert loop.scheduler.queue.longest_first
     prompt = np.arange(8, dtype=np.int32)
     due = Sequence("due", 0, prompt, SamplingParams(max_tokens=1), 0, frozenset(), Slo(ttft_ms=1000.0))
     loop.scheduler.add(due)
-    assert not loop.scheduler.longest_first
+    assert not loop.scheduler.queue.longest_first
     assert loop.scheduler.prompts(0.0, 1.0) == [due, long]
 
 
@@ -277,7 +277,7 @@ def test_aborting_a_waiting_sequence_touches_nothing() -> None:
     used = loop.pool.num_used
     loop.abort(waiting)
     assert loop.pool.num_used == used
-    assert loop.scheduler.num_waiting == 0
+    assert len(loop.scheduler.queue) == 0
     loop.drain()
 
 
