@@ -7,10 +7,11 @@ import numpy as np
 import torch
 
 from bench.kernels.bare_steps import BareStep
-from bench.kernels.decode_inputs import DEVICE, DTYPE, Cache, scattered_blocks
+from bench.kernels.decode_inputs import DEVICE, DTYPE, Cache
+from bench.kernels.decode_kernels import paged_batch
 from bench.kernels.prefill_layers import BLOCK_TOKENS, CONFIG, LAYERS, normal
 from bullet_graph.models.attention import LayerRows
-from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch, RaggedBatch
+from bullet_graph.models.flashinfer_attention import AttentionLane, RaggedBatch
 from bullet_graph.models.flashinfer_modules import prefill_backend
 from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.models.workspaces import decode_workspace_bytes
@@ -47,12 +48,8 @@ class Attention:
             num_sms=num_sms,
         )
         kv_lens = np.full(step.decode_rows, step.context, dtype=np.int32)
-        indptr, indices = scattered_blocks(kv_lens, step.decode_rows * blocks_a_row, BLOCK_TOKENS)
-        batch = DecodeBatch(
-            torch.from_numpy(indptr).to(DEVICE),
-            torch.from_numpy(indices).to(DEVICE),
-            torch.from_numpy((kv_lens - 1) % BLOCK_TOKENS + 1).to(DEVICE),
-        )
+        paged = paged_batch(kv_lens, step.decode_rows * blocks_a_row, BLOCK_TOKENS)
+        batch = DecodeBatch(paged.kv_indptr, paged.kv_indices, paged.last_block_tokens)
         q = normal(step.decode_rows, CONFIG.num_heads, CONFIG.head_dim)
         for sms, parts in self._parts.items():
             planned = lane.plan(batch, num_sms=sms)
@@ -62,24 +59,8 @@ class Attention:
         rows, kv_len = step.continued_tokens, step.continued_tokens + step.continued_cached
         num_blocks = -(-kv_len // BLOCK_TOKENS)
         cache = Cache.random(CONFIG, num_blocks * BLOCK_TOKENS, BLOCK_TOKENS, LAYERS, hnd=False)
-        kv_lens = np.array([kv_len], dtype=np.int32)
-        kv_indptr, indices = (
-            torch.from_numpy(one) for one in scattered_blocks(kv_lens, num_blocks, BLOCK_TOKENS)
-        )
-        q_indptr = torch.tensor((0, rows), dtype=torch.int32)
-        planned = _prompt_lane(cache).plan(
-            PagedBatch(
-                q_indptr=q_indptr.to(DEVICE),
-                kv_indptr=kv_indptr.to(DEVICE),
-                kv_indices=indices.to(DEVICE),
-                last_block_tokens=torch.from_numpy((kv_lens - 1) % BLOCK_TOKENS + 1).to(DEVICE),
-                host_q_indptr=q_indptr,
-                host_kv_indptr=kv_indptr,
-                host_kv_lens=torch.from_numpy(kv_lens),
-                num_rows=rows,
-            ),
-            captured=False,
-        )
+        batch = paged_batch(np.array([kv_len], dtype=np.int32), num_blocks, BLOCK_TOKENS, rows_each=rows)
+        planned = _prompt_lane(cache).plan(batch, captured=False)
         q = normal(rows, CONFIG.num_heads, CONFIG.head_dim)
         out = torch.empty_like(q)
         for parts in self._parts.values():

@@ -1,7 +1,7 @@
 """Forwards that stand for a workload's: as many rows, keys and values as it has on average, and how many of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.reporting.work import serving_work
@@ -75,16 +75,25 @@ class Chunks:
 
 def cut(prompts: Sequence[int], tokens: int) -> Chunks:
     """Cut prompts of so many tokens each into forwards of ``tokens``, in the order given."""
-    fresh, continued, left = [0, 0.0], [0, 0.0], tokens
+    pieces = list(_pieces(prompts, tokens))
+    fresh, continued = ([one for one in pieces if bool(one[1]) == goes_on] for goes_on in (False, True))
+    return Chunks(
+        sum(size for size, _ in fresh),
+        sum(attention_pairs(*piece) for piece in fresh),
+        sum(size for size, _ in continued),
+        sum(attention_pairs(*piece) for piece in continued),
+    )
+
+
+def _pieces(prompts: Sequence[int], tokens: int) -> Iterator[tuple[int, int]]:
+    """(tokens, those of the same prompt before them)."""
+    left = tokens
     for length in prompts:
         start = 0
         while start < length:
-            piece = min(length - start, left)
-            kind = continued if start else fresh
-            kind[0] += piece
-            kind[1] += attention_pairs(piece, start)
-            start, left = start + piece, (left - piece) or tokens
-    return Chunks(int(fresh[0]), fresh[1], int(continued[0]), continued[1])
+            size = min(length - start, left)
+            yield size, start
+            start, left = start + size, (left - size) or tokens
 
 
 def serving_step(config: ModelConfig, requests: Sequence[WorkloadRequest], rows: int) -> BareStep:

@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.kernels.bare_attention import SIDE_SMS, Attention
 from bench.kernels.bare_steps import BareStep, decode_step, serving_step
-from bench.kernels.gpu_command import GpuCommand
+from bench.kernels.gpu_command import GpuCommand, parse_block_rows
 from bench.kernels.prefill_layers import (
-    BLOCK_TOKENS,
     CONFIG,
     HIDDEN,
     LAYERS,
@@ -41,7 +40,6 @@ from bench.kernels.prefill_layers import (
     normal,
 )
 from bench.kernels.sustained import Lab, Run
-from bullet_graph.cli.options import parse_sizes
 from bullet_graph.cli.result_file import check_result_file, write_result_file
 from bullet_graph.graphs.cublas import fitting_blas
 from bullet_graph.models.weights import LayerWeights
@@ -171,23 +169,19 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def parse_rows(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """An option's callback: read numbers of rows such as ``2048,4096``, which fill the cache's blocks; or none."""
-    rows = parse_sizes(context, parameter, value)
-    if any(number <= 0 or number % BLOCK_TOKENS for number in rows):
-        raise click.BadParameter(f"{value!r}: write positive multiples of {BLOCK_TOKENS}, such as 2048,4096")
-    return rows
-
-
 @click.command(cls=GpuCommand)
 @click.option(
     "--way", "ways", type=click.Choice(WAYS), multiple=True, help="Only this, or these; otherwise all."
 )
 @click.option(
-    "--rows", default="2048,4096", show_default=True, callback=parse_rows, help="Of a workload's forwards."
+    "--rows",
+    default="2048,4096",
+    show_default=True,
+    callback=parse_block_rows,
+    help="Of a workload's forwards.",
 )
 @click.option(
-    "--decode-rows", default="64,256", show_default=True, callback=parse_rows, help="Of decode steps."
+    "--decode-rows", default="64,256", show_default=True, callback=parse_block_rows, help="Of decode steps."
 )
 @click.option("--seconds", type=click.FloatRange(min=0.3), default=2.4, show_default=True, help="A figure.")
 @click.option(

@@ -25,11 +25,17 @@ MAX_ROWS = 256
 HND_LAYOUT = 1
 
 
-def paged_batch(kv_lens: Int32Array, num_blocks: int, block_tokens: int) -> PagedBatch:
-    """What both kinds of kernels are told of a batch."""
-    rows = len(kv_lens)
+def paged_batch(kv_lens: Int32Array, num_blocks: int, block_tokens: int, rows_each: int = 1) -> PagedBatch:
+    """What kernels are told of a batch.
+
+    Args:
+        kv_lens: tokens that each sequence attends to.
+        num_blocks: that the cache holds.
+        block_tokens: of a block.
+        rows_each: query rows of a sequence, its last tokens; decode rows are alone.
+    """
     indptr, indices = scattered_blocks(kv_lens, num_blocks, block_tokens)
-    q_indptr = torch.arange(rows + 1, dtype=torch.int32)
+    q_indptr = torch.arange(len(kv_lens) + 1, dtype=torch.int32) * rows_each
     return PagedBatch(
         q_indptr=q_indptr.to(DEVICE),
         kv_indptr=torch.from_numpy(indptr).to(DEVICE),
@@ -38,7 +44,7 @@ def paged_batch(kv_lens: Int32Array, num_blocks: int, block_tokens: int) -> Page
         host_q_indptr=q_indptr,
         host_kv_indptr=torch.from_numpy(indptr),
         host_kv_lens=torch.from_numpy(kv_lens),
-        num_rows=rows,
+        num_rows=int(q_indptr[-1]),
     )
 
 

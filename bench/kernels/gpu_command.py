@@ -6,7 +6,19 @@ import click
 import torch
 
 from bullet_graph.cli.exits import EXIT_ERROR
+from bullet_graph.cli.options import parse_sizes
+from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import BulletGraphError, DeviceError
+
+
+def parse_block_rows(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """An option's callback: read numbers of rows such as ``512,1024``, which fill the cache's blocks; or none."""
+    rows = parse_sizes(context, parameter, value)
+    if any(number <= 0 or number % KV_BLOCK_TOKENS for number in rows):
+        raise click.BadParameter(
+            f"{value!r}: write positive multiples of {KV_BLOCK_TOKENS}, such as 512,1024"
+        )
+    return rows
 
 
 class _Refusal(click.ClickException):

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,17 @@ import torch
 # Run as a script, only this file's own folder would be looked in.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.kernels.decode_inputs import DEVICE, DTYPE
+from bench.kernels.decode_inputs import DEVICE
 from bench.kernels.gpu_command import GpuCommand
 from bench.kernels.mixed_cases import CASES, Case, in_one_launch, rows_of, sampled_blocks
-from bench.kernels.step_breakdown import Kernel, kernels_of
+from bench.kernels.random_decoder import random_decoder
+from bench.kernels.step_breakdown import Kernel, in_turn, kernels_of
 from bullet_graph.cli.result_file import check_result_file, write_result_file
-from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.graphs.key import row_buckets
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder, SampledRows
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
+from bullet_graph.models.decoder import SampledRows
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.models.triton_ops import TritonOps
@@ -57,18 +54,15 @@ MAX_NAME = 70
 Forward = Callable[[], object]
 
 
-def by_kernel(kernels: Iterable[Kernel], num_forwards: int) -> list[dict[str, Any]]:
-    """µs a forward by kernel, the longest first, and those in which none ran; where kernels overlap, the earlier's."""
+def by_kernel(kernels: Sequence[Kernel], num_forwards: int) -> list[dict[str, Any]]:
+    """µs a forward by kernel, the longest first, and those in which none ran."""
     us: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    ordered = sorted(kernels, key=lambda kernel: kernel.start)
-    busy_until = ordered[0].start if ordered else 0.0
-    for kernel in ordered:
+    for kernel, gap, own in in_turn(kernels):
         name = kernel.name[:MAX_NAME]
-        us["(none)"] += max(0.0, kernel.start - busy_until)
-        us[name] += max(0.0, kernel.end - max(kernel.start, busy_until))
+        us["(none)"] += gap
+        us[name] += own
         counts[name] += 1
-        busy_until = max(busy_until, kernel.end)
     return [
         {"kernel": name, "launches": counts[name] / num_forwards, "us": round(total / num_forwards, 2)}
         for name, total in us.most_common()
@@ -96,14 +90,7 @@ class Bench:
         max_rows = max(case.rows for case in cases)
         max_seqs = max(case.decode_rows + len(case.prompts) for case in cases)
         longest = max(max(case.context, *(p.cached + p.tokens for p in case.prompts)) for case in cases)
-        weights = dummy_weights(config, dtype=DTYPE, device=DEVICE, seed=0)
-        cache = KVCache(
-            config, num_blocks=num_blocks, block_tokens=KV_BLOCK_TOKENS, dtype=DTYPE, device=DEVICE
-        )
-        for index in range(config.num_layers):
-            for half in cache.layer(index):
-                half.normal_()
-        decoder = Decoder(config, weights, cache, cos_sin_table(config, longest, DEVICE))
+        decoder = random_decoder(config, num_blocks=num_blocks, max_positions=longest)
         state = SamplingState(max_seqs + 1, DEVICE)
         graphs = LayerGraphs(decoder, TritonOps(), buckets=row_buckets(max_rows, config))
 
@@ -119,7 +106,7 @@ class Bench:
 
         self.sampled_attention = TritonDecodeAttention(
             config,
-            cache,
+            decoder.cache,
             max_rows=max_seqs,
             num_sms=torch.cuda.get_device_properties(DEVICE).multi_processor_count,
         )

@@ -24,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.kernels.cublaslt import LtProduct
-from bench.kernels.gpu_command import GpuCommand
+from bench.kernels.gpu_command import GpuCommand, parse_block_rows
 from bench.kernels.prefill_layers import (
     BLOCK_TOKENS,
     LAYERS,
@@ -39,7 +39,6 @@ from bench.kernels.prefill_layers import (
     weight_of,
 )
 from bench.kernels.sustained import Lab, Run, burst_ms, print_table
-from bullet_graph.cli.options import parse_sizes
 from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.models.triton_gemm import swiglu_matmul
 from bullet_graph.models.weights import LayerWeights
@@ -138,9 +137,9 @@ def fastest_of_each_tile(
 
 
 def parse_rows(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """An option's callback: read numbers of rows such as ``512,1024``, which fill the cache's blocks."""
-    rows = parse_sizes(context, parameter, value)
-    if not rows or any(number <= 0 or number % BLOCK_TOKENS for number in rows):
+    """As :func:`parse_block_rows`, of which there must be some."""
+    rows = parse_block_rows(context, parameter, value)
+    if not rows:
         raise click.BadParameter(f"{value!r}: write positive multiples of {BLOCK_TOKENS}, such as 512,1024")
     return rows
 

@@ -1,7 +1,7 @@
 """Where the time of a decode step goes: kernels by group, and what each group must move and compute."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -60,20 +60,36 @@ def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     return steps
 
 
+def in_turn(kernels: Sequence[Kernel]) -> Iterator[tuple[Kernel, float, float]]:
+    """Each kernel, in the order of their starts, with the µs before it in which none ran and the µs of its own.
+
+    Where kernels overlap, the time is the earlier one's.
+    """
+    ordered = sorted(kernels, key=lambda one: one.start)
+    busy_until = ordered[0].start if ordered else 0.0
+    for kernel in ordered:
+        yield (
+            kernel,
+            max(0.0, kernel.start - busy_until),
+            max(0.0, kernel.end - max(kernel.start, busy_until)),
+        )
+        busy_until = max(busy_until, kernel.end)
+
+
 def time_by_group(step: Sequence[Kernel]) -> dict[str, float]:
     """µs of one step by group, and "gaps", in which no kernel runs; together they are the step's span.
 
-    Where kernels overlap, the time is the earlier one's. Products behind the last norm are the head's.
+    As :func:`in_turn` has it. Products behind the last norm are the head's.
+
+    Args:
+        step: its kernels, in the order of their starts.
     """
     groups = [group_of(kernel.name) for kernel in step]
     last_norm = max((i for i, group in enumerate(groups) if group == "norms"), default=len(step))
     times = dict.fromkeys((*GROUPS, "gaps"), 0.0)
-    busy_until = step[0].start
-    for index, (kernel, group) in enumerate(zip(step, groups, strict=True)):
-        times["gaps"] += max(0.0, kernel.start - busy_until)
-        own = max(0.0, kernel.end - max(kernel.start, busy_until))
+    for index, (group, (_, gap, own)) in enumerate(zip(groups, in_turn(step), strict=True)):
+        times["gaps"] += gap
         times["head" if group == "products" and index > last_norm else group] += own
-        busy_until = max(busy_until, kernel.end)
     return times
 
 

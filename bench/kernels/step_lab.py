@@ -11,16 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.kernels.decode_inputs import DEVICE, DTYPE, scattered_blocks
+from bench.kernels.decode_inputs import DEVICE, scattered_blocks
+from bench.kernels.random_decoder import random_decoder
 from bench.kernels.sustained import relative_error
+from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, halves_for
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
-from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.perf.energy import DeviceMonitor
 
@@ -29,7 +27,6 @@ VARIANTS: tuple[Halves, ...] = (
     *(halves for halves in get_args(Halves) if halves != DEFAULT_HALVES),
 )
 """Ways to compute a step of more than one row: the product's, then what is held against it."""
-BLOCK_TOKENS = 16
 MAX_ERROR = 5e-2
 """Relative, Frobenius, of logits against the product's: all round to bfloat16, not all as often, layer upon layer."""
 MAX_OTHER_TOKENS = 0.25
@@ -41,10 +38,10 @@ def inputs_for(rows: int, context: int, num_blocks: int) -> DecodeInputs:
     """A step of so many rows, each of which attends to ``context`` tokens in blocks scattered over the cache."""
     kv_lens = np.full(rows, context, dtype=np.int32)
     # Block 0 is padding's.
-    indptr, blocks = scattered_blocks(kv_lens, num_blocks - 1, BLOCK_TOKENS)
+    indptr, blocks = scattered_blocks(kv_lens, num_blocks - 1, KV_BLOCK_TOKENS)
     blocks = blocks + np.int32(1)
     positions = kv_lens - np.int32(1)
-    kv_slots = blocks[indptr[1:] - 1] * np.int32(BLOCK_TOKENS) + positions % np.int32(BLOCK_TOKENS)
+    kv_slots = blocks[indptr[1:] - 1] * np.int32(KV_BLOCK_TOKENS) + positions % np.int32(KV_BLOCK_TOKENS)
     return DecodeInputs(np.arange(rows, dtype=np.int32), positions, kv_slots, indptr, blocks)
 
 
@@ -82,14 +79,8 @@ class Bench:
     """One decoder, and for each variant its graphs."""
 
     def __init__(self, config: ModelConfig, names: Sequence[Halves], max_rows: int, context: int) -> None:
-        self.num_blocks = 1 + max_rows * -(-context // BLOCK_TOKENS)
-        weights = dummy_weights(config, dtype=DTYPE, device=DEVICE, seed=0)
-        cache = KVCache(
-            config, num_blocks=self.num_blocks, block_tokens=BLOCK_TOKENS, dtype=DTYPE, device=DEVICE
-        )
-        for half in itertools.chain.from_iterable(cache.layer(i) for i in range(config.num_layers)):
-            half.normal_()
-        decoder = Decoder(config, weights, cache, cos_sin_table(config, context, DEVICE))
+        self.num_blocks = 1 + max_rows * -(-context // KV_BLOCK_TOKENS)
+        decoder = random_decoder(config, num_blocks=self.num_blocks, max_positions=context)
         self.state = SamplingState(max_rows + 1, DEVICE)
         self.state.last_token.random_(0, config.vocab_size)
         self.tokens = self.state.last_token.clone()

@@ -68,7 +68,12 @@ class OwnSetting:
         return cls(Arm.parse(arm), cast(PromptOrder, order or "arrival"))
 
     def __str__(self) -> str:
-        return str(self.arm) if self.prompt_order == "arrival" else f"{self.arm}/{self.prompt_order}"
+        return own_setting(str(self.arm), self.prompt_order)
+
+
+def own_setting(arm: str, prompt_order: str) -> str:
+    """A policy of this engine's as :class:`OwnSetting` is written."""
+    return arm if prompt_order == "arrival" else f"{arm}/{prompt_order}"
 
 
 @dataclass(frozen=True, slots=True)

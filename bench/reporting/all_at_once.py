@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Any
 
+from bench.peers.systems import own_setting
 from bench.reporting.evidence import Source, is_own, mean_of_device, runs_at
 from bench.reporting.measures import Figure, of_runs
 from bullet_graph.cli.bench.sweep_cells import SYSTEM
@@ -97,7 +98,7 @@ class DurationAllAtOnce:
                 *asked,
             ):
                 order = (one.get("engine") or {}).get("prompt_order", "arrival")
-                setting = one["arm"] if order == "arrival" else f"{one['arm']}/{order}"
+                setting = own_setting(one["arm"], order)
                 yield _run(f"{SYSTEM} {setting}", one["elapsed_time"], one["num_failed"], one)
 
 

@@ -55,7 +55,7 @@ def bare_runs(evidence: Evidence, work: str, cards: Set[str]) -> list[BareRun]:
         ConfigError: a file that should have runs is damaged.
     """
     found = [(source, run) for source in evidence.sources for run in _runs(source, work, cards)]
-    same = [run for source, run in found if len(cards) == 1 and source.cards == cards]
+    same = [run for source, run in found if source.is_of(cards)]
     return sorted(same or [run for _, run in found], key=lambda run: (run.rows, run.seconds))
 
 
@@ -118,7 +118,7 @@ def bare_lines(
 def _runs(source: Source, work: str, cards: Set[str]) -> Iterator[BareRun]:
     if not source.name.startswith(_FILE_PREFIX) or source.devices != {TARGET_DEVICE}:
         return
-    same = ", the same card" if len(cards) == 1 and source.cards == cards else ""
+    same = ", the same card" if source.is_of(cards) else ""
     with damaged(source):
         for row in source.fields["rows"]:
             if row["part"] == work and "seconds" in row:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -78,6 +78,10 @@ class Source:
     def cards(self) -> set[str]:
         """UUIDs of the GPUs it was measured on; empty where the file does not tell."""
         return {str(one["device_uuid"]) for one in self.provenances if one.get("device_uuid")}
+
+    def is_of(self, cards: Set[str]) -> bool:
+        """Whether it was measured on this very card, of which ``cards`` is the only one."""
+        return len(cards) == 1 and self.cards == cards
 
     @property
     def measurements(self) -> list[Mapping[str, Any]]:

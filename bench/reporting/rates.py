@@ -90,7 +90,7 @@ def rates_of(evidence: Evidence, cards: Set[str] = frozenset()) -> Rates:
         same = [
             replace(rate, source=f"{rate.source}, the same card")
             for source, rate in found
-            if len(cards) == 1 and source.cards == cards
+            if source.is_of(cards)
         ]
         return max(same or [rate for _, rate in found], default=None, key=lambda rate: rate.per_s)
 

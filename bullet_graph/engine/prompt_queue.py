@@ -69,7 +69,7 @@ class PromptQueue:
         # Victims were the last to come, the latest of them first.
         preempted = [s for s in reversed(self._waiting) if s.preempted] if self._num_preempted else []
         fresh: Iterable[Sequence] = (s for s in self._waiting if not s.preempted)
-        if self._prompt_order == "longest-output":
+        if self.longest_first:
             fresh = nsmallest(QUEUE_IN_SIGHT, fresh, key=lambda s: s.num_tokens - s.max_tokens)
         return [*started, *preempted, *islice(fresh, QUEUE_IN_SIGHT)]
 

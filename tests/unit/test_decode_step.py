@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bench.kernels import decode_step, step_lab
+from bench.kernels import decode_step, random_decoder, step_lab
 from bench.kernels.step_breakdown import (
     GROUPS,
     Kernel,
@@ -191,7 +191,8 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         "get_device_properties": lambda _: SimpleNamespace(uuid="none", name="none"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(step_lab, "DEVICE", CPU)
+    for module in (step_lab, random_decoder):
+        monkeypatch.setattr(module, "DEVICE", CPU)
     monkeypatch.setattr(step_lab, "TURN_S", 1e-9)
     monkeypatch.setattr(step_lab, "ROWS_WARM_UP_S", 1e-9)
     monkeypatch.setattr(step_lab, "DecodeGraphs", lambda *_, halves, **__: FakeGraphs(halves))
