@@ -14,7 +14,7 @@ from bullet_graph.models.attention import LayerRows
 from bullet_graph.models.flashinfer_attention import AttentionLane, RaggedBatch
 from bullet_graph.models.flashinfer_modules import prefill_backend
 from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
-from bullet_graph.models.workspaces import decode_workspace_bytes
+from bullet_graph.models.workspaces import prefill_workspace_bytes
 
 SIDE_SMS = 64
 """For which attention is laid out where products run beside it: what is left to them without waiting."""
@@ -91,5 +91,5 @@ def _prompt_lane(cache: Cache | None) -> AttentionLane:
         dtype=DTYPE,
         backend=prefill_backend(DEVICE),
         causal=True,
-        float_workspace=torch.zeros(decode_workspace_bytes(CONFIG, 1), dtype=torch.uint8, device=DEVICE),
+        float_workspace=torch.zeros(prefill_workspace_bytes(CONFIG), dtype=torch.uint8, device=DEVICE),
     )

@@ -19,7 +19,7 @@ from bullet_graph.models.triton_decode_attention import (
     DecodeKernelSettings,
     TritonDecodeAttention,
 )
-from bullet_graph.models.workspaces import decode_workspace_bytes
+from bullet_graph.models.workspaces import prefill_workspace_bytes
 
 MAX_ROWS = 256
 HND_LAYOUT = 1
@@ -67,7 +67,7 @@ class Bench:
             backend="fa2",
             causal=False,
             float_workspace=torch.zeros(
-                decode_workspace_bytes(self.config, MAX_ROWS), dtype=torch.uint8, device=DEVICE
+                prefill_workspace_bytes(self.config), dtype=torch.uint8, device=DEVICE
             ),
         )
         self.triton_cache = self.cache.turned() if self.hnd else self.cache

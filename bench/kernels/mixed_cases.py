@@ -1,6 +1,5 @@
 """Forwards with prompt rows and decode rows, as the engine lays them out: what ``mixed_step.py`` times."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,6 +59,8 @@ CASES = (
     Case("conv at once", (Prompt(300, 500), Prompt(260), Prompt(256, ends=False)), 208, 1128),
     Case("conv at once, large", (Prompt(600, 600), Prompt(500), Prompt(488, ends=False)), 460, 1128),
     Case("code at once", (Prompt(700, 2000), Prompt(566, ends=False)), 14, 2600),
+    Case("code at once, large", (Prompt(900, 1500), Prompt(1138, ends=False)), 10, 2600),
+    Case("code at once, larger", (Prompt(900, 1500), Prompt(1900), Prompt(1286, ends=False)), 10, 2600),
     Case("conv at 15 ms", (Prompt(150, 400), Prompt(42, ends=False)), 64, 1200),
     Case("code at 8 ms", (Prompt(140, 3000, ends=False),), 20, 2500),
 )
@@ -88,23 +89,6 @@ def rows_of(case: Case, *, vocab_size: int) -> Rows:
         kv_indices=blocks[:decode_blocks],
     )
     return lay_out(prefill, decode if case.decode_rows else None, KV_BLOCK_TOKENS)
-
-
-def in_one_launch(rows: Rows) -> Rows:
-    """The same with all prompts attending to the cache, though some need not: one launch a layer instead of two."""
-    return dataclasses.replace(rows, num_continued=rows.num_prefill)
-
-
-def sampled_blocks(rows: Rows) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """What the sampled rows attend to, for a kernel that takes rows one behind the other.
-
-    Returns:
-        (kv_indptr [s + 1], kv_indices, tokens in each row's last block [s]).
-    """
-    sampled = np.flatnonzero(np.diff(rows.sample_indptr))
-    blocks = [rows.kv_indices[rows.kv_indptr[i] : rows.kv_indptr[i + 1]] for i in sampled]
-    last = (rows.kv_lens[sampled] - 1) % np.int32(KV_BLOCK_TOKENS) + np.int32(1)
-    return _indptr([len(one) for one in blocks]), np.concatenate(blocks), last
 
 
 def _indptr(counts: Sequence[int] | Int32Array) -> Int32Array:

@@ -3,11 +3,10 @@
     python bench/kernels/mixed_step.py --output-json bench/results/h200/mixed_step.json
 
 Ways: in captured pieces, where there are any for so many rows, or launched kernel by kernel; prompts that go on and
-those that begin attending in a launch of their own each, or all in one; the last layer's sampled rows attending by
-FlashInfer, or by the kernels of decode rows. They take turns, round by round, once the GPU
+those that begin attending in a launch of their own each, or all in one. They take turns, round by round, once the GPU
 has run long enough to be at its power cap, and each round is a few forwards back to back, the host ahead of the GPU as
-it is in the engine. A time is the median over a way's rounds, of a forward; so is the host's. By kernel: of the way
-that the engine takes, in torch's profiler.
+it is in the engine. A time is the median over a way's rounds, of a forward; so is the host's. By kernel: of the first
+way, in torch's profiler.
 """
 
 import dataclasses
@@ -29,23 +28,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.kernels.decode_inputs import DEVICE
 from bench.kernels.gpu_command import GpuCommand
-from bench.kernels.mixed_cases import CASES, Case, in_one_launch, rows_of, sampled_blocks
+from bench.kernels.mixed_cases import CASES, Case, rows_of
 from bench.kernels.random_decoder import random_decoder
 from bench.kernels.step_breakdown import Kernel, in_turn, kernels_of
 from bullet_graph.cli.result_file import check_result_file, write_result_file
 from bullet_graph.graphs.key import row_buckets
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import SampledRows
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.sampler import SamplingState
-from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.perf.energy import DeviceMonitor
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.eager_lane import EagerLane
-from bullet_graph.runtime.rows import Rows
 
+LAUNCHES = {"two": 0, "one": 2**31}
+"""Of attention of prompts, where some go on and some begin: up to how many rows of the latter there is one."""
 FORWARDS_A_ROUND, PROFILED_FORWARDS = 4, 4
 WARM_UP_S = 3.0
 MAX_NAME = 70
@@ -82,7 +80,7 @@ def profiled(forward: Forward) -> list[dict[str, Any]]:
 
 
 class Bench:
-    """One decoder and two lanes: with captured pieces and without."""
+    """One decoder and four lanes: with captured pieces and without, with one launch of attention and with two."""
 
     def __init__(self, config: ModelConfig, cases: tuple[Case, ...]) -> None:
         self.config = config
@@ -94,7 +92,7 @@ class Bench:
         state = SamplingState(max_seqs + 1, DEVICE)
         graphs = LayerGraphs(decoder, TritonOps(), buckets=row_buckets(max_rows, config))
 
-        def lane(pieces: LayerGraphs | None) -> EagerLane:
+        def lane(pieces: LayerGraphs | None, launches: str) -> EagerLane:
             return EagerLane(
                 decoder,
                 state,
@@ -102,49 +100,29 @@ class Bench:
                 max_rows=max_rows,
                 num_kv_blocks=num_blocks,
                 graphs=pieces,
+                few_fresh_rows=LAUNCHES[launches],
             )
 
-        self.sampled_attention = TritonDecodeAttention(
-            config,
-            decoder.cache,
-            max_rows=max_seqs,
-            num_sms=torch.cuda.get_device_properties(DEVICE).multi_processor_count,
-        )
-        self.graphs, self.lanes = graphs, {"pieces": lane(graphs), "kernel by kernel": lane(None)}
+        self.graphs = graphs
+        self.lanes = {
+            (kind, launches): lane(pieces, launches)
+            for kind, pieces in (("pieces", graphs), ("kernel by kernel", None))
+            for launches in LAUNCHES
+        }
         self.stream = torch.cuda.Stream()
 
     def ways(self, case: Case) -> dict[str, Forward]:
-        """Forwards of a case by way, the engine's own first."""
+        """Forwards of a case by way."""
         rows = rows_of(case, vocab_size=self.config.vocab_size)
-        layouts: dict[str, Rows] = {"": rows}
-        if 0 < rows.num_continued < rows.num_prefill:
-            layouts[", prompts in one launch"] = in_one_launch(rows)
-        lanes = {
-            name: lane
-            for name, lane in self.lanes.items()
-            if name != "pieces" or self.graphs.bucket(case.rows) is not None
+        has_both = 0 < rows.num_continued < rows.num_prefill
+        return {
+            f"{kind}, {launches} launch{'' if launches == 'one' else 'es'} of attention": partial(
+                lane.run, rows
+            )
+            for (kind, launches), lane in self.lanes.items()
+            if (kind != "pieces" or self.graphs.bucket(case.rows) is not None)
+            and (has_both or launches == "one")
         }
-        ways: dict[str, Forward] = {
-            lane_name + layout_name: partial(lane.run, layout)
-            for lane_name, lane in lanes.items()
-            for layout_name, layout in layouts.items()
-        }
-        if len(rows.sample_rows):
-            name, lane = next(iter(lanes.items()))
-            ways[f"{name}, sampled rows as decode rows"] = self._sampled_as_decode(lane, rows)
-        return ways
-
-    def _sampled_as_decode(self, lane: EagerLane, rows: Rows) -> Forward:
-        """Forwards whose last layer attends by the kernels of decode rows; planning the others is still in them."""
-        indptr, indices, last = (torch.from_numpy(one).to(DEVICE) for one in sampled_blocks(rows))
-        attention = self.sampled_attention.plan(DecodeBatch(indptr, indices, last))
-
-        def forward() -> None:
-            begun = lane.begin(rows)
-            sampled = SampledRows(begun.sampled.rows, attention)
-            lane.finish(lane.run_layers(dataclasses.replace(begun, sampled=sampled)))
-
-        return forward
 
     def measure(self, case: Case, rounds: int) -> dict[str, Any]:
         """Time every way of a case, and profile the first."""
@@ -224,7 +202,7 @@ def main(model: str, rounds: int, output_json: Path) -> None:
     try:
         with torch.cuda.stream(bench.stream):
             bench.graphs.capture(progress=False)
-            warm_up = bench.ways(CASES[1])["kernel by kernel"]
+            warm_up = next(iter(bench.ways(CASES[1]).values()))
             end_s = time.perf_counter() + WARM_UP_S
             while time.perf_counter() < end_s:
                 warm_up()

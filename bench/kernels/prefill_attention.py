@@ -42,7 +42,7 @@ from bullet_graph.models.ops import RowInputs
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.triton_ops import TritonOps
-from bullet_graph.models.workspaces import decode_workspace_bytes
+from bullet_graph.models.workspaces import prefill_workspace_bytes
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.rows import Rows, lay_out
@@ -106,7 +106,7 @@ class Attentions:
                 f"capability 9.0; this GPU has {'.'.join(map(str, torch.cuda.get_device_capability(DEVICE)))}"
             )
         scratch = torch.zeros(
-            decode_workspace_bytes(decoder.config, 1),
+            prefill_workspace_bytes(decoder.config),
             dtype=torch.uint8,
             device=DEVICE,
         )

@@ -34,10 +34,12 @@ class SampledRows:
     Attributes:
         rows: [s] integer, indices of the forward's rows, rising.
         attention: planned for them, one query row for each sequence that is sampled; None where none is.
+        num_padding: rows of zeros to compute behind them, for a number of rows whose kernels the device has loaded.
     """
 
     rows: Tensor
     attention: Attention | None
+    num_padding: int = 0
 
 
 def attention_input(
@@ -139,7 +141,7 @@ class Decoder:
             sampled: the rows that the last layer need give; None for all of them.
 
         Returns:
-            Activations of all rows, or after the last layer of those sampled alone.
+            Activations of all rows, or after the last layer of those sampled alone, and of their padding.
         """
         inputs = RowInputs(positions, kv_slots, self.cos_sin)
         eps = self.config.rms_norm_eps
@@ -173,8 +175,13 @@ class Decoder:
         if sampled.attention is None:
             return Hidden(residual, residual)
         layer = self.weights.layers[-1]
+        attended = sampled.attention.run(self.config.num_layers - 1, rows)
+        if sampled.num_padding:
+            attended, residual = (
+                torch.nn.functional.pad(one, (0, 0, 0, sampled.num_padding)) for one in (attended, residual)
+            )
         x, residual = functions.attention_output(
-            sampled.attention.run(self.config.num_layers - 1, rows),
+            attended,
             residual,
             layer.o,
             layer.post_norm,

@@ -78,5 +78,4 @@ def prefill_backend(device: torch.device) -> Backend:
 
 def needed_modules(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[ModuleSpec, ...]:
     """What an engine on this GPU runs."""
-    backends: dict[Backend, None] = dict.fromkeys((prefill_backend(device), "fa2"))
-    return tuple(ModuleSpec(backend, dtype, head_dim) for backend in backends)
+    return (ModuleSpec(prefill_backend(device), dtype, head_dim),)

@@ -2,19 +2,21 @@
 
 from bullet_graph.models.config import ModelConfig
 
-_DECODE_TILE_ROWS = 16
-"""Query rows of a tensor-core decode tile: the smallest of FlashInfer's fa2."""
+_TILE_ROWS = 128
+"""Query rows of a tile of FlashInfer's fa2, counted once for each query head of a key head; the most it takes."""
+
+_SPLIT_TILES = 512
+"""Tiles that its planner cuts work into where it splits keys: two for each SM, of up to 256."""
 
 
-def decode_workspace_bytes(config: ModelConfig, max_rows: int) -> int:
-    """Float scratch of a decode of ``max_rows`` rows.
+def prefill_workspace_bytes(config: ModelConfig) -> int:
+    """Float scratch of a lane's attention of prompts.
 
-    FlashInfer keeps partial outputs and their log-sum-exp in float32 for each (head, tile, row); a captured
-    plan counts at most ceil(rows * group / tile) + rows - 1 tiles, or what fills the device if that is more.
+    Where tiles are fewer than what fills the device, FlashInfer's fa2 splits keys until they do, and keeps partial
+    outputs and their log-sum-exp in float32 for each (head, tile, row); fa3 keeps none.
     """
-    group = config.num_heads // config.num_kv_heads
-    tiles = max(-(-max_rows * group // _DECODE_TILE_ROWS) + max_rows - 1, 512 // config.num_kv_heads + 1)
-    return config.num_heads * tiles * _DECODE_TILE_ROWS * (config.head_dim + 1) * 4 + 1024**2
+    tiles = _SPLIT_TILES // config.num_kv_heads + 1
+    return config.num_heads * tiles * _TILE_ROWS * (config.head_dim + 1) * 4 + 1024**2
 
 
 def piece_buffer_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: int) -> int:

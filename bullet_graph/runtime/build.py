@@ -145,7 +145,7 @@ def plan_ledger(
     else:
         free, total = torch.cuda.mem_get_info(runtime.device)
         device, limit = DeviceMemory(total, free), None
-        workspaces = workspace_bytes(runtime.model, config.max_num_seqs)
+        workspaces = workspace_bytes(runtime.model)
         graphs = 0
         if config.cuda_graphs:
             plan = capture_plan_of(config, runtime, performance)

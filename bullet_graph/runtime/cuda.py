@@ -99,12 +99,11 @@ class CudaExecutor:
             with torch.cuda.stream(stream), torch.inference_mode():
                 self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=plan.short_forward_rows)
 
-        def lane(name: Lane, max_decode_rows: int, graphs: LayerGraphs | None) -> CudaLane:
+        def lane(name: Lane, graphs: LayerGraphs | None) -> CudaLane:
             return CudaLane.open(
                 launcher.stream(name, WHOLE_GPU),
                 decoder,
                 self._state,
-                max_decode_rows=max_decode_rows,
                 max_num_seqs=max_num_seqs,
                 max_rows=max_rows,
                 num_kv_blocks=num_kv_blocks,
@@ -112,9 +111,9 @@ class CudaExecutor:
             )
 
         with clock.phase("kernels"):  # FlashInfer's are compiled, or loaded, here
-            self._lanes: dict[Lane, CudaLane] = {"decode": lane("decode", max_num_seqs, self._layer_graphs)}
+            self._lanes: dict[Lane, CudaLane] = {"decode": lane("decode", self._layer_graphs)}
             if prefill_lane:
-                self._lanes["prefill"] = lane("prefill", 1, None)
+                self._lanes["prefill"] = lane("prefill", None)
         self._graphs: DecodeGraphs | None = None
         self._captures: EngineGraphs | None = None
         self.capture: CaptureReport | None = None

@@ -41,7 +41,6 @@ class CudaLane:
         decoder: Decoder,
         state: SamplingState,
         *,
-        max_decode_rows: int,
         max_num_seqs: int,
         max_rows: int,
         num_kv_blocks: int,
@@ -53,7 +52,6 @@ class CudaLane:
             stream: of the lane, bound to the whole GPU.
             decoder: weights and cache on the GPU.
             state: of all slots, for both lanes.
-            max_decode_rows: most decode rows of a forward on this lane.
             max_num_seqs: slots.
             max_rows: most rows of a forward.
             num_kv_blocks: blocks of the cache.
@@ -63,7 +61,7 @@ class CudaLane:
             eager = EagerLane(
                 decoder,
                 state,
-                max_num_seqs=max_decode_rows,
+                max_num_seqs=max_num_seqs,
                 max_rows=max_rows,
                 num_kv_blocks=num_kv_blocks,
                 graphs=graphs,

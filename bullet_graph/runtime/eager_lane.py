@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
 from bullet_graph.models.flashinfer_attention import (
@@ -21,9 +22,12 @@ from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.models.triton_ops import PartitionOps, TritonOps, sample
-from bullet_graph.models.workspaces import decode_workspace_bytes
+from bullet_graph.models.workspaces import prefill_workspace_bytes
 from bullet_graph.runtime.rows import Rows
-from bullet_graph.runtime.step import Int32Array
+
+FEW_FRESH_ROWS = 256
+"""Up to so many rows, prompts that begin attend with those that go on: a launch of their own is faster a key, but fills
+few SMs and costs each layer its beginning and its end (bench/results/h200/mixed_step.json)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +62,11 @@ class EagerLane:
     Args:
         decoder: weights and cache on the GPU.
         state: sampling settings and last tokens by slot.
-        max_num_seqs: most decode rows.
+        max_num_seqs: most rows that decode or are sampled.
         max_rows: most rows of a forward.
         num_kv_blocks: blocks of the cache.
         graphs: captured pieces for short forwards, of this lane alone; None launches all of them kernel by kernel.
+        few_fresh_rows: up to so many rows, prompts that begin attend in one launch with those that go on.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class EagerLane:
         max_rows: int,
         num_kv_blocks: int,
         graphs: LayerGraphs | None = None,
+        few_fresh_rows: int = FEW_FRESH_ROWS,
     ) -> None:
         config, device = decoder.config, decoder.cos_sin.device
         self._decoder = decoder
@@ -80,7 +86,8 @@ class EagerLane:
         self._functions = eager_functions(TritonOps())
         self._partial_functions = eager_functions(PartitionOps())
         self._graphs = graphs
-        scratch = torch.zeros(decode_workspace_bytes(config, max_num_seqs), dtype=torch.uint8, device=device)
+        self._few_fresh_rows = few_fresh_rows
+        scratch = torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=device)
 
         def attention_lane(backend: Backend, *, causal: bool) -> AttentionLane:
             # They take turns, so they may share their scratch.
@@ -97,15 +104,19 @@ class EagerLane:
         self._cached_attention = attention_lane(backend, causal=True)
         # TMA, which makes contiguous keys the faster ones, is Hopper's.
         self._fresh_attention = attention_lane(backend, causal=True) if backend == "fa3" else None
-        self._sampled_attention = attention_lane("fa2", causal=False)
+        # Of decode rows in each layer, and of all that is sampled in the last: one after the other.
         self._decode_attention = TritonDecodeAttention(
             config,
             decoder.cache,
             max_rows=max_num_seqs,
             num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         )
-        # Eleven arrays of a row or a sequence each and the block ids; a bucket has at most ``max_rows``, too.
-        self._uploader = Uploader(11 * (max_rows + 8) + num_kv_blocks, device)
+        # As many rows as captured decode steps have: at any other number, cuBLAS may choose a kernel that the device
+        # has yet to load, and stands still meanwhile, some 45 ms on an H200.
+        self._sampled_buckets = batch_size_buckets(max_num_seqs)
+        # Twelve arrays of a row or a sequence each and the block ids, those of prompts that end twice; a bucket has at
+        # most ``max_rows``, too.
+        self._uploader = Uploader(12 * (max_rows + 8) + 2 * num_kv_blocks, device)
 
     def run(self, rows: Rows, *, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
         """Enqueue a whole forward on the current stream; see :meth:`begin` and :meth:`run_layers`.
@@ -126,6 +137,7 @@ class EagerLane:
         # Padding writes its keys and values into the padding block's first slot.
         padding = np.zeros(0 if bucket is None else bucket - num_rows, dtype=np.int32)
         last_block_tokens = (rows.kv_lens - 1) % np.int32(self._decoder.cache.block_tokens) + np.int32(1)
+        ended = rows.ended_prompts()
         (
             token_ids,
             decode_slots,
@@ -135,10 +147,10 @@ class EagerLane:
             kv_indptr,
             last_block,
             sample_rows,
-            sample_indptr,
             sample_slots,
             sample_positions,
             kv_indices,
+            *ended_arrays,
         ) = self._uploader.upload(
             rows.token_ids,
             rows.decode_slots,
@@ -148,20 +160,24 @@ class EagerLane:
             rows.kv_indptr,
             last_block_tokens,
             rows.sample_rows,
-            rows.sample_indptr,
             rows.sample_slots,
             rows.sample_positions,
             rows.kv_indices,
+            ended.kv_indptr,
+            ended.kv_indices,
+            last_block_tokens[ended.sequences],
         )
         n = rows.num_prefill
-        num_cached = n if self._fresh_attention is None else rows.num_continued
+        num_cached = rows.num_continued
+        num_fresh_rows = rows.num_prefill_rows - int(rows.q_indptr[num_cached])
+        if self._fresh_attention is None or (num_cached and num_fresh_rows <= self._few_fresh_rows):
+            num_cached = n
         num_cached_rows = int(rows.q_indptr[num_cached])
         cached = fresh = decode = None
         if num_cached:
             cached = self._plan(
                 self._cached_attention,
                 rows,
-                rows.q_indptr,
                 num_cached,
                 q_indptr[: num_cached + 1],
                 kv_indptr[: num_cached + 1],
@@ -179,18 +195,14 @@ class EagerLane:
                     kv_indptr[n:] - int(rows.kv_indptr[n]), kv_indices[rows.kv_indptr[n] :], last_block[n:]
                 )
             )
-        sampled = None
-        if len(rows.sample_rows):
-            # A sequence that is not sampled has no query row here; its blocks are stepped over.
-            sampled = self._plan(
-                self._sampled_attention,
-                rows,
-                rows.sample_indptr,
-                len(rows.kv_lens),
-                sample_indptr,
-                kv_indptr,
-                kv_indices,
-                last_block,
+        sampled = SampledRows(sample_rows, None)
+        if num_sampled := len(rows.sample_rows):
+            num_ended = len(ended.sequences)
+            last_rows = self._decode_attention.plan(DecodeBatch(*ended_arrays)) if num_ended else None
+            sampled = SampledRows(
+                sample_rows,
+                MixedAttention(last_rows, None, decode, num_ended, num_ended),
+                bucket_for(num_sampled, self._sampled_buckets) - num_sampled,
             )
         fed_back = self._state.last_token[decode_slots]
         hidden = self._decoder.embed(torch.cat((token_ids, fed_back)))
@@ -201,7 +213,7 @@ class EagerLane:
             positions,
             kv_slots,
             MixedAttention(cached, fresh, decode, num_cached_rows, rows.num_prefill_rows),
-            SampledRows(sample_rows, sampled),
+            sampled,
             sample_slots,
             sample_positions,
             bucket,
@@ -248,29 +260,28 @@ class EagerLane:
 
     def finish(self, forward: EagerForward) -> tuple[Tensor, Tensor]:
         """Enqueue output head and sampling, after the last layer; returns as :meth:`run`."""
-        logits = self._decoder.logits(forward.hidden, self._functions.ops)
+        logits = self._decoder.logits(forward.hidden, self._functions.ops)[: len(forward.sample_slots)]
         return logits, sample(logits, forward.sample_slots, forward.sample_positions, self._state)
 
     def _plan(
         self,
         lane: AttentionLane,
         rows: Rows,
-        host_q_indptr: Int32Array,
         num_sequences: int,
         q_indptr: Tensor,
         kv_indptr: Tensor,
         kv_indices: Tensor,
         last_block_tokens: Tensor,
     ) -> PlannedAttention:
-        """Plan attention for the first sequences of the step."""
+        """Plan attention to the cache of the first prompts."""
         batch = PagedBatch(
             q_indptr=q_indptr,
             kv_indptr=kv_indptr,
             kv_indices=kv_indices,
             last_block_tokens=last_block_tokens,
-            host_q_indptr=torch.from_numpy(host_q_indptr[: num_sequences + 1]),
+            host_q_indptr=torch.from_numpy(rows.q_indptr[: num_sequences + 1]),
             host_kv_indptr=torch.from_numpy(rows.kv_indptr[: num_sequences + 1]),
             host_kv_lens=torch.from_numpy(rows.kv_lens[:num_sequences]),
-            num_rows=int(host_q_indptr[num_sequences]),
+            num_rows=int(rows.q_indptr[num_sequences]),
         )
         return lane.plan(batch, captured=False)

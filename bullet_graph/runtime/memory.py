@@ -9,7 +9,8 @@ from bullet_graph.errors import InsufficientMemoryError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.kv_cache import kv_block_bytes
 from bullet_graph.models.loader import weight_bytes
-from bullet_graph.models.workspaces import decode_workspace_bytes
+from bullet_graph.models.workspaces import prefill_workspace_bytes
+from bullet_graph.partition.masks import LANES
 
 GIB = 1024**3
 MIB = 1024**2
@@ -145,10 +146,9 @@ def plan_memory(
     )
 
 
-def workspace_bytes(config: ModelConfig, max_num_seqs: int) -> int:
+def workspace_bytes(config: ModelConfig) -> int:
     """Fixed scratch of an executor on a GPU."""
-    lanes = decode_workspace_bytes(config, max_num_seqs) + decode_workspace_bytes(config, 1)
-    return lanes + _LIBRARY_BYTES
+    return len(LANES) * prefill_workspace_bytes(config) + _LIBRARY_BYTES
 
 
 def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:

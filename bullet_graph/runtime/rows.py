@@ -6,6 +6,23 @@ import numpy as np
 
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch
 
+_NONE: Int32Array = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedPrompts:
+    """Prefill chunks whose last row is sampled, e of them.
+
+    Attributes:
+        sequences: [e], which of a forward's.
+        kv_indptr: [e + 1].
+        kv_indices: block ids, of these alone.
+    """
+
+    sequences: Int32Array
+    kv_indptr: Int32Array
+    kv_indices: Int32Array
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -49,8 +66,13 @@ class Rows:
         """Rows that belong to prefill chunks."""
         return len(self.token_ids)
 
-
-_NONE: Int32Array = np.empty(0, dtype=np.int32)
+    def ended_prompts(self) -> EndedPrompts:
+        """What the last rows of prompts attend to; among the sampled rows they are the first."""
+        sequences = np.flatnonzero(np.diff(self.sample_indptr[: self.num_prefill + 1])).astype(np.int32)
+        blocks = [self.kv_indices[self.kv_indptr[i] : self.kv_indptr[i + 1]] for i in sequences]
+        return EndedPrompts(
+            sequences, _indptr(np.diff(self.kv_indptr)[sequences]), np.concatenate((_NONE, *blocks))
+        )
 
 
 def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_tokens: int) -> Rows:

@@ -22,7 +22,7 @@ from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.models.weights import LayerWeights
-from bullet_graph.models.workspaces import decode_workspace_bytes
+from bullet_graph.models.workspaces import prefill_workspace_bytes
 from bullet_graph.runtime.rows import Rows
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +45,7 @@ class Kernels:
     """What one lane has for prefill chunks and decode rows."""
 
     def __init__(self, config: ModelConfig, cache: KVCache, dtype: torch.dtype) -> None:
-        scratch = torch.zeros(decode_workspace_bytes(config, 1), dtype=torch.uint8, device=DEVICE)
+        scratch = torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=DEVICE)
         self._cached, self._fresh = (
             AttentionLane(
                 config,

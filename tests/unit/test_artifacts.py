@@ -236,7 +236,7 @@ def test_what_cannot_be_compiled_ahead_is_traced(build: Build) -> None:
     assert "halves/x" not in build
 
 
-MODULES = ["flashinfer/fa3_bfloat16_128.so", "flashinfer/fa2_bfloat16_128.so"]
+MODULES = ["flashinfer/fa3_bfloat16_128.so"]
 
 
 def test_flashinfer_s_modules(
@@ -245,7 +245,7 @@ def test_flashinfer_s_modules(
     runtime: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
     _add_flashinfer(build, runtime, jobs=2)
     assert [artifact.name for artifact in build.of_kind(ArtifactKind.FLASHINFER)] == MODULES
-    assert sorted(flashinfer.built) == ["prefill_fa2_128", "prefill_fa3_128"]
+    assert flashinfer.built == ["prefill_fa3_128"]
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # who imports it from here on, fails
     _add_flashinfer(build, runtime, jobs=2)  # what is there is not built again
     with committed(store, build) as opened:
@@ -260,21 +260,20 @@ def test_flashinfer_s_modules(
 def test_a_library_of_flashinfer_s_that_cannot_be_loaded(
     flashinfer: FakeFlashInfer, store: CaptureStore, build: Build
 ) -> None:
-    fa3, fa2 = MODULES
-    for artifact, data in ((fa3, b"elf"), (fa2, FakeFlashInfer.BROKEN)):
-        build.add_bytes(artifact, ArtifactKind.FLASHINFER, data, path=artifact, build_seconds=1.0)
+    (module,) = MODULES
+    build.add_bytes(module, ArtifactKind.FLASHINFER, FakeFlashInfer.BROKEN, path=module, build_seconds=1.0)
     runtime: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
     with committed(store, build) as opened:
         captures = Captures(opened)
         with pytest.warns(
-            CaptureCacheWarning, match="fa2_bfloat16_128.so cannot be loaded.* undefined symbol"
+            CaptureCacheWarning, match="fa3_bfloat16_128.so cannot be loaded.* undefined symbol"
         ):
             captures.load_modules(runtime)
-        assert flashinfer.loaded == [opened.path(fa3)]
+        assert flashinfer.loaded == []
     assert len(captures.use.problems) == 1
-    for module in needed_modules(runtime.device, torch.bfloat16, 128):
-        load_module(module)
-    assert flashinfer.built == ["prefill_fa2_128"]
+    for needed in needed_modules(runtime.device, torch.bfloat16, 128):
+        load_module(needed)
+    assert flashinfer.built == ["prefill_fa3_128"]
 
 
 def test_parts_that_are_not_there(build: Build) -> None:

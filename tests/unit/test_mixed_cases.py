@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bench.kernels.mixed_cases import CASES, Case, Prompt, in_one_launch, rows_of, sampled_blocks
+from bench.kernels.mixed_cases import CASES, Case, Prompt, rows_of
 from bench.kernels.mixed_step import by_kernel, table
 from bench.kernels.step_breakdown import Kernel
 from bullet_graph.config import KV_BLOCK_TOKENS
@@ -35,21 +35,7 @@ def test_rows_are_those_of_the_case_and_no_block_is_anybody_else_s(case: Case) -
 def test_prompts_that_go_on_come_first() -> None:
     rows = rows_of(Case("any", (Prompt(20, 30), Prompt(10)), 2, 40), vocab_size=1000)
     assert (rows.num_continued, rows.num_prefill) == (1, 2)
-    assert in_one_launch(rows).num_continued == 2
     assert rows.positions.tolist() == [*range(30, 50), *range(10), 39, 39]
-
-
-def test_blocks_of_the_sampled_rows_follow_each_other() -> None:
-    case = Case("any", (Prompt(20, 30), Prompt(10, ends=False)), 2, 33)
-    rows = rows_of(case, vocab_size=1000)
-    indptr, indices, last = sampled_blocks(rows)
-    # 50 tokens in four blocks, none of the prompt that goes on, and 33 in three of each decode row.
-    assert indptr.tolist() == [0, 4, 7, 10]
-    assert last.tolist() == [2, 1, 1]
-    kept = [0, 2, 3]
-    assert indices.tolist() == [
-        b for i in kept for b in rows.kv_indices[rows.kv_indptr[i] : rows.kv_indptr[i + 1]]
-    ]
 
 
 def test_kernels_by_hand() -> None:
