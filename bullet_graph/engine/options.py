@@ -29,9 +29,10 @@ SPLIT_LAUNCH_MS = 1.6
 """Most host time for the launches of such a slice, which the decode lane's next step has to wait for: a whole chunk of
 a small model would keep it waiting longer than it runs."""
 
-LEAST_PACED_ROWS, PACED_ROW_STEP = 1024, 128
+LEAST_PACED_ROWS, PACED_ROW_STEP = 1024, 256
 """Forwards that are to last for the longest output have so many rows, prompt and decode, or more, and a multiple: fewer
-rows a forward cost matrix products more than decode rows that ride along save."""
+rows a forward cost matrix products more than decode rows that ride along save, and tiles fit others worse (1,152 rows
+took 1.5 % longer a row than 1,024: bench/LOG.md)."""
 
 LEAST_PACED_PROMPT_ROWS = 512
 """However many rows decode, so that the batch goes on growing."""
@@ -195,10 +196,12 @@ class Outlook:
         """The mixed forward with which the prompts last for so many decode steps, or as many as are worth their time.
 
         What is left of the longest output then rides along with prompts, instead of a batch that gets ever smaller.
+        Rather some forwards too many than too few: one more costs less than a decode step without prompts.
         """
         rows = self.batch_size + max(self._load.queued_tokens, self._backlog.tokens) / max(steps, 1)
-        least = max(rows, self.batch_size + LEAST_PACED_PROMPT_ROWS, LEAST_PACED_ROWS)
-        whole = math.ceil(least / PACED_ROW_STEP) * PACED_ROW_STEP
+        lasting = math.floor(rows / PACED_ROW_STEP)
+        growing = math.ceil((self.batch_size + LEAST_PACED_PROMPT_ROWS) / PACED_ROW_STEP)
+        whole = max(PACED_ROW_STEP * max(lasting, growing), LEAST_PACED_ROWS)
         return self.mixed(min(whole, self._max_chunk_tokens) - self.batch_size)
 
     def split(self, decode_sms: int) -> Option:

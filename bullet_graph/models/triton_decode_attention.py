@@ -35,6 +35,8 @@ class DecodeKernelSettings:
         ctas_per_sm: programs that an SM holds at once: they must all fit, registers and shared memory.
         max_registers: of a thread, None for what the compiler takes.
         sequence_cost: what starting a sequence costs, in blocks, when work is divided.
+        combine_rows: in batches of at least so many rows, whoever computes the last part of a sequence adds the parts
+            up. With fewer there are many parts of each, and a second kernel adds them on more SMs.
     """
 
     kv_heads: int
@@ -44,6 +46,7 @@ class DecodeKernelSettings:
     ctas_per_sm: int = 2
     max_registers: int | None = None
     sequence_cost: int = 1
+    combine_rows: int = 32
 
 
 def default_settings(config: ModelConfig, *, whole_gpu: bool = True) -> DecodeKernelSettings:
@@ -125,6 +128,7 @@ class TritonDecodeAttention:
             slots, config.num_heads, config.head_dim, dtype=torch.float32, device=device
         )
         self._partial_lse = torch.empty(slots, config.num_heads, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(max_rows * config.num_kv_heads, dtype=torch.int32, device=device)
 
     def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
         """Lay the launches out; nothing is computed or copied.
@@ -153,7 +157,7 @@ class TritonDecodeAttention:
             batch,
             rows,
             self._attention(rows, workers, settings),
-            self._combination(rows, workers, settings),
+            None if rows >= settings.combine_rows else self._combination(rows, workers, settings),
         )
 
     def _workers(self, num_sms: int, settings: DecodeKernelSettings) -> int:
@@ -162,17 +166,20 @@ class TritonDecodeAttention:
         return max(1, num_sms * settings.ctas_per_sm // head_groups)
 
     def launch(self, layer: int, q: Tensor, out: Tensor, planned: "PlannedDecode") -> None:
-        """Enqueue both kernels of a plan on the current stream."""
+        """Enqueue the kernels of a plan on the current stream."""
         keys, values = self._cache.layer(layer)
         batch, partials, lse = planned.batch, self._partials, self._partial_lse
         planned.attention(
-            q, keys, values, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens, out, partials, lse
+            *(q, keys, values, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens, out),
+            *(partials, lse, self._arrived),
         )
-        planned.combination(batch.kv_indptr, partials, lse, out)
+        if planned.combination is not None:
+            planned.combination(batch.kv_indptr, partials, lse, out)
 
     def _attention(self, rows: int, workers: int, settings: DecodeKernelSettings) -> RepeatedLaunch:
         config = self._config
         head_groups = config.num_kv_heads // settings.kv_heads
+        combines = rows >= settings.combine_rows
         q_heads = settings.kv_heads * (config.num_heads // config.num_kv_heads)
         block_stride, token_stride, head_stride, _ = self._cache.layer(0)[0].stride()
         return RepeatedLaunch(
@@ -193,7 +200,8 @@ class TritonDecodeAttention:
                 "ROWS_BLOCK": triton.next_power_of_2(self._max_rows),
                 "SEQUENCE_COST": settings.sequence_cost,
                 "STAGES": settings.num_stages,
-                "PDL": self._overlap_launches,
+                "COMBINE": combines,
+                "PDL": self._overlap_launches and not combines,
             },
             options={"num_warps": settings.num_warps, "maxnreg": settings.max_registers},
         )
@@ -226,14 +234,14 @@ class PlannedDecode:
         batch: at the addresses it will be read from.
         num_rows: query rows.
         attention: the first kernel, which attends by ranges of blocks.
-        combination: the second, which adds up what the ranges gave.
+        combination: the second, which adds up what the ranges gave; None where the first does.
     """
 
     lane: TritonDecodeAttention
     batch: DecodeBatch
     num_rows: int
     attention: RepeatedLaunch
-    combination: RepeatedLaunch
+    combination: RepeatedLaunch | None
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
         """See :meth:`~bullet_graph.models.attention.Attention.run`; reads keys and values from the cache alone."""

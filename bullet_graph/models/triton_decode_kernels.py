@@ -4,7 +4,8 @@
 
 The batch's blocks, in the order of ``kv_indices``, are one line of work that the workers cut into equal ranges:
 ``kv_indptr`` is its table of contents, so nothing is planned beforehand. A worker that has all of a sequence
-writes its output; of one that reaches beyond its range it writes a partial result, at most one at either end.
+writes its output; of one that reaches beyond its range it writes a partial result, at most one at either end. These are
+added up by the worker that comes last, or by a second kernel.
 """
 
 import triton
@@ -38,6 +39,16 @@ def _block_ids(ids_ptr, start, key_tokens, num_tokens, TILE_TOKENS: tl.constexpr
         return tl.load(ids_ptr + tokens // BLOCK_TOKENS, mask=tokens < num_tokens, other=0)
 
 
+@triton.jit
+def _add_partial(lse, partial, peak, mass, sums):
+    """One more partial result of some heads: (peak, mass, sums) with it; of heads that are none, all is zero."""
+    new_peak = tl.maximum(peak, lse)
+    origin = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    weight = tl.exp2(lse - origin)
+    shrink = tl.exp2(peak - origin)
+    return new_peak, mass * shrink + weight, sums * shrink[:, None] + partial * weight[:, None]
+
+
 # The batch lies in the middle of larger buffers: no other kernel for every alignment.
 @triton.jit(
     do_not_specialize=["num_rows"],
@@ -53,6 +64,7 @@ def decode_attention_kernel(
     out_ptr,
     partial_ptr,
     partial_lse_ptr,
+    arrived_ptr,
     num_rows,
     scale_log2,
     NUM_HEADS: tl.constexpr,
@@ -68,6 +80,7 @@ def decode_attention_kernel(
     ROWS_BLOCK: tl.constexpr,
     SEQUENCE_COST: tl.constexpr,
     STAGES: tl.constexpr,
+    COMBINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One range of blocks of KV_HEADS key heads a program, sequence after sequence, TILE keys at a time.
@@ -75,6 +88,9 @@ def decode_attention_kernel(
     A tile's keys are those of KV_HEADS heads, token by token as they lie in memory. All query heads meet all
     of them in one product; what belongs to another head is masked. With one head at a time the product's rows
     would be padding instead, and the loads scattered.
+
+    With COMBINE, whoever writes the last of a sequence's partial results adds them up. How many there are, its
+    programs count in ``arrived_ptr`` [rows, head groups], zero before and after.
     """
     HEAD_GROUPS: tl.constexpr = NUM_KV_HEADS // KV_HEADS
     Q_HEADS: tl.constexpr = NUM_HEADS // HEAD_GROUPS
@@ -161,6 +177,41 @@ def decode_attention_kernel(
                 partial_ptrs = partial_ptr + partial_at[:, None] * HEAD_DIM + lanes[None, :]
                 tl.store(partial_ptrs, attended, mask=q_inside[:, None])
                 tl.store(partial_lse_ptr + partial_at, peak + tl.log2(mass), mask=q_inside)
+                if COMBINE:
+                    first = _worker_of(first_unit, total, workers)
+                    last = _worker_of(first_unit + end - begin - 1, total, workers)
+                    arrived_at = arrived_ptr + row * HEAD_GROUPS + head_group
+                    # All of the program's threads have written before one of them tells the others so.
+                    tl.debug_barrier()
+                    if tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu") == last - first:
+                        tl.store(arrived_at, 0)
+                        peak = tl.full((Q_BLOCK,), -float("inf"), tl.float32)
+                        mass = tl.zeros((Q_BLOCK,), tl.float32)
+                        sums = tl.zeros((Q_BLOCK, HEAD_DIM), tl.float32)
+                        for of in range(first, last + 1, 2):
+                            # Two at a time, so that the second is under way while the first is added.
+                            for ahead in tl.static_range(2):
+                                by = of + ahead + tl.zeros_like(q_heads)
+                                inside = q_inside & (by <= last)
+                                slots = 2 * by + (by == first).to(tl.int32)
+                                at = slots * NUM_HEADS + head_group * Q_HEADS + q_heads
+                                # Not from the SM's own cache, which knows nothing of what others have written.
+                                lse = tl.load(
+                                    partial_lse_ptr + at,
+                                    mask=inside,
+                                    other=-float("inf"),
+                                    cache_modifier=".cg",
+                                )
+                                partial = tl.load(
+                                    partial_ptr + at[:, None] * HEAD_DIM + lanes[None, :],
+                                    mask=inside[:, None],
+                                    other=0.0,
+                                    cache_modifier=".cg",
+                                )
+                                peak, mass, sums = _add_partial(lse, partial, peak, mass, sums)
+                        attended = sums / tl.where(q_inside, mass, 1.0)[:, None]
+                        out_ptrs = out_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :]
+                        tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=q_inside[:, None])
         unit = unit_end
         row += 1
 

@@ -47,10 +47,10 @@ class TestAuto:
     @pytest.mark.parametrize(
         ("queued", "steps_left", "rows"),
         [
-            # 64 rows and a hundredth of the prompts, up to the next multiple; never fewer than are worth it, nor more
+            # 64 rows and a hundredth of the prompts, down to the next multiple; never fewer than are worth it, nor more
             # than a forward may hold or are left.
-            (120_000, 100, 1280),
-            (128_000, 100, 1408),
+            (120_000, 100, 1024),
+            (128_000, 100, 1280),
             (120_000, 1000, 1024),
             (1_200_000, 100, MAX_CHUNK),
             (500, 3, 564),

@@ -61,7 +61,7 @@ def check(
     block_tokens: int = 16,
     seed: int = 0,
 ) -> None:
-    """Compare with the reference; blocks are scattered, and those that no row owns hold NaN."""
+    """Compare both ways to add up with the reference; blocks are scattered, and those that no row owns hold NaN."""
     counts = [-(-length // block_tokens) for length in kv_lens]
     num_blocks = sum(counts) + 2
     cache = filled_cache(config, num_blocks, dtype, block_tokens)
@@ -91,16 +91,22 @@ def check(
         kv_indptr=indptr,
         kv_indices=indices.long(),
     )
-    lane = TritonDecodeAttention(config, cache, max_rows=rows + 1, num_sms=num_sms, settings=kernel)
     batch = DecodeBatch(
         torch.tensor(indptr, dtype=torch.int32, device=DEVICE),
         indices,
         torch.tensor([(n - 1) % block_tokens + 1 for n in padded_lens], dtype=torch.int32, device=DEVICE),
     )
-    attended = lane.plan(batch).run(LAYER, rows_of(q))
     tolerance = TOLERANCE[dtype]
     expected = reference.run(LAYER, rows_of(q.float()))
-    torch.testing.assert_close(attended.float(), expected, rtol=tolerance, atol=tolerance)
+    for combine_rows in (1, rows + 1):
+        chosen = dataclasses.replace(kernel or default_settings(config), combine_rows=combine_rows)
+        lane = TritonDecodeAttention(config, cache, max_rows=rows + 1, num_sms=num_sms, settings=chosen)
+        plan = lane.plan(batch)
+        assert (plan.combination is None) == (combine_rows == 1)
+        first = plan.run(LAYER, rows_of(q))
+        torch.testing.assert_close(first.float(), expected, rtol=tolerance, atol=tolerance)
+        # What is left in the scratch makes no difference, nor who comes last.
+        assert torch.equal(plan.run(LAYER, rows_of(q)), first)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ driver.set_active(
 config = PRESETS["qwen3-0.6b"]
 cache = KVCache(config, num_blocks=4, block_tokens=16, dtype=torch.bfloat16, device=torch.device("cpu"))
 lane = TritonDecodeAttention(config, cache, max_rows=64, num_sms=132, overlap_launches=True)
-rows = 40
+rows = 20
 batch = DecodeBatch(*(torch.arange(n, dtype=torch.int32) for n in (rows + 1, rows, rows)))
 q, out = (torch.zeros(rows, config.num_heads, config.head_dim, dtype=torch.bfloat16) for _ in range(2))
 once = lane.plan(batch)

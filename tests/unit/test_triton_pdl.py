@@ -1,4 +1,6 @@
-"""Decode attention's second kernel starts while the first runs: compiled for Hopper without a GPU, it waits in time."""
+"""Decode attention compiled for Hopper without a GPU: its second kernel, which starts while the first runs, waits in
+time; and where there is one kernel, its programs tell each other in the right order.
+"""
 
 import re
 
@@ -18,22 +20,25 @@ from bullet_graph.models.triton_decode_kernels import combine_partials_kernel, d
 
 I32, F32 = "*i32", "*fp32"
 SHARED = dict(kv_indptr_ptr=I32, kv_indices_ptr=I32, last_block_tokens_ptr=I32, partial_ptr=F32, partial_lse_ptr=F32,
-              num_rows="i32", scale_log2="fp32", workers="i32", NUM_HEADS=32, HEAD_DIM=128, SEQUENCE_COST=1)
+              arrived_ptr=I32, num_rows="i32", scale_log2="fp32", workers="i32", NUM_HEADS=32, HEAD_DIM=128,
+              SEQUENCE_COST=1)
 KERNELS = {
     decode_attention_kernel: dict(
         NUM_KV_HEADS=8, BLOCK_TOKENS=16, BLOCK_STRIDE=16384, TOKEN_STRIDE=1024, HEAD_STRIDE=128, KV_HEADS=4, Q_BLOCK=16,
-        TILE=64, ROWS_BLOCK=64, STAGES=3),
+        TILE=64, ROWS_BLOCK=64, STAGES=3, COMBINE=False),
     combine_partials_kernel: dict(HEADS=1, PARTIALS=32),
 }
 found = {}
 for kernel, given in KERNELS.items():
-    for pdl in (False, True):
-        chosen = SHARED | given | dict(PDL=pdl)
+    for way, more in {"False": dict(PDL=False), "True": dict(PDL=True), "alone": dict(PDL=False, COMBINE=True)}.items():
+        if way == "alone" and kernel is combine_partials_kernel:
+            continue
+        chosen = SHARED | given | more
         types = {n: chosen.get(n, "*bf16") for n in kernel.arg_names}
         constants = {n: v for n, v in types.items() if not isinstance(v, str)}
         signature = {n: "constexpr" if n in constants else t for n, t in types.items()}
         source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()})
-        found[f"{kernel.__name__} {pdl}"] = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        found[f"{kernel.__name__} {way}"] = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 json.dump(found, sys.stdout)
 """
 
@@ -65,3 +70,13 @@ def test_the_second_waits_before_it_reads_partial_results_or_writes(ptx: dict[st
 @pytest.mark.parametrize("kernel", [FIRST, SECOND])
 def test_neither_does_so_unless_asked_to(ptx: dict[str, str], kernel: str) -> None:
     assert "griddepcontrol" not in ptx[f"{kernel} False"]
+
+
+def test_one_program_adds_up_what_all_threads_of_all_programs_have_written(ptx: dict[str, str]) -> None:
+    before, after = re.split(r"atom\.global\.gpu\.acq_rel\.add", ptx[f"{FIRST} alone"])
+    # Of partial results the last are written before, and all threads of the program have passed a barrier since.
+    assert before.rindex("bar.sync") > before.rindex("st.global")
+    # All learn by another what the one thread has found, and read past the SM's own cache.
+    assert "bar.sync" in after[: after.index("ld.global")]
+    assert "ld.global.cg" in after
+    assert "atom" not in ptx[f"{FIRST} False"]
