@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench.reporting.all_at_once import AllAtOnceRun, DurationAllAtOnce
-from bench.reporting.bare import bare_lines
+from bench.reporting.bare import bare_lines, bare_workload_lines
 from bench.reporting.decode_groups import group_lines
 from bench.reporting.evidence import Evidence, Source
 from bench.reporting.markdown import number, significant, table
@@ -148,8 +148,9 @@ def _lines(verdict: Verdict, evidence: Evidence) -> Iterator[str]:
         run = measure.run_of(source)
         if run is not None:
             yield from _all_at_once(measure, run, figure.file, limit, rates)
-            work = f"{measure.workload}={measure.num_prompts}"
-            yield from bare_lines(evidence, work, source.cards, measured_s=run.duration_s, limit_s=limit)
+            yield from bare_workload_lines(
+                measure, run, evidence, source.cards, limit_s=limit, copy=rates.copy
+            )
     elif isinstance(measure, RunRatio) and measure.field == "joules_per_token" and measure.num_prompts:
         if measure.rate is None:
             yield from _joules(measure, measure.num_prompts, source, figure, limit, rates)
