@@ -1,4 +1,4 @@
-"""FlashInfer's compiled attention modules: which an engine needs, finding or building their libraries, loading them.
+"""FlashInfer's compiled attention modules: which one an engine needs, finding or building its library, loading it.
 
 FlashInfer itself does no more than that: a module is a shared library that ``tvm_ffi`` loads, and its functions are
 called as they are (see ``flashinfer_attention``). So whoever has the libraries, as a capture cache does, does without
@@ -76,6 +76,6 @@ def prefill_backend(device: torch.device) -> Backend:
     return "fa3" if torch.cuda.get_device_capability(device) == (9, 0) else "fa2"
 
 
-def needed_modules(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[ModuleSpec, ...]:
+def needed_module(device: torch.device, dtype: torch.dtype, head_dim: int) -> ModuleSpec:
     """What an engine on this GPU runs."""
-    return (ModuleSpec(prefill_backend(device), dtype, head_dim),)
+    return ModuleSpec(prefill_backend(device), dtype, head_dim)

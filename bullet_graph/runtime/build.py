@@ -239,7 +239,7 @@ def _build_cuda(
             # weights are read meanwhile.
             from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
         with clock.phase("kernels"):
-            captures.load_modules(runtime)
+            captures.load_attention(runtime)
         executor = CudaExecutor(
             decoder,
             max_num_seqs=config.max_num_seqs,

@@ -21,7 +21,7 @@ from bullet_graph.cache.store import CaptureStore
 from bullet_graph.errors import CacheError, CaptureCacheWarning
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.flashinfer_modules import load_module, needed_modules
+from bullet_graph.models.flashinfer_modules import load_module, needed_module
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remember, remembered
 from bullet_graph.perf.shipped import list_tables
@@ -236,43 +236,40 @@ def test_what_cannot_be_compiled_ahead_is_traced(build: Build) -> None:
     assert "halves/x" not in build
 
 
-MODULES = ["flashinfer/fa3_bfloat16_128.so"]
+MODULE = "flashinfer/fa3_bfloat16_128.so"
 
 
 def test_flashinfer_s_modules(
     flashinfer: FakeFlashInfer, store: CaptureStore, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
-    _add_flashinfer(build, runtime, jobs=2)
-    assert [artifact.name for artifact in build.of_kind(ArtifactKind.FLASHINFER)] == MODULES
+    _add_flashinfer(build, runtime)
+    assert [artifact.name for artifact in build.of_kind(ArtifactKind.FLASHINFER)] == [MODULE]
     assert flashinfer.built == ["prefill_fa3_128"]
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # who imports it from here on, fails
-    _add_flashinfer(build, runtime, jobs=2)  # what is there is not built again
+    _add_flashinfer(build, runtime)  # what is there is not built again
     with committed(store, build) as opened:
-        Captures(opened).load_modules(runtime)
-        libraries = [opened.path(module) for module in MODULES]
-    assert flashinfer.loaded == libraries
-    for module in needed_modules(runtime.device, torch.bfloat16, 128):
-        load_module(module)
-    assert flashinfer.loaded == libraries, "an attention lane gets what the cache has brought"
+        Captures(opened).load_attention(runtime)
+        library = opened.path(MODULE)
+    assert flashinfer.loaded == [library]
+    load_module(needed_module(runtime.device, torch.bfloat16, 128))
+    assert flashinfer.loaded == [library], "an attention lane gets what the cache has brought"
 
 
 def test_a_library_of_flashinfer_s_that_cannot_be_loaded(
     flashinfer: FakeFlashInfer, store: CaptureStore, build: Build
 ) -> None:
-    (module,) = MODULES
-    build.add_bytes(module, ArtifactKind.FLASHINFER, FakeFlashInfer.BROKEN, path=module, build_seconds=1.0)
+    build.add_bytes(MODULE, ArtifactKind.FLASHINFER, FakeFlashInfer.BROKEN, path=MODULE, build_seconds=1.0)
     runtime: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
     with committed(store, build) as opened:
         captures = Captures(opened)
         with pytest.warns(
             CaptureCacheWarning, match="fa3_bfloat16_128.so cannot be loaded.* undefined symbol"
         ):
-            captures.load_modules(runtime)
+            captures.load_attention(runtime)
         assert flashinfer.loaded == []
     assert len(captures.use.problems) == 1
-    for needed in needed_modules(runtime.device, torch.bfloat16, 128):
-        load_module(needed)
+    load_module(needed_module(runtime.device, torch.bfloat16, 128))
     assert flashinfer.built == ["prefill_fa3_128"]
 
 

@@ -118,8 +118,8 @@ def test_steps_of_the_longest_output_by_hand() -> None:
             21.0,
             "**Proven** for these kernels under this cap: products and attention, and the norms, rotation and cache "
             "writes between them, take 21.50 s by themselves (in turn, with passes, 200 rows, 690 W), and the target "
-            "is 21.00 s. Products and attention alone, as if all between them were free, take 20.50 s (in turn, 200 rows, "
-            "690 W).",
+            "is 21.00 s. Products and attention alone, as if all between them were free, take 20.50 s (in turn, 200 "
+            "rows, 690 W).",
         ),
         (
             22.0,

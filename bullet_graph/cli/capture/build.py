@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,21 +21,12 @@ from bullet_graph.models.progress import progress_bar
 if TYPE_CHECKING:
     from bullet_graph.runtime.artifacts.building import BuildReport
 
-_MAX_JOBS = 8
-
 
 @click.command()
 @engine_options(max_num_seqs=256, without=("trace_decisions", "capture_cache", "canary"))
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    default=lambda: min(os.cpu_count() or 1, _MAX_JOBS),
-    show_default=f"the processors, at most {_MAX_JOBS}",
-    help="How many of FlashInfer's modules to compile at a time.",
-)
 @cache_dir_option
 @json_option
-def build(config: EngineConfig, jobs: int, store: CaptureStore, as_json: bool) -> None:
+def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
     """Compile, tune and collect all that an engine of these settings needs, so that its start compiles nothing.
 
     The options are those of the engine: a cache serves engines with the same model, dtype and capture plan. What an
@@ -58,7 +48,6 @@ def build(config: EngineConfig, jobs: int, store: CaptureStore, as_json: bool) -
         show = not as_json and sys.stderr.isatty()
         with _part_bar(show) as on_part:
             settings = BuildSettings(
-                jobs=jobs,
                 progress=show,
                 tell=lambda line: click.echo(line, err=True),
                 on_part=on_part,

@@ -4,7 +4,6 @@ import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from bullet_graph.cache.store import CaptureStore
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounter, CompileCounts
-from bullet_graph.models.flashinfer_modules import ModuleSpec, needed_modules
+from bullet_graph.models.flashinfer_modules import needed_module
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.exercise import exercise
@@ -64,13 +63,11 @@ class BuildSettings:
     """How to build.
 
     Attributes:
-        jobs: FlashInfer modules to compile at a time.
         progress: show progress bars.
         tell: given a line where something has to wait, or is built again.
         on_part: called with the name of the part that begins, and how many there are.
     """
 
-    jobs: int
     progress: bool
     tell: Callable[[str], None]
     on_part: Callable[[str, int], None]
@@ -111,7 +108,7 @@ def build_captures(config: EngineConfig, store: CaptureStore, settings: BuildSet
             add_mask_offset(build)
             parts.begin("flashinfer")
             with CompileCounter(gpu=True) as counter:
-                _add_flashinfer(build, runtime, settings.jobs)
+                _add_flashinfer(build, runtime)
             compiles += counter.counts
         built, points = _start(config, runtime, build, plan, parts)
         parts.begin("commit")
@@ -222,20 +219,14 @@ def _adopt(store: CaptureStore, build: Build, here: Fingerprint, plan: dict[str,
     return tuple(adopted)
 
 
-def _add_flashinfer(build: Build, runtime: Runtime, jobs: int) -> None:
-    def compiled(module: ModuleSpec) -> tuple[str, Path, float]:
+def _add_flashinfer(build: Build, runtime: Runtime) -> None:
+    module = needed_module(runtime.device, runtime.dtype, runtime.model.head_dim)
+    artifact = flashinfer_artifact(module)
+    if artifact not in build:
         start_s = time.perf_counter()
-        return flashinfer_artifact(module), module.build(), time.perf_counter() - start_s
-
-    modules = needed_modules(runtime.device, runtime.dtype, runtime.model.head_dim)
-    missing = [module for module in modules if flashinfer_artifact(module) not in build]
-    if missing:
-        # Threads that begin to import parts of one package at the same time may wait for each other for ever.
-        import flashinfer.jit.attention  # noqa: F401, PLC0415
-    # Compiling is done by processes of FlashInfer's; each thread waits for one.
-    with ThreadPoolExecutor(jobs) as pool:
-        for artifact, library, seconds in pool.map(compiled, missing):
-            build.add_file(artifact, ArtifactKind.FLASHINFER, library, path=artifact, build_seconds=seconds)
+        library = module.build()
+        seconds = time.perf_counter() - start_s
+        build.add_file(artifact, ArtifactKind.FLASHINFER, library, path=artifact, build_seconds=seconds)
 
 
 def _canary_record(points: tuple[CanaryPoint, ...]) -> dict[str, Any] | None:

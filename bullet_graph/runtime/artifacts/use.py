@@ -19,7 +19,7 @@ from bullet_graph.graphs.aot import stored
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compiled import Half, HalfCompiler, compile_now
 from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.flashinfer_modules import ModuleSpec, load_module, needed_modules
+from bullet_graph.models.flashinfer_modules import ModuleSpec, load_module, needed_module
 from bullet_graph.runtime.artifacts.library_caches import LIBRARY_CACHES, TRITON, restore
 from bullet_graph.runtime.artifacts.measured import restore_mask_offset, tuned_row_buckets
 from bullet_graph.runtime.artifacts.source import ArtifactSource, path_of
@@ -197,20 +197,19 @@ class Captures:
             except CacheError as error:
                 self._tell(f"kernels that are needed later will be compiled then: {error}")
 
-    def load_modules(self, runtime: Runtime) -> None:
-        """Load FlashInfer's modules, as far as they are there."""
+    def load_attention(self, runtime: Runtime) -> None:
+        """Load FlashInfer's module, if it is there."""
+        module = needed_module(runtime.device, runtime.dtype, runtime.model.head_dim)
+        artifact = flashinfer_artifact(module)
         if self._source is None:
             return
-        there = {artifact.name for artifact in self._source.of_kind(ArtifactKind.FLASHINFER)}
-        for module in needed_modules(runtime.device, runtime.dtype, runtime.model.head_dim):
-            artifact = flashinfer_artifact(module)
-            if artifact not in there:
-                continue
-            library = self._source.path(artifact)
-            try:
-                load_module(module, library)
-            except RuntimeError as error:
-                self._tell(f"{artifact} cannot be loaded, so FlashInfer compiles it: {error!s:.300}")
+        if artifact not in {there.name for there in self._source.of_kind(ArtifactKind.FLASHINFER)}:
+            return
+        library = self._source.path(artifact)
+        try:
+            load_module(module, library)
+        except RuntimeError as error:
+            self._tell(f"{artifact} cannot be loaded, so FlashInfer compiles it: {error!s:.300}")
 
     def _reject(self, reason: str) -> None:
         if self._build is not None:
