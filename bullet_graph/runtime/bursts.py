@@ -141,7 +141,7 @@ class Workbench:
         self._eager = EagerLane(
             decoder,
             state,
-            max_num_seqs=max_batch_size,
+            max_num_seqs=max_batch_size + 1,  # a chunk's prompt is sampled besides
             max_rows=max_rows,
             num_kv_blocks=num_kv_blocks,
             graphs=self._layer_graphs,

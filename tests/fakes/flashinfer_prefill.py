@@ -6,15 +6,23 @@ all of a batch in the plan; fa2's read ``indptr`` and the last page's length fro
 
 # ruff: noqa: ARG002 - the arguments are FlashInfer's
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import cast
 
+import pytest
 import torch
 from torch import Tensor
 
+from bullet_graph.models import flashinfer_attention, pinned
+
 _CAUSAL = 1
 _NHD = 0
+
+Runs = list[tuple[str, str, int]]
+"""(backend, kind, number of sequences)."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class FakeModule:
         runs: what has run, in order, as (backend, kind, number of sequences).
     """
 
-    def __init__(self, backend: str, runs: list[tuple[str, str, int]]) -> None:
+    def __init__(self, backend: str, runs: Runs) -> None:
         self._backend = backend
         self._plans: dict[int, _Plan] = {}
         self.runs = runs
@@ -214,3 +222,25 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor, rows: slice, causal: boo
         q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
     )
     o[rows] = attended[0].transpose(0, 1)
+
+
+class PlainRing:
+    """One buffer: on the CPU, copies have ended when they return."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+
+    @contextmanager
+    def buffer(self) -> Iterator[torch.Tensor]:
+        yield self._buffer
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Put these modules in place of FlashInfer's, on the CPU as a GPU of four SMs; returns what they have run."""
+    found: Runs = []
+    monkeypatch.setattr(flashinfer_attention, "load_module", lambda spec: FakeModule(spec.backend, found))
+    for module in (flashinfer_attention, pinned):
+        monkeypatch.setattr(module, "PinnedRing", PlainRing)
+    properties = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    return found

@@ -1,9 +1,6 @@
 """Forwards of the eager lane on the CPU, with FlashInfer's modules in plain torch, against the reference."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +8,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from fakes.flashinfer_prefill import FakeModule
+from fakes.flashinfer_prefill import Runs, install
 from forward_rows import make_rows
 
-from bullet_graph.models import flashinfer_attention, pinned
 from bullet_graph.models.attention import ReferenceAttention
 from bullet_graph.models.decoder import Decoder, SampledRows, eager_functions
 from bullet_graph.models.kv_cache import KVCache
@@ -31,30 +27,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's
 CPU = torch.device("cpu")
 CONFIG = replace(PRESETS["tiny"], num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True)
 NUM_BLOCKS, BLOCK_TOKENS, MAX_SEQS = 40, 4, 8
-Runs = list[tuple[str, str, int]]
-
-
-class PlainRing:
-    """One buffer: on the CPU, copies have ended when they return."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-
-    @contextmanager
-    def buffer(self) -> Iterator[torch.Tensor]:
-        yield self._buffer
 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     """What FlashInfer's modules have run, once they are fakes and the GPU has four SMs."""
-    found: Runs = []
-    monkeypatch.setattr(flashinfer_attention, "load_module", lambda spec: FakeModule(spec.backend, found))
-    for module in (flashinfer_attention, pinned):
-        monkeypatch.setattr(module, "PinnedRing", PlainRing)
-    properties = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    return found
+    return install(monkeypatch)
 
 
 def new_decoder() -> Decoder:
