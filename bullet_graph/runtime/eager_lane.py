@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from bullet_graph.models.flashinfer_attention import (
     PlannedAttention,
     RaggedBatch,
 )
-from bullet_graph.models.flashinfer_modules import Backend, prefill_backend
+from bullet_graph.models.flashinfer_modules import prefill_backend
 from bullet_graph.models.mixed_attention import MixedAttention
 from bullet_graph.models.pinned import Uploader
 from bullet_graph.models.sampler import SamplingState
@@ -87,23 +88,20 @@ class EagerLane:
         self._partial_functions = eager_functions(PartitionOps())
         self._graphs = graphs
         self._few_fresh_rows = few_fresh_rows
-        scratch = torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=device)
-
-        def attention_lane(backend: Backend, *, causal: bool) -> AttentionLane:
-            # They take turns, so they may share their scratch.
-            return AttentionLane(
-                config,
-                decoder.cache,
-                dtype=decoder.weights.lm_head.dtype,
-                backend=backend,
-                causal=causal,
-                float_workspace=scratch,
-            )
-
         backend = prefill_backend(device)
-        self._cached_attention = attention_lane(backend, causal=True)
+        prompt_lane = partial(
+            AttentionLane,
+            config,
+            decoder.cache,
+            dtype=decoder.weights.lm_head.dtype,
+            backend=backend,
+            causal=True,
+            # They take turns, so they may share their scratch.
+            float_workspace=torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=device),
+        )
+        self._cached_attention = prompt_lane()
         # TMA, which makes contiguous keys the faster ones, is Hopper's.
-        self._fresh_attention = attention_lane(backend, causal=True) if backend == "fa3" else None
+        self._fresh_attention = prompt_lane() if backend == "fa3" else None
         # Of decode rows in each layer, and of all that is sampled in the last: one after the other.
         self._decode_attention = TritonDecodeAttention(
             config,
