@@ -8,12 +8,12 @@ import torch
 
 from bench.kernels.bare_steps import BareStep
 from bench.kernels.decode_inputs import DEVICE, DTYPE, Cache
-from bench.kernels.decode_kernels import paged_batch
+from bench.kernels.decode_kernels import decode_batch, paged_batch
 from bench.kernels.prefill_layers import BLOCK_TOKENS, CONFIG, LAYERS, normal
 from bullet_graph.models.attention import LayerRows
 from bullet_graph.models.flashinfer_attention import AttentionLane, RaggedBatch
 from bullet_graph.models.flashinfer_modules import prefill_backend
-from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
+from bullet_graph.models.triton_decode_attention import TritonDecodeAttention
 from bullet_graph.models.workspaces import prefill_workspace_bytes
 
 SIDE_SMS = 64
@@ -48,8 +48,7 @@ class Attention:
             num_sms=num_sms,
         )
         kv_lens = np.full(step.decode_rows, step.context, dtype=np.int32)
-        paged = paged_batch(kv_lens, step.decode_rows * blocks_a_row, BLOCK_TOKENS)
-        batch = DecodeBatch(paged.kv_indptr, paged.kv_indices, paged.last_block_tokens)
+        batch = decode_batch(paged_batch(kv_lens, step.decode_rows * blocks_a_row, BLOCK_TOKENS))
         q = normal(step.decode_rows, CONFIG.num_heads, CONFIG.head_dim)
         for sms, parts in self._parts.items():
             planned = lane.plan(batch, num_sms=sms)

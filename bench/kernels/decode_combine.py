@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.kernels.decode_inputs import DEVICE, DTYPE, Cache, Int32Array, lengths
-from bench.kernels.decode_kernels import paged_batch
+from bench.kernels.decode_kernels import decode_batch, paged_batch
 from bench.kernels.gpu_command import GpuCommand
 from bench.kernels.prefill_attention import interleaved
 from bullet_graph.cli.result_file import check_result_file, write_result_file
@@ -30,7 +30,6 @@ from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.triton_decode_attention import (
-    DecodeBatch,
     PlannedDecode,
     TritonDecodeAttention,
     default_settings,
@@ -57,8 +56,7 @@ def measure(config: ModelConfig, kv_lens: Int32Array, num_layers: int, seconds: 
     """Median µs a layer of each way."""
     num_blocks = int((-(-kv_lens // KV_BLOCK_TOKENS)).sum())
     cache = Cache.random(config, num_blocks * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS, num_layers, hnd=False)
-    paged = paged_batch(kv_lens, num_blocks, KV_BLOCK_TOKENS)
-    batch = DecodeBatch(paged.kv_indptr, paged.kv_indices, paged.last_block_tokens)
+    batch = decode_batch(paged_batch(kv_lens, num_blocks, KV_BLOCK_TOKENS))
     q = torch.randn(len(kv_lens), config.num_heads, config.head_dim, device=DEVICE).to(DTYPE)
 
     def run(plan: PlannedDecode, out: torch.Tensor) -> torch.Tensor:

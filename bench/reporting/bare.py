@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from bench.reporting.all_at_once import AllAtOnceRun, DurationAllAtOnce
+from bench.reporting.all_at_once import DurationAllAtOnce
 from bench.reporting.evidence import TARGET_DEVICE, Evidence, Source
 from bench.reporting.markdown import number, table
 from bench.reporting.rates import Rate, damaged
@@ -107,29 +107,25 @@ def bare_lines(
         "work has them on average, replayed as one graph until the card is at its power cap; no host, no scheduler, "
         f"no sampling, no batch that shrinks.{'' if all(run.has_earlier_chunks for run in runs) else _LEFT_OUT}"
     )
-    if any(run.with_steps_s(outputs, weights_s) > run.seconds for run in whole):
+    needed_s = {run: run.with_steps_s(outputs, weights_s) for run in whole}
+    if any(seconds > run.seconds for run, seconds in needed_s.items()):
         yield (
             f"The longest output has {max(outputs):,} tokens, and each takes a forward: where these are fewer, the "
             "last column adds decode steps at the time in which their weights can be read, less what their rows would "
             "have taken in the forwards."
         )
     scale, unit = (1e3, "ms") if limit_s < 1 else (1.0, "s")
-    header = [
-        "rows a forward",
-        "what",
-        unit,
-        "J",
-        "W",
-        "MHz",
-        "file",
-        *(["with all steps, s"] if outputs else []),
-    ]
-    yield from table(header, [_cells(run, scale, outputs, weights_s) for run in runs], num_left=2)
+    header = ["rows a forward", "what", unit, "J", "W", "MHz", "file"]
+    cells = [_cells(run, scale) for run in runs]
+    if outputs:
+        header.append("with all steps, s")
+        for run, row in zip(runs, cells, strict=True):
+            row.append(number(needed_s[run], 2) if run.is_whole else "–")
+    yield from table(header, cells, num_left=2)
 
     def least(some: Sequence[BareRun]) -> tuple[float, str]:
-        run = min(some, key=lambda one: one.with_steps_s(outputs, weights_s))
-        where = f"{run.way}, {run.rows:,} rows, {number(run.watts, 0)} W"
-        return run.with_steps_s(outputs, weights_s), where
+        run = min(some, key=needed_s.__getitem__)
+        return needed_s[run], f"{run.way}, {run.rows:,} rows, {number(run.watts, 0)} W"
 
     def shown(seconds: float) -> str:
         return f"{scale * seconds:.2f} {unit}"
@@ -159,17 +155,17 @@ def bare_lines(
 
 def bare_workload_lines(
     measure: DurationAllAtOnce,
-    run: AllAtOnceRun,
     evidence: Evidence,
     cards: Set[str],
     *,
+    measured_s: float,
     limit_s: float,
     copy: Rate | None,
 ) -> Iterator[str]:
     """As :func:`bare_lines`, for a workload all at once.
 
     Args:
-        run: the engine's.
+        measure: of the workload.
         copy: rate at which a step can read its weights, None: not known.
     """
     requests = load_workload(measure.workload, num_requests=measure.num_prompts).requests
@@ -178,15 +174,15 @@ def bare_workload_lines(
         evidence,
         f"{measure.workload}={measure.num_prompts}",
         cards,
-        measured_s=run.duration_s,
+        measured_s=measured_s,
         limit_s=limit_s,
         outputs=[request.output_tokens for request in requests],
         weights_s=0.0 if copy is None else weight_bytes / copy.per_s,
     )
 
 
-def _cells(run: BareRun, scale: float, outputs: Sequence[int], weights_s: float) -> list[str]:
-    cells = [
+def _cells(run: BareRun, scale: float) -> list[str]:
+    return [
         number(run.rows, 0),
         run.way,
         number(scale * run.seconds, 2),
@@ -195,9 +191,6 @@ def _cells(run: BareRun, scale: float, outputs: Sequence[int], weights_s: float)
         number(run.mhz, 0),
         run.source,
     ]
-    if outputs:
-        cells.append(number(run.with_steps_s(outputs, weights_s), 2) if run.is_whole else "–")
-    return cells
 
 
 def _runs(source: Source, work: str, cards: Set[str]) -> Iterator[BareRun]:

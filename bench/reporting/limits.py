@@ -149,7 +149,12 @@ def _lines(verdict: Verdict, evidence: Evidence) -> Iterator[str]:
         if run is not None:
             yield from _all_at_once(measure, run, figure.file, limit, rates)
             yield from bare_workload_lines(
-                measure, run, evidence, source.cards, limit_s=limit, copy=rates.copy
+                measure,
+                evidence,
+                source.cards,
+                measured_s=run.duration_s,
+                limit_s=limit,
+                copy=rates.copy,
             )
     elif isinstance(measure, RunRatio) and measure.field == "joules_per_token" and measure.num_prompts:
         if measure.rate is None:

@@ -212,20 +212,14 @@ class _PlannedKernels:
 
 @dataclass(frozen=True, slots=True)
 class PlannedAttention:
-    """One batch's attention, to be run for each layer; see :class:`~bullet_graph.models.attention.Attention`."""
+    """One batch's attention, to be run for each layer."""
 
     kernels: _PlannedKernels
     batch: PagedBatch
     cache: KVCache
 
-    def run(self, layer: int, rows: LayerRows) -> Tensor:
-        """See :meth:`~bullet_graph.models.attention.Attention.run`."""
-        out = torch.empty_like(rows.q)
-        self.run_into(layer, rows.q, out)
-        return out.flatten(1)
-
     def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """As :meth:`run`, into ``out`` [rows, num_heads, head_dim]."""
+        """Attend, from the batch's rows ``q`` [rows, num_heads, head_dim] into ``out`` of the same shape."""
         keys, values = self.cache.layer(layer)
         batch = self.batch
         self.kernels.module.paged_run(

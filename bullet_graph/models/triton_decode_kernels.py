@@ -40,13 +40,43 @@ def _block_ids(ids_ptr, start, key_tokens, num_tokens, TILE_TOKENS: tl.constexpr
 
 
 @triton.jit
-def _add_partial(lse, partial, peak, mass, sums):
-    """One more partial result of some heads: (peak, mass, sums) with it; of heads that are none, all is zero."""
-    new_peak = tl.maximum(peak, lse)
-    origin = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    weight = tl.exp2(lse - origin)
-    shrink = tl.exp2(peak - origin)
-    return new_peak, mass * shrink + weight, sums * shrink[:, None] + partial * weight[:, None]
+def _sum_of_partials(
+    partial_ptr,
+    partial_lse_ptr,
+    first,
+    last,
+    first_head,
+    heads,
+    inside,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What workers first to last have written of heads of a sequence, added up: [BLOCK, HEAD_DIM]."""
+    lanes = tl.arange(0, HEAD_DIM)
+    peak = tl.full((BLOCK,), -float("inf"), tl.float32)
+    mass = tl.zeros((BLOCK,), tl.float32)
+    sums = tl.zeros((BLOCK, HEAD_DIM), tl.float32)
+    for of in range(first, last + 1, 2):
+        # Two at a time, so that the second is under way while the first is added.
+        for ahead in tl.static_range(2):
+            by = of + ahead + tl.zeros_like(heads)
+            there = inside & (by <= last)
+            # Where the sequence starts it is the last of the worker's range, from there on the first.
+            at = (2 * by + (by == first).to(tl.int32)) * NUM_HEADS + first_head + heads
+            partial_ptrs = partial_ptr + at[:, None] * HEAD_DIM + lanes[None, :]
+            # Not from the SM's own cache, which knows nothing of what others have written.
+            lse = tl.load(partial_lse_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
+            partial = tl.load(partial_ptrs, mask=there[:, None], other=0.0, cache_modifier=".cg")
+            new_peak = tl.maximum(peak, lse)
+            # Heads that are none have no partials, and so no peak to be measured from.
+            origin = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+            weight = tl.exp2(lse - origin)
+            shrink = tl.exp2(peak - origin)
+            peak = new_peak
+            mass = mass * shrink + weight
+            sums = sums * shrink[:, None] + partial * weight[:, None]
+    return sums / tl.where(inside, mass, 1.0)[:, None]
 
 
 # The batch lies in the middle of larger buffers: no other kernel for every alignment.
@@ -185,31 +215,18 @@ def decode_attention_kernel(
                     tl.debug_barrier()
                     if tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu") == last - first:
                         tl.store(arrived_at, 0)
-                        peak = tl.full((Q_BLOCK,), -float("inf"), tl.float32)
-                        mass = tl.zeros((Q_BLOCK,), tl.float32)
-                        sums = tl.zeros((Q_BLOCK, HEAD_DIM), tl.float32)
-                        for of in range(first, last + 1, 2):
-                            # Two at a time, so that the second is under way while the first is added.
-                            for ahead in tl.static_range(2):
-                                by = of + ahead + tl.zeros_like(q_heads)
-                                inside = q_inside & (by <= last)
-                                slots = 2 * by + (by == first).to(tl.int32)
-                                at = slots * NUM_HEADS + head_group * Q_HEADS + q_heads
-                                # Not from the SM's own cache, which knows nothing of what others have written.
-                                lse = tl.load(
-                                    partial_lse_ptr + at,
-                                    mask=inside,
-                                    other=-float("inf"),
-                                    cache_modifier=".cg",
-                                )
-                                partial = tl.load(
-                                    partial_ptr + at[:, None] * HEAD_DIM + lanes[None, :],
-                                    mask=inside[:, None],
-                                    other=0.0,
-                                    cache_modifier=".cg",
-                                )
-                                peak, mass, sums = _add_partial(lse, partial, peak, mass, sums)
-                        attended = sums / tl.where(q_inside, mass, 1.0)[:, None]
+                        attended = _sum_of_partials(
+                            partial_ptr,
+                            partial_lse_ptr,
+                            first,
+                            last,
+                            head_group * Q_HEADS,
+                            q_heads,
+                            q_inside,
+                            NUM_HEADS,
+                            HEAD_DIM,
+                            Q_BLOCK,
+                        )
                         out_ptrs = out_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :]
                         tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=q_inside[:, None])
         unit = unit_end

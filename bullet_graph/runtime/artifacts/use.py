@@ -199,11 +199,11 @@ class Captures:
 
     def load_attention(self, runtime: Runtime) -> None:
         """Load FlashInfer's module, if it is there."""
-        module = needed_module(runtime.device, runtime.dtype, runtime.model.head_dim)
-        artifact = flashinfer_artifact(module)
         if self._source is None:
             return
-        if artifact not in {there.name for there in self._source.of_kind(ArtifactKind.FLASHINFER)}:
+        module = needed_module(runtime.device, runtime.dtype, runtime.model.head_dim)
+        artifact = flashinfer_artifact(module)
+        if all(there.name != artifact for there in self._source.of_kind(ArtifactKind.FLASHINFER)):
             return
         library = self._source.path(artifact)
         try:
