@@ -171,8 +171,8 @@ class CheckedExecutor:
     def sleep_until(self, time_s: float) -> None:
         self.clock.sleep_until(time_s)
 
-    def shutdown(self) -> None:
-        self.clock.shutdown()
+    def shutdown(self) -> bool:
+        return self.clock.shutdown()
 
 
 def make_planner(arm: str, *, max_chunk_tokens: int = 8192) -> Planner:

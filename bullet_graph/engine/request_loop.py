@@ -2,7 +2,6 @@
 
 import gc
 import traceback
-from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from bullet_graph.engine.stall import stalled_launches
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import EngineDeadError, RequestError
 from bullet_graph.perf.start_report import StartClock
-from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.executor import Executor, keep_for_ever
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import Slo
 
@@ -236,18 +235,20 @@ class RequestLoop:
             return
         trace, self._trace = self._trace, None
         self._core.close()
-        executor.shutdown()
+        device_lives = executor.shutdown()
         del executor
         if trace is not None:
             trace.close()
+        if not device_lives:
+            # The driver frees its memory when the process ends.
+            keep_for_ever(self._failure)
+            return
         if self._failure is not None:
             # Its traceback keeps the frames of the failed step alive, and they keep weights and cache.
             traceback.clear_frames(self._failure.__traceback__)
         gc.collect()
         if self.device_name == "cuda":
-            # On a device that has failed every call fails; the driver frees its memory when the process ends.
-            with suppress(RuntimeError) if self._failure is not None else nullcontext():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
 
     def _alive(self) -> Executor:
         if self._failure is not None:

@@ -168,7 +168,8 @@ class CpuExecutor:
         """See :meth:`Executor.sleep_until`."""
         time.sleep(max(time_s - time.perf_counter(), 0.0))
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> bool:
         """See :meth:`Executor.shutdown`."""
         del self._decoder, self._state
         self._forwards.clear()
+        return True

@@ -1,6 +1,5 @@
 """The CUDA executor: decode from captured graphs, all else eagerly, on two lanes that run at the same time."""
 
-import ctypes
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.use import Captures
 from bullet_graph.runtime.canary import CanaryStep
 from bullet_graph.runtime.cuda_lane import CudaLane
+from bullet_graph.runtime.executor import keep_for_ever
 from bullet_graph.runtime.launcher import Launcher
 from bullet_graph.runtime.pending import PendingLaunch
 from bullet_graph.runtime.rows import lay_out
@@ -278,7 +278,10 @@ class CudaExecutor:
 
     def wait(self, ticket: int) -> StepResult:
         """See :meth:`Executor.wait`."""
-        return self._pending.pop(ticket).wait()
+        result = self._pending[ticket].wait()
+        # Not before: a failure's traceback would be all that keeps its pinned memory.
+        del self._pending[ticket]
+        return result
 
     def now(self) -> float:
         """See :meth:`Executor.now`."""
@@ -288,17 +291,17 @@ class CudaExecutor:
         """See :meth:`Executor.sleep_until`."""
         time.sleep(max(time_s - time.perf_counter(), 0.0))
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> bool:
         """See :meth:`Executor.shutdown`."""
         try:
             torch.cuda.synchronize()
         except RuntimeError:
-            # The device has failed, for good and for the whole process; what of was told when it happened. Freeing a
-            # graph or a pinned buffer would abort the process, so they are kept for ever: the driver takes the
-            # memory back when the process ends.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.__dict__.copy()))
+            # The device has failed, for good and for the whole process; what of was told when it happened. Graphs and
+            # pinned buffers are kept for ever: the driver takes the memory back when the process ends.
+            keep_for_ever(self.__dict__.copy())
             self.__dict__.clear()
-            return
+            return False
         launcher = self._launcher
         self.__dict__.clear()
         launcher.close()
+        return True

@@ -1,5 +1,6 @@
 """What the engine loop may ask of a device."""
 
+import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -80,8 +81,18 @@ class Executor(Protocol):
     def sleep_until(self, time_s: float) -> None:
         """Let time pass with nothing under way, to this time of :meth:`now`."""
 
-    def shutdown(self) -> None:
-        """Give back the device memory; nothing may be launched afterwards. Does not fail, even on a dead device."""
+    def shutdown(self) -> bool:
+        """Give back the device memory; nothing may be launched afterwards. Does not fail, even on a dead device.
+
+        Returns:
+            False where the device has failed: what uses its memory, or memory pinned for it, must not be freed any
+            more, since that would abort the process.
+        """
+
+
+def keep_for_ever(what: object) -> None:
+    """Never free an object, not even when the process ends: for what a failed device may still write to or refuse."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 def max_batch_sizes(executor: Executor) -> dict[int, int]:

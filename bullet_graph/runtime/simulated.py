@@ -183,11 +183,12 @@ class SimulatedExecutor:
         """See :meth:`Executor.sleep_until`."""
         self._advance(time_s)
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> bool:
         """Drop what is under way; see :meth:`Executor.shutdown`."""
         for jobs in self._lanes.values():
             jobs.clear()
         self._results.clear()
+        return True
 
     # ---- how long things take ----
 

@@ -158,6 +158,31 @@ def test_a_failed_engine_gives_its_memory_back_too(monkeypatch: pytest.MonkeyPat
         engine.step()
 
 
+def test_nothing_is_freed_of_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing memory pinned for it would abort the process; the failed step's frames may hold the last reference."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def failing(*_: object) -> None:
+        pinned = torch.empty(1)
+        held.append(weakref.ref(pinned))
+        raise RuntimeError("on fire")
+
+    def shutdown(executor: CpuExecutor) -> bool:
+        give_back(executor)
+        return False
+
+    give_back = CpuExecutor.shutdown
+    engine = make_engine()
+    monkeypatch.setattr(CpuExecutor, "wait", failing)
+    monkeypatch.setattr(CpuExecutor, "shutdown", shutdown)
+    with pytest.raises(EngineDeadError):
+        engine.generate([PROMPT], GREEDY, use_tqdm=False)
+    engine.shutdown()
+    del engine
+    gc.collect()
+    assert [reference() is not None for reference in held] == [True]
+
+
 @at_any_depth
 @pytest.mark.parametrize("num_calls", [0, 1, 6, 30])
 def test_an_interrupt_loses_the_requests_and_nothing_else(

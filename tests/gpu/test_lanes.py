@@ -109,5 +109,5 @@ def test_a_lane_that_fails_takes_its_requests_along_and_gives_up_cleanly() -> No
     )
     assert "dead:" in process.stdout, process.stderr[-2000:]
     assert "refused" in process.stdout
-    assert "shut down" in process.stdout
+    assert "shut down" in process.stdout, process.stderr[-4000:]
     assert process.returncode in (0, -6), process.stderr[-2000:]
