@@ -14,10 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from bullet_graph.errors import ConfigError
 from bullet_graph.models.triton_gemm_kernels import swiglu_matmul_kernel
 
-FUSED_SWIGLU_MIN_ROWS = 1024
-"""From so many rows on, one launch is faster, measured on an H200 under its power cap with llama-3.1-8b's shapes
-(`bench/results/h200/prefill_gemm_parts.json`): at 2,048 rows the two steps take 4 to 6 % less time. A layer whose
-products also add the residual, with one more stage here, takes 3 % less at 1,024 and 2,048. Others: not measured."""
+FUSED_SWIGLU_MIN_ROWS = 640
+"""From so many rows on, a layer takes less time or as much, measured on an H200 with llama-3.1-8b's shapes: at the power
+cap 1 to 7 % less from 640 to 1,023 rows, 3 % from 1,024 on, and below 640 by turns less and more
+(`bench/results/h200/fused_swiglu.json`, `prefill_gemm.json`). Other shapes were not measured."""
 
 _HOPPER = (9, 0)
 _DTYPES = (torch.bfloat16, torch.float16)

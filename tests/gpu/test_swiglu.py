@@ -31,7 +31,7 @@ def check(out: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor) -> None:
     assert float((out.float() - expected).norm() / expected.norm()) <= ERROR
 
 
-@pytest.mark.parametrize("rows", [1024, 1500, 8192])
+@pytest.mark.parametrize("rows", [640, 1024, 1500, 8192])
 @pytest.mark.parametrize("preset", ["llama-3.1-8b", "qwen3-8b", "qwen3-0.6b"])
 def test_presets(preset: str, rows: int) -> None:
     config = PRESETS[preset]
