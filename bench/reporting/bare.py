@@ -1,5 +1,6 @@
 """What the products and the attention of a work take by themselves: a limit that was measured, not reckoned."""
 
+import itertools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +8,7 @@ from typing import Any
 from bench.reporting.all_at_once import DurationAllAtOnce
 from bench.reporting.evidence import TARGET_DEVICE, Evidence, Source
 from bench.reporting.markdown import number, table
-from bench.reporting.rates import Rate, damaged
-from bench.reporting.work import step_work
-from bullet_graph.models.presets import PRESETS
+from bench.reporting.rates import damaged
 from bullet_graph.workloads import load_workload
 
 _FILE_PREFIX = "bare_"
@@ -49,21 +48,47 @@ class BareRun:
         """Whether both products and attention ran."""
         return self.way not in _PARTS_ALONE
 
-    def with_steps_s(self, outputs: Sequence[int], weights_s: float) -> float:
-        """The least time for the work, and for the decode steps that the longest output needs beyond these forwards.
 
-        Such a step reads all weights. Rows that decode in one need not ride along in a forward, which saves at most a
-        row's share of it.
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The least time of a work by runs that went the same way, and the runs of which it is a mixture.
 
-        Args:
-            outputs: tokens of each; none where the work is a decode step.
-            weights_s: what it takes to read the weights.
-        """
-        steps = max(outputs, default=0) - self.forwards
-        if steps <= 0:
-            return self.seconds
-        rows = sum(min(tokens - 1, steps) for tokens in outputs)
-        return self.seconds + max(0.0, steps * weights_s - rows * self.seconds / (self.forwards * self.rows))
+    Attributes:
+        seconds: for the whole work.
+        runs: one, or one with fewer forwards than are needed and one with more.
+    """
+
+    seconds: float
+    runs: tuple[BareRun, ...]
+
+    def __str__(self) -> str:
+        sizes, watts = (
+            " and ".join(f"{value:,.0f}" for value in values)
+            for values in ([run.rows for run in self.runs], [run.watts for run in self.runs])
+        )
+        return f"{self.runs[0].way}, {sizes} rows, {watts} W"
+
+
+def least_of(runs: Sequence[BareRun], num_forwards: int = 0) -> Least:
+    """The quickest way to do the whole work in at least so many forwards of these sizes, or of two of them.
+
+    Each token of an output takes a forward of its own, so a work takes as many as its longest output has tokens.
+    Sizes further apart are no quicker, nor are decode steps between larger forwards: time over rows is convex, since
+    few rows take as long as it takes to read all weights.
+
+    Args:
+        runs: of one work, at least one.
+        num_forwards: that it needs. Of a way all of whose runs have fewer, those count as they are: that is too little.
+    """
+    mixtures: list[Least] = []
+    for way in {run.way for run in runs}:
+        enough = [run for run in runs if run.way == way and run.forwards >= num_forwards]
+        few = [run for run in runs if run.way == way and run.forwards < num_forwards]
+        mixtures += [Least(run.seconds, (run,)) for run in enough or few]
+        for many, fewer in itertools.product(enough, few):
+            share = (num_forwards - fewer.forwards) / (many.forwards - fewer.forwards)
+            mixtures.append(Least(share * many.seconds + (1 - share) * fewer.seconds, (many, fewer)))
+    return min(mixtures, key=lambda mixture: (mixture.seconds, len(mixture.runs)))
 
 
 def bare_runs(evidence: Evidence, work: str, cards: Set[str]) -> list[BareRun]:
@@ -88,15 +113,14 @@ def bare_lines(
     *,
     measured_s: float,
     limit_s: float,
-    outputs: Sequence[int] = (),
-    weights_s: float = 0.0,
+    num_forwards: int = 0,
 ) -> Iterator[str]:
-    """A table of the runs and what the quickest of them says about a limit; nothing where there are none.
+    """A table of the runs and what the quickest mixture of them says about a limit; nothing where there are none.
 
     Args:
         measured_s: the engine's figure.
         limit_s: the target.
-        outputs: see :meth:`BareRun.with_steps_s`; likewise ``weights_s``.
+        num_forwards: see :func:`least_of`.
     """
     runs = bare_runs(evidence, work, cards)
     whole = [run for run in runs if run.is_whole]
@@ -107,83 +131,51 @@ def bare_lines(
         "work has them on average, replayed as one graph until the card is at its power cap; no host, no scheduler, "
         f"no sampling, no batch that shrinks.{'' if all(run.has_earlier_chunks for run in runs) else _LEFT_OUT}"
     )
-    needed_s = {run: run.with_steps_s(outputs, weights_s) for run in whole}
-    if any(seconds > run.seconds for run, seconds in needed_s.items()):
-        yield (
-            f"The longest output has {max(outputs):,} tokens, and each takes a forward: where these are fewer, the "
-            "last column adds decode steps at the time in which their weights can be read, less what their rows would "
-            "have taken in the forwards."
-        )
     scale, unit = (1e3, "ms") if limit_s < 1 else (1.0, "s")
-    header = ["rows a forward", "what", unit, "J", "W", "MHz", "file"]
-    cells = [_cells(run, scale) for run in runs]
-    if outputs:
-        header.append("with all steps, s")
-        for run, row in zip(runs, cells, strict=True):
-            row.append(number(needed_s[run], 2) if run.is_whole else "–")
-    yield from table(header, cells, num_left=2)
-
-    def least(some: Sequence[BareRun]) -> tuple[float, str]:
-        run = min(some, key=needed_s.__getitem__)
-        return needed_s[run], f"{run.way}, {run.rows:,} rows, {number(run.watts, 0)} W"
+    header = ["rows a forward", "forwards", "what", unit, "J", "W", "MHz", "file"]
+    yield from table(header, [_cells(run, scale) for run in runs], num_left=3)
 
     def shown(seconds: float) -> str:
         return f"{scale * seconds:.2f} {unit}"
 
-    seconds, where = least(whole)
-    with_passes = [run for run in whole if run.way == _WITH_PASSES]
-    if seconds > limit_s:
+    if num_forwards > min(run.forwards for run in whole):
+        yield (
+            f"The longest output has {num_forwards:,} tokens, and each takes a forward of its own: what counts is the "
+            "quickest mixture of two sizes that comes to so many forwards, if the smallest does."
+        )
+    least = least_of(whole, num_forwards)
+    passes = [run for run in whole if run.way == _WITH_PASSES]
+    with_passes = least_of(passes, num_forwards) if passes else None
+    if least.seconds > limit_s:
         yield (
             "**Proven** for these kernels under this cap: products and attention alone, without norms, rotation or the "
-            f"cache's writes, take {shown(seconds)} ({where}), and the target is {shown(limit_s)}."
+            f"cache's writes, take {shown(least.seconds)} ({least}), and the target is {shown(limit_s)}."
         )
-    elif with_passes and least(with_passes)[0] > limit_s:
-        needed, with_where = least(with_passes)
+    elif with_passes is not None and with_passes.seconds > limit_s:
         yield (
             "**Proven** for these kernels under this cap: products and attention, and the norms, rotation and cache "
-            f"writes between them, take {shown(needed)} by themselves ({with_where}), and the target is "
-            f"{shown(limit_s)}. Products and attention alone, as if all between them were free, take {shown(seconds)} "
-            f"({where})."
+            f"writes between them, take {shown(with_passes.seconds)} by themselves ({with_passes}), and the target is "
+            f"{shown(limit_s)}. Products and attention alone, as if all between them were free, take "
+            f"{shown(least.seconds)} ({least})."
         )
     else:
         yield (
-            f"**Not proven**: products and attention alone take {shown(seconds)} ({where}), "
-            f"{100 * seconds / limit_s:.1f} % of the target of {shown(limit_s)} and "
-            f"{100 * seconds / measured_s:.1f} % of the {shown(measured_s)} measured."
+            f"**Not proven**: products and attention alone take {shown(least.seconds)} ({least}), "
+            f"{100 * least.seconds / limit_s:.1f} % of the target of {shown(limit_s)} and "
+            f"{100 * least.seconds / measured_s:.1f} % of the {shown(measured_s)} measured."
         )
 
 
-def bare_workload_lines(
-    measure: DurationAllAtOnce,
-    evidence: Evidence,
-    cards: Set[str],
-    *,
-    measured_s: float,
-    limit_s: float,
-    copy: Rate | None,
-) -> Iterator[str]:
-    """As :func:`bare_lines`, for a workload all at once.
-
-    Args:
-        measure: of the workload.
-        copy: rate at which a step can read its weights, None: not known.
-    """
+def longest_output(measure: DurationAllAtOnce) -> int:
+    """Tokens of the longest output of a workload all at once."""
     requests = load_workload(measure.workload, num_requests=measure.num_prompts).requests
-    weight_bytes = step_work(PRESETS[measure.model], 1, 1).weight_bytes
-    yield from bare_lines(
-        evidence,
-        f"{measure.workload}={measure.num_prompts}",
-        cards,
-        measured_s=measured_s,
-        limit_s=limit_s,
-        outputs=[request.output_tokens for request in requests],
-        weights_s=0.0 if copy is None else weight_bytes / copy.per_s,
-    )
+    return max(request.output_tokens for request in requests)
 
 
 def _cells(run: BareRun, scale: float) -> list[str]:
     return [
         number(run.rows, 0),
+        number(run.forwards, 0),
         run.way,
         number(scale * run.seconds, 2),
         number(run.joules, 1 if scale > 1 else 0),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench.reporting.all_at_once import AllAtOnceRun, DurationAllAtOnce
-from bench.reporting.bare import bare_lines, bare_workload_lines
+from bench.reporting.bare import bare_lines, longest_output
 from bench.reporting.decode_groups import group_lines
 from bench.reporting.evidence import Evidence, Source
 from bench.reporting.markdown import number, significant, table
@@ -148,13 +148,13 @@ def _lines(verdict: Verdict, evidence: Evidence) -> Iterator[str]:
         run = measure.run_of(source)
         if run is not None:
             yield from _all_at_once(measure, run, figure.file, limit, rates)
-            yield from bare_workload_lines(
-                measure,
+            yield from bare_lines(
                 evidence,
+                f"{measure.workload}={measure.num_prompts}",
                 source.cards,
                 measured_s=run.duration_s,
                 limit_s=limit,
-                copy=rates.copy,
+                num_forwards=longest_output(measure),
             )
     elif isinstance(measure, RunRatio) and measure.field == "joules_per_token" and measure.num_prompts:
         if measure.rate is None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from result_files import CONV, PROVENANCE, at_load, decode, make_run, write_offline, write_sweep
 
-from bench.reporting.bare import BareRun, bare_lines, bare_runs
+from bench.reporting.bare import BareRun, Least, bare_lines, bare_runs, least_of
 from bench.reporting.evidence import read_evidence
 from bench.reporting.limits import limit_lines
 from bench.reporting.targets import judge
@@ -40,7 +40,7 @@ def test_a_decode_step_that_the_cap_does_not_allow(tmp_path: Path) -> None:
         {"part": "warm-up", "name": "layers", "rows": 2048, "watts": 700},
     )
     text = section(tmp_path)
-    assert "| 256 | in turn | 14.90 | 10.3 | 690 | 1,500 | `bare_work.json` |" in text
+    assert "| 256 | 800 | in turn | 14.90 | 10.3 | 690 | 1,500 | `bare_work.json` |" in text
     assert (
         "**Proven** for these kernels under this cap: products and attention alone, without norms, rotation or the "
         "cache's writes, take 14.90 ms (in turn, 256 rows, 690 W), and the target is 14.50 ms." in text
@@ -95,15 +95,21 @@ def bare_run(rows: int, way: str, forwards: float, seconds: float) -> BareRun:
     return BareRun(rows, way, forwards, seconds, 690 * seconds, 690, 1500, "`bare_work.json`", True)
 
 
-def test_steps_of_the_longest_output_by_hand() -> None:
-    # 10 forwards of 100 rows, 20 ms a row. 12 tokens take two steps more, of 3 s each; three rows decode in them, two
-    # of the longest output and one of that with two tokens.
-    run = bare_run(100, "in turn", 10, 20.0)
-    assert run.with_steps_s((12, 2, 1), 3.0) == pytest.approx(20 + 2 * 3.0 - 3 * 0.02)
-    # Enough forwards, no outputs, or steps that are worth their rows.
-    assert run.with_steps_s((10, 2), 3.0) == 20.0
-    assert run.with_steps_s((), 3.0) == 20.0
-    assert run.with_steps_s((12, 2), 0.01) == 20.0
+def test_forwards_for_the_longest_output_by_hand() -> None:
+    large, middle, small = (
+        bare_run(rows, "in turn", 1000 / rows, seconds) for rows, seconds in ((100, 20), (50, 22), (25, 27))
+    )
+    # 10, 20 and 40 forwards. Enough of them, or no outputs: the quickest.
+    assert least_of([large, middle, small]) == Least(20.0, (large,))
+    assert least_of([large, middle, small], 10) == Least(20.0, (large,))
+    # 15 forwards: half of the work in large ones and half in middle ones would be 21 s.
+    assert least_of([large, middle, small], 15) == Least(21.0, (middle, large))
+    assert least_of([large, small], 15) == Least(pytest.approx(20 + 7 / 6), (small, large))
+    # Of another way, forwards that are enough say nothing of this one, and where none are enough the quickest counts.
+    other = bare_run(50, "side by side", 20, 30.0)
+    assert least_of([large, other], 15) == Least(20.0, (large,))
+    assert least_of([large, middle], 50) == Least(20.0, (large,))
+    assert str(least_of([middle, large], 15)) == "in turn, 50 and 100 rows, 690 and 690 W"
 
 
 @pytest.mark.parametrize(
@@ -112,41 +118,38 @@ def test_steps_of_the_longest_output_by_hand() -> None:
         (
             20.0,
             "**Proven** for these kernels under this cap: products and attention alone, without norms, rotation or the "
-            "cache's writes, take 20.50 s (in turn, 200 rows, 690 W), and the target is 20.00 s.",
+            "cache's writes, take 20.50 s (in turn, 180 and 252 rows, 690 and 690 W), and the target is 20.00 s.",
         ),
         (
             21.0,
             "**Proven** for these kernels under this cap: products and attention, and the norms, rotation and cache "
-            "writes between them, take 21.50 s by themselves (in turn, with passes, 200 rows, 690 W), and the target "
-            "is 21.00 s. Products and attention alone, as if all between them were free, take 20.50 s (in turn, 200 "
-            "rows, 690 W).",
+            "writes between them, take 21.50 s by themselves (in turn, with passes, 180 and 252 rows, 690 and 690 W), "
+            "and the target is 21.00 s. Products and attention alone, as if all between them were free, take 20.50 s "
+            "(in turn, 180 and 252 rows, 690 and 690 W).",
         ),
         (
             22.0,
-            "**Not proven**: products and attention alone take 20.50 s (in turn, 200 rows, 690 W), 93.2 % of the "
-            "target of 22.00 s and 91.1 % of the 22.50 s measured.",
+            "**Not proven**: products and attention alone take 20.50 s (in turn, 180 and 252 rows, 690 and 690 W), "
+            "93.2 % of the target of 22.00 s and 91.1 % of the 22.50 s measured.",
         ),
     ],
 )
 def test_what_is_left_out_does_not_prove_a_limit(tmp_path: Path, limit_s: float, verdict: str) -> None:
     write_bare(
         tmp_path / "bare_work.json",
-        # The fewest rows have forwards for all 12 tokens; of the others, two take 1 s each.
-        row("work", "in turn", 20.5, 200, repeats=12.0),
-        row("work", "in turn, with passes", 21.5, 200, repeats=12.0),
-        row("work", "in turn", 19.6, 240, repeats=10.0),
-        row("work", "in turn, with passes", 20.6, 240, repeats=10.0),
-        row("work", "products", 15.0, 240, repeats=10.0),
+        # The smaller forwards come to more than the 12 tokens of the longest output, the larger ones to fewer.
+        row("work", "in turn", 21.0, 180, repeats=14.0),
+        row("work", "in turn", 20.0, 252, repeats=10.0),
+        row("work", "in turn, with passes", 22.0, 180, repeats=14.0),
+        row("work", "in turn, with passes", 21.0, 252, repeats=10.0),
+        row("work", "products", 15.0, 252, repeats=10.0),
     )
-    evidence = read_evidence(tmp_path)
     lines = list(
         bare_lines(
-            evidence, "work", frozenset(), measured_s=22.5, limit_s=limit_s, outputs=(12,), weights_s=1.0
+            read_evidence(tmp_path), "work", frozenset(), measured_s=22.5, limit_s=limit_s, num_forwards=12
         )
     )
     assert lines[-1] == verdict
     text = "\n".join(lines)
-    # 19.6 s, 2 s more for the steps, less two rows of 2,400.
-    assert "| 240 | in turn | 19.60 | 13,524 | 690 | 1,500 | `bare_work.json` | 21.58 |" in text
-    assert "| 240 | products | 15.00 | 10,350 | 690 | 1,500 | `bare_work.json` | – |" in text
+    assert "| 252 | 10 | in turn | 20.00 | 13,800 | 690 | 1,500 | `bare_work.json` |" in text
     assert "The longest output has 12 tokens" in text
