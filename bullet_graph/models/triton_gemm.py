@@ -15,9 +15,9 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.models.triton_gemm_kernels import swiglu_matmul_kernel
 
 FUSED_SWIGLU_MIN_ROWS = 640
-"""From so many rows on, a layer takes less time or as much, measured on an H200 with llama-3.1-8b's shapes: at the power
-cap 1 to 7 % less from 640 to 1,023 rows, 3 % from 1,024 on, and below 640 by turns less and more
-(`bench/results/h200/fused_swiglu.json`, `prefill_gemm.json`). Other shapes were not measured."""
+"""From so many rows on, a layer takes less time or as much, measured on an H200 under its power cap with llama-3.1-8b's
+shapes: 6 % less to 0.4 % more at 640 to 960 rows (`bench/results/h200/fused_swiglu.json`), 3 % less from 1,024 on
+(`prefill_gemm.json`); below 640, from 19 % less to 8 % more. Other shapes were not measured."""
 
 _HOPPER = (9, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
