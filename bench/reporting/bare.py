@@ -5,11 +5,9 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from bench.reporting.all_at_once import DurationAllAtOnce
 from bench.reporting.evidence import TARGET_DEVICE, Evidence, Source
 from bench.reporting.markdown import number, table
 from bench.reporting.rates import damaged
-from bullet_graph.workloads import load_workload
 
 _FILE_PREFIX = "bare_"
 _PARTS_ALONE = ("products", "attention")
@@ -62,11 +60,9 @@ class Least:
     runs: tuple[BareRun, ...]
 
     def __str__(self) -> str:
-        sizes, watts = (
-            " and ".join(f"{value:,.0f}" for value in values)
-            for values in ([run.rows for run in self.runs], [run.watts for run in self.runs])
-        )
-        return f"{self.runs[0].way}, {sizes} rows, {watts} W"
+        rows = " and ".join(number(run.rows, 0) for run in self.runs)
+        watts = " and ".join(number(run.watts, 0) for run in self.runs)
+        return f"{self.runs[0].way}, {rows} rows, {watts} W"
 
 
 def least_of(runs: Sequence[BareRun], num_forwards: int = 0) -> Least:
@@ -164,12 +160,6 @@ def bare_lines(
             f"{100 * least.seconds / limit_s:.1f} % of the target of {shown(limit_s)} and "
             f"{100 * least.seconds / measured_s:.1f} % of the {shown(measured_s)} measured."
         )
-
-
-def longest_output(measure: DurationAllAtOnce) -> int:
-    """Tokens of the longest output of a workload all at once."""
-    requests = load_workload(measure.workload, num_requests=measure.num_prompts).requests
-    return max(request.output_tokens for request in requests)
 
 
 def _cells(run: BareRun, scale: float) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench.reporting.all_at_once import AllAtOnceRun, DurationAllAtOnce
-from bench.reporting.bare import bare_lines, longest_output
+from bench.reporting.bare import bare_lines
 from bench.reporting.decode_groups import group_lines
 from bench.reporting.evidence import Evidence, Source
 from bench.reporting.markdown import number, significant, table
@@ -14,7 +14,7 @@ from bench.reporting.rates import Rate, Rates, rates_of
 from bench.reporting.targets import Verdict
 from bench.reporting.work import ServingWork, StepWork, serving_work, step_work
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.workloads import load_workload
+from bullet_graph.workloads import WorkloadRequest, load_workload
 
 POWER_CAP_W = 700.0
 """Of the H200, by NVIDIA's data sheet; no file tells it."""
@@ -147,14 +147,15 @@ def _lines(verdict: Verdict, evidence: Evidence) -> Iterator[str]:
     if isinstance(measure, DurationAllAtOnce):
         run = measure.run_of(source)
         if run is not None:
-            yield from _all_at_once(measure, run, figure.file, limit, rates)
+            requests = load_workload(measure.workload, num_requests=measure.num_prompts).requests
+            yield from _all_at_once(measure.model, requests, run, figure.file, limit, rates)
             yield from bare_lines(
                 evidence,
                 f"{measure.workload}={measure.num_prompts}",
                 source.cards,
                 measured_s=run.duration_s,
                 limit_s=limit,
-                num_forwards=longest_output(measure),
+                num_forwards=max(request.output_tokens for request in requests),
             )
     elif isinstance(measure, RunRatio) and measure.field == "joules_per_token" and measure.num_prompts:
         if measure.rate is None:
@@ -172,9 +173,13 @@ def _lines(verdict: Verdict, evidence: Evidence) -> Iterator[str]:
 
 
 def _all_at_once(
-    measure: DurationAllAtOnce, run: AllAtOnceRun, file: str, limit_s: float, rates: Rates
+    model: str,
+    requests: Sequence[WorkloadRequest],
+    run: AllAtOnceRun,
+    file: str,
+    limit_s: float,
+    rates: Rates,
 ) -> Iterator[str]:
-    requests = load_workload(measure.workload, num_requests=measure.num_prompts).requests
     tokens = (sum(r.prompt_tokens for r in requests), sum(r.output_tokens for r in requests))
     if (run.prompt_tokens, run.output_tokens) != tokens:
         yield (
@@ -182,7 +187,7 @@ def _all_at_once(
             f"tokens, and the workload has {tokens[0]} and {tokens[1]}."
         )
         return
-    work = serving_work(PRESETS[measure.model], requests)
+    work = serving_work(PRESETS[model], requests)
     floor = serving_floor(work, rates)
     yield f"{run.system} took {run.duration_s:.2f} s (`{file}`). {_power(run)}"
     yield from _floor_table(floor, run.duration_s)
