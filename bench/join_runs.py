@@ -1,6 +1,6 @@
-"""Join reports of `bench/arms.py` into one file, figures untouched.
+"""Join reports of `bench/policies.py` into one file, figures untouched.
 
-    python bench/join_runs.py 25c9357:conv.json 509462f:code.json --output-json bench/results/h200/arms.json
+    python bench/join_runs.py 25c9357:conv.json 509462f:code.json --output-json bench/results/h200/policies.json
 
 Each report is given with the commit whose code it measured: a report that was made from a copy of a checkout without
 its latest history names an older one, with changes on top.

@@ -1,4 +1,4 @@
-"""Measure the offline bars on one GPU: decode step times, and both Azure traces in both unsplit arms.
+"""Measure the offline bars on one GPU: decode step times, and both Azure traces in both unsplit policies.
 
     python bench/offline.py --output-json bench/results/h200/offline.json
 
@@ -26,9 +26,9 @@ THROUGHPUT = "throughput --model {model} --max-model-len 20000"
 MEASUREMENTS = (
     *(f"{LATENCY} --batch-size {batch_size}" for batch_size in (1, 8, 64, 256)),
     *(
-        f"{THROUGHPUT} --trace {trace} --arm {arm}"
+        f"{THROUGHPUT} --trace {trace} --policy {policy}"
         for trace in ("azure:conv --num-prompts 600", "azure:code --num-prompts 400")
-        for arm in ("serial", "mixed:2048", "mixed:8192")
+        for policy in ("serial", "mixed:2048", "mixed:8192")
     ),
 )
 
@@ -69,7 +69,7 @@ def main(model: str, only: str, repeats: int, output_json: Path) -> None:
                 f"{result['decode_step_ms']['p50']:.3f} ms, {result['share_of_copy_percent']:.1f} % of copy"
             )
         else:
-            label = f"{result['trace']}, {result['arm']}"
+            label = f"{result['trace']}, {result['policy']}"
             figure = f"{result['elapsed_time']:.2f} s, {result['tokens_per_second']:,.0f} tok/s"
         means = [device[name] and f"{device[name]['mean']:.0f}" for name in ("sm_clock_mhz", "power_w")]
         table.add_row(label, figure, *means)

@@ -1,7 +1,7 @@
 """What the server costs: the same requests, at the same rate, to an engine in one process and to the server by HTTP.
 
     python bench/server_overhead.py --model llama-3.1-8b --trace azure:conv --num-prompts 600 --request-rate 16 \
-        --arm mixed --output-json bench/results/h200/server_overhead.json
+        --policy mixed --output-json bench/results/h200/server_overhead.json
 
 `bullet-graph bench online`, then `bullet-graph serve` with `bullet-graph bench serve`, each in a process of its own and
 in turn `--repeats` times; the medians of TTFT and TPOT over the repeats are compared. Exits with 1 if the server's are
@@ -96,7 +96,7 @@ def compare(runs: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float 
 @click.option("--trace", default="azure:conv", show_default=True)
 @click.option("--num-prompts", type=int, default=600, show_default=True)
 @click.option("--request-rate", type=float, default=16.0, show_default=True)
-@click.option("--arm", default="mixed", show_default=True)
+@click.option("--policy", default="mixed", show_default=True)
 @click.option("--slo", default="", help='Targets in ms, such as "ttft:500 tpot:15", of both.')
 @click.option(
     "--engine-options",
@@ -112,7 +112,7 @@ def main(
     trace: str,
     num_prompts: int,
     request_rate: float,
-    arm: str,
+    policy: str,
     slo: str,
     engine_options: str,
     repeats: int,
@@ -120,7 +120,7 @@ def main(
     output_json: Path,
 ) -> None:
     """Compare, and write all runs and the comparison as JSON."""
-    of_engine = ("--model", model, "--arm", arm, *shlex.split(engine_options))
+    of_engine = ("--model", model, "--policy", policy, *shlex.split(engine_options))
     load = ("--trace", trace, "--num-prompts", str(num_prompts), "--request-rate", str(request_rate))
     targets = ("--goodput", *slo.split()) if slo else ()
     runs: list[dict[str, dict[str, Any]]] = []

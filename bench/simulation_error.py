@@ -1,6 +1,6 @@
-"""The simulator held against the GPU: the same requests, arrivals, arms and targets, from the measured table alone.
+"""The simulator held against the GPU: the same requests, arrivals, policies and targets, from the measured table alone.
 
-    python bench/simulation_error.py bench/results/h200/arms.json --output-json bench/results/h200/simulation_error.json
+    python bench/simulation_error.py RUNS.json --output-json bench/results/h200/simulation_error.json
 
 Each serving run in a file of `bench/join_runs.py` is simulated again; the error of the medians of TTFT and TPOT is
 told for each.
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from bullet_graph._version import __version__
 from bullet_graph.cli.simulate.run import SimulationSpec, Simulator
-from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.slo import Slo
 
 FIELDS = ("median_ttft_ms", "median_tpot_ms", "p99_itl_ms", "slo_attainment", "request_goodput")
@@ -32,7 +32,7 @@ def simulated(run: dict[str, Any], gpu: str) -> dict[str, Any]:
     spec = SimulationSpec(
         gpu=gpu,
         config=config,
-        arms=(Arm.parse(run["arm"]),),
+        policies=(Policy.parse(run["policy"]),),
         trace=trace,
         num_prompts=int(num_prompts),
         request_rate=float(rate),
@@ -42,20 +42,20 @@ def simulated(run: dict[str, Any], gpu: str) -> dict[str, Any]:
         host_overhead_ms=0.2,
         attainment=0.9,
     )
-    return Simulator(spec).run(Arm.parse(run["arm"]), float(rate)).result.fields()
+    return Simulator(spec).run(Policy.parse(run["policy"]), float(rate)).result.fields()
 
 
 @click.command()
-@click.argument("arms_json", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("policies_json", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--gpu", default="h200", show_default=True, help="As `bullet-graph simulate` takes it.")
 @click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
-def main(arms_json: Path, gpu: str, output_json: Path) -> None:
+def main(policies_json: Path, gpu: str, output_json: Path) -> None:
     """Compare and write the errors as JSON."""
-    reports = json.loads(arms_json.read_text(encoding="utf-8"))["runs"]
+    reports = json.loads(policies_json.read_text(encoding="utf-8"))["runs"]
     runs = [run for report in reports for run in report["serving"]]
     compared: list[dict[str, Any]] = []
     table = Table(
-        "setting", "arm", "TTFT p50 real / simulated", "error", "TPOT p50 real / simulated", "error"
+        "setting", "policy", "TTFT p50 real / simulated", "error", "TPOT p50 real / simulated", "error"
     )
     for run in runs:
         predicted = simulated(run, gpu)
@@ -63,7 +63,7 @@ def main(arms_json: Path, gpu: str, output_json: Path) -> None:
         compared.append(
             {
                 "setting": run["setting"],
-                "arm": run["arm"],
+                "policy": run["policy"],
                 "measured": {name: run[name] for name in FIELDS},
                 "simulated": {name: predicted[name] for name in FIELDS},
                 "error": errors,
@@ -71,7 +71,7 @@ def main(arms_json: Path, gpu: str, output_json: Path) -> None:
         )
         table.add_row(
             run["setting"],
-            run["arm"],
+            run["policy"],
             *(
                 cell
                 for name in errors
@@ -95,7 +95,7 @@ def main(arms_json: Path, gpu: str, output_json: Path) -> None:
     report = {
         "version": __version__,
         "gpu": gpu,
-        "measured_by": arms_json.name,
+        "measured_by": policies_json.name,
         "summary": summary,
         "runs": compared,
     }

@@ -4,7 +4,7 @@ from bullet_graph import _imports  # isort: skip - the clock of the imports star
 
 with _imports.collector_aside():
     from bullet_graph._version import __version__
-    from bullet_graph.config import Arm, EngineConfig
+    from bullet_graph.config import EngineConfig, Policy
     from bullet_graph.engine.async_engine import AsyncEngine
     from bullet_graph.engine.engine import Engine
     from bullet_graph.engine.output import (
@@ -38,7 +38,6 @@ with _imports.collector_aside():
     from bullet_graph.slo import Slo
 
 __all__ = [
-    "Arm",
     "AsyncEngine",
     "BulletGraphError",
     "CacheError",
@@ -56,6 +55,7 @@ __all__ = [
     "OutputKind",
     "PartitionError",
     "PerfTableError",
+    "Policy",
     "PromptError",
     "RequestError",
     "RequestMetrics",

@@ -14,14 +14,14 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 CanaryChoice = Literal["off", "sample", "all"]
 ReadyName = Literal["hot", "all"]
 PromptOrder = Literal["arrival", "longest-output"]
-ArmChoice = Literal["serial", "sliced", "mixed", "split", "auto"]
+PolicyChoice = Literal["serial", "sliced", "mixed", "split", "auto"]
 
 KV_BLOCK_TOKENS = 16
 """Tokens in a KV-cache block (a page in FlashInfer's words)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class Policy:
     """How prefill and decode share the device: the policy that the planner follows.
 
     ``serial`` runs whole prompts and decode steps in turn. ``mixed`` puts prefill chunks and decode rows into one
@@ -38,26 +38,26 @@ class Arm:
         ConfigError: at construction, naming the field.
     """
 
-    name: ArmChoice
+    name: PolicyChoice
     chunk_tokens: int | None = None
     decode_sms: int | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(ArmChoice):
+        if self.name not in get_args(PolicyChoice):
             raise ConfigError(
-                f"an arm's name must be one of {', '.join(get_args(ArmChoice))}, got {self.name!r}"
+                f"a policy's name must be one of {', '.join(get_args(PolicyChoice))}, got {self.name!r}"
             )
         for field, names in (("chunk_tokens", ("serial", "mixed")), ("decode_sms", ("split",))):
             value = getattr(self, field)
             if value is not None:
-                _require_count(f"an arm's {field}", value)
+                _require_count(f"a policy's {field}", value)
                 if self.name not in names:
                     raise ConfigError(
-                        f"an arm's {field} goes with {' or '.join(names)}, not with {self.name}"
+                        f"a policy's {field} goes with {' or '.join(names)}, not with {self.name}"
                     )
 
     @classmethod
-    def parse(cls, text: str) -> "Arm":
+    def parse(cls, text: str) -> "Policy":
         """Read a name, or ``serial:CHUNK``, ``mixed:CHUNK`` or ``split:NUM_SMS``.
 
         Raises:
@@ -65,14 +65,14 @@ class Arm:
         """
         name, colon, number = text.partition(":")
         sized = {"serial": "chunk_tokens", "mixed": "chunk_tokens", "split": "decode_sms"}
-        if name not in get_args(ArmChoice) or (
+        if name not in get_args(PolicyChoice) or (
             colon and not (name in sized and number.isdecimal() and int(number) >= 1)
         ):
             raise ConfigError(
-                f"unknown arm {text!r}: use serial, sliced, mixed, split or auto, serial:CHUNK or mixed:CHUNK "
+                f"unknown policy {text!r}: use serial, sliced, mixed, split or auto, serial:CHUNK or mixed:CHUNK "
                 "(in tokens, ≥ 1), or split:NUM_SMS (SMs of the decode lane)"
             )
-        choice = cast(ArmChoice, name)
+        choice = cast(PolicyChoice, name)
         return cls(choice, **{sized[name]: int(number)}) if colon else cls(choice)
 
     @property
@@ -102,7 +102,7 @@ class EngineConfig:
             may go beside more decode rows than that.
         gpu_memory_utilization: share of the device's memory that the engine may fill, in (0, 1].
         kv_cache_bytes: fixes the KV cache's size instead of taking what memory is left.
-        arm: how prefill and decode share the device.
+        policy: how prefill and decode share the device.
         prompt_order: which prompts are prefilled first where none has a target for its first token: ``arrival``, as
             they came, or ``longest-output``, those with the most ``max_tokens`` first. The latter is for batches
             of which nothing is needed before the end: the longest outputs then do not end alone, in small batches.
@@ -114,7 +114,7 @@ class EngineConfig:
         decode_sms: sizes of the decode lane, in SMs, to verify and capture graphs for besides the whole GPU; the
             prefill lane has the rest. None given, ``auto`` and ``split`` take those of the performance table.
         slo: latency targets of requests that have none of their own.
-        perf_table: the performance model's numbers, for arms and targets that need predictions: a table file of
+        perf_table: the performance model's numbers, for policies and targets that need predictions: a table file of
             ``bullet-graph profile``, or ``roofline`` for an unmeasured estimate; None looks for a table of this
             GPU and model among the user's own and those that come with the package.
         capture_plan: which decode steps and short forwards to capture, for which partitions: a file of
@@ -143,7 +143,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
-    arm: Arm = Arm("mixed")
+    policy: Policy = Policy("mixed")
     prompt_order: PromptOrder = "arrival"
     seed: int = 0
     cuda_graphs: bool = True
@@ -202,10 +202,10 @@ class EngineConfig:
 
     @property
     def chunk_tokens(self) -> int:
-        """Most rows of one forward under the chosen arm."""
-        if self.arm.chunk_tokens is None:
+        """Most rows of one forward under the chosen policy."""
+        if self.policy.chunk_tokens is None:
             return self.max_num_batched_tokens
-        return min(self.arm.chunk_tokens, self.max_num_batched_tokens)
+        return min(self.policy.chunk_tokens, self.max_num_batched_tokens)
 
 
 def _require_count(name: str, value: object) -> None:

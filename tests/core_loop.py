@@ -9,15 +9,15 @@ import numpy as np
 from fakes.perf_tables import LLAMA_8B, h200_table
 from paged_device import PagedDevice, generate_alone
 
-from bullet_graph.config import KV_BLOCK_TOKENS, Arm
+from bullet_graph.config import KV_BLOCK_TOKENS, Policy
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence, Status
 from bullet_graph.partition.masks import LANES, Lane, lane_masks
 from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition, partition_of
 from bullet_graph.perf.predict import TableModel
+from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.simulated import SimulatedExecutor
 from bullet_graph.runtime.step import Placement, Step, StepResult
 from bullet_graph.sampling_params import SamplingParams
@@ -175,9 +175,9 @@ class CheckedExecutor:
         return self.clock.shutdown()
 
 
-def make_planner(arm: str, *, max_chunk_tokens: int = 8192) -> Planner:
+def make_planner(policy: str, *, max_chunk_tokens: int = 8192) -> Planner:
     return Planner(
-        Arm.parse(arm),
+        Policy.parse(policy),
         max_chunk_tokens=max_chunk_tokens,
         decode_sms=MODEL.decode_sms,
         num_layers=NUM_LAYERS,

@@ -37,7 +37,7 @@ class CompletionsServer:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        async with AsyncEngine(make_engine(max_model_len=512, arm="mixed")) as self._engine:
+        async with AsyncEngine(make_engine(max_model_len=512, policy="mixed")) as self._engine:
             app = web.Application()
             app.router.add_get("/v1/models", self._models)
             app.router.add_get("/version", self._version)
@@ -155,7 +155,7 @@ class FakeAsyncLLM:
         self.args = args
         self.is_dead = False
         self.request_ids: list[str] = []
-        self._engine = AsyncEngine(make_engine(max_model_len=args.max_model_len, arm="mixed"))
+        self._engine = AsyncEngine(make_engine(max_model_len=args.max_model_len, policy="mixed"))
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=99, block_size=16),
             scheduler_config=SimpleNamespace(async_scheduling=True),

@@ -5,15 +5,15 @@ from functools import cache
 
 from fakes.perf_tables import LLAMA_8B, h200_table
 
-from bullet_graph.config import Arm
-from bullet_graph.engine.plan import ChunkLoad, DecodeLoad, Load, Option, Plan, PromptLoad
-from bullet_graph.engine.planner import Planner
+from bullet_graph.config import Policy
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.predict import TableModel
+from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Option, Plan, PromptLoad
+from bullet_graph.planner.planner import Planner
 
 LAYERS = 32
 MAX_CHUNK = 8192
-ARMS = ("serial", "serial:512", "sliced", "mixed", "mixed:512", "split", "split:48", "auto")
+POLICIES = ("serial", "serial:512", "sliced", "mixed", "mixed:512", "split", "split:48", "auto")
 
 
 @cache
@@ -21,9 +21,9 @@ def model() -> TableModel:
     return TableModel(h200_table(), LLAMA_8B)
 
 
-def planner(arm: str = "auto", *, max_chunk_tokens: int = MAX_CHUNK) -> Planner:
+def planner(policy: str = "auto", *, max_chunk_tokens: int = MAX_CHUNK) -> Planner:
     return Planner(
-        Arm.parse(arm),
+        Policy.parse(policy),
         max_chunk_tokens=max_chunk_tokens,
         decode_sms=model().decode_sms,
         num_layers=LAYERS,
@@ -31,8 +31,8 @@ def planner(arm: str = "auto", *, max_chunk_tokens: int = MAX_CHUNK) -> Planner:
     )
 
 
-def modelless(arm: str) -> Planner:
-    return Planner(Arm.parse(arm), max_chunk_tokens=2048, decode_sms=(), num_layers=LAYERS, model=None)
+def modelless(policy: str) -> Planner:
+    return Planner(Policy.parse(policy), max_chunk_tokens=2048, decode_sms=(), num_layers=LAYERS, model=None)
 
 
 def decoding(
@@ -69,7 +69,7 @@ def chosen(plan: Plan) -> Option:
     matching = [
         o
         for o in plan.options
-        if (o.arm, o.decode_sms, o.slice_layers) == (plan.arm, sms, plan.slice_layers)
+        if (o.policy, o.decode_sms, o.slice_layers) == (plan.policy, sms, plan.slice_layers)
         and plan.chunk_tokens in (0, o.chunk_tokens)
     ]
     assert matching

@@ -94,12 +94,12 @@ def decode(batch_size: int, p50: float, **changes: Any) -> dict[str, Any]:
 
 
 def offline(
-    trace: str, num_requests: int, seconds: float, arm: str = "serial", num_failed: int = 0
+    trace: str, num_requests: int, seconds: float, policy: str = "serial", num_failed: int = 0
 ) -> dict[str, Any]:
     return {
         "trace": trace,
         "num_requests": num_requests,
         "elapsed_time": seconds,
-        "arm": arm,
+        "policy": policy,
         "num_failed": num_failed,
     }

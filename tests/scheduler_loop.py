@@ -17,18 +17,18 @@ MAX_MODEL_LEN = 40
 
 
 LANES_AT_ONCE = "lanes"
-"""The arm of a loop that keeps decode rows on one lane and prompts on the other."""
+"""The policy of a loop that keeps decode rows on one lane and prompts on the other."""
 
 
 class Loop:
     """Schedule, launch, retire, append, finish; checks everything on the way.
 
-    Its arms are as simple as can be: ``serial``, ``mixed``, or both lanes at once.
+    Its policies are as simple as can be: ``serial``, ``mixed``, or both lanes at once.
     """
 
     def __init__(
         self,
-        arm: str = "mixed",
+        policy: str = "mixed",
         *,
         chunk_tokens: int = 16,
         max_num_seqs: int = 4,
@@ -38,7 +38,7 @@ class Loop:
         prompt_order: PromptOrder = "arrival",
     ) -> None:
         blocks_per_seq = -(-max_model_len // BLOCK_TOKENS)
-        self.arm, self.chunk_tokens, self.depth = arm, chunk_tokens, depth
+        self.policy, self.chunk_tokens, self.depth = policy, chunk_tokens, depth
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.pool = BlockPool(
             num_blocks=1 + blocks_per_seq + spare_blocks,
@@ -92,13 +92,13 @@ class Loop:
     def schedule(self) -> ScheduledStep | None:
         prompts = self.scheduler.prompts(now_s=0.0, ms_per_token=0.0)
         schedule, decoding = self.scheduler.schedule, self.scheduler.decoding()
-        if self.arm == LANES_AT_ONCE:
+        if self.policy == LANES_AT_ONCE:
             # The lane with less in flight; the other where that has nothing to do.
             steps = [lambda: schedule(decode=decoding), lambda: self.schedule_prefill(prompts)]
             if sum(s.lane == "decode" for _, s in self.in_flight) > len(self.in_flight) / 2:
                 steps.reverse()
             return steps[0]() or steps[1]()
-        if self.arm == "serial" and prompts:
+        if self.policy == "serial" and prompts:
             return schedule(prompts=prompts, chunk_tokens=self.chunk_tokens)
         floor = min(self.chunk_tokens, BLOCK_TOKENS)
         chunk_tokens = max(self.chunk_tokens - len(decoding), floor)
@@ -128,7 +128,7 @@ class Loop:
         decode_rows = 0 if decode is None else len(decode.slots)
         assert prefill_rows or decode_rows
         assert decode_rows <= self.max_num_seqs
-        if self.arm != "mixed":
+        if self.policy != "mixed":
             assert not (prefill_rows and decode_rows)
         if prefill_rows:
             floor = min(self.chunk_tokens, BLOCK_TOKENS)

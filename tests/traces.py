@@ -14,13 +14,13 @@ HEADER: Record = {
     "device": "H200",
     "num_sms": 132,
     "num_layers": 4,
-    "arm": "auto",
+    "policy": "auto",
     "slo": "ttft:500ms tpot:15ms",
     "version": "1.0",
 }
 
 
-def decision(number: int, time_s: float, arm: str, bound: str = "nothing", **other: Any) -> Record:
+def decision(number: int, time_s: float, policy: str, bound: str = "nothing", **other: Any) -> Record:
     """Two sequences decode and a prompt waits."""
     return {
         "type": "decision",
@@ -32,7 +32,7 @@ def decision(number: int, time_s: float, arm: str, bound: str = "nothing", **oth
         "queued_tokens": 50,
         "budget_ms": None,
         "slack_ms": None,
-        "arm": arm,
+        "policy": policy,
         "decode": True,
         "chunk_tokens": 0,
         "slice_layers": 0,
@@ -43,7 +43,7 @@ def decision(number: int, time_s: float, arm: str, bound: str = "nothing", **oth
     } | other
 
 
-def launch(ticket: int, lane: str, time_s: float, arm: str, number: int, **other: Any) -> Record:
+def launch(ticket: int, lane: str, time_s: float, policy: str, number: int, **other: Any) -> Record:
     """Two rows of decode, or 512 of a prompt; a split has 32 SMs and 100."""
     return {
         "type": "launch",
@@ -51,12 +51,12 @@ def launch(ticket: int, lane: str, time_s: float, arm: str, number: int, **other
         "lane": lane,
         "decision": number,
         "time_s": time_s,
-        "arm": arm,
+        "policy": policy,
         "decode_rows": 2 if lane == "decode" else 0,
         "prefill_rows": 0 if lane == "decode" else 512,
         "layers": 4,
-        "decode_sms": 32 if arm == "split" else None,
-        "prefill_sms": 100 if arm == "split" else None,
+        "decode_sms": 32 if policy == "split" else None,
+        "prefill_sms": 100 if policy == "split" else None,
         "predicted_ms": None,
     } | other
 

@@ -45,7 +45,7 @@ class _Refusal(click.ClickException):
     "systems",
     multiple=True,
     required=True,
-    metavar="own:ARM[/ORDER]|vllm[:CHUNK]|openai:URL",
+    metavar="own:POLICY[/ORDER]|vllm[:CHUNK]|openai:URL",
     help="What to compare; may be given several times. ORDER: of prompts, arrival or longest-output. CHUNK: most "
     "tokens of a step of vLLM's.",
 )

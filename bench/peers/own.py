@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.peers.systems import OwnSetting, Setup
 from bullet_graph import AsyncEngine, Engine, OutputKind, Slo
-from bullet_graph.cli.bench.online_arms import config_for
+from bullet_graph.cli.bench.online_policies import config_for
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.replay import TimedRequest, require_forced_length
 
@@ -18,7 +18,7 @@ _IDLE_LIMIT_S = 30.0
 
 
 class OwnEngine:
-    """One engine, made so that every arm wanted can be had; :meth:`configure` changes between them.
+    """One engine, made so that every policy wanted can be had; :meth:`configure` changes between them.
 
     Args:
         setup: its settings.
@@ -33,14 +33,14 @@ class OwnEngine:
         config = EngineConfig(
             **{field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
         )
-        config = config_for(config, list(dict.fromkeys(one.arm for one in wanted)), slo)
+        config = config_for(config, list(dict.fromkeys(one.policy for one in wanted)), slo)
         engine = Engine(
             **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
             trace_decisions=decisions,
         )
         self._engine = AsyncEngine(engine)
         self.settings: Mapping[str, Any] = dataclasses.asdict(setup) | {
-            "opened_for": str(config.arm),
+            "opened_for": str(config.policy),
             "device": engine.device_name,
             "partition_backend": engine.partition_backend,
             "kv_cache_tokens": engine.memory.kv_cache_tokens,
@@ -52,7 +52,7 @@ class OwnEngine:
         while self._engine.engine.has_unfinished_requests() and time.monotonic() < deadline_s:
             await asyncio.sleep(0.002)
         wanted = OwnSetting.parse(setting)
-        await self._engine.set_policy(wanted.arm, slo, wanted.prompt_order)
+        await self._engine.set_policy(wanted.policy, slo, wanted.prompt_order)
 
     async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
         """Serve a request, with its targets."""
@@ -67,15 +67,17 @@ class OwnEngine:
                 yield len(delta.outputs[0].token_ids)
 
     def counters(self) -> Mapping[str, Any]:
-        """Steps, preemptions, time by arm, and the planner's corrections."""
+        """Steps, preemptions, time by policy, and the planner's corrections."""
         stats = self._engine.engine.stats()
         return {
             "num_steps": stats.num_steps,
             "num_preemptions": stats.num_preemptions,
             "kv_blocks_peak": stats.kv_blocks_peak,
             "kv_blocks_total": stats.kv_blocks_total,
-            "arm_seconds": dict(stats.arm_seconds),
-            "corrections": {f"{arm} {kind}": factor for (arm, kind), factor in stats.corrections.items()},
+            "policy_seconds": dict(stats.policy_seconds),
+            "corrections": {
+                f"{policy} {kind}": factor for (policy, kind), factor in stats.corrections.items()
+            },
         }
 
     async def close(self) -> None:

@@ -5,14 +5,14 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, get_args
 
-from bullet_graph.config import Arm, DeviceName, DtypeName, LoadFormat, PromptOrder
+from bullet_graph.config import DeviceName, DtypeName, LoadFormat, Policy, PromptOrder
 from bullet_graph.engine.replay import TimedRequest
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.provenance import installed_version
 from bullet_graph.slo import Slo
 
 Kind = Literal["own", "vllm", "openai"]
-_FORMS = "own:ARM, own:ARM/ORDER, vllm, vllm:CHUNK or openai:URL"
+_FORMS = "own:POLICY, own:POLICY/ORDER, vllm, vllm:CHUNK or openai:URL"
 
 
 class System(Protocol):
@@ -48,32 +48,32 @@ class OwnSetting:
     """A policy of this engine's.
 
     Attributes:
-        arm: how prefill and decode share the device.
+        policy: how prefill and decode share the device.
         prompt_order: of prompts without targets.
     """
 
-    arm: Arm
+    policy: Policy
     prompt_order: PromptOrder = "arrival"
 
     @classmethod
     def parse(cls, text: str) -> "OwnSetting":
-        """Read ``ARM`` or ``ARM/ORDER``.
+        """Read ``POLICY`` or ``POLICY/ORDER``.
 
         Raises:
             ConfigError: for any other text.
         """
-        arm, slash, order = text.partition("/")
+        policy, slash, order = text.partition("/")
         if slash and order not in get_args(PromptOrder):
             raise ConfigError(f"{order!r} is no order of prompts: write {' or '.join(get_args(PromptOrder))}")
-        return cls(Arm.parse(arm), cast(PromptOrder, order or "arrival"))
+        return cls(Policy.parse(policy), cast(PromptOrder, order or "arrival"))
 
     def __str__(self) -> str:
-        return own_setting(str(self.arm), self.prompt_order)
+        return own_setting(str(self.policy), self.prompt_order)
 
 
-def own_setting(arm: str, prompt_order: str) -> str:
+def own_setting(policy: str, prompt_order: str) -> str:
     """A policy of this engine's as :class:`OwnSetting` is written."""
-    return arm if prompt_order == "arrival" else f"{arm}/{prompt_order}"
+    return policy if prompt_order == "arrival" else f"{policy}/{prompt_order}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Candidate:
 
     @classmethod
     def parse(cls, text: str) -> "Candidate":
-        """Read ``own:ARM``, ``own:ARM/ORDER``, ``vllm``, ``vllm:CHUNK`` or ``openai:URL``.
+        """Read ``own:POLICY``, ``own:POLICY/ORDER``, ``vllm``, ``vllm:CHUNK`` or ``openai:URL``.
 
         Raises:
             ConfigError: for any other text, with the forms allowed.

@@ -98,7 +98,7 @@ class DurationAllAtOnce:
                 *asked,
             ):
                 order = (one.get("engine") or {}).get("prompt_order", "arrival")
-                setting = own_setting(one["arm"], order)
+                setting = own_setting(one["policy"], order)
                 yield _run(f"{SYSTEM} {setting}", one["elapsed_time"], one["num_failed"], one)
 
 

@@ -13,10 +13,10 @@ from bullet_graph.cli.bench.sweep_cells import SYSTEM
 
 # Files that do not tell how they came about.
 _BY_NAME = {
-    "arms.json": "python bench/arms.py --output-json {path}  # several runs are joined by bench/join_runs.py",
+    "policies.json": "python bench/policies.py --output-json {path}  # several runs are joined by bench/join_runs.py",
     "conv_mixed1024.json": (
         "bullet-graph bench throughput --model llama-3.1-8b --max-model-len 20000 --trace azure:conv "
-        "--num-prompts 600 --arm mixed:1024 --output-json {path}"
+        "--num-prompts 600 --policy mixed:1024 --output-json {path}"
     ),
     "decode_attention.json": "python bench/kernels/decode_attention.py --output-json {path}",
     "decode_step.json": "python bench/kernels/decode_step.py --output-json {path}",
@@ -25,7 +25,7 @@ _BY_NAME = {
     "partitions.json": "python bench/partition_table.py {folder}/gpu_tests.json {path}",
     "prefill_attention.json": "python bench/kernels/prefill_attention.py --output-json {path}",
     "prefill_gemm.json": "python bench/kernels/prefill_gemm.py --output-json {path}",
-    "simulation_error.json": "python bench/simulation_error.py {folder}/arms.json --output-json {path}",
+    "simulation_error.json": "python bench/simulation_error.py {folder}/policies.json --output-json {path}",
     "wave_gain.json": "python bench/wave_gain.py capture/{table} --output-json {path}",
 }
 _OFFLINE_KINDS = {"decode_step_ms": "bench latency", "elapsed_time": "bench throughput"}

@@ -228,8 +228,8 @@ def _check_measurements(path: Path, source: Source) -> None:
                 for name in ("elapsed_time", "num_requests", "num_failed"):
                     _require_number(one[name], name)
                 _check_energy(one)
-                if not isinstance(one["arm"], str):
-                    raise TypeError(f"arm must be text, got {one['arm']!r}")
+                if not isinstance(one["policy"], str):
+                    raise TypeError(f"policy must be text, got {one['policy']!r}")
         if source.is_scaling:
             for point in source.fields["points"]:
                 if point["decode_sms"] is None:

@@ -57,7 +57,7 @@ memory, and take turns: one run each at a time, while the others are idle. A fil
 up after the other instead; this is told with its tables. Before a system's first run of a workload, a few short
 requests go unmeasured.
 
-**`ARM/longest-output`** is this engine with `--prompt-order longest-output`: prompts go by their `max_tokens`, the
+**`POLICY/longest-output`** is this engine with `--prompt-order longest-output`: prompts go by their `max_tokens`, the
 most first, which every system of a comparison is told of alike. It is meant for batches of which nothing is needed
 before the end, and counts for figures all at once only. Since the end-of-sequence token is ignored here, `max_tokens`
 is what an output has; where outputs may end sooner it is an upper bound, and the gain is less.

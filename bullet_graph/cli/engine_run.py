@@ -44,7 +44,7 @@ class RunRecord:
     model: str
     load_format: str
     dtype: str
-    arm: str
+    policy: str
     seed: int
     engine: dict[str, Any]
     num_steps: int
@@ -132,7 +132,7 @@ def describe_run(
         model=config.model,
         load_format=resolved_load_format(config, runtime),
         dtype=str(runtime.dtype).removeprefix("torch."),
-        arm=str(config.arm),
+        policy=str(config.policy),
         seed=config.seed,
         engine=engine_settings(config, runtime),
         num_steps=after.num_steps - before.num_steps,

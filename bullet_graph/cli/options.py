@@ -12,13 +12,13 @@ from click.core import ParameterSource
 
 from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.config import (
-    Arm,
     CanaryChoice,
     DeviceName,
     DtypeName,
     EngineConfig,
     LoadFormat,
     PartitionBackendName,
+    Policy,
     PromptOrder,
     ReadyName,
 )
@@ -102,9 +102,9 @@ def engine_options(
             show_default=True,
             help="auto: the GPU where there is one.",
         ),
-        "arm": click.option(
-            "--arm",
-            default=str(defaults["arm"]),
+        "policy": click.option(
+            "--policy",
+            default=str(defaults["policy"]),
             show_default=True,
             metavar="serial|sliced|mixed|mixed:CHUNK|split|split:NUM_SMS|auto",
             help="How prefill and decode share the device; CHUNK: most tokens of one forward; auto: chosen at every "
@@ -226,8 +226,8 @@ def engine_options(
         @functools.wraps(command)
         def with_config(**arguments: Any) -> None:
             settings = {name: arguments.pop(name) for name in names}
-            if "arm" in settings:
-                settings["arm"] = Arm.parse(settings["arm"])
+            if "policy" in settings:
+                settings["policy"] = Policy.parse(settings["policy"])
             config = EngineConfig(**settings)
             _check_trace_file(
                 arguments.get("trace_decisions"), arguments.get("output_json"), arguments.get("overwrite")

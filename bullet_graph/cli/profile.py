@@ -116,7 +116,7 @@ def profile(
 ) -> None:
     """Measure how fast this GPU decodes and prefills: alone, together, and at once on parts of it.
 
-    The table is what the planner (--arm auto and split, targets for TPOT) and the simulator predict from. Nothing
+    The table is what the planner (--policy auto and split, targets for TPOT) and the simulator predict from. Nothing
     else should run on the GPU meanwhile. An interrupted profile goes on where it was when the same command is
     given again.
 

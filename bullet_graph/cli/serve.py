@@ -90,7 +90,7 @@ def serve(
     \b
     Examples:
       bullet-graph serve --model tiny --device cpu --port 8000
-      bullet-graph serve --model ./Qwen3-8B --arm auto --slo "ttft:500 tpot:15" --host 0.0.0.0 \\
+      bullet-graph serve --model ./Qwen3-8B --policy auto --slo "ttft:500 tpot:15" --host 0.0.0.0 \\
           --api-key-file key.txt --max-queue-len 256
       bullet-graph serve --model llama-3.1-8b --max-model-len 16384 --shutdown-timeout 60 --watchdog-timeout 30
     """

@@ -5,12 +5,12 @@ from pathlib import Path
 from bullet_graph._version import __version__
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.core import EngineCore
-from bullet_graph.engine.corrections import Corrections
-from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError
 from bullet_graph.partition.spec import SMS_PER_TPC
 from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.planner.corrections import Corrections
+from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.executor import Executor, max_batch_sizes
 
 
@@ -31,15 +31,15 @@ def new_core(
         corrections: what has been learned of the performance model's errors; goes on learning.
 
     Raises:
-        ConfigError: the arm needs a performance table, partitions or a lane that the executor was made without.
+        ConfigError: the policy needs a performance table, partitions or a lane that the executor was made without.
     """
-    if config.arm.uses_prefill_lane and not executor.has_prefill_lane:
+    if config.policy.uses_prefill_lane and not executor.has_prefill_lane:
         raise ConfigError(
-            f"the arm {config.arm} needs a prefill lane, but the engine was made for one that has none: make it "
-            "with arm=auto, which can serve as any other"
+            f"the policy {config.policy} needs a prefill lane, but the engine was made for one that has none: make it "
+            "with policy=auto, which can serve as any other"
         )
     planner = Planner(
-        config.arm,
+        config.policy,
         max_chunk_tokens=config.chunk_tokens,
         decode_sms=[SMS_PER_TPC * p.decode_tpcs for p in executor.partitions if p.decode_tpcs is not None],
         max_batch_sizes=max_batch_sizes(executor),
@@ -68,7 +68,7 @@ def open_trace(
         device=device,
         num_sms=num_sms,
         num_layers=num_layers,
-        arm=str(config.arm),
+        policy=str(config.policy),
         slo=str(config.slo),
         version=__version__,
     )

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from types import TracebackType
 
-from bullet_graph.config import Arm, PromptOrder
+from bullet_graph.config import Policy, PromptOrder
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
@@ -93,20 +93,20 @@ class AsyncEngine:
                 self._commands.put(lambda: self._abort(stream, name))
 
     async def set_policy(
-        self, arm: str | Arm, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
+        self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
     ) -> None:
-        """Serve under another arm and other targets from now on; see :meth:`Engine.set_policy`.
+        """Serve under another policy and other targets from now on; see :meth:`Engine.set_policy`.
 
         Raises:
             RequestError: requests are under way.
-            ConfigError: the arm needs a performance table or partitions that this engine was not made with.
+            ConfigError: the policy needs a performance table or partitions that this engine was not made with.
             EngineDeadError: the engine was shut down or has failed.
         """
         done: Future[None] = Future()
         with self._lock:
             if self._failure is not None:
                 raise _copy(self._failure)
-            self._commands.put(lambda: self._set_policy(done, arm, slo, prompt_order))
+            self._commands.put(lambda: self._set_policy(done, policy, slo, prompt_order))
         await asyncio.wrap_future(done)
 
     @property
@@ -262,12 +262,12 @@ class AsyncEngine:
         self._streams[request_id] = stream
 
     def _set_policy(
-        self, done: Future[None], arm: str | Arm, slo: Slo, prompt_order: PromptOrder | None
+        self, done: Future[None], policy: str | Policy, slo: Slo, prompt_order: PromptOrder | None
     ) -> None:
         if not done.set_running_or_notify_cancel():
             return
         try:
-            self.engine.set_policy(arm, slo, prompt_order)
+            self.engine.set_policy(policy, slo, prompt_order)
         except Exception as error:
             # The engine goes on as before: the error is the caller's alone.
             done.set_exception(error)

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bullet_graph.engine.plan import ChunkLoad
 from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.planner.plan import ChunkLoad
 
 
 def fill(chunk_tokens: int, decode_rows: int, max_rows: int, padded_rows: Callable[[int], int]) -> int:

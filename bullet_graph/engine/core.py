@@ -5,15 +5,12 @@ from dataclasses import replace
 from bullet_graph.config import KV_BLOCK_TOKENS, PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.chunk import ChunkUnderWay, fill
-from bullet_graph.engine.corrections import ForwardKind
 from bullet_graph.engine.counters import LoopCounters
 from bullet_graph.engine.flights import Flight, Flights, other_lane
 from bullet_graph.engine.lanes import Launching
 from bullet_graph.engine.loads import load_of
 from bullet_graph.engine.loop_trace import LoopTrace
 from bullet_graph.engine.output import EngineStats, RequestOutput
-from bullet_graph.engine.plan import Load, Plan
-from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.preparation import PREPARE_MS, PreparationPace, spare_ms
 from bullet_graph.engine.request import Request
 from bullet_graph.engine.scheduled import ScheduledStep
@@ -23,6 +20,9 @@ from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.engine.tracker import RequestTracker
 from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.spec import WHOLE_GPU
+from bullet_graph.planner.corrections import ForwardKind
+from bullet_graph.planner.plan import Load, Plan
+from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.executor import Executor, max_batch_sizes
 from bullet_graph.runtime.step import Placement
 
@@ -257,7 +257,7 @@ class EngineCore:
         ticket = self.executor.launch(scheduled.step, placement)
         self.launching = None
         beside = bool(self._flights[other_lane(lane)])
-        flight = Flight(ticket, scheduled, placement, plan.arm, predicted_ms, beside)
+        flight = Flight(ticket, scheduled, placement, plan.policy, predicted_ms, beside)
         self._flights.add(flight, now)
         self.trace.launched(flight, decision=decision, layers=layers, now_s=now)
 
@@ -306,10 +306,10 @@ class EngineCore:
         self.counters.retired(flight, result.device_ms)
         self.trace.retired(flight.ticket, now, result.device_ms)
         # In a split a step that ran alone for a while says nothing of how fast it is beside the other lane.
-        alone = flight.arm == "split" and not (flight.beside and self._flights[other_lane(lane)])
+        alone = flight.policy == "split" and not (flight.beside and self._flights[other_lane(lane)])
         if flight.predicted_ms is not None and not alone:
             kind: ForwardKind = "slice" if flight.scheduled.step.decode is None else "step"
-            self.planner.observe(flight.arm, kind, flight.predicted_ms, result.device_ms)
+            self.planner.observe(flight.policy, kind, flight.predicted_ms, result.device_ms)
         if not flight.ends_chunk:
             return []
         self.counters.stepped(flight.scheduled, now)

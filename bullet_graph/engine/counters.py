@@ -3,12 +3,12 @@
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.flights import Flight, Flights
 from bullet_graph.engine.output import EngineStats
-from bullet_graph.engine.plan import ArmName
-from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.partition.masks import LANES, Lane, lane_tpcs
 from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.planner.plan import PolicyName
+from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.step import Placement
 
 
@@ -26,14 +26,14 @@ class LoopCounters:
         self._num_sms = num_sms
         self._num_steps = 0
         self.first_token_s: float | None = None
-        self._arm_seconds: dict[ArmName, float] = {}
+        self._policy_seconds: dict[PolicyName, float] = {}
         self._lane_seconds: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self._lane_sm_seconds: dict[Lane, float] = {} if num_sms is None else dict.fromkeys(LANES, 0.0)
 
     def retired(self, flight: Flight, device_ms: float) -> None:
         """Count a launch that is over."""
-        arm, lane = flight.arm, flight.placement.lane
-        self._arm_seconds[arm] = self._arm_seconds.get(arm, 0.0) + device_ms / 1e3
+        policy, lane = flight.policy, flight.placement.lane
+        self._policy_seconds[policy] = self._policy_seconds.get(policy, 0.0) + device_ms / 1e3
         self._lane_seconds[lane] += device_ms / 1e3
         if self._num_sms is not None:
             self._lane_sm_seconds[lane] += _sms(flight.placement, self._num_sms) * device_ms / 1e3
@@ -64,7 +64,7 @@ class LoopCounters:
             num_waiting=len(scheduler.queue),
             num_decoding=len(scheduler.decoding()),
             num_missing_graphs=num_missing_graphs,
-            arm_seconds=dict(self._arm_seconds),
+            policy_seconds=dict(self._policy_seconds),
             lane_seconds=dict(self._lane_seconds),
             lane_sm_seconds=dict(self._lane_sm_seconds),
             lane_sms=self._lane_sms(flights),

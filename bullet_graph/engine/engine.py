@@ -8,13 +8,13 @@ from pathlib import Path
 
 from bullet_graph._imports import BEGAN_S
 from bullet_graph.config import (
-    Arm,
     CanaryChoice,
     DeviceName,
     DtypeName,
     EngineConfig,
     LoadFormat,
     PartitionBackendName,
+    Policy,
     PromptOrder,
     ReadyName,
 )
@@ -44,7 +44,7 @@ class Engine(RequestLoop):
         on_ledger: told the memory ledger before anything is allocated.
         use_tqdm: show progress while loading weights and capturing graphs.
 
-    The other arguments are those of :class:`~bullet_graph.config.EngineConfig`; ``arm`` may be text such as
+    The other arguments are those of :class:`~bullet_graph.config.EngineConfig`; ``policy`` may be text such as
     ``"mixed:2048"``.
 
     Raises:
@@ -64,7 +64,7 @@ class Engine(RequestLoop):
         device: DeviceName = "auto",
         load_format: LoadFormat = "auto",
         seed: int = 0,
-        arm: str | Arm = "mixed",
+        policy: str | Policy = "mixed",
         prompt_order: PromptOrder = "arrival",
         cuda_graphs: bool = True,
         partition_backend: PartitionBackendName = "auto",
@@ -92,7 +92,7 @@ class Engine(RequestLoop):
             max_num_batched_tokens=max_num_batched_tokens,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_bytes=kv_cache_bytes,
-            arm=Arm.parse(arm) if isinstance(arm, str) else arm,
+            policy=Policy.parse(policy) if isinstance(policy, str) else policy,
             prompt_order=prompt_order,
             seed=seed,
             cuda_graphs=cuda_graphs,
@@ -182,23 +182,23 @@ class Engine(RequestLoop):
         return self._start.report()
 
     def set_policy(
-        self, arm: str | Arm, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
+        self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
     ) -> None:
-        """Serve under another arm and other targets from now on, with the graphs and partitions there are.
+        """Serve under another policy and other targets from now on, with the graphs and partitions there are.
 
         Counters begin anew; what the planner has learned of the device stays. So does the order of prompts where
         ``prompt_order`` is None.
 
         Raises:
             RequestError: requests are under way.
-            ConfigError: the arm needs a performance table or partitions that this engine was not made with.
+            ConfigError: the policy needs a performance table or partitions that this engine was not made with.
         """
         executor = self._alive()
         if self.has_unfinished_requests():
             raise RequestError("the policy can change between requests only: finish or abort them first")
-        chosen = Arm.parse(arm) if isinstance(arm, str) else arm
+        chosen = Policy.parse(policy) if isinstance(policy, str) else policy
         order = self.config.prompt_order if prompt_order is None else prompt_order
-        config = dataclasses.replace(self.config, arm=chosen, slo=slo, prompt_order=order)
+        config = dataclasses.replace(self.config, policy=chosen, slo=slo, prompt_order=order)
         before, self.config = self.config, config
         try:
             self._core = self._new_core(executor)

@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bullet_graph.engine.plan import ArmName
 from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
+from bullet_graph.planner.plan import PolicyName
 from bullet_graph.runtime.step import Placement
 
 
@@ -19,7 +19,7 @@ class Flight:
         ticket: the executor's.
         scheduled: the step; for a slice, the step it is part of.
         placement: where it runs.
-        arm: that it was launched under.
+        policy: that it was launched under.
         predicted_ms: its time on the device, None without a model.
         beside: the other lane had work when it was launched.
     """
@@ -27,7 +27,7 @@ class Flight:
     ticket: int
     scheduled: ScheduledStep
     placement: Placement
-    arm: ArmName
+    policy: PolicyName
     predicted_ms: float | None
     beside: bool
 

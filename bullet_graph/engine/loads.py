@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from bullet_graph.engine.chunk import ChunkUnderWay
 from bullet_graph.engine.flights import Flights
-from bullet_graph.engine.plan import DecodeLoad, Load, PromptLoad
-from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.prompt_queue import PromptQueue
 from bullet_graph.engine.sequence import Sequence as EngineSequence
-from bullet_graph.engine.slack import decode_load
+from bullet_graph.planner.plan import DecodeLoad, Load, PromptLoad
+from bullet_graph.planner.planner import Planner
+from bullet_graph.planner.slack import decode_load
 
 
 def load_of(

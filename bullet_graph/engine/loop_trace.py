@@ -2,9 +2,9 @@
 
 from bullet_graph.engine.flights import Flight
 from bullet_graph.engine.output import RequestOutput
-from bullet_graph.engine.plan import Load, Plan
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.planner.plan import Load, Plan
 
 
 class LoopTrace:
@@ -35,7 +35,7 @@ class LoopTrace:
             flight.placement.lane,
             decision=decision,
             now_s=now_s,
-            arm=flight.arm,
+            policy=flight.policy,
             decode_rows=0 if step.decode is None else len(step.decode.slots),
             prefill_rows=0 if step.prefill is None else len(step.prefill.token_ids),
             layers=layers,

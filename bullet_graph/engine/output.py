@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from bullet_graph.engine.corrections import ForwardKind
-from bullet_graph.engine.plan import ArmName
 from bullet_graph.errors import RequestError
 from bullet_graph.partition.masks import Lane
 from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.planner.corrections import ForwardKind
+from bullet_graph.planner.plan import PolicyName
 from bullet_graph.slo import NO_TARGETS, Slo
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -114,11 +114,11 @@ class EngineStats:
         num_waiting: sequences that wait for blocks.
         num_decoding: running sequences whose prompts are done.
         num_missing_graphs: CUDA graphs still to be captured, of an engine that was ready before all of them were.
-        arm_seconds: time the device spent on launches under each of the planner's arms.
+        policy_seconds: time the device spent on launches under each of the planner's policies.
         lane_seconds: time the device spent on each lane's launches.
         lane_sm_seconds: the same times the SMs that the launches had; without a GPU, which has no SMs, nothing.
         lane_sms: SMs of what each lane runs now, 0 where it is idle; without a GPU, nothing.
-        corrections: measured over predicted time, by arm and kind of forward, as the planner has learned it.
+        corrections: measured over predicted time, by policy and kind of forward, as the planner has learned it.
     """
 
     num_steps: int
@@ -130,14 +130,14 @@ class EngineStats:
     num_waiting: int
     num_decoding: int
     num_missing_graphs: int
-    arm_seconds: Mapping[ArmName, float]
+    policy_seconds: Mapping[PolicyName, float]
     lane_seconds: Mapping[Lane, float]
     lane_sm_seconds: Mapping[Lane, float]
     lane_sms: Mapping[Lane, int]
-    corrections: Mapping[tuple[ArmName, ForwardKind], float]
+    corrections: Mapping[tuple[PolicyName, ForwardKind], float]
 
     @property
-    def arm_shares(self) -> dict[str, float]:
-        """Each arm's share of the device time of all launches; empty before the first."""
-        total = sum(self.arm_seconds.values())
-        return {arm: seconds / total for arm, seconds in self.arm_seconds.items()} if total else {}
+    def policy_shares(self) -> dict[str, float]:
+        """Each policy's share of the device time of all launches; empty before the first."""
+        total = sum(self.policy_seconds.values())
+        return {policy: seconds / total for policy, seconds in self.policy_seconds.items()} if total else {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from bullet_graph.engine.plan import Load
+from bullet_graph.planner.plan import Load
 
 PREPARE_MS = 20.0
 """What capturing one graph takes at most, of 32 layers on an H200 (``graphs.capture_plan.DECODE_GRAPH_S``)."""

@@ -6,7 +6,7 @@ from itertools import islice
 
 from bullet_graph.config import PromptOrder
 from bullet_graph.engine.sequence import Sequence, Status
-from bullet_graph.engine.slack import QueuedPrompt, order_prompts
+from bullet_graph.planner.slack import QueuedPrompt, order_prompts
 
 QUEUE_IN_SIGHT = 64
 """Prompts at the head of the queue that a tick looks at: more than any chunk holds of usual lengths."""
@@ -52,7 +52,7 @@ class PromptQueue:
     def ordered(self, started: list[Sequence], now_s: float, ms_per_token: float) -> Iterable[Sequence]:
         """The head of the queue behind prompts under way, or among them, in the order to serve them.
 
-        By slack (:func:`~bullet_graph.engine.slack.order_prompts`) where there are targets, else by ``prompt_order``,
+        By slack (:func:`~bullet_graph.planner.slack.order_prompts`) where there are targets, else by ``prompt_order``,
         those under way and preempted ones before the others.
 
         Args:

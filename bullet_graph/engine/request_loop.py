@@ -10,7 +10,6 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.engine.admission import Admission, Prompt
 from bullet_graph.engine.assembly import new_core, open_trace
 from bullet_graph.engine.core import EngineCore
-from bullet_graph.engine.corrections import Corrections
 from bullet_graph.engine.opening import Opened
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.preparation import PREPARE_MS
@@ -19,6 +18,7 @@ from bullet_graph.engine.stall import stalled_launches
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import EngineDeadError, RequestError
 from bullet_graph.perf.start_report import StartClock
+from bullet_graph.planner.corrections import Corrections
 from bullet_graph.runtime.executor import Executor, keep_for_ever
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import Slo
@@ -34,7 +34,7 @@ class RequestLoop:
         trace_path: of a new file for every decision of the planner, or None.
 
     Raises:
-        ConfigError: the arm and what was opened do not fit, or the trace file exists.
+        ConfigError: the policy and what was opened do not fit, or the trace file exists.
         OSError: the trace file cannot be written.
     """
 

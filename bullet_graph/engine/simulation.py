@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bullet_graph.config import KV_BLOCK_TOKENS, Arm, PromptOrder
+from bullet_graph.config import KV_BLOCK_TOKENS, Policy, PromptOrder
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
-from bullet_graph.engine.planner import Planner
 from bullet_graph.engine.replay import Replay, TimedRequest, recorded_length, replay
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence as EngineSequence
@@ -18,6 +17,7 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.partition.spec import partition_of
 from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.executor import max_batch_sizes
 from bullet_graph.runtime.simulated import SimulatedExecutor
 from bullet_graph.runtime.step_work import StepRecord
@@ -35,7 +35,7 @@ class SimulationSettings:
     """The engine that is simulated.
 
     Attributes:
-        arm: how prefill and decode share the device.
+        policy: how prefill and decode share the device.
         kv_cache_tokens: tokens that the KV cache holds, at least ``max_model_len``.
         max_model_len: most tokens of a prompt and its output together.
         max_num_seqs: most sequences running at once.
@@ -52,7 +52,7 @@ class SimulationSettings:
         ConfigError: at construction, for numbers out of range.
     """
 
-    arm: Arm
+    policy: Policy
     kv_cache_tokens: int
     max_model_len: int
     max_num_seqs: int = 1024
@@ -108,7 +108,7 @@ class SimulatedEngine:
         on_step: told of every launch that has finished.
 
     Raises:
-        ConfigError: the arm needs a size of the decode lane that the model does not know.
+        ConfigError: the policy needs a size of the decode lane that the model does not know.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class SimulatedEngine:
             on_step=on_step,
         )
         planner = Planner(
-            settings.arm,
+            settings.policy,
             max_chunk_tokens=settings.max_num_batched_tokens,
             decode_sms=decode_sms,
             num_layers=model.num_layers,

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from bullet_graph.engine.plan import Load, Option, Plan
 from bullet_graph.errors import ConfigError, TraceError
 from bullet_graph.partition.masks import Lane
 from bullet_graph.partition.spec import SMS_PER_TPC
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.perf.trace_records import TRACE_FORMAT, TRACE_FORMAT_VERSION, TraceHeader
+from bullet_graph.planner.plan import Load, Option, Plan
 from bullet_graph.slo import Slo
 
 __all__ = ["DecisionTrace", "TraceHeader"]
@@ -74,7 +74,7 @@ class DecisionTrace:
         decode = load.decode
         running = 0 if decode is None else decode.batch_size
         key = (
-            plan.arm,
+            plan.policy,
             plan.decode,
             plan.partition,
             plan.chunk_tokens,
@@ -102,7 +102,7 @@ class DecisionTrace:
                 "queued_tokens": load.queued_tokens,
                 "budget_ms": None if decode is None else _finite(decode.budget_ms),
                 "slack_ms": None if decode is None else _finite(decode.slack_ms),
-                "arm": plan.arm,
+                "policy": plan.policy,
                 "decode": plan.decode,
                 "chunk_tokens": plan.chunk_tokens,
                 "slice_layers": plan.slice_layers,
@@ -121,7 +121,7 @@ class DecisionTrace:
         *,
         decision: int,
         now_s: float,
-        arm: str,
+        policy: str,
         decode_rows: int,
         prefill_rows: int,
         layers: int,
@@ -137,7 +137,7 @@ class DecisionTrace:
                 "lane": lane,
                 "decision": decision,
                 "time_s": now_s,
-                "arm": arm,
+                "policy": policy,
                 "decode_rows": decode_rows,
                 "prefill_rows": prefill_rows,
                 "layers": layers,
@@ -222,7 +222,7 @@ class DecisionTrace:
 
 def _option(option: Option) -> dict[str, object]:
     return {
-        "arm": option.arm,
+        "policy": option.policy,
         "decode_sms": option.decode_sms,
         "chunk_tokens": option.chunk_tokens,
         "slice_layers": option.slice_layers,

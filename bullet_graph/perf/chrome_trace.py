@@ -46,7 +46,7 @@ def to_chrome_trace(trace: Trace, window: Window | None = None) -> dict[str, Any
             "device": header.device,
             "num_sms": header.num_sms,
             "num_layers": header.num_layers,
-            "arm": header.arm,
+            "policy": header.policy,
             "slo": header.slo,
             "version": header.version,
         },
@@ -59,7 +59,7 @@ def _name(kind: str, thread: int, name: str) -> dict[str, Any]:
 
 def _decision_events(decision: Decision, time_s: float) -> Iterator[dict[str, Any]]:
     yield {
-        "name": f"{decision.arm} ({decision.bound})",
+        "name": f"{decision.policy} ({decision.bound})",
         "cat": "decision",
         "ph": "i",
         "s": "t",
@@ -92,15 +92,15 @@ def _launch_event(launch: Launch, start_s: float) -> dict[str, Any]:
     if launch.prefill_rows:
         rows.append(f"{launch.prefill_rows} prompt tokens × {launch.layers} layers")
     return {
-        "name": f"{launch.arm}: {', '.join(rows)}",
-        "cat": launch.arm,
+        "name": f"{launch.policy}: {', '.join(rows)}",
+        "cat": launch.policy,
         "ph": "X",
         "pid": _PROCESS,
         "tid": _LANE_THREADS[launch.lane],
         "ts": start_s * 1e6,
         "dur": (launch.device_ms or 0.0) * 1e3,
         "args": {
-            "arm": launch.arm,
+            "policy": launch.policy,
             "decision": launch.decision,
             "decode_rows": launch.decode_rows,
             "prefill_rows": launch.prefill_rows,

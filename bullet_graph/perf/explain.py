@@ -11,7 +11,7 @@ from bullet_graph.perf.occupancy import FloatArray, Occupancy
 from bullet_graph.perf.trace_records import LaneName, Launch, Trace, TracedRequest, TraceHeader
 
 IDLE = "idle"
-"""Where an arm's name could stand: no launch was on the device."""
+"""Where a policy's name could stand: no launch was on the device."""
 
 # Shares are sums of floats: less than this is nothing.
 _NEGLIGIBLE = 1e-6
@@ -35,17 +35,17 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class ArmShare:
-    """What an arm had of the run.
+class PolicyShare:
+    """What a policy had of the run.
 
     Attributes:
-        arm: its name.
+        policy: its name.
         num_launches: that ended in the window.
         device_share: of the device time of all launches.
-        wall_share: of the time that passed; where two arms ran at once, each has half.
+        wall_share: of the time that passed; where two policies ran at once, each has half.
     """
 
-    arm: str
+    policy: str
     num_launches: int
     device_share: float
     wall_share: float
@@ -70,10 +70,10 @@ class LaneShares:
 
 @dataclass(frozen=True, slots=True)
 class PredictionError:
-    """Predicted against measured device time of an arm's launches on a lane.
+    """Predicted against measured device time of a policy's launches on a lane.
 
     Attributes:
-        arm: the arm.
+        policy: the policy.
         lane: the lane.
         num_launches: those with a prediction.
         median_percent: median absolute error, of the measured time.
@@ -81,7 +81,7 @@ class PredictionError:
         bias_percent: how much all predictions together exceed all measurements together; negative: too short.
     """
 
-    arm: str
+    policy: str
     lane: LaneName
     num_launches: int
     median_percent: float
@@ -119,7 +119,7 @@ class Miss:
         target: ``ttft`` or ``tpot``.
         measured_ms: what it took.
         limit_ms: the target.
-        cause: TTFT: ``queued`` or ``prefill``, whichever took longer. TPOT: the arm that ran longest in the gaps
+        cause: TTFT: ``queued`` or ``prefill``, whichever took longer. TPOT: the policy that ran longest in the gaps
             between its tokens that exceeded the target, or ``idle``.
         shares: of the time to the first token, or of those gaps, by cause, largest first.
     """
@@ -143,9 +143,9 @@ class TraceSummary:
         num_decisions: ticks at which a plan was made.
         num_infeasible: those at which options were weighed and none held the TPOT budget.
         bounds: ticks by what decided.
-        arms: largest wall share first.
+        policies: largest wall share first.
         lanes: how busy they were.
-        errors: by arm and lane.
+        errors: by policy and lane.
         requests: how they fared.
         causes: misses by ``target: cause``, most frequent first.
         misses: the worst first, as a multiple of the target.
@@ -158,7 +158,7 @@ class TraceSummary:
     num_decisions: int
     num_infeasible: int
     bounds: dict[str, int]
-    arms: tuple[ArmShare, ...]
+    policies: tuple[PolicyShare, ...]
     lanes: LaneShares
     errors: tuple[PredictionError, ...]
     requests: RequestCounts
@@ -182,7 +182,7 @@ def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
     ]
     requests = [r for r in trace.requests if window.holds(_last_event_s(r))]
     completed = [r for r in requests if r.reason not in ("abort", "error")]
-    weights = {arm: occupancy.of_arm(arm) for arm in occupancy.arms}
+    weights = {policy: occupancy.of_policy(policy) for policy in occupancy.policies}
     targeted = [r for r in completed if r.ttft_limit_ms is not None or r.tpot_limit_ms is not None]
     missed = [found for r in targeted if (found := _misses(r, occupancy, weights))]
     misses = sorted(chain.from_iterable(missed), key=lambda miss: -miss.measured_ms / miss.limit_ms)
@@ -196,7 +196,7 @@ def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
             d.count for d in decisions if d.options and not any(o.get("holds_tpot") for o in d.options)
         ),
         bounds=dict(bounds.most_common()),
-        arms=_arm_shares(ended, occupancy, window),
+        policies=_policy_shares(ended, occupancy, window),
         lanes=_lane_shares(occupancy, window),
         errors=_prediction_errors(ended),
         requests=RequestCounts(
@@ -217,20 +217,20 @@ def _last_event_s(request: TracedRequest) -> float:
     return request.arrival_s + (request.token_us[-1] / 1e6 if request.token_us else 0.0)
 
 
-def _arm_shares(ended: list[Launch], occupancy: Occupancy, window: Window) -> tuple[ArmShare, ...]:
+def _policy_shares(ended: list[Launch], occupancy: Occupancy, window: Window) -> tuple[PolicyShare, ...]:
     device_ms: defaultdict[str, float] = defaultdict(float)
     for launch in ended:
-        device_ms[launch.arm] += launch.device_ms or 0.0
+        device_ms[launch.policy] += launch.device_ms or 0.0
     total_ms = sum(device_ms.values())
-    counts = Counter(launch.arm for launch in ended)
+    counts = Counter(launch.policy for launch in ended)
     shares = [
-        ArmShare(
-            arm=arm,
-            num_launches=counts[arm],
-            device_share=device_ms[arm] / total_ms if total_ms else 0.0,
-            wall_share=occupancy.share(occupancy.of_arm(arm), window.start_s, window.end_s),
+        PolicyShare(
+            policy=policy,
+            num_launches=counts[policy],
+            device_share=device_ms[policy] / total_ms if total_ms else 0.0,
+            wall_share=occupancy.share(occupancy.of_policy(policy), window.start_s, window.end_s),
         )
-        for arm in occupancy.arms
+        for policy in occupancy.policies
     ]
     return tuple(sorted(shares, key=lambda share: -share.wall_share))
 
@@ -247,18 +247,18 @@ def _prediction_errors(ended: list[Launch]) -> tuple[PredictionError, ...]:
     pairs: defaultdict[tuple[str, LaneName], list[tuple[float, float]]] = defaultdict(list)
     for launch in ended:
         if launch.predicted_ms is not None and launch.device_ms:
-            pairs[launch.arm, launch.lane].append((launch.predicted_ms, launch.device_ms))
+            pairs[launch.policy, launch.lane].append((launch.predicted_ms, launch.device_ms))
     errors = []
-    for (arm, lane), values in sorted(pairs.items()):
+    for (policy, lane), values in sorted(pairs.items()):
         predicted, measured = np.array(values).T
         median, p90 = np.percentile(np.abs(predicted / measured - 1) * 100, (50, 90))
         bias = (predicted.sum() / measured.sum() - 1) * 100
-        errors.append(PredictionError(arm, lane, len(values), float(median), float(p90), float(bias)))
+        errors.append(PredictionError(policy, lane, len(values), float(median), float(p90), float(bias)))
     return tuple(errors)
 
 
 def _misses(request: TracedRequest, occupancy: Occupancy, weights: dict[str, FloatArray]) -> list[Miss]:
-    """The targets that a request missed; the weights are the arms' parts of the stretches of time."""
+    """The targets that a request missed; the weights are the policies' parts of the stretches of time."""
     misses = []
     ttft, tpot = request.ttft_ms, request.tpot_ms
     if ttft is not None and request.ttft_limit_ms is not None and ttft > request.ttft_limit_ms:
@@ -291,9 +291,9 @@ def _late_gap_shares(
     late = np.diff(token_us) / 1e3 > limit_ms
     late_s = np.diff(token_us)[late].sum() / 1e6
     shares = {}
-    for arm, of_arm in weights.items():
-        until_token_s = occupancy.accumulated(of_arm, request.arrival_s + token_us / 1e6)
-        shares[arm] = float(np.diff(until_token_s)[late].sum() / late_s)
-    shares = {arm: share for arm, share in shares.items() if share > _NEGLIGIBLE}
+    for policy, of_policy in weights.items():
+        until_token_s = occupancy.accumulated(of_policy, request.arrival_s + token_us / 1e6)
+        shares[policy] = float(np.diff(until_token_s)[late].sum() / late_s)
+    shares = {policy: share for policy, share in shares.items() if share > _NEGLIGIBLE}
     idle = 1.0 - sum(shares.values())
     return shares | {IDLE: idle} if idle > _NEGLIGIBLE else shares

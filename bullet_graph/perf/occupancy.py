@@ -66,12 +66,12 @@ class Occupancy:
         own = (x.decode_sms if x.lane == "decode" else x.prefill_sms for x in self.launches)
         return np.array([num_sms if sms is None else sms for sms in own], dtype=np.float64)
 
-    def of_arm(self, arm: str) -> FloatArray:
-        """[m]: the arm's part of each stretch: 1, half of it beside another arm, or 0."""
-        is_arm = np.array([launch.arm == arm for launch in self.launches], dtype=np.float64)
-        lanes_of_arm = sum(self.on_lane(lane, is_arm) for lane in LANES)
+    def of_policy(self, policy: str) -> FloatArray:
+        """[m]: the policy's part of each stretch: 1, half of it beside another policy, or 0."""
+        is_policy = np.array([launch.policy == policy for launch in self.launches], dtype=np.float64)
+        lanes_of_policy = sum(self.on_lane(lane, is_policy) for lane in LANES)
         lanes_busy = sum((self.active[lane] >= 0).astype(np.float64) for lane in LANES)
-        return np.asarray(lanes_of_arm / np.maximum(lanes_busy, 1.0), dtype=np.float64)
+        return np.asarray(lanes_of_policy / np.maximum(lanes_busy, 1.0), dtype=np.float64)
 
     def accumulated(self, weights: FloatArray, at_s: FloatArray) -> FloatArray:
         """Seconds up to each of the times, each stretch counted by its weight ([m])."""
@@ -84,6 +84,6 @@ class Occupancy:
         return float(after - before) / (end_s - start_s) if end_s > start_s else 0.0
 
     @property
-    def arms(self) -> tuple[str, ...]:
-        """The arms of the launches, in order of appearance."""
-        return tuple(dict.fromkeys(launch.arm for launch in self.launches))
+    def policies(self) -> tuple[str, ...]:
+        """The policies of the launches, in order of appearance."""
+        return tuple(dict.fromkeys(launch.policy for launch in self.launches))

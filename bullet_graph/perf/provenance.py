@@ -135,5 +135,5 @@ def host_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    # Arm kernels list no model name.
+    # Policy kernels list no model name.
     return next(names, None) or platform.processor() or None

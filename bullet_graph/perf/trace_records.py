@@ -19,7 +19,7 @@ class TraceHeader:
         device: its name.
         num_sms: SMs of the GPU; None where there is none to divide.
         num_layers: layers of the model.
-        arm: the arm asked for.
+        policy: the policy asked for.
         slo: the engine's latency targets, in words.
         version: of the package.
     """
@@ -28,7 +28,7 @@ class TraceHeader:
     device: str
     num_sms: int | None
     num_layers: int
-    arm: str
+    policy: str
     slo: str
     version: str
 
@@ -46,7 +46,7 @@ class Decision:
         queued_tokens: tokens of all waiting prompts.
         budget_ms: longest interval between tokens that held every TPOT target; None without targets.
         slack_ms: longest wait for the next token that did; None without targets.
-        arm: the arm chosen.
+        policy: the policy chosen.
         decode: decode steps could be launched.
         chunk_tokens: most prompt rows of the next chunk.
         slice_layers: layers of each slice on the prefill lane.
@@ -65,7 +65,7 @@ class Decision:
     queued_tokens: int
     budget_ms: float | None
     slack_ms: float | None
-    arm: str
+    policy: str
     decode: bool
     chunk_tokens: int
     slice_layers: int
@@ -85,7 +85,7 @@ class Launch:
         lane: where it ran.
         decision: the decision that it followed.
         time_s: when the host launched it.
-        arm: its arm.
+        policy: its policy.
         decode_rows: sequences that decoded.
         prefill_rows: prompt tokens.
         layers: layers it ran.
@@ -100,7 +100,7 @@ class Launch:
     lane: LaneName
     decision: int
     time_s: float
-    arm: str
+    policy: str
     decode_rows: int
     prefill_rows: int
     layers: int

@@ -48,7 +48,7 @@ class BuiltRuntime:
     Attributes:
         executor: ready for steps.
         memory: the ledger it was built by.
-        performance: predicts its times; None where neither arm nor targets need it and no table was named.
+        performance: predicts its times; None where neither policy nor targets need it and no table was named.
         partition_backend: which back end confines the lanes and why; None on the CPU.
         capture: what capturing decode graphs cost; None where none were.
         lane_sms: the SMs of each lane in each partition; empty on the CPU.
@@ -87,7 +87,7 @@ def build_executor(
 
     Raises:
         InsufficientMemoryError: the ledger does not fit.
-        PerfTableError: the arm or the targets need a performance table, and none fits.
+        PerfTableError: the policy or the targets need a performance table, and none fits.
         CheckpointError: the weights cannot be read.
         DeviceError: a library that the GPU path needs is missing.
         PartitionError: the SM partitions asked for cannot be had, or do not hold.
@@ -129,7 +129,7 @@ def plan_ledger(
     """Divide the device's memory as an engine would; nothing is allocated.
 
     Args:
-        performance: the model whose partitions the arm may choose from; None where it chooses none.
+        performance: the model whose partitions the policy may choose from; None where it chooses none.
 
     Raises:
         InsufficientMemoryError: it does not fit.
@@ -248,7 +248,7 @@ def _build_cuda(
             launcher=launcher,
             plan=plan,
             cuda_graphs=config.cuda_graphs,
-            prefill_lane=config.arm.uses_prefill_lane,
+            prefill_lane=config.policy.uses_prefill_lane,
             ready=config.ready,
             join_weights=join_weights,
             clock=clock,
@@ -266,11 +266,11 @@ def _build_cuda(
 def partitions_of(
     config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None = None
 ) -> tuple[SmPartition, ...]:
-    """The whole GPU, and a partition for each size of the decode lane that is wanted or that the arm may choose."""
+    """The whole GPU, and a partition for each size of the decode lane that is wanted or that the policy may choose."""
     num_sms = torch.cuda.get_device_properties(runtime.device).multi_processor_count
     sizes: Sequence[int] = config.decode_sms
-    if config.arm.decode_sms is not None:
-        sizes = (*sizes, config.arm.decode_sms)
-    elif not sizes and config.arm.name in ("auto", "split") and config.partition_backend != "none":
+    if config.policy.decode_sms is not None:
+        sizes = (*sizes, config.policy.decode_sms)
+    elif not sizes and config.policy.name in ("auto", "split") and config.partition_backend != "none":
         sizes = () if performance is None else performance.decode_sms
     return tuple(partition_of(size, num_sms=num_sms) for size in (None, *sorted(set(sizes))))

@@ -64,9 +64,9 @@ def check_plan(plan: CapturePlan, config: EngineConfig, *, name: str, dtype: str
             f"{name} captures forwards of {plan.short_forward_rows[-1]} rows in short_forward_rows, but the longest of "
             f"this engine has {max_rows} (chunk and max_num_seqs): remove the larger sizes, or allow longer chunks"
         )
-    sms = config.arm.decode_sms
+    sms = config.policy.decode_sms
     if sms is not None and sms not in plan.decode_sms:
         raise ConfigError(
-            f"{name} has no decode lane of {sms} SMs, which the arm {config.arm} needs, but "
+            f"{name} has no decode lane of {sms} SMs, which the policy {config.policy} needs, but "
             f"{', '.join(map(str, plan.decode_sms)) or 'the whole GPU only'}: choose one of these, or add a [[decode]]"
         )

@@ -214,7 +214,7 @@ class CudaExecutor:
         """
         lane = self._lanes.get(placement.lane)
         if lane is None:
-            raise ConfigError("this engine was made without a prefill lane: choose the arm when making it")
+            raise ConfigError("this engine was made without a prefill lane: choose the policy when making it")
         stream = self._launcher.stream(placement.lane, placement.partition)
         if stream != lane.stream:  # green contexts have a stream for each partition
             stream.wait_stream(lane.stream)

@@ -154,7 +154,7 @@ def workspace_bytes(config: ModelConfig) -> int:
 def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     """Peak of a layer's intermediate results for the widest forward, and of its logits."""
     # Each lane keeps a forward's worth of its own.
-    num_lanes = 2 if config.arm.uses_prefill_lane else 1
+    num_lanes = 2 if config.policy.uses_prefill_lane else 1
     rows = num_lanes * config.chunk_tokens + config.max_num_seqs
     per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size
     # Logits in the weights' dtype, and twice in float32 where log-probabilities are asked for.

@@ -40,12 +40,14 @@ def find_performance(
     if name == ROOFLINE:
         gpu, num_sms = _device(runtime)
         return Roofline(device_spec(gpu, num_sms), runtime.model, dtype_bytes=runtime.dtype.itemsize)
-    arm = config.arm
-    sized_by_target = arm.name == "mixed" and arm.chunk_tokens is None and config.slo.tpot_ms is not None
-    needed = arm.uses_prefill_lane or sized_by_target
+    policy = config.policy
+    sized_by_target = (
+        policy.name == "mixed" and policy.chunk_tokens is None and config.slo.tpot_ms is not None
+    )
+    needed = policy.uses_prefill_lane or sized_by_target
     if name is None and not needed:
         return None
-    what = f"the arm {arm} under a TPOT target" if sized_by_target else f"the arm {arm}"
+    what = f"the policy {policy} under a TPOT target" if sized_by_target else f"the policy {policy}"
     if runtime.device.type == "cpu":
         raise PerfTableError(
             f"{what} needs a performance table, and tables are measured on GPUs, but the device is the CPU: pass "

@@ -27,11 +27,11 @@ def check_device(config: EngineConfig, runtime: Runtime) -> None:
         if (
             config.decode_sms
             or config.partition_backend not in ("auto", "none")
-            or config.arm.name == "split"
+            or config.policy.name == "split"
         ):
             raise ConfigError(
                 "SM partitions need a GPU, but the device is the CPU: leave out decode_sms, partition_backend and "
-                "the arm split"
+                "the policy split"
             )
         named_plan(config, runtime)  # raises for any: there is nothing to capture
         if config.capture_cache is not None and not config.compile:

@@ -36,7 +36,7 @@ def live_figures(
         "kv_cache_usage": stats.kv_blocks_used / stats.kv_blocks_total,
         "lane_seconds": dict(stats.lane_seconds),
         "lane_sm_seconds": dict(stats.lane_sm_seconds),
-        "arm_seconds": dict(stats.arm_seconds),
+        "policy_seconds": dict(stats.policy_seconds),
         "generation_tokens": metrics.generation_tokens,
         "window_s": WINDOW_S,
         "requests": len(recent),

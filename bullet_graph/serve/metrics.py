@@ -1,4 +1,4 @@
-"""What the server counts: vLLM's metrics under their names, and the lanes', arms', targets' and energy's."""
+"""What the server counts: vLLM's metrics under their names, and the lanes', policies', targets' and energy's."""
 
 import itertools
 import time
@@ -173,8 +173,12 @@ class ServerMetrics(Collector):
             "lane_sm_seconds", "Device time of each lane times its SMs.", "lane", stats.lane_sm_seconds
         )
         yield self._counters("lane_seconds", "Device time of each lane.", "lane", stats.lane_seconds)
-        yield self._counters("arm_seconds", "Device time under each arm.", "arm", stats.arm_seconds)
-        yield self._gauges("arm_time_share", "Share of device time by arm.", "arm", stats.arm_shares)
+        yield self._counters(
+            "policy_seconds", "Device time under each policy.", "policy", stats.policy_seconds
+        )
+        yield self._gauges(
+            "policy_time_share", "Share of device time by policy.", "policy", stats.policy_shares
+        )
         yield self._counter("slo_requests", "Requests with targets that ended.", self.num_with_targets)
         yield self._counter("slo_requests_met", "Those that met all their targets.", self.num_met)
         if self.slo_attainment is not None:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from arms import PROMPTS, Launches
 from async_engines import Gate
 from checkpoints import write_checkpoint
 from engines import Model, make_engine
+from policies import PROMPTS, Launches
 
 from bullet_graph import Engine
 from bullet_graph.runtime.cpu import CpuExecutor
@@ -92,5 +92,5 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 @pytest.fixture
 def one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices as short as they can be: by themselves, prompts this short end in their first slice."""
-    monkeypatch.setattr("bullet_graph.engine.planner.SOLO_SLICE_MS", 0.0)
-    monkeypatch.setattr("bullet_graph.engine.options.DECODES_PER_SLICE", 0.0)
+    monkeypatch.setattr("bullet_graph.planner.planner.SOLO_SLICE_MS", 0.0)
+    monkeypatch.setattr("bullet_graph.planner.options.DECODES_PER_SLICE", 0.0)

@@ -59,36 +59,42 @@ def check(oracle: Oracle, outputs: list) -> None:
         assert [entry.top[0][0] for entry in completion.logprobs] == oracle.tokens[i]
 
 
-@pytest.mark.parametrize("arm", ["serial", "mixed"])
+@pytest.mark.parametrize("policy", ["serial", "mixed"])
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
-def test_greedy_tokens_and_logprobs_equal(oracle: Oracle, arm: str, chunk: int | None) -> None:
-    name = arm if chunk is None else f"{arm}:{chunk}"
-    outputs, _ = generate(oracle, 16, arm=name, max_num_seqs=16)
+def test_greedy_tokens_and_logprobs_equal(oracle: Oracle, policy: str, chunk: int | None) -> None:
+    name = policy if chunk is None else f"{policy}:{chunk}"
+    outputs, _ = generate(oracle, 16, policy=name, max_num_seqs=16)
     check(oracle, outputs)
 
 
-@pytest.mark.parametrize("arm", ["sliced", "auto"])
+@pytest.mark.parametrize("policy", ["sliced", "auto"])
 @pytest.mark.parametrize("chunk", [7, 64, 8192])
 @pytest.mark.parametrize(
     "slo", [NO_TARGETS, Slo(ttft_ms=1e6, tpot_ms=50), Slo(ttft_ms=1e-3, tpot_ms=1e-3)], ids=str
 )
 def test_greedy_tokens_and_logprobs_equal_under_a_planner(
-    oracle: Oracle, arm: str, chunk: int, slo: Slo
+    oracle: Oracle, policy: str, chunk: int, slo: Slo
 ) -> None:
     outputs, _ = generate(
-        oracle, 16, arm=arm, max_num_batched_tokens=chunk, max_num_seqs=6, slo=slo, perf_table="roofline"
+        oracle,
+        16,
+        policy=policy,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=6,
+        slo=slo,
+        perf_table="roofline",
     )
     check(oracle, outputs)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_batches_of_other_sizes(oracle: Oracle, count: int) -> None:
-    outputs, _ = generate(oracle, count, arm="mixed:16", max_num_seqs=3)
+    outputs, _ = generate(oracle, count, policy="mixed:16", max_num_seqs=3)
     check(oracle, outputs)
 
 
-@pytest.mark.parametrize("arm", ["serial", "mixed:7", "sliced", "auto"])
-def test_forced_preemption_changes_nothing(oracle: Oracle, arm: str) -> None:
+@pytest.mark.parametrize("policy", ["serial", "mixed:7", "sliced", "auto"])
+def test_forced_preemption_changes_nothing(oracle: Oracle, policy: str) -> None:
     block_bytes = 0
     with Engine(str(oracle.folder), device="cpu", max_model_len=112) as probe:
         block_bytes = probe.memory.kv_cache_bytes // probe.memory.num_kv_blocks
@@ -96,7 +102,7 @@ def test_forced_preemption_changes_nothing(oracle: Oracle, arm: str) -> None:
     outputs, stats = generate(
         oracle,
         16,
-        arm=arm,
+        policy=policy,
         max_num_seqs=16,
         max_model_len=112,
         kv_cache_bytes=11 * block_bytes,

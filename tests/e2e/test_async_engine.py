@@ -25,7 +25,7 @@ LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
 @pytest.fixture
 async def engine(model: Model) -> AsyncIterator[AsyncEngine]:
-    async with AsyncEngine(make_engine(model.folder, max_num_seqs=4, arm="mixed:16")) as engine:
+    async with AsyncEngine(make_engine(model.folder, max_num_seqs=4, policy="mixed:16")) as engine:
         yield engine
         await idle(engine)
     assert not engine_threads()
@@ -54,7 +54,7 @@ async def test_many_at_once_equal_each_alone(model: Model) -> None:
             tokens_of(alone.generate(prompt, param, use_tqdm=False)[0])
             for prompt, param in zip(prompts, params, strict=True)
         ]
-    async with AsyncEngine(make_engine(model.folder, max_num_seqs=5, arm="mixed:9")) as engine:
+    async with AsyncEngine(make_engine(model.folder, max_num_seqs=5, policy="mixed:9")) as engine:
         streams = await asyncio.gather(
             *(collect(engine, prompt, param) for prompt, param in zip(prompts, params, strict=True))
         )
@@ -246,18 +246,18 @@ async def test_time_to_first_token_counts_from_the_call(engine: AsyncEngine) -> 
 
 
 async def test_the_policy_changes_between_requests(model: Model) -> None:
-    async with AsyncEngine(make_engine(model.folder, arm="mixed:16")) as engine:
+    async with AsyncEngine(make_engine(model.folder, policy="mixed:16")) as engine:
         expected = tokens_of((await collect(engine, PROMPT))[-1])
-        for arm in ("serial", "mixed:4"):
+        for policy in ("serial", "mixed:4"):
             await idle(engine)
-            await engine.set_policy(arm, Slo(ttft_ms=1e6))
+            await engine.set_policy(policy, Slo(ttft_ms=1e6))
             output = (await collect(engine, PROMPT))[-1]
             assert tokens_of(output) == expected
-            assert (str(engine.engine.config.arm), output.slo) == (arm, Slo(ttft_ms=1e6))
+            assert (str(engine.engine.config.policy), output.slo) == (policy, Slo(ttft_ms=1e6))
 
 
 async def test_a_policy_that_cannot_be_is_an_error_of_the_caller(model: Model) -> None:
-    async with AsyncEngine(make_engine(model.folder, arm="mixed:16")) as engine:
+    async with AsyncEngine(make_engine(model.folder, policy="mixed:16")) as engine:
         stream = engine.generate(PROMPT, LONG)
         await anext(stream)
         with pytest.raises(RequestError, match="finish or abort them first"):
@@ -279,4 +279,4 @@ async def test_nobody_waits_for_a_cancelled_change(engine: AsyncEngine, gate: Ga
     change.cancel()
     gate.open()
     assert len(await request) == 12
-    assert str(engine.engine.config.arm) == "mixed:16"
+    assert str(engine.engine.config.policy) == "mixed:16"

@@ -41,10 +41,10 @@ def fields(result: Result) -> dict[str, Any]:
     return parsed
 
 
-def test_one_arm_has_the_flat_fields_of_vllms_serving_benchmark(trace: Path, tmp_path: Path) -> None:
+def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(trace: Path, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     arguments = ("--request-rate", "100", *TARGETS, "--seed", "3", "--output-json", str(output), "--json")
-    flat = fields(bench(*arguments, "--arm", "serial:64", trace=trace))
+    flat = fields(bench(*arguments, "--policy", "serial:64", trace=trace))
     assert json.loads(output.read_text()) == flat
     latencies = {
         f"{label}_{name}_ms"
@@ -64,7 +64,7 @@ def test_one_arm_has_the_flat_fields_of_vllms_serving_benchmark(trace: Path, tmp
         "burstiness": 1,
         "max_concurrency": None,
         "slo_attainment": 1,
-        "arm": "serial:64",
+        "policy": "serial:64",
         "slo": "ttft:60000ms tpot:60000ms",
         "trace": "trace.csv",
         "seed": 3,
@@ -84,8 +84,8 @@ def test_one_arm_has_the_flat_fields_of_vllms_serving_benchmark(trace: Path, tmp
     assert flat["request_throughput"] * duration == pytest.approx(6)
     assert flat["request_goodput"] == pytest.approx(flat["request_throughput"])
     assert 0 < flat["median_ttft_ms"] <= flat["p99_ttft_ms"] <= flat["p99_e2el_ms"] <= duration * 1e3
-    assert sum(flat["arm_shares"].values()) == pytest.approx(1)
-    assert set(flat["arm_shares"]) <= {"serial", "solo"}
+    assert sum(flat["policy_shares"].values()) == pytest.approx(1)
+    assert set(flat["policy_shares"]) <= {"serial", "solo"}
     assert 0 < flat["kv_blocks_peak"] <= flat["kv_blocks_total"]
     assert flat["num_steps"] >= 12
     assert flat["engine"]["max_model_len"] == 512
@@ -108,25 +108,34 @@ def test_details_are_of_each_request(trace: Path) -> None:
 
 
 def test_goodput_counts_requests_within_all_targets(trace: Path) -> None:
-    flat = fields(bench("--goodput", "ttft:60000 tpot:0.0001", "--arm", "serial", "--json", trace=trace))
+    flat = fields(bench("--goodput", "ttft:60000 tpot:0.0001", "--policy", "serial", "--json", trace=trace))
     # The one output of a single token has no time between tokens to miss a target with.
     assert flat["slo_attainment"] == pytest.approx(1 / 6)
     assert flat["request_goodput"] * flat["duration"] == pytest.approx(1)
 
 
-def test_several_arms_stand_side_by_side(trace: Path) -> None:
-    arms = ("--arm", "mixed:16", "--arm", "auto", "--arm", "mixed:16", "--perf-table", "roofline")
-    both = fields(bench(*arms, "--json", trace=trace))
-    assert [flat["arm"] for flat in both["results"]] == ["mixed:16", "auto"], "each arm once"
+def test_several_policies_stand_side_by_side(trace: Path) -> None:
+    policies = (
+        "--policy",
+        "mixed:16",
+        "--policy",
+        "auto",
+        "--policy",
+        "mixed:16",
+        "--perf-table",
+        "roofline",
+    )
+    both = fields(bench(*policies, "--json", trace=trace))
+    assert [flat["policy"] for flat in both["results"]] == ["mixed:16", "auto"], "each policy once"
     assert [flat["total_output_tokens"] for flat in both["results"]] == [35, 35]
     mixed, auto = both["results"]
-    assert set(mixed["arm_shares"]) <= {"mixed", "solo"}
+    assert set(mixed["policy_shares"]) <= {"mixed", "solo"}
     # 208 prompt tokens in forwards of 16; the counters are of this run alone.
     assert mixed["num_steps"] >= 13
     assert auto["num_steps"] < mixed["num_steps"]
     assert (both["model"], both["trace"]) == ("tiny", "trace.csv")
-    assert not {"arm", "completed"} & set(both)
-    shown = bench(*arms, *TARGETS, trace=trace)
+    assert not {"policy", "completed"} & set(both)
+    shown = bench(*policies, *TARGETS, trace=trace)
     assert shown.exit_code == 0, shown.output
     for text in ("mixed:16", "auto", "TTFT, median, ms", "met all targets, %", "KV blocks, peak, %"):
         assert text in shown.stdout
@@ -171,7 +180,7 @@ def test_warm_up_is_in_no_figure(trace: Path, monkeypatch: pytest.MonkeyPatch) -
         add_request(engine, request_id, *arguments, **settings)
 
     monkeypatch.setattr(Engine, "add_request", note)
-    flat = fields(bench("--num-warmups", "8", "--arm", "mixed", "--json", trace=trace))
+    flat = fields(bench("--num-warmups", "8", "--policy", "mixed", "--json", trace=trace))
     assert sent == [*(f"warmup-{i}" for i in range(8)), *map(str, range(6))]
     assert (flat["completed"], flat["total_output_tokens"]) == (6, 35)
     # Warm-up's arrivals take 0.14 s, and all the workload's tokens at most one forward each.
@@ -207,10 +216,10 @@ def test_energy_is_that_of_the_run(trace: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_decisions_are_traced(trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
-    arguments = ("--arm", "serial", *TARGETS, "--trace-decisions", str(path), "--json")
+    arguments = ("--policy", "serial", *TARGETS, "--trace-decisions", str(path), "--json")
     fields(bench(*arguments, trace=trace))
     written = read_trace(path)
-    assert (written.header.arm, len(written.requests)) == ("serial", 6)
+    assert (written.header.policy, len(written.requests)) == ("serial", 6)
     assert {request.tpot_limit_ms for request in written.requests} == {60000}
     assert "exists" in refused(bench(*arguments, trace=trace))
 
@@ -252,8 +261,8 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--num-prompts", "0"), "--num-prompts"),
         (("--num-prompts", "7"), "7"),
         (("--max-concurrency", "0"), "--max-concurrency"),
-        (("--arm", "fast"), "unknown arm 'fast'"),
-        (("--trace-decisions", "t", "--arm", "mixed", "--arm", "serial"), "give one --arm"),
+        (("--policy", "fast"), "unknown policy 'fast'"),
+        (("--trace-decisions", "t", "--policy", "mixed", "--policy", "serial"), "give one --policy"),
         (("--output-json", "missing/r.json"), "does not exist"),
         (("--output-json", "same.json", "--trace-decisions", "same.json"), "give another name"),
         (("--model", "gpt-9"), "unknown model 'gpt-9'"),
@@ -295,12 +304,12 @@ def test_an_output_file_is_overwritten_when_asked(trace: Path, tmp_path: Path) -
     assert json.loads(path.read_text())["completed"] == 6
 
 
-def test_an_arm_that_the_engine_cannot_serve_is_told_before_the_first_run(
+def test_an_policy_that_the_engine_cannot_serve_is_told_before_the_first_run(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Engine, "add_request", lambda *_, **__: pytest.fail("a request was sent"))
-    arms = ("--arm", "mixed:16", "--arm", "split", "--perf-table", "roofline")
-    assert "needs a decode lane" in refused(bench(*arms, "--json", trace=trace))
+    policies = ("--policy", "mixed:16", "--policy", "split", "--perf-table", "roofline")
+    assert "needs a decode lane" in refused(bench(*policies, "--json", trace=trace))
 
 
 def test_no_request_served_is_an_error(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,16 @@ def test_it_has_the_fields_of_bench_online_and_the_same_requests(
     assert json.loads(path.read_text()) == found
     online = fields(
         run(
-            "bench", "online", *TINY, "--num-warmups", "2", "--trace", str(trace), "--arm", "serial", *options
+            "bench",
+            "online",
+            *TINY,
+            "--num-warmups",
+            "2",
+            "--trace",
+            str(trace),
+            "--policy",
+            "serial",
+            *options,
         )
     )
     assert found.keys() | {"start"} == online.keys() | {"server"}
@@ -65,7 +74,7 @@ def test_it_has_the_fields_of_bench_online_and_the_same_requests(
     assert {name: found[name] for name in same} == {name: online[name] for name in same}
     # What the server counted meanwhile: the warm-up, and its targets, are not in it.
     assert found["num_steps"] > 12
-    assert sum(found["arm_shares"].values()) == pytest.approx(1)
+    assert sum(found["policy_shares"].values()) == pytest.approx(1)
     assert found["server"]["owned_by"] == "bullet_graph"
     assert 0 < found["median_ttft_ms"] < found["median_e2el_ms"] + 1e-9
     assert served.metrics()["slo_requests_total"] == 8
@@ -83,7 +92,7 @@ def test_any_server_with_the_interface_will_do(other: CompletionsServer, trace: 
     result = bench(other.url, trace, "--model", "tiny", "--max-concurrency", "2", "--save-detailed", "--json")
     found = fields(result)
     assert (found["model"], found["completed"], found["max_concurrency"]) == ("tiny-served", 6, 2)
-    assert found["arm_shares"] is found["num_steps"] is found["joules_per_token"] is None
+    assert found["policy_shares"] is found["num_steps"] is found["joules_per_token"] is None
     assert found["output_lens"] == [output for _, output in LENGTHS]
     # Targets are no field that other servers know.
     assert (
@@ -117,9 +126,9 @@ def test_bad_input(served: Served, other: CompletionsServer, trace: Path, tmp_pa
 
 def test_counters_are_read_from_prometheus_text() -> None:
     text = (
-        "# TYPE bullet_graph:arm_seconds counter\n"
-        'bullet_graph:arm_seconds_total{arm="mixed",model_name="a"} 1.5\n'
+        "# TYPE bullet_graph:policy_seconds counter\n"
+        'bullet_graph:policy_seconds_total{policy="mixed",model_name="a"} 1.5\n'
         'bullet_graph:num_steps_total{model_name="a"} 12.0\n'
         "python_info 1.0\n"
     )
-    assert parse_counters(text) == {"arm_seconds_total arm=mixed": 1.5, "num_steps_total": 12.0}
+    assert parse_counters(text) == {"policy_seconds_total policy=mixed": 1.5, "num_steps_total": 12.0}

@@ -17,7 +17,7 @@ from cli_runner import TINY, refused, run
 from bullet_graph import EngineConfig
 from bullet_graph.cache.store import CaptureStore
 from bullet_graph.cli.bench import startup, startup_child
-from bullet_graph.cli.bench.startup import StartArm, StartupResult, TimedPhase, read_run, run_startup
+from bullet_graph.cli.bench.startup import StartPolicy, StartupResult, TimedPhase, read_run, run_startup
 from bullet_graph.cli.bench.startup_plot import draw_startup
 from bullet_graph.errors import BulletGraphError, CheckpointError
 from bullet_graph.perf.provenance import collect_provenance
@@ -49,15 +49,19 @@ def test_one_cold_and_one_warm_start(tmp_path: Path) -> None:
     figures = json.loads(result.stdout)
     assert json.loads(output.read_text()) == figures
     assert plot.read_text().startswith("<?xml")
-    for arm in ("cold", "warm"):
-        (start,) = figures[f"{arm}_runs"]
-        assert figures[f"avg_{arm}_startup_time"] == figures[f"{arm}_startup_times"][0] == start["startup_s"]
-        assert 0.2 < start["startup_s"] < start["first_token_s"] == figures[f"avg_{arm}_first_token_time"]
+    for policy in ("cold", "warm"):
+        (start,) = figures[f"{policy}_runs"]
+        assert (
+            figures[f"avg_{policy}_startup_time"]
+            == figures[f"{policy}_startup_times"][0]
+            == start["startup_s"]
+        )
+        assert 0.2 < start["startup_s"] < start["first_token_s"] == figures[f"avg_{policy}_first_token_time"]
         phases = {phase["name"]: phase for phase in start["phases"]}
         assert phases["process"]["start_s"] == 0
         assert phases["process"]["end_s"] == phases["imports"]["start_s"]
         assert phases["imports"]["end_s"] < phases["weights"]["start_s"] < start["startup_s"]
-        assert figures[f"{arm}_phases"]["imports"] > 0.1, "each start is a fresh process"
+        assert figures[f"{policy}_phases"]["imports"] > 0.1, "each start is a fresh process"
         assert (start["capture"], start["num_missing_graphs"]) == (None, 0)
     assert figures["provenance"]["device_name"] == "cpu"
     assert figures["engine"]["ready"] == "all"
@@ -70,8 +74,8 @@ def test_times_count_from_the_start_of_the_process() -> None:
     assert found.num_missing_graphs == 7
 
 
-def test_phases_of_all_arms_stand_in_the_order_of_a_start() -> None:
-    """Whichever arm has them, and whenever they ended."""
+def test_phases_of_all_policies_stand_in_the_order_of_a_start() -> None:
+    """Whichever policy has them, and whenever they ended."""
     run = read_run(TOLD, started_s=100.0)
     cached = dataclasses.replace(
         run, phases=(*run.phases, TimedPhase("canary", 5, 6), TimedPhase("capture cache", 6, 7))
@@ -81,7 +85,7 @@ def test_phases_of_all_arms_stand_in_the_order_of_a_start() -> None:
         model="tiny",
         load_format="dummy",
         dtype="float32",
-        arm="serial",
+        policy="serial",
         engine={},
         provenance=collect_provenance("cpu"),
     )
@@ -119,12 +123,12 @@ def test_cold_starts_have_empty_caches_and_warm_ones_those_of_the_last(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(startup, "collect_provenance", lambda _: SimpleNamespace(device_name="cpu"))
     children = FakeChildren(monkeypatch, TOLD)
-    arms = (
-        StartArm("cold", 2, empty_caches=True),
-        StartArm("warm", 2),
-        StartArm("other", 1, settings={"ready": "hot"}),
+    policies = (
+        StartPolicy("cold", 2, empty_caches=True),
+        StartPolicy("warm", 2),
+        StartPolicy("other", 1, settings={"ready": "hot"}),
     )
-    result = run_startup(CONFIG, arms, quiet=True)
+    result = run_startup(CONFIG, policies, quiet=True)
     assert children.were_empty == [True, True, False, False, False]
     assert len(set(children.folders)) == 2
     assert children.folders[1] == children.folders[2] == children.folders[4]
@@ -132,7 +136,7 @@ def test_cold_starts_have_empty_caches_and_warm_ones_those_of_the_last(
     assert not list(tmp_path.iterdir())
     assert children.configs[0] == CONFIG
     assert [config.ready for config in children.configs] == ["all"] * 4 + ["hot"]
-    assert {arm: len(runs) for arm, runs in result.runs.items()} == {"cold": 2, "warm": 2, "other": 1}
+    assert {policy: len(runs) for policy, runs in result.runs.items()} == {"cold": 2, "warm": 2, "other": 1}
     assert result.average("warm", "startup_s") == 7.0
     assert draw_startup(result, "svg") == draw_startup(result, "svg")
     assert draw_startup(result, "png").startswith(b"\x89PNG")
@@ -162,7 +166,7 @@ def test_a_start_from_a_capture_cache_compiles_nothing(
     config = EngineConfig(
         model="tiny", device="cpu", compile=True, capture_cache=str(built[0].root), **SETTINGS
     )
-    (start,) = run_startup(config, [StartArm("cached", 1, empty_caches=True)], quiet=True).runs["cached"]
+    (start,) = run_startup(config, [StartPolicy("cached", 1, empty_caches=True)], quiet=True).runs["cached"]
     assert start.cache_use["problems"] == []
     assert start.cache_use["entry_id"]
     assert set(start.compiles.values()) == {0}
@@ -171,13 +175,13 @@ def test_a_start_from_a_capture_cache_compiles_nothing(
 def test_an_error_of_a_start_is_told_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeChildren(monkeypatch, {"error": "CheckpointError", "message": "a shard is missing"}, 2)
     with pytest.raises(CheckpointError, match=r"^a shard is missing$"):
-        run_startup(CONFIG, [StartArm("cold", 1, empty_caches=True)], quiet=True)
+        run_startup(CONFIG, [StartPolicy("cold", 1, empty_caches=True)], quiet=True)
 
 
 def test_a_process_that_died_tells_how(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeChildren(monkeypatch, {}, -11)
     with pytest.raises(BulletGraphError, match="exit code -11: Segmentation fault"):
-        run_startup(CONFIG, [StartArm("cold", 1, empty_caches=True)], quiet=True)
+        run_startup(CONFIG, [StartPolicy("cold", 1, empty_caches=True)], quiet=True)
 
 
 def test_a_process_writes_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from click.testing import Result
 import bullet_graph.cli.bench.sweep as sweep_module
 from bullet_graph.cli.bench.sweep_cells import Cell
 
-ARMS = ("serial", "mixed:64")
+POLICIES = ("serial", "mixed:64")
 EASY = "ttft:60000 tpot:60000"
 
 
@@ -27,9 +27,9 @@ def folder(tmp_path: Path) -> Path:
 
 def sweep(folder: Path, *arguments: str, slo: str = EASY, output: str = "sweep.json") -> Result:
     workloads = ("--workload", f"{folder / 'short.jsonl'}", "--workload", f"{folder / 'long.jsonl'}=3~200")
-    arms = [word for arm in ARMS for word in ("--arm", arm)]
+    policies = [word for policy in POLICIES for word in ("--policy", policy)]
     return run(
-        *("bench", "sweep", *TINY, *workloads, *arms, "--max-num-seqs", "4", "--num-warmups", "1"),
+        *("bench", "sweep", *TINY, *workloads, *policies, "--max-num-seqs", "4", "--num-warmups", "1"),
         *(*(("--slo", slo) if slo else ()), "--first-rate", "100", "--max-runs", "3", "--step", "2"),
         *("--output-json", str(folder / output), *arguments),
     )
@@ -75,16 +75,18 @@ def test_a_sweep_serves_every_cell_in_turn(folder: Path, served: Served) -> None
     path = folder / "sweep.json"
     # Every run serves enough, so the rates double.
     assert rates(path) == [
-        (f"bullet_graph {arm}", workload, 4 * first, [first, 2 * first, 4 * first])
+        (f"bullet_graph {policy}", workload, 4 * first, [first, 2 * first, 4 * first])
         for workload, first in (("short.jsonl", 100), ("long.jsonl", 200))
-        for arm in ARMS
+        for policy in POLICIES
     ]
-    first_round = [(f"bullet_graph {arm}", w) for w in ("short.jsonl", "long.jsonl") for arm in ARMS]
+    first_round = [
+        (f"bullet_graph {policy}", w) for w in ("short.jsonl", "long.jsonl") for policy in POLICIES
+    ]
     assert [(system, workload) for system, workload, _ in served.runs] == 3 * first_round
     fields = load(path)
     assert (fields["finished"], fields["settings"]["device_name"]) == (True, "cpu")
     best = fields["cells"][0]["runs"][-1]
-    assert (best["completed"], best["slo_attainment"], best["arm"]) == (4, 1.0, "serial")
+    assert (best["completed"], best["slo_attainment"], best["policy"]) == (4, 1.0, "serial")
     assert best["slo"] == "ttft:60000ms tpot:60000ms"
     assert "mixed:64" in result.stdout
     assert "≥ 400.00" in result.stdout, "the search ended before a rate was too high"
@@ -142,8 +144,8 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--first-rate", "nan"), "first_rate"),
         (("--slo", "500"), "'500' is no latency target"),
         (("--slo", ""), "a goodput needs targets"),
-        (("--arm", "fast"), "unknown arm 'fast'"),
-        (("--arm", "auto"), "perf_table='roofline'"),
+        (("--policy", "fast"), "unknown policy 'fast'"),
+        (("--policy", "auto"), "perf_table='roofline'"),
         (("--attainment", "0"), "attainment must be a share above 0 and at most 1, got 0"),
         (("--attainment", "1.5"), "attainment"),
         (("--tolerance", "0"), "tolerance"),

@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_throughput_counts_what_it_served(trace: Path) -> None:
     result = bench(
-        *("--json", "--arm", "serial:64", "--seed", "3", "--prompt-order", "longest-output"), trace=trace
+        *("--json", "--policy", "serial:64", "--seed", "3", "--prompt-order", "longest-output"), trace=trace
     )
     assert result.exit_code == 0
     assert result.stderr == ""
@@ -66,8 +66,8 @@ def test_throughput_counts_what_it_served(trace: Path) -> None:
     assert 0 < figures["kv_blocks_peak"] <= figures["kv_blocks_total"]
     assert 0 < figures["ttft_ms"]["p50"] <= figures["e2e_ms"]["p99"] <= elapsed * 1e3
     assert figures["trace"] == "trace.csv"
-    shown = {name: figures[name] for name in ("model", "load_format", "dtype", "arm", "seed")}
-    expected = {"model": "tiny", "load_format": "dummy", "dtype": "float32", "arm": "serial:64", "seed": 3}
+    shown = {name: figures[name] for name in ("model", "load_format", "dtype", "policy", "seed")}
+    expected = {"model": "tiny", "load_format": "dummy", "dtype": "float32", "policy": "serial:64", "seed": 3}
     assert shown == expected
     assert figures["engine"]["max_num_seqs"] == 1024
     assert figures["engine"]["max_model_len"] == 512
@@ -225,8 +225,8 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_run(
         (("--trace", "nonsense"), "azure:conv"),
         (("--trace", "synthetic:nonsense"), "nonsense"),
         (("--trace", "azure:conv", "--model", "nonsense"), "unknown model 'nonsense'"),
-        (("--trace", "azure:conv", "--arm", "split"), "SM partitions need a GPU"),
-        (("--trace", "azure:conv", "--arm", "mixed:0"), "unknown arm 'mixed:0'"),
+        (("--trace", "azure:conv", "--policy", "split"), "SM partitions need a GPU"),
+        (("--trace", "azure:conv", "--policy", "mixed:0"), "unknown policy 'mixed:0'"),
         (("--trace", "azure:conv", "--dtype", "int8"), "int8"),
         (("--trace", "azure:conv", "--max-num-seqs", "0"), "max_num_seqs must be an integer of at least 1"),
         (("--trace", "azure:conv", "--gpu-memory-utilization", "nan"), "gpu_memory_utilization"),

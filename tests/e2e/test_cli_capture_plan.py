@@ -101,7 +101,7 @@ def test_a_plan_made_by_the_command_can_be_simulated(proposed: dict[str, Any], t
 
 
 def test_a_forced_split_and_an_estimated_gpu() -> None:
-    split = fields(plan("--gpu", "roofline:h200", "--arm", "split:64", "--json"))
+    split = fields(plan("--gpu", "roofline:h200", "--policy", "split:64", "--json"))
     assert {entry["decode_sms"] for entry in split["plan"]["decode"]} <= {None, 64}
     assert split["performance"] == "roofline"
     assert split["budget"] == {"memory_gb": None, "time_s": None}
@@ -116,7 +116,7 @@ def test_a_forced_split_and_an_estimated_gpu() -> None:
         (("--gpu", "abacus"), "no performance table abacus_llama-3.1-8b_bfloat16.json"),
         (("--model", "llama-3.2-1b"), "no performance table h200_llama-3.2-1b_bfloat16.json"),
         (("--model", "gpt-9"), "unknown model 'gpt-9'"),
-        (("--arm", "fast"), "unknown arm 'fast'"),
+        (("--policy", "fast"), "unknown policy 'fast'"),
         (("--slo", "soon"), "is no latency target"),
         (("--request-rate", "often"), "is no rate"),
         (("--trace", "azure:none"), "unknown excerpt"),

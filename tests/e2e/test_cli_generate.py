@@ -132,7 +132,7 @@ def test_sampling_follows_the_seed() -> None:
         (("--logprobs", "1"), "--json"),
         (("--stop", ""), "stop"),
         (("--chat",), "--chat needs texts"),
-        (("--arm", "solo"), "unknown arm 'solo'"),
+        (("--policy", "solo"), "unknown policy 'solo'"),
         (("--prompt-ids", "1,x"), "1,2,3"),
         (("--prompt-file", "missing.txt"), "missing.txt"),
     ],

@@ -37,10 +37,10 @@ def without_date(flat: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if name != "date"}
 
 
-def test_one_arm_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, tmp_path: Path) -> None:
+def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     result = simulate(
-        *("--request-rate", "20", *TARGETS, "--arm", "auto", "--output-json", str(output), "--json"),
+        *("--request-rate", "20", *TARGETS, "--policy", "auto", "--output-json", str(output), "--json"),
         gpu=table,
     )
     flat = fields(result)
@@ -62,20 +62,20 @@ def test_one_arm_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, tmp
     assert flat["request_throughput"] == pytest.approx(30 / flat["duration"])
     assert 0 < flat["request_goodput"] <= flat["request_throughput"]
     assert 0 < flat["median_tpot_ms"] < flat["median_ttft_ms"] < flat["median_e2el_ms"]
-    assert (flat["arm"], flat["slo"], flat["performance"]) == (
+    assert (flat["policy"], flat["slo"], flat["performance"]) == (
         "auto",
         "ttft:500ms tpot:15ms",
         "measured table",
     )
     assert flat["prompt_order"] == "arrival"
-    assert sum(flat["arm_shares"].values()) == pytest.approx(1)
+    assert sum(flat["policy_shares"].values()) == pytest.approx(1)
     assert "ttfts" not in flat
     # Of the H200's memory, as an engine there would have it.
     assert flat["kv_cache_tokens"] == pytest.approx(868_000, rel=0.01)
 
 
 def test_the_same_arguments_give_the_same_figures() -> None:
-    arguments = ("--request-rate", "20", "--arm", "auto", *TARGETS, "--save-detailed", "--json")
+    arguments = ("--request-rate", "20", "--policy", "auto", *TARGETS, "--save-detailed", "--json")
     first, again, other = (
         without_date(fields(simulate(*arguments, "--seed", seed))) for seed in ("0", "0", "1")
     )
@@ -85,13 +85,13 @@ def test_the_same_arguments_give_the_same_figures() -> None:
     assert sum(first["output_lens"]) == first["total_output_tokens"]
 
 
-def test_several_arms_stand_side_by_side() -> None:
-    arms = ("--arm", "mixed:2048", "--arm", "split", "--arm", "mixed:2048")
-    both = fields(simulate(*arms, "--request-rate", "20", *TARGETS, "--json"))
-    assert [flat["arm"] for flat in both["results"]] == ["mixed:2048", "split"], "each arm once"
-    assert set(both["results"][1]["arm_shares"]) <= {"split", "solo"}
+def test_several_policies_stand_side_by_side() -> None:
+    policies = ("--policy", "mixed:2048", "--policy", "split", "--policy", "mixed:2048")
+    both = fields(simulate(*policies, "--request-rate", "20", *TARGETS, "--json"))
+    assert [flat["policy"] for flat in both["results"]] == ["mixed:2048", "split"], "each policy once"
+    assert set(both["results"][1]["policy_shares"]) <= {"split", "solo"}
     assert both["gpu"] == "NVIDIA H200"
-    shown = simulate(*arms, "--request-rate", "20", *TARGETS)
+    shown = simulate(*policies, "--request-rate", "20", *TARGETS)
     assert shown.exit_code == 0
     for text in ("mixed:2048", "split", "TTFT, median, ms", "met all targets, %"):
         assert text in shown.stdout
@@ -110,7 +110,7 @@ def test_recorded_arrivals_and_failed_requests() -> None:
 
 
 def test_all_at_once_under_a_limit() -> None:
-    flat = fields(simulate("--max-concurrency", "2", "--arm", "mixed", "--json", trace="synthetic:conv"))
+    flat = fields(simulate("--max-concurrency", "2", "--policy", "mixed", "--json", trace="synthetic:conv"))
     assert (flat["request_rate"], flat["max_concurrency"]) == ("inf", 2)
     assert flat["kv_blocks_peak"] < flat["kv_blocks_total"] / 50
 
@@ -143,10 +143,10 @@ def test_targets_can_be_written_in_several_ways(targets: tuple[str, ...]) -> Non
 
 
 def test_only_targets_follow_the_option() -> None:
-    assert spread_targets(["--goodput", "ttft:1", "tpot:2", "--arm", "mixed:8", "x:1"]) == [
-        *("--goodput", "ttft:1", "--goodput", "tpot:2", "--arm", "mixed:8", "x:1")
+    assert spread_targets(["--goodput", "ttft:1", "tpot:2", "--policy", "mixed:8", "x:1"]) == [
+        *("--goodput", "ttft:1", "--goodput", "tpot:2", "--policy", "mixed:8", "x:1")
     ]
-    assert spread_targets(["--arm", "mixed:8"]) == ["--arm", "mixed:8"]
+    assert spread_targets(["--policy", "mixed:8"]) == ["--policy", "mixed:8"]
     assert spread_targets(["--goodput", "--goodput"]) == ["--goodput", "--goodput"]
     assert spread_targets(["--goodput"]) == ["--goodput"]
 
@@ -156,7 +156,7 @@ def test_decisions_are_traced(tmp_path: Path) -> None:
     result = simulate("--request-rate", "20", *TARGETS, "--trace-decisions", str(path), "--json")
     flat = fields(result)
     trace = read_trace(path)
-    assert (trace.header.arm, trace.header.num_sms) == ("auto", 132)
+    assert (trace.header.policy, trace.header.num_sms) == ("auto", 132)
     assert len(trace.requests) == 30
     assert {request.tpot_limit_ms for request in trace.requests} == {15}
     assert trace.end_s == pytest.approx(flat["duration"])
@@ -164,10 +164,10 @@ def test_decisions_are_traced(tmp_path: Path) -> None:
     assert "exists" in refused(again)
 
 
-def test_a_sweep_finds_each_arms_goodput_and_draws_it(table: Path, tmp_path: Path) -> None:
+def test_a_sweep_finds_each_policies_goodput_and_draws_it(table: Path, tmp_path: Path) -> None:
     plot, output = tmp_path / "sweep.svg", tmp_path / "sweep.json"
     result = simulate(
-        *(*TARGETS, "--sweep", "--arm", "mixed:2048", "--arm", "auto", "--request-rate", "30"),
+        *(*TARGETS, "--sweep", "--policy", "mixed:2048", "--policy", "auto", "--request-rate", "30"),
         *("--attainment", "0.8", "--plot", str(plot), "--output-json", str(output)),
         gpu=table,
     )
@@ -176,21 +176,23 @@ def test_a_sweep_finds_each_arms_goodput_and_draws_it(table: Path, tmp_path: Pat
     assert plot.read_text().lstrip().startswith("<?xml")
     swept = json.loads(output.read_text())
     assert swept["attainment"] == 0.8
-    for arm in swept["arms"].values():
-        rates = [flat["request_rate"] for flat in arm["results"]]
+    for policy in swept["policies"].values():
+        rates = [flat["request_rate"] for flat in policy["results"]]
         assert rates == sorted(rates)
-        best = next(flat for flat in arm["results"] if flat["request_rate"] == arm["goodput"])
+        best = next(flat for flat in policy["results"] if flat["request_rate"] == policy["goodput"])
         assert best["slo_attainment"] >= 0.8
-        assert all(f["slo_attainment"] < 0.8 for f in arm["results"] if f["request_rate"] > arm["goodput"])
+        assert all(
+            f["slo_attainment"] < 0.8 for f in policy["results"] if f["request_rate"] > policy["goodput"]
+        )
     assert "the file exists" in refused(simulate(*TARGETS, "--sweep", "--plot", str(plot)))
 
 
 def test_a_sweep_that_holds_nowhere_says_so() -> None:
-    result = simulate("--goodput", "ttft:0.001", "--sweep", "--arm", "mixed", "--request-rate", "4")
+    result = simulate("--goodput", "ttft:0.001", "--sweep", "--policy", "mixed", "--request-rate", "4")
     assert result.exit_code == 0, result.output
     assert "none" in result.stdout
-    found = fields(simulate("--goodput", "ttft:0.001", "--sweep", "--arm", "mixed", "--json"))
-    assert found["arms"]["mixed"]["goodput"] is None
+    found = fields(simulate("--goodput", "ttft:0.001", "--sweep", "--policy", "mixed", "--json"))
+    assert found["policies"]["mixed"]["goodput"] is None
 
 
 @pytest.mark.parametrize(
@@ -206,15 +208,15 @@ def test_a_sweep_that_holds_nowhere_says_so() -> None:
         (("--goodput", "ttft=500"), "is no latency target"),
         (("--goodput", "ttft:500", "ttft:600"), "given twice"),
         (("--goodput", "tpot:0"), "positive number"),
-        (("--arm", "fast"), "unknown arm 'fast'"),
-        (("--arm", "split:50"), "50"),
-        (("--arm", "split", "--decode-sms", "30"), "30 SMs is not in the performance table"),
+        (("--policy", "fast"), "unknown policy 'fast'"),
+        (("--policy", "split:50"), "50"),
+        (("--policy", "split", "--decode-sms", "30"), "30 SMs is not in the performance table"),
         (("--sweep",), "give some"),
         (("--sweep", *TARGETS, "--request-rate", "trace"), "leave out"),
         (("--plot", "x.svg"), "add --sweep"),
         (("--sweep", *TARGETS, "--plot", "x.pdf"), ".svg or .png"),
         (("--sweep", *TARGETS, "--plot", "missing/x.svg"), "make it first"),
-        (("--trace-decisions", "t", "--arm", "mixed", "--arm", "auto"), "one run"),
+        (("--trace-decisions", "t", "--policy", "mixed", "--policy", "auto"), "one run"),
         (("--model", "gpt-9"), "unknown model 'gpt-9'"),
         (("--model", "qwen3-0.6b", "--max-model-len", "50000"), "model's own limit"),
         (("--max-num-seqs", "0"), "max_num_seqs"),

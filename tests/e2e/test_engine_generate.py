@@ -64,7 +64,7 @@ def test_defaults_apply_without_params(engine: Engine) -> None:
 
 @at_any_depth
 def test_more_sequences_than_slots_all_finish(model: Model) -> None:
-    with make_engine(model.folder, max_num_seqs=2, arm="mixed:5") as engine:
+    with make_engine(model.folder, max_num_seqs=2, policy="mixed:5") as engine:
         outputs = engine.generate(PROMPTS * 3, GREEDY, use_tqdm=False)
     expected = [model.greedy(prompt, GREEDY.max_tokens) for prompt in PROMPTS] * 3
     assert [output.outputs[0].token_ids for output in outputs] == expected
@@ -123,8 +123,8 @@ def test_stop_token_ids_end_an_output_and_are_returned(model: Model) -> None:
 
 
 @at_any_depth
-@pytest.mark.parametrize("arm", ["serial", "mixed:3"])
-def test_min_tokens_keeps_stop_tokens_from_being_sampled(model: Model, arm: str) -> None:
+@pytest.mark.parametrize("policy", ["serial", "mixed:3"])
+def test_min_tokens_keeps_stop_tokens_from_being_sampled(model: Model, policy: str) -> None:
     # Stop at what comes first anyway: it must be passed over, then may come.
     stop = model.greedy(PROMPT, 1)[0]
     params = SamplingParams(
@@ -133,7 +133,7 @@ def test_min_tokens_keeps_stop_tokens_from_being_sampled(model: Model, arm: str)
     expected = model.greedy(PROMPT, 20, masked_until={stop: 7})
     assert stop not in expected[:7]
     end = expected.index(stop) + 1 if stop in expected else 20
-    with make_engine(model.folder, arm=arm) as engine:
+    with make_engine(model.folder, policy=policy) as engine:
         (output,) = engine.generate(PROMPT, params, use_tqdm=False)
     assert output.outputs[0].token_ids == expected[:end]
 
@@ -166,7 +166,7 @@ def test_min_tokens_masks_end_of_sequence(tmp_path: Path) -> None:
 
 @at_any_depth
 def test_metrics_follow_the_request(model: Model) -> None:
-    with make_engine(model.folder, max_num_seqs=1, arm="mixed:8") as engine:
+    with make_engine(model.folder, max_num_seqs=1, policy="mixed:8") as engine:
         first, second = engine.generate([list(range(2, 42)), PROMPT], GREEDY, use_tqdm=False)
     for output in (first, second):
         metrics = output.metrics
@@ -189,7 +189,7 @@ def test_metrics_follow_the_request(model: Model) -> None:
 def test_metrics_by_a_clock_that_counts(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(1000))
     monkeypatch.setattr(CpuExecutor, "now", lambda _: float(next(ticks)))
-    with make_engine(model.folder, arm="serial:4") as engine:
+    with make_engine(model.folder, policy="serial:4") as engine:
         engine.add_request("a", list(range(2, 12)), SamplingParams(max_tokens=3, ignore_eos=True))
         engine.add_request("b", PROMPT, SamplingParams(max_tokens=1))
         outputs = run_to_end(engine)

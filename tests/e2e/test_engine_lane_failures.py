@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from arms import PROMPT, PROMPTS, fail_launches, make, short_slices
 from async_engines import collect
 from engines import GREEDY, Model, at_any_depth, run_to_end, tokens_of
+from policies import PROMPT, PROMPTS, fail_launches, make, short_slices
 
 from bullet_graph import AsyncEngine, Engine, EngineDeadError
 from bullet_graph.runtime.cpu import CpuExecutor

@@ -95,7 +95,7 @@ def test_shutdown_twice_and_calls_afterwards(model: Model) -> None:
 
 def test_engines_one_after_the_other_and_side_by_side(model: Model) -> None:
     expected = model.greedy(PROMPT, 12)
-    with make_engine(model.folder) as one, make_engine(model.folder, arm="serial:3") as other:
+    with make_engine(model.folder) as one, make_engine(model.folder, policy="serial:3") as other:
         one.add_request("a", PROMPT, GREEDY)
         other.add_request("a", PROMPT, GREEDY)
         while one.has_unfinished_requests() or other.has_unfinished_requests():

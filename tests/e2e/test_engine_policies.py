@@ -1,22 +1,22 @@
-"""Latency targets, and arms that change while an engine lives."""
+"""Latency targets, and policies that change while an engine lives."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
-from arms import EASY, IMPOSSIBLE, PROMPT, PROMPTS, Launches, make, short_slices, step_into_a_prefill
 from async_engines import collect
 from engines import GREEDY, Model, make_engine, run_to_end, tokens_of
+from policies import EASY, IMPOSSIBLE, PROMPT, PROMPTS, Launches, make, short_slices, step_into_a_prefill
 
 from bullet_graph import AsyncEngine, ConfigError, Engine, EngineDeadError, RequestError, Slo
-from bullet_graph.engine.plan import ArmName
+from bullet_graph.planner.plan import PolicyName
 
 # ---- targets ----
 
 
 def test_targets_of_a_request_go_before_the_engines() -> None:
     engines = Slo(ttft_ms=1e6, tpot_ms=1e6)
-    with make(arm="auto", slo=engines) as engine:
+    with make(policy="auto", slo=engines) as engine:
         engine.add_request("default", PROMPT, GREEDY)
         engine.add_request("tpot", PROMPT, GREEDY, slo=Slo(tpot_ms=1e-6))
         engine.add_request("both", PROMPT, GREEDY, slo=Slo(ttft_ms_per_token=1e-9, tpot_ms=1e-6))
@@ -32,7 +32,7 @@ def test_targets_of_a_request_go_before_the_engines() -> None:
 
 
 async def test_targets_of_streams() -> None:
-    async with AsyncEngine(make(arm="auto", slo=EASY)) as engine:
+    async with AsyncEngine(make(policy="auto", slo=EASY)) as engine:
         default, own = await asyncio.gather(
             collect(engine, PROMPT), collect(engine, PROMPT, slo=Slo(tpot_ms=1e-6))
         )
@@ -41,14 +41,14 @@ async def test_targets_of_streams() -> None:
 
 
 def test_without_targets_none_is_missed() -> None:
-    with make(arm="auto") as engine:
+    with make(policy="auto") as engine:
         (output,) = engine.generate([PROMPT], GREEDY, use_tqdm=False)
     assert output.slo == Slo()
     assert output.missed_targets == ()
 
 
 def test_a_change_of_policy_keeps_what_was_learned_of_the_device() -> None:
-    with make(arm="auto", slo=EASY) as engine:
+    with make(policy="auto", slo=EASY) as engine:
         engine.generate(PROMPTS, GREEDY, use_tqdm=False)
         learned = engine.stats().corrections
         assert learned["solo", "step"] != 1
@@ -58,25 +58,25 @@ def test_a_change_of_policy_keeps_what_was_learned_of_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arm", "seen"),
+    ("policy", "seen"),
     [
         ("serial", {"serial", "solo"}),
         ("mixed", {"mixed", "solo"}),
         ("sliced", {"sliced", "solo"}),
     ],
 )
-def test_the_time_spent_in_each_arm(arm: ArmName, seen: set[str]) -> None:
-    with make(arm=arm) as engine:
+def test_the_time_spent_in_each_policy(policy: PolicyName, seen: set[str]) -> None:
+    with make(policy=policy) as engine:
         engine.add_request("a", PROMPTS[0], GREEDY)
         for _ in range(4):
             engine.step()
         engine.add_request("b", PROMPTS[3], GREEDY)
         started_s = engine.now()
         run_to_end(engine)
-        seconds = engine.stats().arm_seconds
+        seconds = engine.stats().policy_seconds
         assert set(seconds) == seen
         assert all(value > 0 for value in seconds.values())
-        assert seconds[arm] < engine.now() - started_s
+        assert seconds[policy] < engine.now() - started_s
 
 
 # ---- another policy ----
@@ -86,16 +86,16 @@ def test_a_policy_takes_the_place_of_another(
     model: Model, launches: Launches, expected: list[tuple[int, ...]]
 ) -> None:
     with make(model, "serial", slo=EASY) as engine:
-        for arm, slo in (("sliced", IMPOSSIBLE), ("auto", Slo()), ("mixed:16", EASY), ("serial:7", Slo())):
-            engine.set_policy(arm, slo)
+        for policy, slo in (("sliced", IMPOSSIBLE), ("auto", Slo()), ("mixed:16", EASY), ("serial:7", Slo())):
+            engine.set_policy(policy, slo)
             del launches[:]
             (output,) = engine.generate([PROMPTS[3]], GREEDY, use_tqdm=False)
             assert tokens_of(output) == [expected[3]]
-            assert (str(engine.config.arm), output.slo) == (arm, slo)
+            assert (str(engine.config.policy), output.slo) == (policy, slo)
             prefills = [(step, placement) for step, placement in launches if step.prefill is not None]
-            lane = "prefill" if arm == "sliced" else "decode"
+            lane = "prefill" if policy == "sliced" else "decode"
             assert {placement.lane for _, placement in prefills} == {lane}
-            rows = {"mixed:16": 16, "serial:7": 7}.get(arm, 90)
+            rows = {"mixed:16": 16, "serial:7": 7}.get(policy, 90)
             assert max(len(step.prefill.token_ids) for step, _ in prefills if step.prefill) == rows
 
 
@@ -136,32 +136,32 @@ def test_a_policy_cannot_change_under_requests(
 
 
 @pytest.mark.parametrize(
-    ("arm", "message"),
+    ("policy", "message"),
     [
         ("split", "needs a decode lane"),
         ("split:48", "needs a decode lane of 48 SMs"),
-        ("fast", "unknown arm"),
+        ("fast", "unknown policy"),
     ],
 )
 def test_a_policy_that_cannot_be_leaves_the_old_one(
-    model: Model, expected: list[tuple[int, ...]], arm: str, message: str
+    model: Model, expected: list[tuple[int, ...]], policy: str, message: str
 ) -> None:
     with make(model, "sliced", slo=EASY) as engine:
         with pytest.raises(ConfigError, match=message):
-            engine.set_policy(arm)
-        assert (str(engine.config.arm), engine.config.slo) == ("sliced", EASY)
+            engine.set_policy(policy)
+        assert (str(engine.config.policy), engine.config.slo) == ("sliced", EASY)
         (output,) = engine.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
         assert tokens_of(output) == [expected[2]]
         assert output.slo == EASY
-        assert set(engine.stats().arm_seconds) == {"sliced", "solo"}
+        assert set(engine.stats().policy_seconds) == {"sliced", "solo"}
 
 
 def test_a_policy_that_predicts_needs_a_table() -> None:
-    with make_engine(arm="mixed") as engine:
-        for arm in ("sliced", "auto"):
+    with make_engine(policy="mixed") as engine:
+        for policy in ("sliced", "auto"):
             with pytest.raises(ConfigError, match="needs a performance table"):
-                engine.set_policy(arm)
-        assert str(engine.config.arm) == "mixed"
+                engine.set_policy(policy)
+        assert str(engine.config.policy) == "mixed"
 
 
 def test_no_policy_for_an_engine_that_is_shut_down() -> None:

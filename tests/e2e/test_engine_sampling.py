@@ -24,7 +24,7 @@ PROMPT = [5, 17, 300, 8]
 )
 def test_logprobs_are_the_model_s_own(model: Model, params: SamplingParams) -> None:
     others = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=4, logprobs=1)]
-    with make_engine(model.folder, arm="mixed:6") as engine:
+    with make_engine(model.folder, policy="mixed:6") as engine:
         output, silent, _ = engine.generate([PROMPT, [3, 4], [5]], [params, *others], use_tqdm=False)
     completion = output.outputs[0]
     assert completion.logprobs is not None
@@ -69,14 +69,14 @@ def seeded(model: Model) -> list[tuple[int, ...]]:
 
 
 @at_any_depth
-@pytest.mark.parametrize("arm", ["serial", "mixed", "mixed:3", "serial:2"])
+@pytest.mark.parametrize("policy", ["serial", "mixed", "mixed:3", "serial:2"])
 def test_a_seed_fixes_the_tokens_whatever_else_runs(
-    model: Model, seeded: list[tuple[int, ...]], arm: str
+    model: Model, seeded: list[tuple[int, ...]], policy: str
 ) -> None:
     assert len(set(seeded)) == len(seeded)
     company = [SamplingParams(max_tokens=n) for n in (3, 25, 9, 14, 30)]
     prompts = [[n, n + 1, n + 2] * (1 + n % 5) for n in range(len(company))]
-    with make_engine(model.folder, arm=arm, max_num_seqs=5) as engine:
+    with make_engine(model.folder, policy=policy, max_num_seqs=5) as engine:
         outputs = engine.generate(
             [prompts[0], PROMPT, *prompts[1:3], PROMPT, *prompts[3:], PROMPT],
             [company[0], SEEDED[0], *company[1:3], SEEDED[1], *company[3:], SEEDED[2]],

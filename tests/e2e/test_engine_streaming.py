@@ -141,7 +141,7 @@ def test_each_step_reports_one_token(engine: Engine, model: Model) -> None:
 @at_any_depth
 def test_requests_come_and_go_while_others_run(model: Model) -> None:
     lengths = {"a": 12, "b": 3, "c": 7, "d": 1}
-    with make_engine(model.folder, max_num_seqs=2, arm="mixed:6") as engine:
+    with make_engine(model.folder, max_num_seqs=2, policy="mixed:6") as engine:
         finished: dict[str, RequestOutput] = {}
         waiting = list(lengths)
         while waiting or engine.has_unfinished_requests():
@@ -166,11 +166,11 @@ def test_nothing_to_do_is_no_error(engine: Engine) -> None:
 
 @at_any_depth
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 8])
-@pytest.mark.parametrize("arm", ["serial:8", "mixed:8"])
-def test_aborting_frees_all_blocks(model: Model, num_steps: int, arm: str) -> None:
+@pytest.mark.parametrize("policy", ["serial:8", "mixed:8"])
+def test_aborting_frees_all_blocks(model: Model, num_steps: int, policy: str) -> None:
     # Two slots: "a" prefills 20 tokens in three chunks, then decodes; "b" comes behind; "c" waits throughout.
     long = SamplingParams(max_tokens=50, ignore_eos=True)
-    with make_engine(model.folder, max_num_seqs=2, arm=arm) as engine:
+    with make_engine(model.folder, max_num_seqs=2, policy=policy) as engine:
         for name in "abc":
             engine.add_request(name, list(range(2, 22)), long)
         for _ in range(num_steps):

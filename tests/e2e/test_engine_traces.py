@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from arms import EASY, LENGTHS, PROMPTS, Launches, fail_launches, make, short_slices
 from engines import GREEDY, Model, run_to_end
+from policies import EASY, LENGTHS, PROMPTS, Launches, fail_launches, make, short_slices
 
 from bullet_graph import ConfigError, EngineDeadError, RequestError, Slo
 from bullet_graph.perf.trace_file import read_trace
@@ -14,11 +14,13 @@ from bullet_graph.runtime.cpu import CpuExecutor
 
 
 @short_slices
-@pytest.mark.parametrize("arm", ["mixed", "sliced", "auto"])
-def test_a_trace_holds_all_that_happened(model: Model, launches: Launches, tmp_path: Path, arm: str) -> None:
+@pytest.mark.parametrize("policy", ["mixed", "sliced", "auto"])
+def test_a_trace_holds_all_that_happened(
+    model: Model, launches: Launches, tmp_path: Path, policy: str
+) -> None:
     path = tmp_path / "trace.jsonl"
     slo = Slo(ttft_ms=1e6, tpot_ms=1e-6)
-    with make(model, arm, slo=slo, trace_decisions=path) as engine:
+    with make(model, policy, slo=slo, trace_decisions=path) as engine:
         for i, prompt in enumerate(PROMPTS):
             engine.add_request(str(i), prompt, GREEDY, slo=Slo(ttft_ms=5) if i == 4 else None)
         engine.abort("1")
@@ -26,12 +28,12 @@ def test_a_trace_holds_all_that_happened(model: Model, launches: Launches, tmp_p
             engine.step()
         engine.abort("2")
         run_to_end(engine)
-        num_steps, seconds = engine.stats().num_steps, dict(engine.stats().arm_seconds)
+        num_steps, seconds = engine.stats().num_steps, dict(engine.stats().policy_seconds)
         with pytest.raises(RequestError):
             engine.add_request("refused", [])
     trace = read_trace(path)
     assert trace.notes == ()
-    assert (trace.header.arm, trace.header.slo) == (arm, str(slo))
+    assert (trace.header.policy, trace.header.slo) == (policy, str(slo))
     assert (trace.header.device, trace.header.num_sms, trace.header.num_layers) == ("cpu", None, 2)
     assert {request.request_id: request.reason for request in trace.requests} == {
         "0": "length",
@@ -60,7 +62,7 @@ def test_a_trace_holds_all_that_happened(model: Model, launches: Launches, tmp_p
     assert sum(launch.layers for launch in trace.launches) == 2 * num_steps
     measured: dict[str, float] = {}
     for launch in trace.launches:
-        measured[launch.arm] = measured.get(launch.arm, 0.0) + (launch.device_ms or 0.0) / 1e3
+        measured[launch.policy] = measured.get(launch.policy, 0.0) + (launch.device_ms or 0.0) / 1e3
     assert measured == pytest.approx(seconds)
 
 
@@ -79,7 +81,7 @@ def test_a_trace_goes_on_under_another_policy_and_after_an_interrupt(
         engine.generate([PROMPTS[3]], GREEDY, use_tqdm=False)
     trace = read_trace(path)
     assert [request.prompt_tokens for request in trace.requests if request.reason == "length"] == [4, 1, 90]
-    assert {decision.arm for decision in trace.decisions} == {"sliced", "solo"}
+    assert {decision.policy for decision in trace.decisions} == {"sliced", "solo"}
 
 
 def test_a_trace_never_takes_the_place_of_a_file(tmp_path: Path) -> None:

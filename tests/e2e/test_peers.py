@@ -105,7 +105,7 @@ def test_given_rates_with_all_systems_in_turn(
     by_system = {cell.key.system: cell.runs[0] for cell in sweep.cells}
     assert by_system[server.url]["system_settings"]["version"] == "1.2.3"
     assert by_system["vllm 0.24.0"]["system_settings"]["engine_args"]["enable_prefix_caching"] is False
-    assert by_system["bullet_graph serial"]["system_counters"]["arm_seconds"].keys() == {"serial", "solo"}
+    assert by_system["bullet_graph serial"]["system_counters"]["policy_seconds"].keys() == {"serial", "solo"}
     for label in labels:
         assert label in result.stdout
 
@@ -293,7 +293,7 @@ def test_no_server(trace: Path, tmp_path: Path) -> None:
             "longest request has 53 tokens, more than --max-model-len 52",
         ),
         (("--rates", "20", "--model", "nonesuch"), "unknown model 'nonesuch'"),
-        (("--rates", "20", "--system", "own:fast"), "unknown arm 'fast'"),
+        (("--rates", "20", "--system", "own:fast"), "unknown policy 'fast'"),
         (("--rates", "20", "--system", "sglang"), "'sglang' is no system"),
         (("--rates", "20", "--workload", "azure:nonesuch"), "unknown excerpt"),
         (("--rates", "20", *("--workload", "azure:conv=2") * 2), "both called azure:conv with 2 requests"),

@@ -306,7 +306,7 @@ def test_metrics_have_vllms_names_and_count(served: Served) -> None:
         after['time_to_first_token_seconds_bucket{le="+Inf"}'] == after["time_to_first_token_seconds_count"]
     )
     assert after["num_requests_running"] == after["num_requests_waiting"] == after["kv_cache_usage_perc"] == 0
-    assert sum(v for name, v in after.items() if name.startswith("arm_time_share")) == pytest.approx(1)
+    assert sum(v for name, v in after.items() if name.startswith("policy_time_share")) == pytest.approx(1)
     assert grown['lane_seconds_total{lane="decode"}'] > 0
 
 

@@ -86,9 +86,9 @@ def test_the_page_shows_what_the_server_does(browser: "sync_api.Browser") -> Non
             assert 0 < p50 <= p90 <= p99
             assert page.text_content("#slo") == "100.0 %"
             assert page.text_content("#queue-most") == "4"
-            arms = page.text_content("#arms")
-            assert arms is not None
-            assert "solo" in arms
+            policies = page.text_content("#policies")
+            assert policies is not None
+            assert "solo" in policies
         finally:
             stop.set()
             thread.join(30)

@@ -85,12 +85,12 @@ def check_against_transformers(outputs: list[RequestOutput], model: Checkpoint) 
     assert torch.cat(regrets).max() < 4 * torch.cat(noise).abs().max()
 
 
-@pytest.mark.parametrize("arm", ["serial", "mixed", "mixed:64", "sliced", "split:48", "auto"])
+@pytest.mark.parametrize("policy", ["serial", "mixed", "mixed:64", "sliced", "split:48", "auto"])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_tokens_against_transformers(model: Checkpoint, arm: str, cuda_graphs: bool) -> None:
+def test_tokens_against_transformers(model: Checkpoint, policy: str, cuda_graphs: bool) -> None:
     with Engine(
         str(model.folder),
-        arm=arm,
+        policy=policy,
         max_num_seqs=6,
         kv_cache_bytes=2**28,
         cuda_graphs=cuda_graphs,

@@ -22,10 +22,10 @@ SETTINGS = {
 }
 
 
-def serve(arm: str, trace: Path, slo: Slo) -> list[dict[str, object]]:
+def serve(policy: str, trace: Path, slo: Slo) -> list[dict[str, object]]:
     """Sixteen sequences decode while two long prompts come; the trace's records."""
     rng = np.random.default_rng(0)
-    with Engine("qwen3-0.6b", arm=arm, slo=slo, trace_decisions=trace, **SETTINGS) as engine:  # type: ignore[arg-type]
+    with Engine("qwen3-0.6b", policy=policy, slo=slo, trace_decisions=trace, **SETTINGS) as engine:  # type: ignore[arg-type]
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         for index in range(16):
             engine.add_request(str(index), rng.integers(0, 1000, 100).tolist(), params)
@@ -80,7 +80,7 @@ def test_a_lane_that_fails_takes_its_requests_along_and_gives_up_cleanly() -> No
         import torch
         from bullet_graph import Engine, EngineDeadError, SamplingParams
 
-        engine = Engine("qwen3-0.6b", load_format="dummy", max_model_len=512, max_num_seqs=2, arm="sliced",
+        engine = Engine("qwen3-0.6b", load_format="dummy", max_model_len=512, max_num_seqs=2, policy="sliced",
                         perf_table="roofline", gpu_memory_utilization=0.3)
         engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
         for _ in range(5):

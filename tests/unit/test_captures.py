@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from planner_loads import chosen, decoding, load_of
 
 from bullet_graph import Engine
-from bullet_graph.config import Arm, EngineConfig
-from bullet_graph.engine.plan import Load, Plan
-from bullet_graph.engine.planner import Planner
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import ConfigError, PartitionError
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
@@ -27,6 +25,8 @@ from bullet_graph.models.workspaces import piece_scratch_bytes
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.predict import TableModel
+from bullet_graph.planner.plan import Load, Plan
+from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime import requirements
 from bullet_graph.runtime.build import capture_plan_of, plan_ledger
 from bullet_graph.runtime.captures import check_plan
@@ -73,7 +73,7 @@ def test_without_one_all_buckets_are_captured_for_all_partitions(h200: Runtime) 
     assert plan.decode_sms == (32, 48)
     assert {entry.batch_sizes for entry in plan.decode} == {(1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}
     assert plan.short_forward_rows[-1] == 576
-    auto = capture_plan_of(replace(CONFIG, arm=Arm("auto")), h200, MODEL)
+    auto = capture_plan_of(replace(CONFIG, policy=Policy("auto")), h200, MODEL)
     assert auto.decode_sms == tuple(MODEL.decode_sms)
 
 
@@ -87,8 +87,8 @@ def test_without_one_all_buckets_are_captured_for_all_partitions(h200: Runtime) 
             "128 rows in short_forward_rows, but the longest of this engine has 127",
         ),
         (
-            {"arm": Arm("split", decode_sms=48)},
-            "has no decode lane of 48 SMs, which the arm split:48 needs, but 32",
+            {"policy": Policy("split", decode_sms=48)},
+            "has no decode lane of 48 SMs, which the policy split:48 needs, but 32",
         ),
     ],
 )
@@ -210,9 +210,9 @@ def test_a_captured_size_is_used_from_then_on(monkeypatch: pytest.MonkeyPatch) -
 # ---- where steps may be placed ----
 
 
-def make_planner(arm: str, limits: dict[int, int]) -> Planner:
+def make_planner(policy: str, limits: dict[int, int]) -> Planner:
     return Planner(
-        Arm.parse(arm),
+        Policy.parse(policy),
         max_chunk_tokens=8192,
         decode_sms=MODEL.decode_sms,
         num_layers=NUM_LAYERS,
@@ -231,13 +231,13 @@ def test_a_split_is_weighed_only_where_a_graph_holds_the_batch() -> None:
 
 def test_a_forced_split_takes_turns_while_no_graph_holds_the_batch() -> None:
     planner = make_planner("split", dict.fromkeys(MODEL.decode_sms, 8))
-    assert chosen(planner.plan(load_of(decoding(8), 2048))).arm == "split"
+    assert chosen(planner.plan(load_of(decoding(8), 2048))).policy == "split"
     plan = planner.plan(load_of(decoding(9), 2048))
-    assert (plan.arm, plan.partition, plan.takes_turns) == ("sliced", WHOLE_GPU, True)
+    assert (plan.policy, plan.partition, plan.takes_turns) == ("sliced", WHOLE_GPU, True)
 
 
 @given(
-    arm=st.sampled_from(["split", "split:48", "auto"]),
+    policy=st.sampled_from(["split", "split:48", "auto"]),
     limits=st.fixed_dictionaries({sms: st.integers(1, 8) for sms in MODEL.decode_sms}),
     gaps=st.lists(
         st.tuples(st.sampled_from([0.0, 0.002, 0.03]), st.integers(1, 900), st.integers(1, 60)),
@@ -248,12 +248,12 @@ def test_a_forced_split_takes_turns_while_no_graph_holds_the_batch() -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_no_batch_is_placed_where_no_graph_holds_it(
-    arm: str, limits: dict[int, int], gaps: list[tuple[float, int, int]], depth: int
+    policy: str, limits: dict[int, int], gaps: list[tuple[float, int, int]], depth: int
 ) -> None:
     """The executor refuses such a launch, and checks all others as ever."""
     by_partition = {partition_of(sms, num_sms=MODEL.num_sms): most for sms, most in limits.items()}
     executor = CheckedExecutor(max_in_flight=depth, max_batch_sizes=by_partition)
-    loop = CoreLoop(make_planner(arm, limits), executor=executor)
+    loop = CoreLoop(make_planner(policy, limits), executor=executor)
     now_s, arrivals = 0.0, []
     for gap_s, prompt, output in gaps:
         now_s += gap_s
@@ -284,7 +284,7 @@ def test_a_step_stays_beside_the_slices_in_flight_only_where_a_graph_holds_it(mo
     beside = partition_of(48, num_sms=132)
     executor = CheckedExecutor(max_batch_sizes={beside: most})
     planner = _Alternating(
-        Arm("auto"), max_chunk_tokens=8192, decode_sms=(48,), num_layers=NUM_LAYERS, model=MODEL
+        Policy("auto"), max_chunk_tokens=8192, decode_sms=(48,), num_layers=NUM_LAYERS, model=MODEL
     )
     loop = CoreLoop(planner, executor=executor)
     loop.run(arrivals=[(0.0, 100, 50, NO_TARGETS)] * 4 + [(0.2, 900, 5, NO_TARGETS)])

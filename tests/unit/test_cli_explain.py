@@ -46,7 +46,7 @@ def test_tables(missed_file: Path) -> None:
     result = invoke(missed_file)
     assert result.exit_code == 0
     words = " ".join(result.stdout.split())
-    assert "tiny on H200, arm auto, ttft:500ms tpot:15ms" in words
+    assert "tiny on H200, policy auto, ttft:500ms tpot:15ms" in words
     assert "│ both lanes busy │ 25.0 % │" in words
     assert "│ split │ 2 │ 66.7 % │ 50.0 % │" in words
     assert "│ tpot │ 4 │ 66.7 % │" in words

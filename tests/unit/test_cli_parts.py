@@ -16,7 +16,7 @@ from bullet_graph.cli.bench.latency import decode_gaps_ms, prefill_ms
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.cli.streaming import OrderedPrinter
-from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.metrics import RequestMetrics
 
@@ -43,7 +43,7 @@ def test_options_default_to_the_engines_own_settings() -> None:
 
 def test_every_option_reaches_its_setting() -> None:
     config = parse_options(
-        *("--load-format", "dummy", "--dtype", "float16", "--device", "cpu", "--arm", "mixed:64"),
+        *("--load-format", "dummy", "--dtype", "float16", "--device", "cpu", "--policy", "mixed:64"),
         *("--max-num-seqs", "9", "--max-num-batched-tokens", "128", "--max-model-len", "99", "--seed", "5"),
         *("--gpu-memory-utilization", "0.5", "--kv-cache-bytes", "2MiB", "--no-cuda-graphs"),
     )
@@ -52,7 +52,7 @@ def test_every_option_reaches_its_setting() -> None:
         load_format="dummy",
         dtype="float16",
         device="cpu",
-        arm=Arm("mixed", 64),
+        policy=Policy("mixed", 64),
         max_num_seqs=9,
         max_num_batched_tokens=128,
         max_model_len=99,

@@ -1,4 +1,4 @@
-"""The engine's settings and its arms."""
+"""The engine's settings and its policies."""
 
 import math
 from dataclasses import FrozenInstanceError
@@ -8,27 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import BulletGraphError, ConfigError
 
 
 @pytest.mark.parametrize(
-    ("text", "arm"),
+    ("text", "policy"),
     [
-        ("serial", Arm("serial")),
-        ("mixed", Arm("mixed")),
-        ("mixed:1", Arm("mixed", 1)),
-        ("mixed:2048", Arm("mixed", 2048)),
-        ("serial:64", Arm("serial", 64)),
-        ("sliced", Arm("sliced")),
-        ("split", Arm("split")),
-        ("split:48", Arm("split", decode_sms=48)),
-        ("auto", Arm("auto")),
+        ("serial", Policy("serial")),
+        ("mixed", Policy("mixed")),
+        ("mixed:1", Policy("mixed", 1)),
+        ("mixed:2048", Policy("mixed", 2048)),
+        ("serial:64", Policy("serial", 64)),
+        ("sliced", Policy("sliced")),
+        ("split", Policy("split")),
+        ("split:48", Policy("split", decode_sms=48)),
+        ("auto", Policy("auto")),
     ],
 )
-def test_arms_are_read_and_written(text: str, arm: Arm) -> None:
-    assert Arm.parse(text) == arm
-    assert str(arm) == text
+def test_policies_are_read_and_written(text: str, policy: Policy) -> None:
+    assert Policy.parse(text) == policy
+    assert str(policy) == text
 
 
 @pytest.mark.parametrize(
@@ -49,27 +49,27 @@ def test_arms_are_read_and_written(text: str, arm: Arm) -> None:
         " mixed",
     ],
 )
-def test_other_arms_are_refused_with_the_forms_allowed(text: str) -> None:
+def test_other_policies_are_refused_with_the_forms_allowed(text: str) -> None:
     with pytest.raises(ConfigError, match="serial, sliced, mixed, split or auto") as caught:
-        Arm.parse(text)
+        Policy.parse(text)
     assert repr(text) in str(caught.value)
 
 
 @given(st.sampled_from(["serial", "mixed"]), st.none() | st.integers(1, 10**6))
-def test_arms_survive_a_round_trip(name: str, chunk_tokens: int | None) -> None:
-    arm = Arm(name, chunk_tokens)  # type: ignore[arg-type]
-    assert Arm.parse(str(arm)) == arm
+def test_policies_survive_a_round_trip(name: str, chunk_tokens: int | None) -> None:
+    policy = Policy(name, chunk_tokens)  # type: ignore[arg-type]
+    assert Policy.parse(str(policy)) == policy
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, -1, 1.5, "8", True])
-def test_an_arm_s_chunk_is_checked_however_it_is_made(chunk_tokens: object) -> None:
+def test_an_policy_s_chunk_is_checked_however_it_is_made(chunk_tokens: object) -> None:
     with pytest.raises(ConfigError, match="chunk_tokens"):
-        Arm("mixed", chunk_tokens)  # type: ignore[arg-type]
+        Policy("mixed", chunk_tokens)  # type: ignore[arg-type]
 
 
-def test_an_arm_s_name_is_checked_however_it_is_made() -> None:
+def test_an_policy_s_name_is_checked_however_it_is_made() -> None:
     with pytest.raises(ConfigError, match="sliced, mixed, split, auto, got 'solo'"):
-        Arm("solo")  # type: ignore[arg-type]
+        Policy("solo")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -127,11 +127,13 @@ def test_settings_cannot_change_afterwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arm", "batched", "chunk"),
+    ("policy", "batched", "chunk"),
     [("mixed", 100, 100), ("mixed:64", 100, 64), ("serial:300", 100, 100), ("serial", 7, 7)],
 )
-def test_the_chunk_is_the_smaller_of_the_arm_s_and_the_engine_s(arm: str, batched: int, chunk: int) -> None:
-    config = EngineConfig(model="tiny", arm=Arm.parse(arm), max_num_batched_tokens=batched)
+def test_the_chunk_is_the_smaller_of_the_policy_s_and_the_engine_s(
+    policy: str, batched: int, chunk: int
+) -> None:
+    config = EngineConfig(model="tiny", policy=Policy.parse(policy), max_num_batched_tokens=batched)
     assert config.chunk_tokens == chunk
 
 

@@ -7,15 +7,15 @@ from core_loop import MODEL, NUM_LAYERS, CheckedExecutor, CoreLoop, make_planner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.config import Arm
+from bullet_graph.config import Policy
 from bullet_graph.engine.chunk import fill
-from bullet_graph.engine.options import ROW_STEP
-from bullet_graph.engine.plan import Load, Plan
-from bullet_graph.engine.planner import Planner
 from bullet_graph.partition.spec import WHOLE_GPU, partition_of
+from bullet_graph.planner.options import ROW_STEP
+from bullet_graph.planner.plan import Load, Plan
+from bullet_graph.planner.planner import Planner
 from bullet_graph.slo import NO_TARGETS, Slo
 
-ARMS = ("serial", "serial:100", "sliced", "mixed", "mixed:64", "split", "split:48", "auto")
+POLICIES = ("serial", "serial:100", "sliced", "mixed", "mixed:64", "split", "split:48", "auto")
 TARGETS = (
     NO_TARGETS,
     Slo(ttft_ms=500, tpot_ms=15),
@@ -51,7 +51,7 @@ class _Wayward(Planner):
 
     def __init__(self, choices: list[int]) -> None:
         super().__init__(
-            Arm("auto"),
+            Policy("auto"),
             max_chunk_tokens=8192,
             decode_sms=MODEL.decode_sms,
             num_layers=NUM_LAYERS,
@@ -66,9 +66,9 @@ class _Wayward(Planner):
         prefilling = bool(load.prompts or load.chunk)
         tokens = (16, 48, 300, 5000)[choice % 4] if load.prompts and load.chunk is None else 0
         kinds = ["solo", "serial", "mixed", "sliced", "split"]
-        arm = kinds[choice % 5] if prefilling and load.decode is not None else "solo"
-        if load.chunk is not None or arm in ("sliced", "split") or (prefilling and choice % 3 == 0):
-            split = arm == "split"
+        policy = kinds[choice % 5] if prefilling and load.decode is not None else "solo"
+        if load.chunk is not None or policy in ("sliced", "split") or (prefilling and choice % 3 == 0):
+            split = policy == "split"
             sms = MODEL.decode_sms[choice % len(MODEL.decode_sms)] if split else None
             return Plan(
                 "split" if split else "sliced",
@@ -80,8 +80,8 @@ class _Wayward(Planner):
                 takes_turns=not split,
             )
         return Plan(
-            arm,  # type: ignore[arg-type]
-            decode=load.decode is not None and (not prefilling or arm != "serial"),
+            policy,  # type: ignore[arg-type]
+            decode=load.decode is not None and (not prefilling or policy != "serial"),
             chunk_tokens=tokens,
         )
 
@@ -92,7 +92,7 @@ class _Wayward(Planner):
 @settings(max_examples=150, deadline=None)
 @given(
     requests=requests,
-    arm=st.sampled_from(ARMS),
+    policy=st.sampled_from(POLICIES),
     spare_blocks=st.sampled_from([0, 1, 7, 40, 1000]),
     max_num_seqs=st.sampled_from([1, 2, 16]),
     chunk_tokens=st.sampled_from([48, 500, 8192]),
@@ -102,7 +102,7 @@ class _Wayward(Planner):
 )
 def test_every_request_ends_with_its_own_tokens(
     requests: list[tuple[float, int, int, Slo]],
-    arm: str,
+    policy: str,
     spare_blocks: int,
     max_num_seqs: int,
     chunk_tokens: int,
@@ -112,7 +112,7 @@ def test_every_request_ends_with_its_own_tokens(
 ) -> None:
     """No starvation, no block in two hands, no launch that the lanes do not allow (the executor checks each)."""
     loop = CoreLoop(
-        make_planner(arm, max_chunk_tokens=chunk_tokens),
+        make_planner(policy, max_chunk_tokens=chunk_tokens),
         num_kv_blocks=1 + 64 + spare_blocks,
         max_num_seqs=max_num_seqs,
         executor=CheckedExecutor(host_overhead_ms, depth, row_step=row_step),
@@ -159,13 +159,13 @@ def test_no_planner_can_break_the_books(
 @settings(max_examples=60, deadline=None)
 @given(
     requests=requests,
-    arm=st.sampled_from(["sliced", "split", "auto"]),
+    policy=st.sampled_from(["sliced", "split", "auto"]),
     aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=12),
 )
 def test_aborts_at_any_moment(
-    requests: list[tuple[float, int, int, Slo]], arm: str, aborts: list[tuple[int, int]]
+    requests: list[tuple[float, int, int, Slo]], policy: str, aborts: list[tuple[int, int]]
 ) -> None:
-    loop = CoreLoop(make_planner(arm), num_kv_blocks=100)
+    loop = CoreLoop(make_planner(policy), num_kv_blocks=100)
     for _, prompt_tokens, output_tokens, slo in requests:
         loop.add(prompt_tokens, output_tokens, slo=slo)
     for count in range(81):
@@ -188,12 +188,12 @@ def check_chunks(loop: CoreLoop) -> None:
     assert set(layers.values()) <= {NUM_LAYERS}
 
 
-# ---- what each arm does with two lanes ----
+# ---- what each policy does with two lanes ----
 
 
-def both_phases(arm: str, slo: Slo = NO_TARGETS, executor: CheckedExecutor | None = None) -> CoreLoop:
+def both_phases(policy: str, slo: Slo = NO_TARGETS, executor: CheckedExecutor | None = None) -> CoreLoop:
     """Sequences that decode, then long prompts beside them."""
-    loop = CoreLoop(make_planner(arm), max_model_len=4096, num_kv_blocks=4000, executor=executor)
+    loop = CoreLoop(make_planner(policy), max_model_len=4096, num_kv_blocks=4000, executor=executor)
     loop.run(
         arrivals=[(0.0, 50, 150, slo)] * 8 + [(0.1, 3000, 5, slo), (0.2, 3500, 5, slo), (0.3, 2000, 5, slo)]
     )
@@ -210,7 +210,7 @@ def test_a_split_runs_both_lanes_at_once_and_gives_the_whole_gpu_back() -> None:
     steps = [launch for launch in launches if launch.step.prefill is None]
     assert not any(launch.placement.takes_turns for launch in steps), "decode never waits for a slice"
     assert launches[-1].placement.partition == WHOLE_GPU
-    assert set(loop.core.stats().arm_seconds) == {"split", "solo"}
+    assert set(loop.core.stats().policy_seconds) == {"split", "solo"}
 
 
 def test_slices_take_turns_with_decode_steps() -> None:
@@ -223,31 +223,31 @@ def test_slices_take_turns_with_decode_steps() -> None:
     assert any(first < launch.ticket < last for launch in launches if launch.step.decode is not None)
 
 
-@pytest.mark.parametrize("arm", ["serial", "mixed"])
-def test_other_arms_use_the_decode_lane_alone(arm: str) -> None:
-    launches = both_phases(arm).executor.launches
+@pytest.mark.parametrize("policy", ["serial", "mixed"])
+def test_other_policies_use_the_decode_lane_alone(policy: str) -> None:
+    launches = both_phases(policy).executor.launches
     assert {launch.placement.lane for launch in launches} == {"decode"}
     both = any(launch.step.prefill is not None and launch.step.decode is not None for launch in launches)
-    assert both == (arm == "mixed")
+    assert both == (policy == "mixed")
 
 
-@pytest.mark.parametrize("arm", ["mixed:100", "auto"])
-def test_prompt_rows_take_the_place_of_padding(arm: str) -> None:
+@pytest.mark.parametrize("policy", ["mixed:100", "auto"])
+def test_prompt_rows_take_the_place_of_padding(policy: str) -> None:
     def mixed(row_step: int) -> tuple[CoreLoop, list[int]]:
-        loop = both_phases(arm, Slo(tpot_ms=9.0), CheckedExecutor(row_step=row_step))
+        loop = both_phases(policy, Slo(tpot_ms=9.0), CheckedExecutor(row_step=row_step))
         steps = [launch for launch in loop.executor.launches if launch.step.prefill and launch.step.decode]
         return loop, [launch.rows for launch in steps]
 
     (_, plain), (loop, padded) = mixed(1), mixed(64)
     assert len(padded) <= len(plain)
-    if arm == "auto":
+    if policy == "auto":
         # All but where prompts end.
         assert sum(rows % 64 == 0 for rows in padded) > 0.6 * len(padded)
         assert sum(rows % 64 == 0 for rows in plain) < 0.3 * len(plain)
         # What was predicted for fewer rows is a prediction still.
         assert ("mixed", "step") in loop.core.stats().corrections
     else:
-        # Never more than the arm allows.
+        # Never more than the policy allows.
         assert max(padded) == max(plain) == 100
 
 
@@ -269,11 +269,11 @@ def test_a_prompt_decodes_as_soon_as_its_last_slice_is_done() -> None:
 # ---- aborts between two slices ----
 
 
-@pytest.mark.parametrize("arm", ["sliced", "split:48"])
+@pytest.mark.parametrize("policy", ["sliced", "split:48"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_abort_between_slices_gives_the_blocks_back(arm: str, depth: int) -> None:
+def test_an_abort_between_slices_gives_the_blocks_back(policy: str, depth: int) -> None:
     executor = CheckedExecutor(max_in_flight=depth)
-    loop = CoreLoop(make_planner(arm), max_model_len=4096, num_kv_blocks=600, executor=executor)
+    loop = CoreLoop(make_planner(policy), max_model_len=4096, num_kv_blocks=600, executor=executor)
     loop.add(20, 500)
     while not any(s.decoding for s in loop.sequences.values()):
         loop.step()
@@ -310,7 +310,7 @@ class _Idle(Planner):
 
 
 def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> None:
-    idle = _Idle(Arm("mixed"), max_chunk_tokens=64, decode_sms=(), num_layers=NUM_LAYERS, model=None)
+    idle = _Idle(Policy("mixed"), max_chunk_tokens=64, decode_sms=(), num_layers=NUM_LAYERS, model=None)
     loop = CoreLoop(idle)
     assert loop.core.step() == []
     loop.add(10, 2)
@@ -343,10 +343,10 @@ def test_a_sequence_held_back_for_its_steps_in_flight_goes_on_when_they_are_over
 # ---- determinism ----
 
 
-@pytest.mark.parametrize("arm", ARMS)
-def test_two_runs_launch_the_same(arm: str) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_runs_launch_the_same(policy: str) -> None:
     first, second = (
-        [launch.summary for launch in both_phases(arm, TIGHT).executor.launches] for _ in range(2)
+        [launch.summary for launch in both_phases(policy, TIGHT).executor.launches] for _ in range(2)
     )
     assert first == second
 

@@ -7,7 +7,7 @@ import pytest
 from traces import HEADER, RUN, Record, launch, request, retire, write
 
 from bullet_graph.perf.chrome_trace import to_chrome_trace
-from bullet_graph.perf.explain import ArmShare, LaneShares, Miss, RequestCounts, Window, summarize_trace
+from bullet_graph.perf.explain import LaneShares, Miss, PolicyShare, RequestCounts, Window, summarize_trace
 from bullet_graph.perf.occupancy import Occupancy
 from bullet_graph.perf.trace_file import read_trace
 from bullet_graph.perf.trace_records import Launch, Trace
@@ -26,13 +26,13 @@ def test_shares_of_time(run_file: Path) -> None:
     summary = summarize_trace(read_trace(run_file))
     assert summary.duration_s == pytest.approx(0.4)
     assert summary.num_launches == 4
-    assert [share.arm for share in summary.arms] == ["split", "solo", "mixed"]
+    assert [share.policy for share in summary.policies] == ["split", "solo", "mixed"]
     expected = [
-        ArmShare("split", 2, 300 / 450, 0.5),
-        ArmShare("solo", 1, 100 / 450, 0.25),
-        ArmShare("mixed", 1, 50 / 450, 0.125),
+        PolicyShare("split", 2, 300 / 450, 0.5),
+        PolicyShare("solo", 1, 100 / 450, 0.25),
+        PolicyShare("mixed", 1, 50 / 450, 0.125),
     ]
-    for share, want in zip(summary.arms, expected, strict=True):
+    for share, want in zip(summary.policies, expected, strict=True):
         assert dataclasses.astuple(share) == pytest.approx(dataclasses.astuple(want))
     want_lanes = LaneShares(decode=250 / 400, prefill=200 / 400, both=100 / 400, idle=50 / 400)
     assert dataclasses.astuple(summary.lanes) == pytest.approx(dataclasses.astuple(want_lanes))
@@ -50,7 +50,7 @@ def test_a_window_sums_up_what_is_in_it(run_file: Path) -> None:
     trace = read_trace(run_file)
     # The last 50 ms of the split, prefill alone, and the mixed forward.
     summary = summarize_trace(trace, Window(100.3, 100.4))
-    assert {share.arm: round(share.wall_share, 6) for share in summary.arms} == {
+    assert {share.policy: round(share.wall_share, 6) for share in summary.policies} == {
         "split": 0.5,
         "mixed": 0.5,
         "solo": 0.0,
@@ -69,7 +69,7 @@ def test_prediction_errors(tmp_path: Path) -> None:
         retire(6, 100.46, 10.0),
         launch(7, "decode", 100.46, "solo", 0, predicted_ms=5.0),
     )
-    errors = {(error.arm, error.lane): error for error in summarize_trace(trace).errors}
+    errors = {(error.policy, error.lane): error for error in summarize_trace(trace).errors}
     # Mixed was launched without a prediction.
     assert set(errors) == {("solo", "decode"), ("split", "decode"), ("split", "prefill")}
     solo = errors["solo", "decode"]
@@ -145,7 +145,7 @@ def test_requests_are_counted_once_each(tmp_path: Path) -> None:
 
 def test_a_trace_in_which_nothing_happened(tmp_path: Path) -> None:
     summary = summarize_trace(read_trace(write(tmp_path / "t.jsonl", [HEADER])))
-    assert (summary.duration_s, summary.num_launches, summary.arms, summary.errors) == (0.0, 0, (), ())
+    assert (summary.duration_s, summary.num_launches, summary.policies, summary.errors) == (0.0, 0, (), ())
     assert summary.requests == RequestCounts(0, 0, 0, 0, 0, 0)
 
 
@@ -175,7 +175,7 @@ def test_chrome_trace(run_file: Path) -> None:
     prefill = launches[2]
     assert (prefill["ts"], prefill["dur"]) == pytest.approx((150_000, 200_000))
     assert prefill["args"] == {
-        "arm": "split",
+        "policy": "split",
         "decision": 1,
         "decode_rows": 0,
         "prefill_rows": 512,
@@ -203,7 +203,7 @@ def test_chrome_trace(run_file: Path) -> None:
 
 def test_chrome_trace_of_a_window(run_file: Path) -> None:
     events = to_chrome_trace(read_trace(run_file), Window(100.12, 100.3))["traceEvents"]
-    assert [e["args"]["arm"] for e in events if e["ph"] == "X"] == ["split", "split"]
+    assert [e["args"]["policy"] for e in events if e["ph"] == "X"] == ["split", "split"]
     assert [e["args"]["decision"] for e in events if e["ph"] == "i"] == [1]
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.config import KV_BLOCK_TOKENS, Arm, EngineConfig
+from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.errors import InsufficientMemoryError
 from bullet_graph.models.kv_cache import KVCache, kv_block_bytes
 from bullet_graph.models.loader import weight_bytes
@@ -149,7 +149,7 @@ def test_wider_forwards_cost_activations() -> None:
     wide = plan(tiny(max_num_batched_tokens=128), device)
     # A row: 4 hidden, 2 × qkv and 3 intermediate activations in float32.
     assert wide.activations_bytes - narrow.activations_bytes == 64 * 4 * (4 * 128 + 2 * 256 + 3 * 384)
-    chunked = plan(tiny(max_num_batched_tokens=128, arm=Arm("mixed", 64)), device)
+    chunked = plan(tiny(max_num_batched_tokens=128, policy=Policy("mixed", 64)), device)
     assert chunked.activations_bytes == narrow.activations_bytes
 
 

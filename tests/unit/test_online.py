@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.cli.bench.online import Arrivals, OnlineRun
-from bullet_graph.cli.bench.online_arms import config_for
-from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.cli.bench.online_policies import config_for
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.replay import timed_requests
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.perf.energy import DeviceReport, SampleRange
@@ -81,11 +81,11 @@ def test_recorded_times_that_are_not_there() -> None:
         Arrivals(request_rate=None).times(Workload("w", (WorkloadRequest(1, 1, None),)))
 
 
-# ---- one engine for several arms ----
+# ---- one engine for several policies ----
 
 
 @pytest.mark.parametrize(
-    ("arms", "engine_arm", "decode_sms"),
+    ("policies", "engine_policy", "decode_sms"),
     [
         ("mixed:64", "mixed:64", ()),
         ("split:48", "split:48", (48,)),
@@ -99,11 +99,13 @@ def test_recorded_times_that_are_not_there() -> None:
         ("split split:48", "auto", ()),
     ],
 )
-def test_the_engine_can_serve_as_each_arm(arms: str, engine_arm: str, decode_sms: tuple[int, ...]) -> None:
-    parsed = tuple(Arm.parse(arm) for arm in arms.split())
+def test_the_engine_can_serve_as_each_policy(
+    policies: str, engine_policy: str, decode_sms: tuple[int, ...]
+) -> None:
+    parsed = tuple(Policy.parse(policy) for policy in policies.split())
     config = config_for(EngineConfig(model="tiny", seed=3), parsed, TARGETS)
-    assert (str(config.arm), config.decode_sms, config.slo, config.seed) == (
-        engine_arm,
+    assert (str(config.policy), config.decode_sms, config.slo, config.seed) == (
+        engine_policy,
         decode_sms,
         TARGETS,
         3,
@@ -116,7 +118,7 @@ def test_the_engine_can_serve_as_each_arm(arms: str, engine_arm: str, decode_sms
 # ---- what a run tells ----
 
 
-def make_run(arm: str = "auto", energy_joules: float | None = 31.0) -> OnlineRun:
+def make_run(policy: str = "auto", energy_joules: float | None = 31.0) -> OnlineRun:
     served = [ServedRequest(30, 2, RequestMetrics(0.0, 0.0, (0.4, 0.41)), TARGETS)]
     result = summarize_serving(
         served,
@@ -130,9 +132,9 @@ def make_run(arm: str = "auto", energy_joules: float | None = 31.0) -> OnlineRun
     power = None if energy_joules is None else SampleRange(600, 650, 700)
     return OnlineRun(
         result=result,
-        arm=Arm.parse(arm),
+        policy=Policy.parse(policy),
         slo=TARGETS,
-        arm_shares={"mixed": 0.25, "solo": 0.75},
+        policy_shares={"mixed": 0.25, "solo": 0.75},
         num_steps=3,
         num_preemptions=0,
         kv_blocks_peak=2,
@@ -149,6 +151,6 @@ def test_a_runs_fields_are_flat_and_named_as_its_attributes() -> None:
     run = make_run("mixed:64")
     flat = run.fields()
     assert set(flat) == set(run.result.fields()) | {f.name for f in dataclasses.fields(run)} - {"result"}
-    assert (flat["arm"], flat["slo"]) == ("mixed:64", "ttft:500ms tpot:15ms")
+    assert (flat["policy"], flat["slo"]) == ("mixed:64", "ttft:500ms tpot:15ms")
     assert flat["device"]["power_w"] == {"min": 600, "mean": 650, "max": 700}
     assert run.fields(detailed=True)["itls"] == (pytest.approx((0.01,)),)

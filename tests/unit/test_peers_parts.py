@@ -72,7 +72,7 @@ def test_systems_by_name(
 )
 def test_other_names_are_refused(text: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"write own:ARM|unknown arm 'fast'|write arrival or longest-output"
+        ConfigError, match=r"write own:POLICY|unknown policy 'fast'|write arrival or longest-output"
     ):
         Candidate.parse(text)
 

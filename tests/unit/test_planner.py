@@ -1,46 +1,46 @@
-"""Plans of each forced arm over a table like an H200's, and corrections."""
+"""Plans of each forced policy over a table like an H200's, and corrections."""
 
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_loads import ARMS, LAYERS, MAX_CHUNK, chunk_of, decoding, load_of, model, modelless, planner
+from planner_loads import LAYERS, MAX_CHUNK, POLICIES, chunk_of, decoding, load_of, model, modelless, planner
 
-from bullet_graph.config import Arm
-from bullet_graph.engine.backlog import Backlog
-from bullet_graph.engine.options import FLOOR_TOKENS, ROW_STEP, SPLIT_LAUNCH_MS
-from bullet_graph.engine.plan import Load, Plan, PromptLoad
-from bullet_graph.engine.planner import PAUSE_PATIENCE_S, Planner
+from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.key import EAGER_LAYER_MS
 from bullet_graph.partition.spec import WHOLE_GPU, partition_of
 from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.planner.backlog import Backlog
+from bullet_graph.planner.options import FLOOR_TOKENS, ROW_STEP, SPLIT_LAUNCH_MS
+from bullet_graph.planner.plan import Load, Plan, PromptLoad
+from bullet_graph.planner.planner import PAUSE_PATIENCE_S, Planner
 
 
 class TestWithoutChoice:
-    @pytest.mark.parametrize("arm", ARMS)
-    def test_nothing_to_do(self, arm: str) -> None:
-        assert planner(arm).plan(load_of()) == Plan("solo", decode=False)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_nothing_to_do(self, policy: str) -> None:
+        assert planner(policy).plan(load_of()) == Plan("solo", decode=False)
 
-    @pytest.mark.parametrize("arm", ARMS)
-    def test_decode_only(self, arm: str) -> None:
-        plan = planner(arm).plan(load_of(decoding(64)))
-        assert (plan.arm, plan.decode, plan.chunk_tokens) == ("solo", True, 0)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_decode_only(self, policy: str) -> None:
+        plan = planner(policy).plan(load_of(decoding(64)))
+        assert (plan.policy, plan.decode, plan.chunk_tokens) == ("solo", True, 0)
         assert plan.decode_ms == pytest.approx(7.32, abs=0.1)
         assert plan.bound == "nothing"
 
-    @pytest.mark.parametrize("arm", ["mixed", "split", "auto"])
-    def test_prompts_only_run_as_whole_chunks_on_the_decode_lane(self, arm: str) -> None:
-        plan = planner(arm).plan(load_of(None, 1000, 2000))
-        assert (plan.arm, plan.decode, plan.prefill_lane) == ("solo", False, "decode")
+    @pytest.mark.parametrize("policy", ["mixed", "split", "auto"])
+    def test_prompts_only_run_as_whole_chunks_on_the_decode_lane(self, policy: str) -> None:
+        plan = planner(policy).plan(load_of(None, 1000, 2000))
+        assert (plan.policy, plan.decode, plan.prefill_lane) == ("solo", False, "decode")
         assert plan.chunk_tokens == 3000
         pairs = attention_pairs(1000) + attention_pairs(2000)
         assert plan.decode_ms == model().prefill(3000, pairs).ms
 
     def test_prompts_only_in_slices(self) -> None:
         plan = planner("sliced").plan(load_of(None, 2000))
-        assert (plan.arm, plan.decode, plan.prefill_lane, plan.takes_turns) == (
+        assert (plan.policy, plan.decode, plan.prefill_lane, plan.takes_turns) == (
             "sliced",
             False,
             "prefill",
@@ -48,10 +48,10 @@ class TestWithoutChoice:
         )
         assert plan.slice_ms == pytest.approx(8.0, abs=1.0)
 
-    @pytest.mark.parametrize("arm", ["split", "auto"])
-    def test_a_chunk_under_way_goes_on_alone(self, arm: str) -> None:
-        plan = planner(arm).plan(load_of(None, 500, chunk=chunk_of(2048, 3)))
-        assert (plan.arm, plan.prefill_lane, plan.chunk_tokens) == ("solo", "prefill", 0)
+    @pytest.mark.parametrize("policy", ["split", "auto"])
+    def test_a_chunk_under_way_goes_on_alone(self, policy: str) -> None:
+        plan = planner(policy).plan(load_of(None, 500, chunk=chunk_of(2048, 3)))
+        assert (plan.policy, plan.prefill_lane, plan.chunk_tokens) == ("solo", "prefill", 0)
         assert plan.slice_layers == 3
         assert plan.partition == WHOLE_GPU
         assert not plan.takes_turns
@@ -83,17 +83,17 @@ class TestWithoutModel:
     def test_no_rate_is_known(self) -> None:
         assert modelless("mixed").prefill_ms_per_token == 0.0
 
-    @pytest.mark.parametrize("arm", ["sliced", "split", "split:48", "auto"])
-    def test_other_arms_ask_for_a_table(self, arm: str) -> None:
-        with pytest.raises(ConfigError, match=f"arm {arm} needs a performance table.*profile"):
-            modelless(arm)
+    @pytest.mark.parametrize("policy", ["sliced", "split", "split:48", "auto"])
+    def test_other_policies_ask_for_a_table(self, policy: str) -> None:
+        with pytest.raises(ConfigError, match=f"policy {policy} needs a performance table.*profile"):
+            modelless(policy)
 
 
 class TestBadSplits:
     def test_a_size_that_is_not_captured(self) -> None:
         with pytest.raises(ConfigError, match=r"split:40 needs .* 40 SMs.* 16, 48"):
             Planner(
-                Arm.parse("split:40"),
+                Policy.parse("split:40"),
                 max_chunk_tokens=8,
                 decode_sms=(16, 48),
                 num_layers=32,
@@ -102,12 +102,12 @@ class TestBadSplits:
 
     def test_no_sizes_at_all(self) -> None:
         with pytest.raises(ConfigError, match=r"some SMs.* none"):
-            Planner(Arm.parse("split"), max_chunk_tokens=8, decode_sms=(), num_layers=32, model=model())
+            Planner(Policy.parse("split"), max_chunk_tokens=8, decode_sms=(), num_layers=32, model=model())
 
     def test_auto_does_without_splits(self) -> None:
-        lone = Planner(Arm("auto"), max_chunk_tokens=2048, decode_sms=(), num_layers=32, model=model())
+        lone = Planner(Policy("auto"), max_chunk_tokens=2048, decode_sms=(), num_layers=32, model=model())
         plan = lone.plan(load_of(decoding(64, tpot=20.0), 4000))
-        assert {o.arm for o in plan.options} == {"solo", "sliced", "mixed"}
+        assert {o.policy for o in plan.options} == {"solo", "sliced", "mixed"}
 
 
 class TestSerialAndMixed:
@@ -118,7 +118,7 @@ class TestSerialAndMixed:
 
     def test_a_fixed_chunk_ignores_targets(self) -> None:
         plan = planner("mixed:512").plan(load_of(decoding(64, tpot=1.0), 4000))
-        assert (plan.arm, plan.decode, plan.chunk_tokens) == ("mixed", True, 448)
+        assert (plan.policy, plan.decode, plan.chunk_tokens) == ("mixed", True, 448)
         assert plan.decode_ms == model().mixed(448, attention_pairs(448), 64, 64000).ms
 
     def test_without_targets_all_rows_are_used(self) -> None:
@@ -204,7 +204,7 @@ class TestSplit:
     def test_the_fewest_sms_that_hold_the_target(self, batch_size: int, tpot: float) -> None:
         decode = decoding(batch_size, tpot=tpot)
         plan = planner("split").plan(load_of(decode, 8000))
-        assert plan.arm == "split"
+        assert plan.policy == "split"
         option = plan.options[0]
 
         def step_ms(sms: int) -> float:

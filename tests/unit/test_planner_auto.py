@@ -1,4 +1,4 @@
-"""The arm that ``auto`` chooses, and properties of every plan."""
+"""The policy that ``auto`` chooses, and properties of every plan."""
 
 import dataclasses
 import math
@@ -7,16 +7,16 @@ import pytest
 from fakes.perf_tables import LLAMA_8B, h200_table
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_loads import ARMS, LAYERS, MAX_CHUNK, chosen, chunk_of, decoding, load_of, model, planner
+from planner_loads import LAYERS, MAX_CHUNK, POLICIES, chosen, chunk_of, decoding, load_of, model, planner
 
-from bullet_graph.config import Arm
-from bullet_graph.engine.options import BUDGET_CAP
-from bullet_graph.engine.plan import DecodeLoad, Load, PromptLoad
-from bullet_graph.engine.planner import Planner
-from bullet_graph.engine.preference import BESIDE_GAIN, LANE_SHARE
+from bullet_graph.config import Policy
 from bullet_graph.partition.spec import WHOLE_GPU, partition_of
 from bullet_graph.perf.performance import Prediction
 from bullet_graph.perf.predict import TableModel
+from bullet_graph.planner.options import BUDGET_CAP
+from bullet_graph.planner.plan import DecodeLoad, Load, PromptLoad
+from bullet_graph.planner.planner import Planner
+from bullet_graph.planner.preference import BESIDE_GAIN, LANE_SHARE
 
 
 class SmallModel(TableModel):
@@ -62,7 +62,7 @@ class TestAuto:
         sight = [500] * min(queued // 500, 64)
         load = dataclasses.replace(load_of(decoding(64), *sight), queued_tokens=queued, steps_left=steps_left)
         plan = planner().plan(load)
-        assert (plan.arm, plan.decode, plan.chunk_tokens) == ("mixed", True, rows - 64)
+        assert (plan.policy, plan.decode, plan.chunk_tokens) == ("mixed", True, rows - 64)
         assert chosen(plan).chunk_tokens == rows - 64
 
     def test_many_rows_that_decode_leave_prompts_their_share(self) -> None:
@@ -76,20 +76,24 @@ class TestAuto:
 
     def test_a_middling_target_takes_a_mixed_chunk_of_a_few_hundred(self) -> None:
         plan = planner().plan(load_of(decoding(64, tpot=15.0), 1000, 1000, ttft_ms=500))
-        assert plan.arm == "mixed"
+        assert plan.policy == "mixed"
         assert 128 <= plan.chunk_tokens <= 1024
         assert plan.bound == "tpot"
 
-    def test_where_no_mixed_step_holds_the_target_another_arm_must(self) -> None:
+    def test_where_no_mixed_step_holds_the_target_another_policy_must(self) -> None:
         plan = planner().plan(load_of(decoding(64, tpot=7.7), 2000))
-        assert not next(o for o in plan.options if o.arm == "mixed").holds_tpot
-        assert plan.arm == "sliced"
+        assert not next(o for o in plan.options if o.policy == "mixed").holds_tpot
+        assert plan.policy == "sliced"
         assert chosen(plan).holds_tpot
 
     def test_a_nearing_deadline_takes_sms_back(self) -> None:
         """A split that holds TPOT but is too slow gives way to one with more SMs for prefill."""
         lanes = Planner(
-            Arm("auto"), max_chunk_tokens=MAX_CHUNK, decode_sms=(48, 64, 96), num_layers=LAYERS, model=model()
+            Policy("auto"),
+            max_chunk_tokens=MAX_CHUNK,
+            decode_sms=(48, 64, 96),
+            num_layers=LAYERS,
+            model=model(),
         )
         chunk = chunk_of(2048, LAYERS)
         calm = lanes.plan(load_of(decoding(64, tpot=16.0), chunk=chunk))
@@ -102,7 +106,7 @@ class TestAuto:
 
     def test_no_lane_of_its_own_for_prompts_that_take_longer_to_launch_than_to_run(self) -> None:
         small = Planner(
-            Arm("auto"),
+            Policy("auto"),
             max_chunk_tokens=MAX_CHUNK,
             decode_sms=(48, 64),
             num_layers=LAYERS,
@@ -116,7 +120,7 @@ class TestAuto:
             decoding(64, tpot=8.0, slack=60.0),
         ):
             plan = small.plan(load_of(decode, 1500, ttft_ms=60.0))
-            assert {o.arm for o in plan.options} <= {"solo", "mixed"}
+            assert {o.policy for o in plan.options} <= {"solo", "mixed"}
             assert plan.prefill_lane == "decode"
         # A chunk that is on the lane ends there.
         assert small.plan(load_of(decoding(64), chunk=chunk_of(2048, 3))).prefill_lane == "prefill"
@@ -124,7 +128,7 @@ class TestAuto:
     def test_slack_saves_a_deadline(self) -> None:
         tight = decoding(64, tpot=8.0, slack=60.0)
         plan = planner().plan(load_of(tight, 1500, ttft_ms=60.0))
-        assert (plan.arm, plan.bound) == ("sliced", "ttft")
+        assert (plan.policy, plan.bound) == ("sliced", "ttft")
         assert plan.slice_layers == LAYERS
         assert chosen(plan).interval_ms <= 60.0
         # Not where the deadline is lost anyway, nor where there is no such slack.
@@ -136,13 +140,17 @@ class TestAuto:
         plan = planner().plan(load_of(decoding(64, tpot=4.0), 8192))
         free = planner().plan(load_of(decoding(64), 8192))
         assert plan.bound == "throughput"
-        assert (plan.arm, plan.chunk_tokens, plan.partition) == (free.arm, free.chunk_tokens, free.partition)
+        assert (plan.policy, plan.chunk_tokens, plan.partition) == (
+            free.policy,
+            free.chunk_tokens,
+            free.partition,
+        )
         assert not any(o.holds_tpot for o in plan.options)
 
     def test_prefill_pauses_while_decode_catches_up(self) -> None:
         auto = planner()
         plan = auto.plan(load_of(decoding(64, tpot=15.0, budget=4.0), 4000))
-        assert (plan.arm, plan.decode, plan.chunk_tokens, plan.bound) == ("solo", True, 0, "tpot")
+        assert (plan.policy, plan.decode, plan.chunk_tokens, plan.bound) == ("solo", True, 0, "tpot")
         with_chunk = auto.plan(load_of(decoding(64, tpot=15.0, budget=4.0), chunk=chunk_of(2048, 9)))
         assert (with_chunk.prefill_lane, with_chunk.slice_layers, with_chunk.chunk_tokens) == (
             "prefill",
@@ -161,7 +169,7 @@ class TestAuto:
 
     def test_a_lead_is_not_spent_on_longer_intervals(self) -> None:
         plan = planner().plan(load_of(decoding(64, tpot=15.0, budget=200.0), 8000))
-        mixed = next(o for o in plan.options if o.arm == "mixed")
+        mixed = next(o for o in plan.options if o.policy == "mixed")
         assert 15.0 < mixed.interval_ms <= BUDGET_CAP * 15.0
         assert chosen(plan).interval_ms <= BUDGET_CAP * 15.0
 
@@ -169,38 +177,42 @@ class TestAuto:
         """A short prompt that is due soon shares a lane's chunk with a long one."""
         prompts = (PromptLoad(200, 0, 50.040), PromptLoad(2000, 0, math.inf))
         plan = planner().plan(Load(50.0, decoding(16, tpot=20.0), prompts, 2200, None))
-        sliced = next(o for o in plan.options if o.arm == "sliced")
+        sliced = next(o for o in plan.options if o.policy == "sliced")
         assert sliced.chunk_tokens == 2200
         assert sliced.prefill_tokens_per_s > 200 / 0.038
         assert not sliced.holds_ttft
         # Once all but one of its layers are done, the same chunk ends in time.
         chunk = chunk_of(2200, 1, 50.040)
         ending = planner().plan(load_of(decoding(16, tpot=20.0), chunk=chunk, now_s=50.0))
-        assert next(o for o in ending.options if o.arm == "sliced").holds_ttft
+        assert next(o for o in ending.options if o.policy == "sliced").holds_ttft
 
-    def test_small_differences_do_not_change_the_arm(self) -> None:
+    def test_small_differences_do_not_change_the_policy(self) -> None:
         auto = planner()
         load = load_of(decoding(64, tpot=20.0), 8192)
         first = auto.plan(load)
-        assert first.arm == "mixed"
+        assert first.policy == "mixed"
         rival = max(
-            (o for o in first.options if o.arm != first.arm and o.holds_tpot), key=lambda o: o.throughput
+            (o for o in first.options if o.policy != first.policy and o.holds_tpot),
+            key=lambda o: o.throughput,
         )
-        for kind in ("step", "slice"):  # bring the rival, a lane arm, some per cent ahead, all things counted
+        for kind in (
+            "step",
+            "slice",
+        ):  # bring the rival, a lane policy, some per cent ahead, all things counted
             gap = chosen(first).throughput * 1.06 / (rival.throughput * LANE_SHARE)
-            auto._corrections._factors[rival.arm, kind] = 1 / gap
-        assert auto.plan(load).arm == first.arm
+            auto._corrections._factors[rival.policy, kind] = 1 / gap
+        assert auto.plan(load).policy == first.policy
         fresh = planner()
         fresh._corrections._factors = auto._corrections._factors
-        assert fresh.plan(load).arm == rival.arm
+        assert fresh.plan(load).policy == rival.policy
 
-    def test_the_arm_that_stays_takes_its_best_chunk_not_its_largest(self) -> None:
+    def test_the_policy_that_stays_takes_its_best_chunk_not_its_largest(self) -> None:
         # Targets that nothing can hold limit no chunk.
         lanes, load = planner(), load_of(decoding(256, tpot=1.0), *[4000] * 3)
         first = lanes.plan(load)
         again = lanes.plan(load)
-        assert first.arm == again.arm == "mixed"
-        sizes = [option for option in again.options if option.arm == "mixed"]
+        assert first.policy == again.policy == "mixed"
+        sizes = [option for option in again.options if option.policy == "mixed"]
         assert len({option.chunk_tokens for option in sizes}) > 1
         best = max(sizes, key=lambda option: option.throughput)
         assert best.chunk_tokens < max(option.chunk_tokens for option in sizes)
@@ -210,15 +222,15 @@ class TestAuto:
         auto, prompts = planner(), [2000] * 8
         load = load_of(decoding(64), *prompts)
         paid = auto.plan(load)
-        assert (paid.arm, paid.decode) == ("mixed", True)
+        assert (paid.policy, paid.decode) == ("mixed", True)
         first = next(option for option in paid.options if option.interval_ms == math.inf)
-        for arm in ("mixed", "sliced", "split"):
-            beside = max((o for o in paid.options if o.arm == arm), key=lambda o: o.throughput)
+        for policy in ("mixed", "sliced", "split"):
+            beside = max((o for o in paid.options if o.policy == policy), key=lambda o: o.throughput)
             slower = 1.01 * beside.throughput / (BESIDE_GAIN * first.throughput)
             for kind in ("step", "slice"):
-                auto._corrections._factors[arm, kind] = slower
+                auto._corrections._factors[policy, kind] = slower
         plan = auto.plan(load)
-        assert (plan.arm, plan.decode, plan.bound) == ("solo", False, "throughput")
+        assert (plan.policy, plan.decode, plan.bound) == ("solo", False, "throughput")
         assert plan.chunk_tokens == first.chunk_tokens > 2000
         assert plan.decode_ms == pytest.approx(first.chunk_tokens * 1e3 / first.prefill_tokens_per_s)
         # A target keeps decode going.
@@ -235,7 +247,7 @@ class TestAuto:
                 return value
 
         counting = Planner(
-            Arm("auto"),
+            Policy("auto"),
             max_chunk_tokens=MAX_CHUNK,
             decode_sms=model().decode_sms,
             num_layers=LAYERS,
@@ -277,44 +289,46 @@ loads = st.builds(
 )
 
 
-@given(st.sampled_from(ARMS), loads)
-def test_plans_are_consistent(arm: str, load: Load) -> None:
-    if arm.startswith(("serial", "mixed")):
+@given(st.sampled_from(POLICIES), loads)
+def test_plans_are_consistent(policy: str, load: Load) -> None:
+    if policy.startswith(("serial", "mixed")):
         load = dataclasses.replace(load, chunk=None)
-    plan = planner(arm).plan(load)
+    plan = planner(policy).plan(load)
     waits = bool(load.prompts)
     assert plan.chunk_tokens <= max(sum(p.tokens_left for p in load.prompts), 0)
     if load.chunk is not None:
         assert (plan.prefill_lane, plan.chunk_tokens) == ("prefill", 0)
-        assert plan.arm in ("sliced", "split", "solo")
+        assert plan.policy in ("sliced", "split", "solo")
     if plan.chunk_tokens:
         assert waits
     left = LAYERS if load.chunk is None else load.chunk.layers_left
     assert 0 <= plan.slice_layers <= left
     if plan.prefill_lane == "prefill" and (plan.chunk_tokens or load.chunk) and plan.bound != "tpot":
         assert plan.slice_layers >= 1
-    if plan.arm == "sliced":
+    if plan.policy == "sliced":
         assert plan.prefill_lane == "prefill"
         assert plan.takes_turns
         assert plan.slice_layers >= 1
-    if plan.arm == "split":
+    if plan.policy == "split":
         assert plan.partition in [partition_of(sms, num_sms=132) for sms in model().decode_sms]
         assert plan.prefill_lane == "prefill"
         assert plan.slice_layers >= 1
         assert not plan.takes_turns
     else:
         assert plan.partition == WHOLE_GPU
-    if plan.arm == "mixed":
+    if plan.policy == "mixed":
         assert (plan.prefill_lane, plan.slice_layers) == ("decode", 0)
         assert plan.chunk_tokens
     assert (plan.slice_ms is not None) == (plan.slice_layers > 0)
-    prompts_first = arm == "auto" and load.chunk is None and load.decode and load.decode.budget_ms == math.inf
-    if load.decode is None or (arm.startswith("serial") and waits):
+    prompts_first = (
+        policy == "auto" and load.chunk is None and load.decode and load.decode.budget_ms == math.inf
+    )
+    if load.decode is None or (policy.startswith("serial") and waits):
         assert not plan.decode
     elif not plan.decode:
         assert prompts_first
         assert plan.chunk_tokens
-        assert (plan.arm, plan.prefill_lane, plan.slice_layers) == ("solo", "decode", 0)
+        assert (plan.policy, plan.prefill_lane, plan.slice_layers) == ("solo", "decode", 0)
     if load.decode is None and not waits and load.chunk is None:
         assert not plan.decode
     if plan.decode:
@@ -342,9 +356,9 @@ def test_both_targets_are_held_where_an_option_holds_both(load: Load) -> None:
         assert option.holds_ttft
 
 
-@given(st.sampled_from(ARMS), st.lists(loads, max_size=4))
-def test_the_same_loads_give_the_same_plans(arm: str, some: list[Load]) -> None:
-    if arm.startswith(("serial", "mixed")):
+@given(st.sampled_from(POLICIES), st.lists(loads, max_size=4))
+def test_the_same_loads_give_the_same_plans(policy: str, some: list[Load]) -> None:
+    if policy.startswith(("serial", "mixed")):
         some = [dataclasses.replace(load, chunk=None) for load in some]
-    one, other = planner(arm), planner(arm)
+    one, other = planner(policy), planner(policy)
     assert [one.plan(load) for load in some] == [other.plan(load) for load in some]

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_loads import LAYERS, planner
 
-from bullet_graph.engine.plan import ChunkLoad, Load, PromptLoad
-from bullet_graph.engine.planner import PAUSE_PATIENCE_S, Planner
-from bullet_graph.engine.slack import RowProgress, decode_load
 from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.planner.plan import ChunkLoad, Load, PromptLoad
+from bullet_graph.planner.planner import PAUSE_PATIENCE_S, Planner
+from bullet_graph.planner.slack import RowProgress, decode_load
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Device:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    arm=st.sampled_from(("auto", "auto", "mixed", "sliced", "split", "mixed:256", "serial")),
+    policy=st.sampled_from(("auto", "auto", "mixed", "sliced", "split", "mixed:256", "serial")),
     tpot=st.one_of(st.just(math.inf), st.floats(0.5, 40.0)),
     ttft=st.one_of(st.just(math.inf), st.floats(1.0, 2000.0)),
     prompts=st.lists(st.integers(1, 6000), min_size=1, max_size=8),
@@ -116,19 +116,19 @@ class Device:
     every_s=st.floats(0.0, 0.3),
 )
 def test_both_phases_go_on_under_any_targets(
-    arm: str, tpot: float, ttft: float, prompts: list[int], num_running: int, every_s: float
+    policy: str, tpot: float, ttft: float, prompts: list[int], num_running: int, every_s: float
 ) -> None:
     """Every prompt is prefilled in bounded time beside sequences that never end, and these get their tokens."""
     endless = [Row(0, 0.0, ttft, 10**6, 0.0, 1) for _ in range(num_running)]
     waiting = [Row(tokens, i * every_s, ttft, 5) for i, tokens in enumerate(prompts)]
-    device = Device(planner(arm), tpot, endless + waiting)
+    device = Device(planner(policy), tpot, endless + waiting)
     # Alone it would take about 25 µs a token; a tenth of that rate half of the time, a pause before, and the rest.
     limit_s = len(prompts) * every_s + 0.6e-3 * sum(prompts) + 2 * PAUSE_PATIENCE_S + 3.0
     while any(row.prompt_left for row in waiting):
         if not device.tick():
             device.now_s += 0.01
         assert device.now_s < limit_s
-    if arm != "serial":
+    if policy != "serial":
         for row in endless:
             times = [0.0, *row.token_times_s]
             assert max(b - a for a, b in pairwise(times)) < 0.45

@@ -8,11 +8,11 @@ from core_loop import MODEL, CheckedExecutor, CoreLoop, make_planner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.engine.plan import ChunkLoad, DecodeLoad, Load, PromptLoad
 from bullet_graph.engine.preparation import PREPARE_MS, PREPARE_SHARE, PreparationPace, spare_ms
 from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, capture_order, hot_keys
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.partition.spec import WHOLE_GPU
+from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, PromptLoad
 from bullet_graph.slo import NO_TARGETS, Slo
 
 SIZES = (1, 2, 4, 8, 16)
@@ -71,9 +71,9 @@ class PreparingExecutor(CheckedExecutor):
         return True
 
 
-def make_loop(arm: str, **settings: float) -> tuple[CoreLoop, PreparingExecutor]:
+def make_loop(policy: str, **settings: float) -> tuple[CoreLoop, PreparingExecutor]:
     executor = PreparingExecutor(**settings)  # type: ignore[arg-type]
-    loop = CoreLoop(make_planner(arm), executor=executor)
+    loop = CoreLoop(make_planner(policy), executor=executor)
     loop.core.planner.limit_batch_sizes(
         {2 * p.decode_tpcs: rows for p, rows in executor.max_batch_sizes.items() if p.decode_tpcs is not None}
     )
@@ -150,12 +150,12 @@ requests = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests=requests, arm=st.sampled_from(["serial", "mixed", "sliced", "split", "auto"]))
+@given(requests=requests, policy=st.sampled_from(["serial", "mixed", "sliced", "split", "auto"]))
 def test_nothing_is_lost_and_no_step_lacks_its_graph(
-    requests: list[tuple[float, int, int, Slo]], arm: str
+    requests: list[tuple[float, int, int, Slo]], policy: str
 ) -> None:
     """The simulated device refuses a batch where none is captured that holds it."""
-    loop, executor = make_loop(arm)
+    loop, executor = make_loop(policy)
     arrivals, now_s = [], 0.0
     for gap_s, *rest in requests:
         now_s += gap_s

@@ -9,7 +9,7 @@ from bullet_graph import AsyncEngine, Engine, SamplingParams
 from bullet_graph.errors import BulletGraphError
 
 PUBLIC_NAMES = [
-    "Arm",
+    "Policy",
     "AsyncEngine",
     "BulletGraphError",
     "CacheError",

@@ -17,7 +17,7 @@ class AnySchedule(RuleBasedStateMachine):
     """Adds, aborts, launches and retires in any order."""
 
     @initialize(
-        arm=st.sampled_from(["serial", "mixed", LANES_AT_ONCE]),
+        policy=st.sampled_from(["serial", "mixed", LANES_AT_ONCE]),
         chunk_tokens=st.sampled_from([1, 2, 3, 5, 8, 16, 1000]),
         max_num_seqs=st.integers(1, 6),
         spare_blocks=st.integers(0, 8),
@@ -188,10 +188,10 @@ def test_no_step_is_launched_for_tokens_beyond_max_tokens_or_max_model_len() -> 
     assert [len(s.output_token_ids) for s in loop.sequences] == [2, 2]
 
 
-@pytest.mark.parametrize("arm", ["serial", "mixed", LANES_AT_ONCE])
+@pytest.mark.parametrize("policy", ["serial", "mixed", LANES_AT_ONCE])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_last_to_come_is_preempted_and_loses_nothing(arm: str, depth: int) -> None:
-    loop = Loop(arm, spare_blocks=2, depth=depth)
+def test_the_last_to_come_is_preempted_and_loses_nothing(policy: str, depth: int) -> None:
+    loop = Loop(policy, spare_blocks=2, depth=depth)
     for _ in range(4):
         loop.add(8, max_tokens=MAX_MODEL_LEN - 8)
     num_preempted = 0

@@ -11,7 +11,7 @@ from fakes.perf_tables import LLAMA_8B
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.config import Arm, PromptOrder
+from bullet_graph.config import Policy, PromptOrder
 from bullet_graph.engine.simulation import SimulatedEngine, Simulation, SimulationSettings, simulate
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError
@@ -25,10 +25,10 @@ from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload, WorkloadRequest, load_workload
 from bullet_graph.workloads.arrivals import arrival_times
 
-ARMS = ("serial", "serial:512", "sliced", "mixed", "mixed:256", "split", "split:32", "auto")
+POLICIES = ("serial", "serial:512", "sliced", "mixed", "mixed:256", "split", "split:32", "auto")
 MODEL = Roofline(DEVICE_SPECS["NVIDIA H200"], LLAMA_8B)
 SETTINGS = SimulationSettings(
-    arm=Arm("auto"), kv_cache_tokens=100_000, max_model_len=8192, max_num_seqs=64, host_overhead_ms=0.0
+    policy=Policy("auto"), kv_cache_tokens=100_000, max_model_len=8192, max_num_seqs=64, host_overhead_ms=0.0
 )
 TIGHT = Slo(ttft_ms=500, tpot_ms=15)
 
@@ -47,9 +47,9 @@ def output_lens(simulation: Simulation) -> list[int]:
     return [row.output_tokens for row in simulation.replay.served(simulation.requests)]
 
 
-@pytest.mark.parametrize("arm", ["serial", "mixed", "auto"])
-def test_a_request_alone_takes_the_predicted_times(arm: str) -> None:
-    simulation = run([(1000, 3)], [2.0], arm=Arm.parse(arm))
+@pytest.mark.parametrize("policy", ["serial", "mixed", "auto"])
+def test_a_request_alone_takes_the_predicted_times(policy: str) -> None:
+    simulation = run([(1000, 3)], [2.0], policy=Policy.parse(policy))
     (output,) = simulation.replay.outputs
     prefill_ms = MODEL.prefill(1000, attention_pairs(1000)).ms
     first_ms, second_ms = MODEL.decode(1, 1001).ms, MODEL.decode(1, 1002).ms
@@ -68,40 +68,45 @@ def test_the_hosts_time_is_told_apart_from_the_devices() -> None:
     assert costly.duration_s == pytest.approx(free.duration_s + 0.001)
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slo", [NO_TARGETS, TIGHT], ids=str)
-def test_every_arm_serves_every_request_to_its_end(arm: str, slo: Slo) -> None:
+def test_every_policy_serves_every_request_to_its_end(policy: str, slo: Slo) -> None:
     conv = load_workload("azure:conv", num_requests=60)
     arrivals = arrival_times(60, request_rate=25)
     first, again = (
-        simulate(MODEL, conv, arrivals, replace(SETTINGS, arm=Arm.parse(arm)), slo=slo) for _ in range(2)
+        simulate(MODEL, conv, arrivals, replace(SETTINGS, policy=Policy.parse(policy)), slo=slo)
+        for _ in range(2)
     )
     assert output_lens(first) == [request.output_tokens for request in conv.requests]
     assert first == again, "the same arguments give the same result"
     assert first.stats.kv_blocks_used == 0
     assert {output.slo for output in first.replay.outputs} == {slo}
-    forced = arm.partition(":")[0]
-    assert forced == "auto" or set(first.stats.arm_seconds) <= {forced, "solo"}
+    forced = policy.partition(":")[0]
+    assert forced == "auto" or set(first.stats.policy_seconds) <= {forced, "solo"}
 
 
-def test_without_targets_auto_is_as_quick_as_any_arm() -> None:
+def test_without_targets_auto_is_as_quick_as_any_policy() -> None:
     model = TableModel(load_table("h200", model="llama-3.1-8b"), LLAMA_8B)
     load = load_workload("azure:conv", num_requests=150)
 
-    def duration_s(arm: str) -> float:
-        settings = replace(SETTINGS, arm=Arm.parse(arm), kv_cache_tokens=600_000, max_num_seqs=256)
+    def duration_s(policy: str) -> float:
+        settings = replace(SETTINGS, policy=Policy.parse(policy), kv_cache_tokens=600_000, max_num_seqs=256)
         return simulate(model, load, np.zeros(150), settings).replay.duration_s
 
     assert duration_s("auto") <= 1.005 * min(map(duration_s, ("serial", "mixed:2048", "mixed:8192")))
 
 
-@pytest.mark.parametrize("arm", ["mixed:2048", "auto"])
-def test_the_longest_output_first_ends_sooner(arm: str) -> None:
+@pytest.mark.parametrize("policy", ["mixed:2048", "auto"])
+def test_the_longest_output_first_ends_sooner(policy: str) -> None:
     lengths = [(2000, 20)] * 100 + [(2000, 400)]
 
     def outcome(order: PromptOrder) -> Simulation:
         return run(
-            lengths, [0.0] * len(lengths), arm=Arm.parse(arm), kv_cache_tokens=300_000, prompt_order=order
+            lengths,
+            [0.0] * len(lengths),
+            policy=Policy.parse(policy),
+            kv_cache_tokens=300_000,
+            prompt_order=order,
         )
 
     arrival, longest = outcome("arrival"), outcome("longest-output")
@@ -115,10 +120,12 @@ def test_the_split_runs_on_the_size_that_was_asked_for(tmp_path: Path) -> None:
     trace = DecisionTrace.open(tmp_path / "trace.jsonl", header=header, overwrite=False)
     conv = load_workload("azure:conv", num_requests=40)
     arrivals = arrival_times(40, request_rate=25)
-    simulate(MODEL, conv, arrivals, replace(SETTINGS, arm=Arm.parse("split:48")), slo=TIGHT, trace=trace)
+    simulate(
+        MODEL, conv, arrivals, replace(SETTINGS, policy=Policy.parse("split:48")), slo=TIGHT, trace=trace
+    )
     trace.close()
     read = read_trace(tmp_path / "trace.jsonl")
-    assert {launch.decode_sms for launch in read.launches if launch.arm == "split"} == {48}
+    assert {launch.decode_sms for launch in read.launches if launch.policy == "split"} == {48}
     assert len(read.requests) == 40
     assert {request.ttft_limit_ms for request in read.requests} == {500}
 
@@ -217,13 +224,13 @@ def test_sizes_that_the_model_does_not_know_are_refused() -> None:
     with pytest.raises(ConfigError, match="50 SMs is not in the performance table"):
         SimulatedEngine(MODEL, replace(SETTINGS, decode_sms=(32, 50)))
     with pytest.raises(ConfigError, match="split:48"):
-        SimulatedEngine(MODEL, replace(SETTINGS, arm=Arm.parse("split:48"), decode_sms=(32,)))
+        SimulatedEngine(MODEL, replace(SETTINGS, policy=Policy.parse("split:48"), decode_sms=(32,)))
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 120)), min_size=1, max_size=12),
-    arm=st.sampled_from(ARMS),
+    policy=st.sampled_from(POLICIES),
     rate=st.sampled_from([1.0, 30.0, math.inf]),
     seed=st.integers(0, 5),
     slo=st.sampled_from([NO_TARGETS, TIGHT, Slo(tpot_ms=3), Slo(ttft_ms=20)]),
@@ -233,7 +240,7 @@ def test_sizes_that_the_model_does_not_know_are_refused() -> None:
 )
 def test_whatever_comes_is_served_within_the_caches_bounds(
     lengths: list[tuple[int, int]],
-    arm: str,
+    policy: str,
     rate: float,
     seed: int,
     slo: Slo,
@@ -241,12 +248,12 @@ def test_whatever_comes_is_served_within_the_caches_bounds(
     max_num_seqs: int,
     chunk_tokens: int,
 ) -> None:
-    """No request starves, whatever the targets, the arm and the room there is."""
+    """No request starves, whatever the targets, the policy and the room there is."""
     simulation = run(
         lengths,
         arrival_times(len(lengths), request_rate=rate, seed=seed).tolist(),
         slo=slo,
-        arm=Arm.parse(arm),
+        policy=Policy.parse(policy),
         kv_cache_tokens=cache_tokens,
         max_model_len=1024,
         max_num_seqs=max_num_seqs,

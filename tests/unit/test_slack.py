@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.engine.slack import (
+from bullet_graph.planner.slack import (
     BUDGET_HORIZON_TOKENS,
     PATIENCE_ALLOWANCES,
     PATIENCE_S,

@@ -11,7 +11,7 @@ from bullet_graph.engine.stall import stalled_launches
 from bullet_graph.partition.masks import LANES, lane_masks
 from bullet_graph.partition.spec import SMS_PER_TPC
 
-CONFIG = EngineConfig(model="llama-3.1-8b", max_num_seqs=16, arm="split:48")  # type: ignore[arg-type]
+CONFIG = EngineConfig(model="llama-3.1-8b", max_num_seqs=16, policy="split:48")  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_time_and_sms_of_the_lanes_are_counted(loop: CoreLoop) -> None:
     loop.run()
     stats = loop.core.stats()
     assert stats.lane_sms == {"decode": 0, "prefill": 0}
-    assert sum(stats.lane_seconds.values()) == pytest.approx(sum(stats.arm_seconds.values()))
+    assert sum(stats.lane_seconds.values()) == pytest.approx(sum(stats.policy_seconds.values()))
     # Slices of the prefill lane ran on the other SMs, but for those after the last sequence had ended.
     assert stats.lane_sm_seconds["prefill"] <= stats.lane_seconds["prefill"] * MODEL.num_sms + 1e-9
     assert stats.lane_sm_seconds["prefill"] >= stats.lane_seconds["prefill"] * (MODEL.num_sms - 48) - 1e-9

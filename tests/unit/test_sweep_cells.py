@@ -3,13 +3,13 @@
 import pytest
 
 from bullet_graph.cli.bench.sweep_cells import Cell, WorkloadSpec, make_cells, parse_targets
-from bullet_graph.config import Arm
+from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload, WorkloadRequest
 
 LOOSE, TIGHT = Slo(ttft_ms=500, tpot_ms=15), Slo(ttft_ms=500, tpot_ms=8)
-ARMS = (Arm("mixed", 2048), Arm("auto"))
+POLICIES = (Policy("mixed", 2048), Policy("auto"))
 
 
 @pytest.mark.parametrize(
@@ -62,15 +62,15 @@ def load(spec: WorkloadSpec) -> Workload:
 
 
 def cells_of(*texts: str, slos: tuple[Slo, ...] = (LOOSE,)) -> list[Cell]:
-    return make_cells([WorkloadSpec.parse(text) for text in texts], slos, ARMS, first_rate=8, load=load)
+    return make_cells([WorkloadSpec.parse(text) for text in texts], slos, POLICIES, first_rate=8, load=load)
 
 
-def test_cells_are_workloads_times_targets_times_arms() -> None:
+def test_cells_are_workloads_times_targets_times_policies() -> None:
     cells = cells_of("conv=5~24", "code@ttft:500 tpot:8", slos=(LOOSE, TIGHT))
     assert [(str(cell), cell.key.system) for cell in cells] == [
-        (f"{workload}@ttft:500ms tpot:{tpot}ms", f"bullet_graph {arm}")
+        (f"{workload}@ttft:500ms tpot:{tpot}ms", f"bullet_graph {policy}")
         for workload, tpot in (("azure:conv=5~24", 15), ("azure:conv=5~24", 8), ("azure:code=3~8", 8))
-        for arm in ("mixed:2048", "auto")
+        for policy in ("mixed:2048", "auto")
     ]
     # What stands for a cell can be given again.
     assert {WorkloadSpec.parse(str(cell)).slo for cell in cells} == {LOOSE, TIGHT}

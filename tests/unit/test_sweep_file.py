@@ -9,7 +9,7 @@ import pytest
 from bullet_graph.cli.bench.sweep_file import CellKey, SweepCell, SweepFile, read_sweep
 from bullet_graph.errors import ConfigError
 
-SETTINGS = {"model": "tiny", "arms": ("auto", "mixed"), "attainment": 0.9, "engine": {"max_num_seqs": 8}}
+SETTINGS = {"model": "tiny", "policies": ("auto", "mixed"), "attainment": 0.9, "engine": {"max_num_seqs": 8}}
 PROVENANCE = {"date_utc": "2026-03-04T05:06:07+00:00", "git_commit": "abc"}
 AUTO = CellKey("bullet_graph auto", "azure:conv", 20, "ttft:500ms")
 MIXED = CellKey("bullet_graph mixed", "azure:conv", 20, "ttft:500ms")
@@ -36,7 +36,7 @@ def test_the_file_as_others_read_it(tmp_path: Path) -> None:
         "format": 1,
         "kind": "goodput sweep",
         "finished": False,
-        "settings": SETTINGS | {"arms": ["auto", "mixed"]},
+        "settings": SETTINGS | {"policies": ["auto", "mixed"]},
         "provenance": PROVENANCE,
         "continued": [],
         "cells": [

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from bullet_graph.engine.plan import DecodeLoad, Load, Option, Plan, PromptLoad
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError, TraceError
 from bullet_graph.partition.spec import SmPartition
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.perf.trace_file import read_trace
+from bullet_graph.planner.plan import DecodeLoad, Load, Option, Plan, PromptLoad
 from bullet_graph.slo import NO_TARGETS, Slo
 
 HEADER = TraceHeader("tiny", "cpu", 132, 4, "auto", "tpot:15ms", "1.0")
@@ -49,7 +49,7 @@ def launch(trace: DecisionTrace, ticket: int, decision: int, *, predicted_ms: fl
         "decode",
         decision=decision,
         now_s=7.25,
-        arm="split",
+        policy="split",
         decode_rows=3,
         prefill_rows=0,
         layers=4,
@@ -79,14 +79,14 @@ def test_what_is_written_is_read_back(path: Path) -> None:
     (decision,) = read.decisions
     assert (decision.time_s, decision.running, decision.waiting, decision.count) == (7.0, 3, 2, 1)
     assert (decision.kv_tokens, decision.queued_tokens) == (300, 150)
-    assert (decision.arm, decision.bound, decision.decode) == ("split", "tpot", True)
+    assert (decision.policy, decision.bound, decision.decode) == ("split", "tpot", True)
     assert (decision.decode_sms, decision.prefill_sms) == (32, 100)
     assert (decision.chunk_tokens, decision.slice_layers) == (2048, 4)
     # What has no limit is null: JSON has no infinity.
     assert (decision.budget_ms, decision.slack_ms) == (12.5, None)
     (option,) = decision.options
     assert option == {
-        "arm": "split",
+        "policy": "split",
         "decode_sms": 32,
         "chunk_tokens": 2048,
         "slice_layers": 4,
@@ -99,7 +99,7 @@ def test_what_is_written_is_read_back(path: Path) -> None:
     }
     (step,) = read.launches
     assert (step.ticket, step.lane, step.decision, step.time_s) == (5, "decode", 0, 7.25)
-    assert (step.arm, step.decode_rows, step.prefill_rows, step.layers) == ("split", 3, 0, 4)
+    assert (step.policy, step.decode_rows, step.prefill_rows, step.layers) == ("split", 3, 0, 4)
     assert (step.decode_sms, step.prefill_sms) == (32, 100)
     assert (step.predicted_ms, step.device_ms, step.retired_s) == (9.0, 8.5, 7.5)
     (request,) = read.requests
@@ -118,21 +118,21 @@ def test_decisions_that_say_the_same_are_counted(path: Path) -> None:
         trace.decided(LOAD, PLAN),
         trace.decided(replace(LOAD, now_s=7.1, decode=longer), replace(PLAN, decode_ms=9.5)),
         trace.decided(replace(LOAD, now_s=7.2), PLAN),
-        trace.decided(replace(LOAD, now_s=7.3), replace(PLAN, arm="mixed")),
+        trace.decided(replace(LOAD, now_s=7.3), replace(PLAN, policy="mixed")),
         trace.decided(replace(LOAD, now_s=7.4), PLAN),
         trace.decided(replace(LOAD, now_s=7.5), PLAN),
     ]
     trace.close()
     assert numbers == [0, 0, 0, 1, 2, 2]
     read = read_trace(path)
-    assert [(d.arm, d.count) for d in read.decisions] == [("split", 3), ("mixed", 1), ("split", 2)]
+    assert [(d.policy, d.count) for d in read.decisions] == [("split", 3), ("mixed", 1), ("split", 2)]
     assert read.end_s == 7.5
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"arm": "mixed"},
+        {"policy": "mixed"},
         {"decode": False},
         {"partition": SmPartition(17, 49)},
         {"chunk_tokens": 1024},

@@ -14,7 +14,7 @@ from bullet_graph.cli.options import engine_options, fit_max_num_seqs, result_op
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.cli.serving.goodput import GoodputCommand
 from bullet_graph.cli.serving.options import serving_options
-from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
 
@@ -68,9 +68,9 @@ def throughput(
     Examples:
       bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
       bullet-graph bench throughput --model llama-3.1-8b --trace azure:code --num-prompts 400 \\
-          --arm mixed:4096 --output-json code.json
+          --policy mixed:4096 --output-json code.json
       bullet-graph bench throughput --model llama-3.1-8b --trace azure:conv --num-prompts 600 \\
-          --arm auto --trace-decisions decisions.jsonl
+          --policy auto --trace-decisions decisions.jsonl
     """
     check_result_file(output_json, overwrite=overwrite)
     # Here and below: torch takes seconds to import, and --help must not wait for it.
@@ -84,7 +84,7 @@ def throughput(
 
 
 @bench.command(cls=GoodputCommand)
-@serving_options(default_arm="mixed")
+@serving_options(default_policy="mixed")
 @click.option(
     "--num-warmups",
     type=click.IntRange(min=0),
@@ -92,7 +92,7 @@ def throughput(
     show_default=True,
     help="Requests before each measured run, so that kernels made on first use are not in the figures.",
 )
-@engine_options(max_num_seqs=1024, without=("arm", "slo"))
+@engine_options(max_num_seqs=1024, without=("policy", "slo"))
 @result_options
 def online(
     config: EngineConfig,
@@ -103,7 +103,7 @@ def online(
     time_scale: float,
     max_concurrency: int | None,
     slo: Slo,
-    arms: tuple[Arm, ...],
+    policies: tuple[Policy, ...],
     num_warmups: int,
     save_detailed: bool,
     output_json: Path | None,
@@ -114,7 +114,7 @@ def online(
     """Serve a trace's requests as they arrive and measure latencies and goodput.
 
     The requests come to an engine in this process, without HTTP, and sample greedily until their recorded output
-    lengths; --seed decides their arrivals, too. Latency targets are the planner's as well. With one arm the JSON is
+    lengths; --seed decides their arrivals, too. Latency targets are the planner's as well. With one policy the JSON is
     flat, as that of vLLM's serving benchmark; with several, served in turn by one engine, the field "results" holds one
     such object for each. A request that is longer than the model's limit fails alone and is counted.
 
@@ -122,20 +122,20 @@ def online(
     Examples:
       bullet-graph bench online --model tiny --trace synthetic:conv --num-prompts 20 --request-rate 20
       bullet-graph bench online --model llama-3.1-8b --trace azure:conv --num-prompts 600 \\
-          --request-rate 20 --goodput ttft:500 tpot:15 --arm mixed:2048 --arm auto --output-json conv.json
+          --request-rate 20 --goodput ttft:500 tpot:15 --policy mixed:2048 --policy auto --output-json conv.json
       bullet-graph bench online --model llama-3.1-8b --trace azure:code --request-rate trace \\
-          --time-scale 0.5 --max-concurrency 128 --arm auto --trace-decisions decisions.jsonl
+          --time-scale 0.5 --max-concurrency 128 --policy auto --trace-decisions decisions.jsonl
     """
     check_result_file(output_json, overwrite=overwrite)
-    if trace_decisions is not None and len(arms) > 1:
-        raise ConfigError("--trace-decisions writes one run: give one --arm")
+    if trace_decisions is not None and len(policies) > 1:
+        raise ConfigError("--trace-decisions writes one run: give one --policy")
     from bullet_graph.cli.bench.online import Arrivals  # noqa: PLC0415
-    from bullet_graph.cli.bench.online_arms import run_online  # noqa: PLC0415
+    from bullet_graph.cli.bench.online_policies import run_online  # noqa: PLC0415
     from bullet_graph.cli.bench.online_report import comparison_fields, print_comparison  # noqa: PLC0415
 
     comparison = run_online(
         config,
-        arms,
+        policies,
         trace,
         num_prompts,
         Arrivals(

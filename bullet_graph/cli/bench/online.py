@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from bullet_graph.cli.engine_run import watch_device
-from bullet_graph.config import Arm
+from bullet_graph.config import Policy
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import RequestOutput
 from bullet_graph.engine.replay import replay, timed_requests
@@ -67,9 +67,9 @@ class OnlineRun:
 
     Attributes:
         result: latencies, rates and goodput.
-        arm: how prefill and decode shared the device.
+        policy: how prefill and decode shared the device.
         slo: targets of every request, and of the planner.
-        arm_shares: share of the device time of all launches, by arm.
+        policy_shares: share of the device time of all launches, by policy.
         num_steps: forwards.
         num_preemptions: sequences that lost their KV blocks and were recomputed.
         kv_blocks_peak: most KV blocks in use at once.
@@ -80,9 +80,9 @@ class OnlineRun:
     """
 
     result: ServingResult
-    arm: Arm
+    policy: Policy
     slo: Slo
-    arm_shares: Mapping[str, float]
+    policy_shares: Mapping[str, float]
     num_steps: int
     num_preemptions: int
     kv_blocks_peak: int
@@ -99,9 +99,9 @@ class OnlineRun:
             self.result.fields(detailed=detailed)
             | own
             | {
-                "arm": str(self.arm),
+                "policy": str(self.policy),
                 "slo": str(self.slo),
-                "arm_shares": dict(self.arm_shares),
+                "policy_shares": dict(self.policy_shares),
                 "device": dataclasses.asdict(self.device),
             }
         )
@@ -112,7 +112,7 @@ def serve_online(
     workload: Workload,
     arrivals: Arrivals,
     *,
-    arm: Arm,
+    policy: Policy,
     slo: Slo,
     on_output: Callable[[RequestOutput], object] = lambda _: None,
 ) -> OnlineRun:
@@ -122,15 +122,15 @@ def serve_online(
     planner has learned of its predictions' errors, in warm-ups and in earlier runs, stays.
 
     Args:
-        engine: with nothing under way, and able to serve as ``arm``: one made for ``auto`` is.
+        engine: with nothing under way, and able to serve as ``policy``: one made for ``auto`` is.
         workload: the requests, with their recorded lengths.
         arrivals: when they come.
-        arm: how prefill and decode share the device.
+        policy: how prefill and decode share the device.
         slo: targets of every request.
         on_output: told of each request's last output as it comes.
 
     Raises:
-        ConfigError: arrivals out of range, or an arm that the engine cannot serve.
+        ConfigError: arrivals out of range, or a policy that the engine cannot serve.
         WorkloadError: no request completed.
         RequestError: the engine has requests under way.
         EngineDeadError: the engine failed.
@@ -142,7 +142,7 @@ def serve_online(
         slo=slo,
         seed=arrivals.seed,
     )
-    engine.set_policy(arm, slo)
+    engine.set_policy(policy, slo)
     started = datetime.now()
     with watch_device(engine) as monitor:
         run = replay(engine, requests, max_concurrency=arrivals.max_concurrency, on_output=on_output)
@@ -169,9 +169,9 @@ def serve_online(
 
     return OnlineRun(
         result=result,
-        arm=arm,
+        policy=policy,
         slo=slo,
-        arm_shares=stats.arm_shares,
+        policy_shares=stats.policy_shares,
         num_steps=stats.num_steps,
         num_preemptions=stats.num_preemptions,
         kv_blocks_peak=stats.kv_blocks_peak,
@@ -182,8 +182,10 @@ def serve_online(
     )
 
 
-def warm_up(engine: Engine, workload: Workload, num_warmups: int, *, arm: Arm, slo: Slo, seed: int) -> None:
-    """Serve a few requests under an arm and forget about them, so that kernels made on first use are there.
+def warm_up(
+    engine: Engine, workload: Workload, num_warmups: int, *, policy: Policy, slo: Slo, seed: int
+) -> None:
+    """Serve a few requests under a policy and forget about them, so that kernels made on first use are there.
 
     Prompts are as long as the workload's first (and its first again, where it has fewer), outputs at most
     ``WARMUP_OUTPUT_TOKENS``; random prompts are others than those measured.
@@ -192,12 +194,12 @@ def warm_up(engine: Engine, workload: Workload, num_warmups: int, *, arm: Arm, s
         engine: with nothing under way.
         workload: that will be served.
         num_warmups: how many requests; 0 does nothing.
-        arm: as for :func:`serve_online`.
+        policy: as for :func:`serve_online`.
         slo: targets of every request.
         seed: of the run that follows.
 
     Raises:
-        ConfigError: a negative number, or an arm that the engine cannot serve.
+        ConfigError: a negative number, or a policy that the engine cannot serve.
         RequestError: the engine has requests under way.
         EngineDeadError: the engine failed.
     """
@@ -205,7 +207,7 @@ def warm_up(engine: Engine, workload: Workload, num_warmups: int, *, arm: Arm, s
         raise ConfigError(f"the number of warm-up requests must be at least 0, got {num_warmups}")
     if num_warmups == 0:
         return
-    engine.set_policy(arm, slo)
+    engine.set_policy(policy, slo)
     first = itertools.islice(itertools.cycle(workload.requests), num_warmups)
     short = tuple(
         dataclasses.replace(r, output_tokens=min(r.output_tokens, WARMUP_OUTPUT_TOKENS)) for r in first

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bullet_graph.cli.bench.online import OnlineRun
-from bullet_graph.cli.bench.online_arms import OnlineComparison
+from bullet_graph.cli.bench.online_policies import OnlineComparison
 from bullet_graph.cli.serving.table import figure, print_serving, usage_rows
 
 # Of the engine and not of a run: a run's own are OnlineRun's.
@@ -13,7 +13,7 @@ _COMMON = ("model", "load_format", "dtype", "seed", "engine", "start", "provenan
 
 
 def comparison_fields(comparison: OnlineComparison, *, detailed: bool) -> dict[str, Any]:
-    """The JSON's fields: flat for one arm; for several, ``results`` holds what differs between them."""
+    """The JSON's fields: flat for one policy; for several, ``results`` holds what differs between them."""
     record = dataclasses.asdict(comparison.record)
     common = {name: record[name] for name in _COMMON}
     common |= {"trace": comparison.trace, "partitions": comparison.partitions}
@@ -22,11 +22,11 @@ def comparison_fields(comparison: OnlineComparison, *, detailed: bool) -> dict[s
 
 
 def print_comparison(comparison: OnlineComparison) -> None:
-    """Show the runs side by side on stdout, a column for each arm."""
+    """Show the runs side by side on stdout, a column for each policy."""
     runs, record = comparison.runs, comparison.record
     print_serving(
         f"{record.model}, {record.dtype}, on {record.provenance.device_name}: {comparison.trace}, {runs[0].slo}",
-        {str(run.arm): run.result for run in runs},
+        {str(run.policy): run.result for run in runs},
         _extra_rows(runs),
     )
 

@@ -14,7 +14,7 @@ _MOST_REASONS_SHOWN = 3
 
 def print_throughput(result: ThroughputResult) -> None:
     """Show a throughput result on stdout."""
-    figures = _figures(f"Throughput: {result.run.model}, {result.trace}, arm {result.run.arm}")
+    figures = _figures(f"Throughput: {result.run.model}, {result.trace}, policy {result.run.policy}")
     figures.add_row("elapsed", f"{result.elapsed_time:,.2f} s")
     figures.add_row("requests", f"{result.num_requests:,} done, {result.num_failed:,} failed")
     figures.add_row("tokens in / out", f"{result.total_input_tokens:,} / {result.total_output_tokens:,}")

@@ -25,7 +25,7 @@ from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload, load_workload
 
 _ENGINE_ONLY = (
-    "arm", "arm_shares", "num_steps", "num_preemptions", "kv_blocks_peak", "kv_blocks_total", "device",
+    "policy", "policy_shares", "num_steps", "num_preemptions", "kv_blocks_peak", "kv_blocks_total", "device",
     "joules_per_output_token", "joules_per_token", "load_format", "dtype", "engine", "provenance", "partitions",
 )  # fmt: skip
 """Fields of ``bench online`` that a client does not know, unless the server tells."""
@@ -185,10 +185,12 @@ def _told(before: Mapping[str, float], after: Mapping[str, float], result: Servi
     if not after:
         return {}
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    arms = {name.partition("=")[2]: s for name, s in grown.items() if name.startswith("arm_seconds_total ")}
-    total_s = sum(arms.values())
+    policies = {
+        name.partition("=")[2]: s for name, s in grown.items() if name.startswith("policy_seconds_total ")
+    }
+    total_s = sum(policies.values())
     told: dict[str, Any] = {
-        "arm_shares": {arm: seconds / total_s for arm, seconds in arms.items() if seconds},
+        "policy_shares": {policy: seconds / total_s for policy, seconds in policies.items() if seconds},
         "num_steps": int(grown["num_steps_total"]),
         "num_preemptions": int(grown["num_preemptions_total"]),
     }
@@ -215,8 +217,8 @@ def _url(base_url: str) -> str:
 def print_server_run(run: ServerRun) -> None:
     """Show the figures on stdout."""
     rows: dict[str, list[str]] = {}
-    for arm, share in run.told.get("arm_shares", {}).items():
-        rows[f"device time in {arm}, %"] = [f"{100 * share:.1f}"]
+    for policy, share in run.told.get("policy_shares", {}).items():
+        rows[f"device time in {policy}, %"] = [f"{100 * share:.1f}"]
     rows["J an output token"] = [figure(run.told.get("joules_per_output_token"), 3)]
     title = f"{run.server['model']} at {run.server['url']}: {run.trace}, {run.slo}"
     print_serving(title, {"server": run.result}, rows)

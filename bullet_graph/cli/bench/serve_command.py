@@ -15,7 +15,7 @@ from bullet_graph.slo import Slo
 
 
 @click.command(cls=GoodputCommand)
-@serving_options(default_arm=None)
+@serving_options(default_policy=None)
 @click.option("--base-url", required=True, metavar="URL", help="Of the server, with or without /v1.")
 @click.option(
     "--model",

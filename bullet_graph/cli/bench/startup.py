@@ -34,14 +34,14 @@ _PROCESS = "process"
 
 
 @dataclass(frozen=True, slots=True)
-class StartArm:
+class StartPolicy:
     """A way to start.
 
     Attributes:
         name: of the fields in the result.
         num_iters: starts.
         empty_caches: each start has empty folders for compiled kernels; else those that the last one filled.
-        settings: of the engine, in the place of those that all arms have.
+        settings: of the engine, in the place of those that all policies have.
     """
 
     name: str
@@ -95,7 +95,7 @@ class StartupResult:
     """What starts took.
 
     Attributes:
-        runs: of each arm, by its name.
+        runs: of each policy, by its name.
         load_format: ``dummy`` or ``safetensors``, resolved.
         engine: the engine's settings.
     """
@@ -104,17 +104,17 @@ class StartupResult:
     model: str
     load_format: str
     dtype: str
-    arm: str
+    policy: str
     engine: dict[str, Any]
     provenance: Provenance
 
-    def average(self, arm: str, what: str) -> float:
-        """Mean ``startup_s`` or ``first_token_s`` of an arm."""
-        return float(np.mean([getattr(run, what) for run in self.runs[arm]]))
+    def average(self, policy: str, what: str) -> float:
+        """Mean ``startup_s`` or ``first_token_s`` of a policy."""
+        return float(np.mean([getattr(run, what) for run in self.runs[policy]]))
 
-    def phase_seconds(self, arm: str) -> dict[str, float]:
-        """Mean seconds of each phase of an arm."""
-        runs = [run.seconds for run in self.runs[arm]]
+    def phase_seconds(self, policy: str) -> dict[str, float]:
+        """Mean seconds of each phase of a policy."""
+        runs = [run.seconds for run in self.runs[policy]]
         return {name: float(np.mean([run.get(name, 0.0) for run in runs])) for name in runs[0]}
 
     @property
@@ -126,27 +126,27 @@ class StartupResult:
     def fields(self) -> dict[str, Any]:
         """The figures for a JSON file."""
         figures: dict[str, Any] = {}
-        for arm, runs in self.runs.items():
+        for policy, runs in self.runs.items():
             figures |= {
-                f"avg_{arm}_startup_time": self.average(arm, "startup_s"),
-                f"avg_{arm}_first_token_time": self.average(arm, "first_token_s"),
-                f"num_iters_{arm}": len(runs),
-                f"{arm}_startup_times": [run.startup_s for run in runs],
-                f"{arm}_phases": self.phase_seconds(arm),
-                f"{arm}_runs": [dataclasses.asdict(run) for run in runs],
+                f"avg_{policy}_startup_time": self.average(policy, "startup_s"),
+                f"avg_{policy}_first_token_time": self.average(policy, "first_token_s"),
+                f"num_iters_{policy}": len(runs),
+                f"{policy}_startup_times": [run.startup_s for run in runs],
+                f"{policy}_phases": self.phase_seconds(policy),
+                f"{policy}_runs": [dataclasses.asdict(run) for run in runs],
             }
-        own = {name: getattr(self, name) for name in ("model", "load_format", "dtype", "arm", "engine")}
+        own = {name: getattr(self, name) for name in ("model", "load_format", "dtype", "policy", "engine")}
         return figures | own | {"provenance": dataclasses.asdict(self.provenance)}
 
 
-def run_startup(config: EngineConfig, arms: Sequence[StartArm], *, quiet: bool) -> StartupResult:
+def run_startup(config: EngineConfig, policies: Sequence[StartPolicy], *, quiet: bool) -> StartupResult:
     """Start engines, one after another.
 
     The folders for compiled kernels are private ones: those of the user are neither read nor written.
 
     Args:
         config: the engine's settings.
-        arms: the first has empty caches.
+        policies: the first has empty caches.
         quiet: do not tell of each start.
 
     Raises:
@@ -156,26 +156,26 @@ def run_startup(config: EngineConfig, arms: Sequence[StartArm], *, quiet: bool) 
     runs: dict[str, tuple[StartRun, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="bullet-graph-startup-") as folder:
         caches = Path(folder)
-        for arm in arms:
-            of_arm: list[StartRun] = []
-            for number in range(arm.num_iters):
-                if arm.empty_caches:
+        for policy in policies:
+            of_policy: list[StartRun] = []
+            for number in range(policy.num_iters):
+                if policy.empty_caches:
                     caches = Path(tempfile.mkdtemp(dir=folder))
-                of_arm.append(_start(dataclasses.replace(config, **arm.settings), caches))
+                of_policy.append(_start(dataclasses.replace(config, **policy.settings), caches))
                 if not quiet:
-                    run = of_arm[-1]
+                    run = of_policy[-1]
                     click.echo(
-                        f"{arm.name} start {number + 1} of {arm.num_iters}: ready after {run.startup_s:.2f} s, first "
-                        f"token after {run.first_token_s:.2f} s",
+                        f"{policy.name} start {number + 1} of {policy.num_iters}: ready after {run.startup_s:.2f} s, "
+                        f"first token after {run.first_token_s:.2f} s",
                         err=True,
                     )
-            runs[arm.name] = tuple(of_arm)
+            runs[policy.name] = tuple(of_policy)
     return StartupResult(
         runs=runs,
         model=config.model,
         load_format=resolved_load_format(config, runtime),
         dtype=str(runtime.dtype).removeprefix("torch."),
-        arm=str(config.arm),
+        policy=str(config.policy),
         engine=engine_settings(config, runtime),
         provenance=collect_provenance(runtime.device.type),
     )
@@ -240,20 +240,20 @@ def read_run(found: Mapping[str, Any], started_s: float) -> StartRun:
 
 
 def print_startup(result: StartupResult) -> None:
-    """Show a table on stdout: a row for each phase, a column for each arm."""
-    arms = list(result.runs)
+    """Show a table on stdout: a row for each phase, a column for each policy."""
+    policies = list(result.runs)
     table = Table(
         "phase, s",
         title=f"Starts: {result.model}, {result.dtype}, on {result.provenance.device_name}",
         title_justify="left",
     )
-    for arm in arms:
-        table.add_column(f"{arm} ({len(result.runs[arm])})", justify="right")
-    seconds = {arm: result.phase_seconds(arm) for arm in arms}
+    for policy in policies:
+        table.add_column(f"{policy} ({len(result.runs[policy])})", justify="right")
+    seconds = {policy: result.phase_seconds(policy) for policy in policies}
     for name in result.phase_names:
-        table.add_row(name, *(f"{seconds[arm].get(name, 0.0):,.2f}" for arm in arms))
+        table.add_row(name, *(f"{seconds[policy].get(name, 0.0):,.2f}" for policy in policies))
     table.add_section()
     for label, what in (("ready", "startup_s"), ("first token out", "first_token_s")):
-        table.add_row(label, *(f"{result.average(arm, what):,.2f}" for arm in arms))
+        table.add_row(label, *(f"{result.average(policy, what):,.2f}" for policy in policies))
     Console().print(table)
     Console().print("Means of all starts; phases may overlap.")

@@ -51,26 +51,28 @@ def startup(
     \b
     Examples:
       bullet-graph bench startup --model tiny --num-iters-cold 1 --num-iters-warm 3
-      bullet-graph bench startup --model llama-3.1-8b --arm auto --ready hot \\
+      bullet-graph bench startup --model llama-3.1-8b --policy auto --ready hot \\
           --capture-plan llama-3.1-8b_bfloat16_conv --plot start.svg --output-json start.json
       bullet-graph bench startup --model llama-3.1-8b --capture-cache auto --output-json start.json
     """
     check_result_file(output_json, overwrite=overwrite)
     check_plot_file(plot, overwrite=overwrite)
     # torch takes seconds to import, and --help must not wait for it.
-    from bullet_graph.cli.bench.startup import StartArm, print_startup, run_startup  # noqa: PLC0415
+    from bullet_graph.cli.bench.startup import StartPolicy, print_startup, run_startup  # noqa: PLC0415
     from bullet_graph.runtime.resolve import resolve  # noqa: PLC0415
 
     without = {"capture_cache": None}
-    arms = [
-        StartArm("cold", num_iters_cold, empty_caches=True, settings=without),
-        StartArm("warm", num_iters_warm, settings=without),
+    policies = [
+        StartPolicy("cold", num_iters_cold, empty_caches=True, settings=without),
+        StartPolicy("warm", num_iters_warm, settings=without),
     ]
     if config.capture_cache is not None:
-        arms.append(StartArm("cached", num_iters_warm, empty_caches=True))
+        policies.append(StartPolicy("cached", num_iters_warm, empty_caches=True))
         if config.ready == "all" and resolve(config).device.type == "cuda":
-            arms.append(StartArm("cached_hot", num_iters_warm, empty_caches=True, settings={"ready": "hot"}))
-    result = run_startup(config, arms, quiet=as_json)
+            policies.append(
+                StartPolicy("cached_hot", num_iters_warm, empty_caches=True, settings={"ready": "hot"})
+            )
+    result = run_startup(config, policies, quiet=as_json)
     text = json.dumps(result.fields(), indent=2, allow_nan=False)
     if output_json is not None:
         write_result_file(output_json, text)

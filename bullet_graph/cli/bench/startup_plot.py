@@ -1,4 +1,4 @@
-"""A picture of starts: the phases of each arm as bars over time."""
+"""A picture of starts: the phases of each policy as bars over time."""
 
 from matplotlib.figure import Figure
 
@@ -7,17 +7,17 @@ from bullet_graph.cli.serving.plot import COLOURS, TARGET_COLOUR, encode, plot_s
 
 
 def draw_startup(result: StartupResult, image_format: str) -> bytes:
-    """The start of each arm whose time is the median; the same bytes for the same figures.
+    """The start of each policy whose time is the median; the same bytes for the same figures.
 
     Args:
         image_format: ``svg`` or ``png``.
     """
-    chosen = {arm: _median(runs) for arm, runs in result.runs.items()}
+    chosen = {policy: _median(runs) for policy, runs in result.runs.items()}
     names = result.phase_names
     with plot_style():
         figure = Figure(figsize=(9, 0.8 + (0.5 + 0.28 * len(names)) * len(chosen)), layout="constrained")
         panels = figure.subplots(len(chosen), 1, squeeze=False)[:, 0]
-        for axes, (arm, run) in zip(panels, chosen.items(), strict=True):
+        for axes, (policy, run) in zip(panels, chosen.items(), strict=True):
             for row, name in enumerate(names):
                 stretches = [(p.start_s, p.end_s - p.start_s) for p in run.phases if p.name == name]
                 axes.broken_barh(stretches, (row - 0.4, 0.8), color=COLOURS[row % len(COLOURS)])
@@ -30,7 +30,7 @@ def draw_startup(result: StartupResult, image_format: str) -> bytes:
             axes.set_yticks(range(len(names)), names)
             axes.invert_yaxis()
             axes.set(xlim=(0, 1.12 * run.first_token_s))
-            axes.set_title(f"{arm}: ready after {run.startup_s:.2f} s", loc="left", fontsize=9.5)
+            axes.set_title(f"{policy}: ready after {run.startup_s:.2f} s", loc="left", fontsize=9.5)
             axes.grid(axis="x", alpha=0.25)
             axes.set_axisbelow(True)
         panels[-1].set(xlabel="seconds since the process was started")

@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from bullet_graph.cli.bench.online import Arrivals, serve_online, warm_up
-from bullet_graph.cli.bench.online_arms import config_for
+from bullet_graph.cli.bench.online_policies import config_for
 from bullet_graph.cli.bench.sweep_cells import SYSTEM, Cell, WorkloadSpec, make_cells
 from bullet_graph.cli.bench.sweep_file import CellKey, Sweep, SweepCell, SweepFile
 from bullet_graph.cli.engine_run import load_requests, open_engine, resolved_load_format
 from bullet_graph.cli.serving.table import figure
-from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
 from bullet_graph.errors import WorkloadError
 from bullet_graph.models.progress import progress_bar
@@ -37,10 +37,10 @@ class SweepSpec:
     """What to sweep over.
 
     Attributes:
-        config: of the engine that serves all cells; its arm and targets are not used.
+        config: of the engine that serves all cells; its policy and targets are not used.
         workloads: at least one.
         slos: targets of the workloads that have none of their own.
-        arms: the arms to compare.
+        policies: the policies to compare.
         first_rate: where a search begins, in requests a second.
         attainment: share of requests that must meet all targets.
         tolerance: how exact a goodput is, relative.
@@ -53,7 +53,7 @@ class SweepSpec:
     config: EngineConfig
     workloads: tuple[WorkloadSpec, ...]
     slos: tuple[Slo, ...]
-    arms: tuple[Arm, ...]
+    policies: tuple[Policy, ...]
     first_rate: float
     attainment: float
     tolerance: float
@@ -83,7 +83,7 @@ class GoodputSweep:
             return load_requests(runtime, workload.name, workload.num_prompts, seed=spec.config.seed)
 
         self.cells: Sequence[Cell] = make_cells(
-            spec.workloads, spec.slos, spec.arms, first_rate=spec.first_rate, load=load
+            spec.workloads, spec.slos, spec.policies, first_rate=spec.first_rate, load=load
         )
         for workload in {cell.key.workload: cell.workload for cell in self.cells}.values():
             _require_enough_fit(workload, runtime.max_model_len, spec.attainment)
@@ -96,9 +96,9 @@ class GoodputSweep:
             )
         searches = [self._new_search(cell) for cell in self.cells]
         slos = [cell.slo for cell in self.cells]
-        # Under a target for TPOT, more arms need predictions.
+        # Under a target for TPOT, more policies need predictions.
         strictest = next((slo for slo in slos if slo.tpot_ms is not None), slos[0])
-        self.config = config_for(spec.config, spec.arms, strictest)
+        self.config = config_for(spec.config, spec.policies, strictest)
         find_performance(self.config, runtime)
         provenance = dataclasses.asdict(collect_provenance(runtime.device.type))
         settings = self._settings() | {"device_name": provenance["device_name"]}
@@ -122,8 +122,8 @@ class GoodputSweep:
         if any(search.next_rate() is not None for search in self._searches.values()):
             with open_engine(self.config, quiet=quiet) as engine:
                 for cell in self.cells:
-                    # An arm that this engine cannot serve is told before the first run.
-                    engine.set_policy(cell.arm, cell.slo)
+                    # A policy that this engine cannot serve is told before the first run.
+                    engine.set_policy(cell.policy, cell.slo)
                 self._serve(engine, quiet=quiet)
         for key, search in self._searches.items():
             if not self.file.cell(key).finished:
@@ -143,7 +143,7 @@ class GoodputSweep:
                     engine,
                     cell.workload,
                     self.spec.num_warmups,
-                    arm=cell.arm,
+                    policy=cell.policy,
                     slo=cell.slo,
                     seed=self.spec.config.seed,
                 )
@@ -171,7 +171,7 @@ class GoodputSweep:
                 engine,
                 cell.workload,
                 arrivals,
-                arm=cell.arm,
+                policy=cell.policy,
                 slo=cell.slo,
                 on_output=lambda _: advance(1),
             )
@@ -192,16 +192,16 @@ class GoodputSweep:
         engine = {
             field.name: getattr(config, field.name)
             for field in dataclasses.fields(config)
-            if field.name not in ("model", "arm", "slo", "seed", "device", "dtype", "load_format")
+            if field.name not in ("model", "policy", "slo", "seed", "device", "dtype", "load_format")
         }
         return {
             "model": config.model,
             "load_format": resolved_load_format(config, runtime),
             "dtype": str(runtime.dtype).removeprefix("torch."),
-            "engine": engine | {"max_model_len": runtime.max_model_len, "arm": str(config.arm)},
+            "engine": engine | {"max_model_len": runtime.max_model_len, "policy": str(config.policy)},
             "seed": config.seed,
             "workloads": list(dict.fromkeys(str(cell) for cell in self.cells)),
-            "arms": list(dict.fromkeys(str(cell.arm) for cell in self.cells)),
+            "policies": list(dict.fromkeys(str(cell.policy) for cell in self.cells)),
             "attainment": spec.attainment,
             "tolerance": spec.tolerance,
             "step": spec.step,
@@ -224,7 +224,7 @@ def print_sweep(sweep: Sweep) -> None:
     for cell in sweep.cells:
         title = f"{cell.key.workload}, {cell.key.num_prompts:,} requests, {cell.key.slo}"
         if title not in tables:
-            tables[title] = Table("arm", title=Text(title), title_justify="left")
+            tables[title] = Table("policy", title=Text(title), title_justify="left")
             for column in ("requests/s", "TTFT, p50 / p90, ms", "TPOT, p50 / p90, ms", "J/token", "runs"):
                 tables[title].add_column(column, justify="right")
         best = cell.best or {}
@@ -265,7 +265,7 @@ def _require_enough_fit(workload: Workload, max_model_len: int, attainment: floa
 
 
 def _label(cell: Cell) -> str:
-    return f"{cell.key.workload}, {cell.slo}, {cell.arm}"
+    return f"{cell.key.workload}, {cell.slo}, {cell.policy}"
 
 
 def _rate(rate: float | None) -> str:

@@ -1,17 +1,17 @@
-"""What a goodput sweep compares: the cells of arms × targets × workloads, as the command line names them."""
+"""What a goodput sweep compares: the cells of policies × targets × workloads, as the command line names them."""
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bullet_graph.cli.bench.sweep_file import CellKey
-from bullet_graph.config import Arm
+from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload
 
 SYSTEM = "bullet_graph"
-"""What this engine is called in a sweep's file, with the arm behind it."""
+"""What this engine is called in a sweep's file, with the policy behind it."""
 
 _SHORT_NAMES = {"conv": "azure:conv", "code": "azure:code", "longdoc": "synthetic:longdoc"}
 _FORM = re.compile(r"(?P<name>[^=@][^@]*?)(=(?P<count>[^=~@]*))?(~(?P<rate>[^=~@]*))?(@(?P<slo>[^@]*))?")
@@ -67,14 +67,14 @@ class Cell:
         key: what it is called in the file.
         workload: the requests.
         slo: their targets.
-        arm: how the engine serves.
+        policy: how the engine serves.
         first_rate: where the search begins, in requests a second.
     """
 
     key: CellKey
     workload: Workload
     slo: Slo
-    arm: Arm
+    policy: Policy
     first_rate: float
 
     def __str__(self) -> str:
@@ -99,17 +99,17 @@ def parse_targets(text: str) -> Slo:
 def make_cells(
     specs: Sequence[WorkloadSpec],
     slos: Sequence[Slo],
-    arms: Sequence[Arm],
+    policies: Sequence[Policy],
     *,
     first_rate: float,
     load: Callable[[WorkloadSpec], Workload],
 ) -> list[Cell]:
-    """The cells of a sweep: each workload with each of its targets under each arm, arms changing fastest.
+    """The cells of a sweep: each workload with each of its targets under each policy, policies changing fastest.
 
     Args:
         specs: the workloads; one may come more than once, with other targets.
         slos: the targets of those that have none of their own.
-        arms: what to compare.
+        policies: what to compare.
         first_rate: of workloads that have none of their own.
         load: loads a workload.
 
@@ -126,9 +126,9 @@ def make_cells(
             )
         workload = load(spec)
         for slo in slos if spec.slo is None else (spec.slo,):
-            for arm in arms:
-                key = CellKey(f"{SYSTEM} {arm}", workload.name, len(workload.requests), str(slo))
-                cell = Cell(key, workload, slo, arm, spec.first_rate or first_rate)
+            for policy in policies:
+                key = CellKey(f"{SYSTEM} {policy}", workload.name, len(workload.requests), str(slo))
+                cell = Cell(key, workload, slo, policy, spec.first_rate or first_rate)
                 if cells.setdefault(key, cell) != cell:
                     raise ConfigError(
                         f"--workload {spec.name}: two different ones are both called {workload.name} with "

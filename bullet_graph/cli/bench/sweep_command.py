@@ -1,4 +1,4 @@
-"""``bullet-graph bench sweep``: the goodput of arms on workloads, by bisection over the request rate."""
+"""``bullet-graph bench sweep``: the goodput of policies on workloads, by bisection over the request rate."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,8 @@ import click
 from bullet_graph.cli.bench.sweep_cells import WorkloadSpec, parse_targets
 from bullet_graph.cli.options import engine_options
 from bullet_graph.cli.result_file import check_result_file, require_matplotlib
-from bullet_graph.cli.serving.options import arms_option, burstiness_option
-from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.cli.serving.options import burstiness_option, policies_option
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import BulletGraphError, ConfigError
 
 _IMAGE_FORMATS = ("svg", "png")
@@ -18,7 +18,7 @@ _IMAGE_FORMATS = ("svg", "png")
 
 @click.command()
 # A decision trace is of one run; a sweep has many, and goes on under the same command.
-@engine_options(max_num_seqs=1024, without=("arm", "slo", "trace_decisions"))
+@engine_options(max_num_seqs=1024, without=("policy", "slo", "trace_decisions"))
 @click.option(
     "--workload",
     "workloads",
@@ -36,7 +36,7 @@ _IMAGE_FORMATS = ("svg", "png")
     help='Latency targets in ms, such as "ttft:500 tpot:15", of the workloads that have none of their own; repeat it '
     "to sweep each of them.",
 )
-@arms_option("auto")
+@policies_option("auto")
 @click.option(
     "--first-rate",
     type=float,
@@ -90,7 +90,7 @@ def sweep(
     config: EngineConfig,
     workloads: tuple[str, ...],
     slos: tuple[str, ...],
-    arms: tuple[Arm, ...],
+    policies: tuple[Policy, ...],
     output_json: Path,
     overwrite: bool,
     plot_dir: Path | None,
@@ -98,10 +98,10 @@ def sweep(
     as_json: bool,
     **search: Any,
 ) -> None:
-    """Find each arm's goodput: the highest request rate at which enough requests meet their targets.
+    """Find each policy's goodput: the highest request rate at which enough requests meet their targets.
 
-    Every arm serves every workload with each of its targets. One engine serves all of them: a run of each in turn, so
-    that the runs of one round meet the same clocks of a power-capped GPU. Each run is in the file as
+    Every policy serves every workload with each of its targets. One engine serves all of them: a run of each in turn,
+    so that the runs of one round meet the same clocks of a power-capped GPU. Each run is in the file as
     soon as it has ended; an interrupted sweep goes on when the same command is given again.
 
     A workload is written NAME, NAME=NUM_PROMPTS, and so on: "code=400~10@ttft:500 tpot:8" is the first 400 requests of
@@ -110,7 +110,7 @@ def sweep(
     \b
     Examples:
       bullet-graph bench sweep --model llama-3.1-8b --workload conv=600 --slo "ttft:500 tpot:15" \\
-          --arm mixed:2048 --arm split --arm auto --output-json sweep.json --plot-dir plots
+          --policy mixed:2048 --policy split --policy auto --output-json sweep.json --plot-dir plots
       bullet-graph bench sweep --model llama-3.1-8b --workload conv=600~24 --workload longdoc=100~1 \\
           --workload "code=400~10@ttft:500 tpot:8" --slo "ttft:500 tpot:15" --output-json sweep.json
     """
@@ -125,7 +125,7 @@ def sweep(
         config=config,
         workloads=specs,
         slos=chosen_slos,
-        arms=arms,
+        policies=policies,
         **search,
     )
     prepared = GoodputSweep(spec, output_json, overwrite=overwrite)

@@ -37,7 +37,7 @@ def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
     \b
     Examples:
       bullet-graph capture build --model llama-3.1-8b
-      bullet-graph capture build --model llama-3.1-8b --arm auto --capture-plan conv.toml --cache-dir /mnt/captures
+      bullet-graph capture build --model llama-3.1-8b --policy auto --capture-plan conv.toml --cache-dir /mnt/captures
       bullet-graph capture build --model tiny --device cpu --max-num-seqs 8 --json
     """
     # Libraries that greet on stdout when they are imported would spoil the JSON.

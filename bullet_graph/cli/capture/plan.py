@@ -12,7 +12,7 @@ from bullet_graph.cli.options import parse_slo
 from bullet_graph.cli.result_file import check_result_file, write_result_file
 from bullet_graph.cli.serving.options import burstiness_option, num_prompts_option, parse_rate, trace_option
 from bullet_graph.cli.simulate.options import capacity_options
-from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.models.progress import progress_bar
 
 _GB = 1e9
@@ -45,7 +45,11 @@ _GB = 1e9
 )
 @click.option("--model", required=True, help="A preset's name, or a Hugging Face model folder.")
 @click.option(
-    "--arm", default="auto", show_default=True, metavar="ARM", help="How prefill and decode share the GPU."
+    "--policy",
+    default="auto",
+    show_default=True,
+    metavar="POLICY",
+    help="How prefill and decode share the GPU.",
 )
 @capacity_options(max_num_seqs=256)
 @click.option(
@@ -82,7 +86,7 @@ def plan(
     request_rate: float | None,
     burstiness: float,
     gpu: str,
-    arm: str,
+    policy: str,
     memory_gb: float,
     time_s: float,
     against: str | None,
@@ -104,7 +108,7 @@ def plan(
       bullet-graph capture plan --model llama-3.1-8b --trace azure:code --request-rate 12 \\
           --slo "ttft:500 tpot:8" --memory-gb 0.4 --time-s 3 --json
     """
-    config = EngineConfig(arm=Arm.parse(arm), **settings)
+    config = EngineConfig(policy=Policy.parse(policy), **settings)
     check_result_file(output, overwrite=overwrite, option="--output")
     # Here: torch takes seconds to import, and --help must not wait for it.
     from bullet_graph.cli.capture.plan_report import plan_fields, plan_notes, show_plan  # noqa: PLC0415
@@ -116,7 +120,7 @@ def plan(
     spec = SimulationSpec(
         gpu=gpu,
         config=config,
-        arms=(config.arm,),
+        policies=(config.policy,),
         trace=trace,
         num_prompts=num_prompts,
         request_rate=request_rate,

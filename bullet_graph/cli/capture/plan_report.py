@@ -21,7 +21,7 @@ def plan_notes(study: CaptureStudy) -> tuple[str, ...]:
     num_layers = study.workload.num_layers
     return (
         "What an engine captures at its start; written by `bullet-graph capture plan` for",
-        f"{_title(study)}, arm {study.simulator.spec.arms[0]}.",
+        f"{_title(study)}, policy {study.simulator.spec.policies[0]}.",
         f"About {plan.graph_bytes(num_layers) / 1e9:.2f} GB and {plan.capture_s(num_layers):.1f} s. There, padding and "
         f"what is left out cost {_share(lost, study.device_ms)} of the device's",
         f"time, and {_share(study.against.lost_ms, study.device_ms)} with {study.against.name}.",
@@ -56,7 +56,7 @@ def plan_fields(study: CaptureStudy, text: str) -> dict[str, Any]:
     outcomes = (study.proposal, study.against, study.everything)
     return study.simulator.describe() | {
         "model": spec.config.model,
-        "arm": str(spec.arms[0]),
+        "policy": str(spec.policies[0]),
         "request_rate": "trace" if spec.request_rate is None else _finite(spec.request_rate, "inf"),
         "budget": {
             "memory_gb": _finite(study.budget.memory_bytes / 1e9),

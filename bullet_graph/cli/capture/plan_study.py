@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bullet_graph.cli.simulate.run import ArmRun, Simulator
+from bullet_graph.cli.simulate.run import PolicyRun, Simulator
 from bullet_graph.engine.capture_proposal import Budget, GroupUse, Workload, propose
 from bullet_graph.engine.capture_usage import CaptureUsage
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan
@@ -26,7 +26,7 @@ class PlanOutcome:
     name: str
     plan: CapturePlan
     groups: tuple[GroupUse, ...]
-    run: ArmRun | None
+    run: PolicyRun | None
 
     @property
     def lost_ms(self) -> float:
@@ -73,7 +73,7 @@ def study_captures(
     """Record the workload with everything captured, propose a plan, and serve the workload with it.
 
     Args:
-        simulator: with one arm.
+        simulator: with one policy.
         against: a plan's file or name to hold the proposal against; None: what an engine without a plan captures.
         on_output: told of each finished request, of up to three runs.
 
@@ -81,11 +81,11 @@ def study_captures(
         ConfigError: the plan cannot be used here, or the budget affords nothing.
     """
     spec, device, config = simulator.spec, simulator.device, simulator.spec.config
-    (arm,) = spec.arms
+    (policy,) = spec.policies
     other = None if against is None else load_plan(against)
     if other is not None:
         check_plan(other, config, name=str(against), dtype=device.dtype, num_sms=device.performance.num_sms)
-    decode_sms = device.performance.decode_sms if arm.name in ("auto", "split") else ()
+    decode_sms = device.performance.decode_sms if policy.name in ("auto", "split") else ()
     today = default_plan(
         model=Path(config.model).name,
         dtype=device.dtype,
@@ -93,13 +93,13 @@ def study_captures(
         max_num_seqs=config.max_num_seqs,
         max_rows=max_forward_rows(config),
         shape=device.model,
-        decode_sms=decode_sms if arm.decode_sms is None else (arm.decode_sms,),
+        decode_sms=decode_sms if policy.decode_sms is None else (policy.decode_sms,),
     )
     usage = CaptureUsage(device.unpadded)
 
-    def serve(plan: CapturePlan, record: bool = False) -> ArmRun:
+    def serve(plan: CapturePlan, record: bool = False) -> PolicyRun:
         return simulator.run(
-            arm,
+            policy,
             spec.request_rate,
             capture_plan=plan,
             on_output=on_output,

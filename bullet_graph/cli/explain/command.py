@@ -30,7 +30,7 @@ _IMAGE_FORMATS = ("svg", "png")
 @click.option(
     "--timeline",
     type=click.Path(path_type=Path),
-    help="Draw SMs, arms, queue and times between tokens; the name ends in .svg or .png.",
+    help="Draw SMs, policies, queue and times between tokens; the name ends in .svg or .png.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace files of --chrome-trace and --timeline that exist.")
 @click.option(
@@ -46,7 +46,7 @@ def explain(
     from_s: float | None,
     to_s: float | None,
 ) -> None:
-    """Sum up a decision trace: time by arm, prediction errors, and why requests missed their targets.
+    """Sum up a decision trace: time by policy, prediction errors, and why requests missed their targets.
 
     FILE is what --trace-decisions wrote.
 
@@ -130,7 +130,7 @@ def _write(option: str, path: Path, content: bytes) -> None:
 def _print(summary: TraceSummary, written: list[Path]) -> None:
     console = Console()
     header = summary.header
-    console.print(f"{header.model} on {header.device}, arm {header.arm}, {header.slo}", markup=False)
+    console.print(f"{header.model} on {header.device}, policy {header.policy}, {header.slo}", markup=False)
     for table in _tables(summary):
         if table.row_count:
             console.print(table)
@@ -155,10 +155,10 @@ def _tables(summary: TraceSummary) -> list[Table]:
     run.add_row("both lanes busy", _percent(lanes.both))
     run.add_row("device idle", _percent(lanes.idle))
 
-    arms = _table("arm", "launches", "of device time", "of time passed")
-    for share in summary.arms:
-        arms.add_row(
-            Text(share.arm),
+    policies = _table("policy", "launches", "of device time", "of time passed")
+    for share in summary.policies:
+        policies.add_row(
+            Text(share.policy),
             f"{share.num_launches:,}",
             _percent(share.device_share),
             _percent(share.wall_share),
@@ -169,7 +169,7 @@ def _tables(summary: TraceSummary) -> list[Table]:
     errors = _table("prediction error", "launches", "median", "p90", "bias")
     for error in summary.errors:
         errors.add_row(
-            Text(f"{error.arm}, {error.lane} lane"),
+            Text(f"{error.policy}, {error.lane} lane"),
             f"{error.num_launches:,}",
             f"{error.median_percent:.1f} %",
             f"{error.p90_percent:.1f} %",
@@ -199,7 +199,7 @@ def _tables(summary: TraceSummary) -> list[Table]:
             f"{miss.limit_ms:,.1f}",
             Text(shares),
         )
-    return [run, arms, bounds, errors, fared, causes, misses]
+    return [run, policies, bounds, errors, fared, causes, misses]
 
 
 def _table(*columns: str) -> Table:

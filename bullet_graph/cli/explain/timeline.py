@@ -1,4 +1,4 @@
-"""A picture of a decision trace: SMs by lane, the arm, the queue and the gaps between tokens, over time."""
+"""A picture of a decision trace: SMs by lane, the policy, the queue and the gaps between tokens, over time."""
 
 from io import BytesIO
 from typing import Any
@@ -12,7 +12,7 @@ from bullet_graph.perf.occupancy import FloatArray, Occupancy
 from bullet_graph.perf.trace_records import LANES, Trace
 
 DECODE, PREFILL, BOTH, QUEUE = "#1f6f8b", "#d1603d", "#7d5ba6", "#444444"
-ARM_COLOURS = {
+POLICY_COLOURS = {
     "solo": "#9aa5b1",
     "serial": "#8c6d46",
     "sliced": "#e0b13c",
@@ -20,7 +20,7 @@ ARM_COLOURS = {
     "split": "#4f9d69",
     IDLE: "#ffffff",
 }
-_UNKNOWN_ARM = "#c2649a"
+_UNKNOWN_POLICY = "#c2649a"
 
 # As many as the picture is wide in pixels: where launches are shorter, it shows their mean.
 _NUM_BINS = 1600
@@ -39,10 +39,10 @@ def draw_timeline(trace: Trace, window: Window, image_format: str) -> bytes:
         figure = Figure(figsize=(13, 6.8))
         # Room for the legends on the right.
         margins = {"left": 0.055, "right": 0.85, "top": 0.935, "bottom": 0.075, "hspace": 0.09}
-        arms, sms, queue = figure.subplots(
+        policies, sms, queue = figure.subplots(
             3, 1, sharex=True, gridspec_kw={"height_ratios": (0.3, 3, 2.4), **margins}
         )
-        _draw_arms(arms, occupancy, edges_s, trace.start_s)
+        _draw_policies(policies, occupancy, edges_s, trace.start_s)
         _draw_sms(sms, occupancy, edges_s, trace)
         _draw_queue(queue, trace, window)
         queue.set(
@@ -51,7 +51,7 @@ def draw_timeline(trace: Trace, window: Window, image_format: str) -> bytes:
         )
         header = trace.header
         figure.suptitle(
-            f"{header.model} on {header.device}, arm {header.arm}, {header.slo}", x=0.055, ha="left"
+            f"{header.model} on {header.device}, policy {header.policy}, {header.slo}", x=0.055, ha="left"
         )
         image = BytesIO()
         figure.savefig(
@@ -60,13 +60,15 @@ def draw_timeline(trace: Trace, window: Window, image_format: str) -> bytes:
     return image.getvalue()
 
 
-def _draw_arms(axes: Any, occupancy: Occupancy, edges_s: FloatArray, origin_s: float) -> None:
-    """A strip that is coloured by the arm, each arm as high as its part of the time."""
-    arms = {arm: _means(occupancy, occupancy.of_arm(arm), edges_s) for arm in occupancy.arms}
-    colours = [ARM_COLOURS.get(arm, _UNKNOWN_ARM) for arm in arms]
-    if arms:
-        _stack(axes, edges_s - origin_s, arms, colours)
-    axes.set(ylim=(0, 1), yticks=[], ylabel="arm")
+def _draw_policies(axes: Any, occupancy: Occupancy, edges_s: FloatArray, origin_s: float) -> None:
+    """A strip that is coloured by the policy, each policy as high as its part of the time."""
+    policies = {
+        policy: _means(occupancy, occupancy.of_policy(policy), edges_s) for policy in occupancy.policies
+    }
+    colours = [POLICY_COLOURS.get(policy, _UNKNOWN_POLICY) for policy in policies]
+    if policies:
+        _stack(axes, edges_s - origin_s, policies, colours)
+    axes.set(ylim=(0, 1), yticks=[], ylabel="policy")
     axes.yaxis.label.set(rotation=0, ha="right", va="center")
     _legend(1.0, axes)
 
@@ -94,7 +96,7 @@ def _draw_sms(axes: Any, occupancy: Occupancy, edges_s: FloatArray, trace: Trace
     # Lanes that overlap have more SMs together than there are.
     most = max((float(np.sum(list(layers.values()), axis=0).max()) if layers else 0.0), top)
     axes.set(ylim=(0, most * 1.03), ylabel="SMs (white: idle)" if num_sms else "share of the device")
-    # Below the arms, whose legend is higher than their strip.
+    # Below the policies, whose legend is higher than their strip.
     _legend(0.5, axes)
 
 

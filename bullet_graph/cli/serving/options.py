@@ -5,7 +5,7 @@ from collections.abc import Callable
 import click
 
 from bullet_graph.cli.serving.goodput import goodput_option
-from bullet_graph.config import Arm
+from bullet_graph.config import Policy
 
 TRACE_TIMES = "trace"
 """The ``--request-rate`` that stands for recorded times."""
@@ -23,21 +23,21 @@ def parse_rate(_: click.Context, __: click.Parameter, value: str) -> float | Non
         ) from None
 
 
-def parse_arms(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[Arm, ...]:
-    """An option's callback: the arms to compare, each once."""
-    return tuple(dict.fromkeys(Arm.parse(value) for value in values))
+def parse_policies(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[Policy, ...]:
+    """An option's callback: the policies to compare, each once."""
+    return tuple(dict.fromkeys(Policy.parse(value) for value in values))
 
 
-def arms_option(default_arm: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command ``arms: tuple[Arm, …]``."""
+def policies_option(default_policy: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command ``policies: tuple[Policy, …]``."""
     return click.option(
-        "--arm",
-        "arms",
+        "--policy",
+        "policies",
         multiple=True,
-        default=(default_arm,),
-        show_default=default_arm,
+        default=(default_policy,),
+        show_default=default_policy,
         metavar="serial[:CHUNK]|sliced|mixed[:CHUNK]|split[:NUM_SMS]|auto",
-        callback=parse_arms,
+        callback=parse_policies,
         help="How prefill and decode share the GPU; repeat it to compare several.",
     )
 
@@ -62,16 +62,17 @@ burstiness_option = click.option(
 
 
 def serving_options(
-    *, default_arm: str | None, request_rate_more: str = ""
+    *, default_policy: str | None, request_rate_more: str = ""
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a :class:`~bullet_graph.cli.serving.goodput.GoodputCommand` a workload, its arrivals, targets and arms.
+    """Give a :class:`~bullet_graph.cli.serving.goodput.GoodputCommand` a workload, its arrivals, targets and policies.
 
     These are ``trace: str``, ``num_prompts: int | None``, ``request_rate: float | None`` (None: the trace's own times),
-    ``burstiness: float``, ``time_scale: float``, ``max_concurrency: int | None``, ``slo: Slo``, ``arms: tuple[Arm, …]``
+    ``burstiness: float``, ``time_scale: float``, ``max_concurrency: int | None``, ``slo: Slo``,
+    ``policies: tuple[Policy, …]``
     and ``save_detailed: bool``.
 
     Args:
-        default_arm: without ``--arm``; None leaves the arms to the server.
+        default_policy: without ``--policy``; None leaves the policies to the server.
         request_rate_more: what the help of ``--request-rate`` says besides.
     """
     options = (
@@ -97,7 +98,7 @@ def serving_options(
             "--max-concurrency", type=click.IntRange(min=1), help="Most requests under way at once."
         ),
         goodput_option,
-        *(() if default_arm is None else (arms_option(default_arm),)),
+        *(() if default_policy is None else (policies_option(default_policy),)),
         click.option(
             "--save-detailed",
             is_flag=True,

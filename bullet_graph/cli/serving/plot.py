@@ -27,10 +27,10 @@ def draw_rates(
     image_format: str,
     labels: Sequence[str] = ("median", "p99"),
 ) -> bytes:
-    """Attainment, TTFT and TPOT over the request rate, a curve for each arm.
+    """Attainment, TTFT and TPOT over the request rate, a curve for each policy.
 
     Args:
-        curves: results by the name of the arm or system, at rising finite rates.
+        curves: results by the name of the policy or system, at rising finite rates.
         slo: the targets that ``attainment`` counts.
         attainment: the share of requests asked for.
         image_format: ``svg`` or ``png``.

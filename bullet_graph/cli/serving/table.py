@@ -24,19 +24,19 @@ class Usage(Protocol):
     @property
     def kv_blocks_total(self) -> int: ...
     @property
-    def arm_shares(self) -> Mapping[str, float]: ...
+    def policy_shares(self) -> Mapping[str, float]: ...
 
 
 def usage_rows(runs: Sequence[Usage]) -> dict[str, list[str]]:
-    """A text for each run by the row's label; – where a run spent no time in an arm."""
+    """A text for each run by the row's label; – where a run spent no time in a policy."""
     rows = {
         "preemptions": [f"{run.num_preemptions:,}" for run in runs],
         "KV blocks, peak, %": [f"{100 * run.kv_blocks_peak / run.kv_blocks_total:.1f}" for run in runs],
     }
-    shares = [run.arm_shares for run in runs]
-    for arm in sorted({arm for share in shares for arm in share}):
-        rows[f"device time in {arm}, %"] = [
-            f"{100 * share[arm]:.1f}" if arm in share else "–" for share in shares
+    shares = [run.policy_shares for run in runs]
+    for policy in sorted({policy for share in shares for policy in share}):
+        rows[f"device time in {policy}, %"] = [
+            f"{100 * share[policy]:.1f}" if policy in share else "–" for share in shares
         ]
     return rows
 

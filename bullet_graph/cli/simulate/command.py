@@ -13,7 +13,7 @@ from bullet_graph.cli.result_file import check_plot_file, check_result_file, wri
 from bullet_graph.cli.serving.goodput import GoodputCommand
 from bullet_graph.cli.serving.options import TRACE_TIMES, serving_options
 from bullet_graph.cli.simulate.options import capacity_options
-from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
 
@@ -35,7 +35,7 @@ _FIRST_RATE = 8.0
     show_default=True,
     help="A preset's name, or a Hugging Face model folder.",
 )
-@serving_options(default_arm="auto", request_rate_more=" With --sweep, where to begin.")
+@serving_options(default_policy="auto", request_rate_more=" With --sweep, where to begin.")
 @click.option(
     "--decode-sms", metavar="N,N,…", callback=parse_sizes, default="", help="Sizes of the decode lane."
 )
@@ -70,7 +70,7 @@ _FIRST_RATE = 8.0
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of arrivals and lengths."
 )
-@click.option("--sweep", is_flag=True, help="Find the highest rate at which each arm holds the targets.")
+@click.option("--sweep", is_flag=True, help="Find the highest rate at which each policy holds the targets.")
 @click.option(
     "--attainment",
     type=click.FloatRange(min=0, max=1, min_open=True),
@@ -95,7 +95,7 @@ def simulate(
     burstiness: float,
     time_scale: float,
     max_concurrency: int | None,
-    arms: tuple[Arm, ...],
+    policies: tuple[Policy, ...],
     host_overhead_ms: float,
     time_noise: float,
     sweep: bool,
@@ -110,19 +110,19 @@ def simulate(
 ) -> None:
     """Serve a trace on a simulated GPU: the engine's own scheduler and planner in virtual time.
 
-    Step times come from a measured table. The same arguments give the same figures. With one arm the JSON is flat, as
-    that of vLLM's serving benchmark; with several, the field "results" holds one such object for each.
+    Step times come from a measured table. The same arguments give the same figures. With one policy the JSON is flat,
+    as that of vLLM's serving benchmark; with several, the field "results" holds one such object for each.
 
     \b
     Examples:
       bullet-graph simulate --trace azure:conv --request-rate 20 --goodput ttft:500 tpot:15
       bullet-graph simulate --trace azure:code --request-rate 10 --goodput ttft:500 tpot:8 \\
-          --arm mixed:2048 --arm split --arm auto --output-json code.json
+          --policy mixed:2048 --policy split --policy auto --output-json code.json
       bullet-graph simulate --trace azure:conv --goodput ttft:500 tpot:15 --sweep --plot conv.svg
     """
     config = EngineConfig(**settings)
     check_result_file(output_json, overwrite=overwrite)
-    _check_combination(arms, config.slo, request_rate, sweep, plot, trace_decisions)
+    _check_combination(policies, config.slo, request_rate, sweep, plot, trace_decisions)
     check_plot_file(plot, overwrite=overwrite)
     # Here and below: torch takes seconds to import, and --help must not wait for it.
     from bullet_graph.cli.simulate.run import SimulationSpec, Simulator  # noqa: PLC0415
@@ -130,7 +130,7 @@ def simulate(
     spec = SimulationSpec(
         gpu=gpu,
         config=config,
-        arms=arms,
+        policies=policies,
         trace=trace,
         num_prompts=num_prompts,
         request_rate=request_rate,
@@ -162,7 +162,7 @@ def simulate(
 
 
 def _check_combination(
-    arms: tuple[Arm, ...],
+    policies: tuple[Policy, ...],
     slo: Slo,
     request_rate: float | None,
     sweep: bool,
@@ -177,5 +177,5 @@ def _check_combination(
         raise ConfigError(f"--sweep chooses the rates itself: leave out --request-rate {TRACE_TIMES}")
     if plot is not None and not sweep:
         raise ConfigError("--plot draws figures against the rate: add --sweep")
-    if trace_decisions is not None and (sweep or len(arms) > 1):
-        raise ConfigError("--trace-decisions writes one run: give one --arm, and no --sweep")
+    if trace_decisions is not None and (sweep or len(policies) > 1):
+        raise ConfigError("--trace-decisions writes one run: give one --policy, and no --sweep")

@@ -9,29 +9,29 @@ from rich.table import Table
 from rich.text import Text
 
 from bullet_graph.cli.serving.table import figure, print_serving, usage_rows
-from bullet_graph.cli.simulate.run import ArmRun, Simulator
+from bullet_graph.cli.simulate.run import PolicyRun, Simulator
 from bullet_graph.perf.serving import RateSearch
 
 
 def report_runs(
-    simulator: Simulator, runs: Mapping[str, ArmRun], *, detailed: bool, quiet: bool
+    simulator: Simulator, runs: Mapping[str, PolicyRun], *, detailed: bool, quiet: bool
 ) -> dict[str, Any]:
     """Show the runs side by side unless quiet, and return the JSON's fields: flat for a single run."""
     if not quiet:
         extra = usage_rows([run.stats for run in runs.values()])
-        print_serving(_title(simulator), {arm: run.result for arm, run in runs.items()}, extra)
+        print_serving(_title(simulator), {policy: run.result for policy, run in runs.items()}, extra)
     common = simulator.describe()
     flat = [
         run.result.fields(detailed=detailed)
         | {
-            "arm": arm,
-            "arm_shares": run.stats.arm_shares,
+            "policy": policy,
+            "policy_shares": run.stats.policy_shares,
             "num_steps": run.stats.num_steps,
             "num_preemptions": run.stats.num_preemptions,
             "kv_blocks_peak": run.stats.kv_blocks_peak,
             "kv_blocks_total": run.stats.kv_blocks_total,
         }
-        for arm, run in runs.items()
+        for policy, run in runs.items()
     ]
     return flat[0] | common if len(flat) == 1 else common | {"results": flat}
 
@@ -44,7 +44,7 @@ def report_sweep(
     detailed: bool,
     quiet: bool,
 ) -> dict[str, Any]:
-    """Show each arm's goodput unless quiet, draw the sweep if asked to, and return the JSON's fields."""
+    """Show each policy's goodput unless quiet, draw the sweep if asked to, and return the JSON's fields."""
     attainment = simulator.spec.attainment
     if plot is not None:
         _draw(simulator, searches, plot)
@@ -58,14 +58,14 @@ def report_sweep(
         console.print(_goodput_table(searches))
         if plot is not None:
             console.print(f"wrote {plot}", markup=False, soft_wrap=True)
-    arms = {
-        arm: {
+    policies = {
+        policy: {
             "goodput": search.goodput,
             "results": [result.fields(detailed=detailed) for result in search.results],
         }
-        for arm, search in searches.items()
+        for policy, search in searches.items()
     }
-    return simulator.describe() | {"attainment": attainment, "arms": arms}
+    return simulator.describe() | {"attainment": attainment, "policies": policies}
 
 
 def _title(simulator: Simulator) -> str:
@@ -75,7 +75,7 @@ def _title(simulator: Simulator) -> str:
 
 
 def _goodput_table(searches: Mapping[str, RateSearch]) -> Table:
-    table = Table("arm")
+    table = Table("policy")
     for name in (
         "requests/s",
         "met, %",
@@ -85,14 +85,14 @@ def _goodput_table(searches: Mapping[str, RateSearch]) -> Table:
         "runs",
     ):
         table.add_column(name, justify="right")
-    for arm, search in searches.items():
+    for policy, search in searches.items():
         best = next((r for r in search.results if r.request_rate == search.goodput), None)
         if best is None:
             rate = search.results[0].request_rate
-            table.add_row(Text(arm), f"none, down to {rate:.3g}", "", "", "", "", str(len(search.results)))
+            table.add_row(Text(policy), f"none, down to {rate:.3g}", "", "", "", "", str(len(search.results)))
             continue
         table.add_row(
-            Text(arm),
+            Text(policy),
             f"{search.goodput:.2f}",
             f"{100 * (best.slo_attainment or 0.0):.1f}",
             f"{figure(best.median_ttft_ms)} / {figure(best.p99_ttft_ms)}",
@@ -108,7 +108,7 @@ def _draw(simulator: Simulator, searches: Mapping[str, RateSearch], path: Path) 
     from bullet_graph.cli.serving.plot import draw_rates  # noqa: PLC0415
 
     image = draw_rates(
-        {arm: search.results for arm, search in searches.items()},
+        {policy: search.results for policy, search in searches.items()},
         title=_title(simulator),
         slo=simulator.spec.config.slo,
         attainment=simulator.spec.attainment,

@@ -1,4 +1,4 @@
-"""Runs of ``bullet-graph simulate``: one for each arm, or a search for each arm's goodput."""
+"""Runs of ``bullet-graph simulate``: one for each policy, or a search for each policy's goodput."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 from bullet_graph._version import __version__
 from bullet_graph.cli.simulate.device import SimulatedDevice, open_device
-from bullet_graph.config import Arm, EngineConfig
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.output import EngineStats
 from bullet_graph.engine.simulation import SimulationSettings, simulate
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
@@ -30,8 +30,8 @@ class SimulationSpec:
 
     Attributes:
         gpu: see :func:`~bullet_graph.cli.simulate.device.open_device`.
-        config: of the engine; its arm is not used.
-        arms: the arms to compare.
+        config: of the engine; its policy is not used.
+        policies: the policies to compare.
         trace: see :func:`~bullet_graph.workloads.load_workload`.
         num_prompts: first so many requests, or None for all.
         request_rate: requests a second, infinite for all at once, None for the trace's own times.
@@ -45,7 +45,7 @@ class SimulationSpec:
 
     gpu: str
     config: EngineConfig
-    arms: tuple[Arm, ...]
+    policies: tuple[Policy, ...]
     trace: str
     num_prompts: int | None
     request_rate: float | None
@@ -58,7 +58,7 @@ class SimulationSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ArmRun:
+class PolicyRun:
     """One simulated run.
 
     Attributes:
@@ -71,7 +71,7 @@ class ArmRun:
 
 
 class Simulator:
-    """A workload, a device and an engine's settings, ready to run at any rate in any arm.
+    """A workload, a device and an engine's settings, ready to run at any rate in any policy.
 
     Raises:
         BulletGraphError: for whatever is wrong with workload, model, table or settings.
@@ -91,14 +91,14 @@ class Simulator:
 
     def run(
         self,
-        arm: Arm,
+        policy: Policy,
         request_rate: float | None,
         *,
         trace: DecisionTrace | None = None,
         on_output: Callable[[object], object] = lambda _: None,
         on_step: Callable[[StepRecord], object] = lambda _: None,
         capture_plan: CapturePlan | None = None,
-    ) -> ArmRun:
+    ) -> PolicyRun:
         """Serve the workload once.
 
         Args:
@@ -111,7 +111,7 @@ class Simulator:
             performance = PaddedModel(device.unpadded, capture_plan.padded)
         started = datetime.now()
         settings = SimulationSettings(
-            arm=arm,
+            policy=policy,
             kv_cache_tokens=device.kv_cache_tokens,
             max_model_len=device.max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -153,24 +153,24 @@ class Simulator:
             burstiness=None if request_rate is None else spec.burstiness,
             max_concurrency=spec.max_concurrency,
         )
-        return ArmRun(result, simulation.stats)
+        return PolicyRun(result, simulation.stats)
 
-    def compare(self, *, trace_file: Path | None, overwrite: bool, progress: bool) -> dict[str, ArmRun]:
-        """Run every arm at the rate asked for.
+    def compare(self, *, trace_file: Path | None, overwrite: bool, progress: bool) -> dict[str, PolicyRun]:
+        """Run every policy at the rate asked for.
 
         Args:
-            trace_file: write every decision here; for one arm only.
+            trace_file: write every decision here; for one policy only.
             overwrite: replace that file if it exists.
             progress: show a progress bar.
         """
-        runs: dict[str, ArmRun] = {}
-        total = len(self.spec.arms) * len(self.workload.requests)
+        runs: dict[str, PolicyRun] = {}
+        total = len(self.spec.policies) * len(self.workload.requests)
         with progress_bar(progress, total=total, unit="req") as advance:
-            for arm in self.spec.arms:
-                trace = None if trace_file is None else self._open_trace(trace_file, arm, overwrite)
+            for policy in self.spec.policies:
+                trace = None if trace_file is None else self._open_trace(trace_file, policy, overwrite)
                 try:
-                    runs[str(arm)] = self.run(
-                        arm, self.spec.request_rate, trace=trace, on_output=lambda _: advance(1)
+                    runs[str(policy)] = self.run(
+                        policy, self.spec.request_rate, trace=trace, on_output=lambda _: advance(1)
                     )
                 finally:
                     if trace is not None:
@@ -178,17 +178,19 @@ class Simulator:
         return runs
 
     def sweep(self, first_rate: float, *, progress: bool) -> dict[str, RateSearch]:
-        """Find every arm's goodput."""
+        """Find every policy's goodput."""
         searches: dict[str, RateSearch] = {}
         with progress_bar(progress, unit="run") as advance:
-            for arm in self.spec.arms:
+            for policy in self.spec.policies:
 
-                def run(rate: float, arm: Arm = arm) -> ServingResult:
-                    result = self.run(arm, rate).result
+                def run(rate: float, policy: Policy = policy) -> ServingResult:
+                    result = self.run(policy, rate).result
                     advance(1)
                     return result
 
-                searches[str(arm)] = find_goodput(run, first_rate=first_rate, attainment=self.spec.attainment)
+                searches[str(policy)] = find_goodput(
+                    run, first_rate=first_rate, attainment=self.spec.attainment
+                )
         return searches
 
     def describe(self) -> dict[str, Any]:
@@ -216,14 +218,14 @@ class Simulator:
             "time_noise": spec.time_noise,
         }
 
-    def _open_trace(self, path: Path, arm: Arm, overwrite: bool) -> DecisionTrace:
+    def _open_trace(self, path: Path, policy: Policy, overwrite: bool) -> DecisionTrace:
         performance = self.device.performance
         header = TraceHeader(
             model=self.spec.config.model,
             device=f"{self.device.gpu}, simulated",
             num_sms=performance.num_sms,
             num_layers=performance.num_layers,
-            arm=str(arm),
+            policy=str(policy),
             slo=str(self.spec.config.slo),
             version=__version__,
         )

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from bullet_graph.engine.options import Outlook
-from bullet_graph.engine.plan import Load, Option
 from bullet_graph.graphs.key import EAGER_LAYER_MS
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
+from bullet_graph.planner.options import Outlook
+from bullet_graph.planner.plan import Load, Option
 
 
 class Offers:

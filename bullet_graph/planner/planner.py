@@ -4,22 +4,22 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from bullet_graph.config import Arm
-from bullet_graph.engine.backlog import Backlog, ChunkSizes
-from bullet_graph.engine.corrections import Corrections, ForwardKind
-from bullet_graph.engine.offers import Offers, lane_waits_for_host
-from bullet_graph.engine.options import FLOOR_TOKENS, ROW_STEP, Outlook
-from bullet_graph.engine.plan import ArmName, Bound, Load, Option, Plan
-from bullet_graph.engine.preference import (
+from bullet_graph.config import Policy
+from bullet_graph.errors import ConfigError
+from bullet_graph.partition.spec import partition_of
+from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.planner.backlog import Backlog, ChunkSizes
+from bullet_graph.planner.corrections import Corrections, ForwardKind
+from bullet_graph.planner.offers import Offers, lane_waits_for_host
+from bullet_graph.planner.options import FLOOR_TOKENS, ROW_STEP, Outlook
+from bullet_graph.planner.plan import Bound, Load, Option, Plan, PolicyName
+from bullet_graph.planner.preference import (
     BESIDE_GAIN,
     Preference,
     interval_of,
     rate_worth,
     throughput_worth,
 )
-from bullet_graph.errors import ConfigError
-from bullet_graph.partition.spec import partition_of
-from bullet_graph.perf.performance import PerformanceModel
 
 SOLO_SLICE_MS = 8.0
 """Slices aim at this time when nothing decodes."""
@@ -41,7 +41,7 @@ class Planner:
     """Turns a load into a plan; holds corrections of the model, and what it last chose.
 
     Args:
-        arm: the policy.
+        policy: the policy.
         max_chunk_tokens: most rows of a forward with prompt tokens in it; ``ROW_STEP`` prompt rows may always go
             beside decode rows.
         decode_sms: sizes of the decode lane that have captured graphs and that the model knows.
@@ -51,17 +51,17 @@ class Planner:
         corrections: of the model, learned before; None begins with none.
 
     Attributes:
-        arm: as given.
+        policy: as given.
         model: as given.
-        max_rows: most rows of a forward with prompt tokens in it under the arm, but for ``ROW_STEP`` as above.
+        max_rows: most rows of a forward with prompt tokens in it under the policy, but for ``ROW_STEP`` as above.
 
     Raises:
-        ConfigError: the arm needs a performance model or a decode lane's size that is not there.
+        ConfigError: the policy needs a performance model or a decode lane's size that is not there.
     """
 
     def __init__(
         self,
-        arm: Arm,
+        policy: Policy,
         *,
         max_chunk_tokens: int,
         decode_sms: Sequence[int],
@@ -70,24 +70,24 @@ class Planner:
         corrections: Corrections | None = None,
         max_batch_sizes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        if model is None and arm.name not in ("serial", "mixed"):
+        if model is None and policy.name not in ("serial", "mixed"):
             raise ConfigError(
-                f"the arm {arm} needs a performance table, but there is none: measure one with `bullet-graph "
+                f"the policy {policy} needs a performance table, but there is none: measure one with `bullet-graph "
                 "profile`, or choose serial or mixed"
             )
-        if arm.name == "split" and (
-            not decode_sms or (arm.decode_sms is not None and arm.decode_sms not in decode_sms)
+        if policy.name == "split" and (
+            not decode_sms or (policy.decode_sms is not None and policy.decode_sms not in decode_sms)
         ):
             raise ConfigError(
-                f"the arm {arm} needs a decode lane of {arm.decode_sms or 'some'} SMs, but those that are captured "
-                f"and measured are {', '.join(map(str, decode_sms)) or 'none'}: choose one of them, or add it to "
+                f"the policy {policy} needs a decode lane of {policy.decode_sms or 'some'} SMs, but those that are "
+                f"captured and measured are {', '.join(map(str, decode_sms)) or 'none'}: choose one of them, or add it to "
                 "decode_sms and to the performance table"
             )
-        self.arm = arm
+        self.policy = policy
         self.model = model
         self._max_chunk_tokens = max_chunk_tokens
-        self.max_rows = min(arm.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
-        lane_sms = tuple(sorted(decode_sms if arm.decode_sms is None else (arm.decode_sms,)))
+        self.max_rows = min(policy.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
+        lane_sms = tuple(sorted(decode_sms if policy.decode_sms is None else (policy.decode_sms,)))
         self._num_layers = num_layers
         self._corrections = Corrections() if corrections is None else corrections
         self._ms_per_token = 0.0
@@ -104,8 +104,8 @@ class Planner:
         self._paused_s = 0.0
 
     @property
-    def corrections(self) -> Mapping[tuple[ArmName, ForwardKind], float]:
-        """Measured over predicted time, for each arm and kind of forward; 1 before anything was measured."""
+    def corrections(self) -> Mapping[tuple[PolicyName, ForwardKind], float]:
+        """Measured over predicted time, for each policy and kind of forward; 1 before anything was measured."""
         return self._corrections.as_dict()
 
     @property
@@ -118,16 +118,16 @@ class Planner:
         assert self.model is not None
         return self.model.decode(batch_size, kv_tokens).ms * self._corrections["solo", "step"]
 
-    def observe(self, arm: ArmName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
+    def observe(self, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
         """Correct later predictions by one measurement; times of 0 say nothing.
 
         Args:
-            arm: of the plan.
+            policy: of the plan.
             kind: ``step`` for a forward with decode rows, ``slice`` for prompt rows alone, on whichever lane.
             predicted_ms: as the plan said, so corrected already.
             measured_ms: on the device.
         """
-        self._corrections.observe(arm, kind, predicted_ms, measured_ms)
+        self._corrections.observe(policy, kind, predicted_ms, measured_ms)
 
     def limit_batch_sizes(self, max_batch_sizes: Mapping[int, int]) -> None:
         """Take other limits of batches from now on; see the class."""
@@ -145,7 +145,7 @@ class Planner:
         return plan
 
     def _choose(self, load: Load) -> Plan:
-        decode, name = load.decode, self.arm.name
+        decode, name = load.decode, self.policy.name
         if not load.prompts and load.chunk is None:
             if decode is None or self.model is None:
                 return Plan("solo", decode=decode is not None)
@@ -168,12 +168,12 @@ class Planner:
             return self._best(outlook, load)
         return self._plan_of(self._forced(outlook, load), outlook, load, "forced")
 
-    # ---- no model, one phase, or an arm that is forced ----
+    # ---- no model, one phase, or a policy that is forced ----
 
     def _by_rule(self, load: Load) -> Plan:
         """``serial``, and ``mixed`` where nothing is predicted."""
         rows = self.max_rows
-        if self.arm.name == "serial":
+        if self.policy.name == "serial":
             ms: float | None = None
             if self.model is not None:
                 backlog = Backlog(load, max_chunk_tokens=self._max_chunk_tokens, num_layers=self._num_layers)
@@ -187,17 +187,17 @@ class Planner:
 
     def _prefill_only(self, load: Load, backlog: Backlog, model: PerformanceModel) -> Plan:
         """Whole chunks on the decode lane; slices where ``sliced`` is forced or a chunk is on the prefill lane."""
-        sliced = self.arm.name == "sliced"
+        sliced = self.policy.name == "sliced"
         if load.chunk is None and not sliced:
             tokens = min(backlog.lane_chunk(self._sizes.whole), self.max_rows)
             ms = self._prefill_ms(backlog, tokens, "solo", model)
             return Plan("solo", decode=False, chunk_tokens=tokens, decode_ms=ms)
-        arm: ArmName = "sliced" if sliced else "solo"
+        policy: PolicyName = "sliced" if sliced else "solo"
         tokens = backlog.lane_chunk(self._sizes.lane)
-        layer_ms = self._prefill_ms(backlog, tokens, arm, model) / self._num_layers
+        layer_ms = self._prefill_ms(backlog, tokens, policy, model) / self._num_layers
         layers = min(max(round(SOLO_SLICE_MS / layer_ms), 1), backlog.layers_left)
         return Plan(
-            arm,
+            policy,
             decode=False,
             prefill_lane="prefill",
             chunk_tokens=tokens if load.chunk is None else 0,
@@ -206,29 +206,31 @@ class Planner:
             slice_ms=layers * layer_ms,
         )
 
-    def _prefill_ms(self, backlog: Backlog, tokens: int, arm: ArmName, model: PerformanceModel) -> float:
-        ms = model.prefill(tokens, backlog.pairs(tokens)).ms * self._corrections[arm, "slice"]
+    def _prefill_ms(
+        self, backlog: Backlog, tokens: int, policy: PolicyName, model: PerformanceModel
+    ) -> float:
+        ms = model.prefill(tokens, backlog.pairs(tokens)).ms * self._corrections[policy, "slice"]
         self._note_rate(tokens / ms)
         return ms
 
     def _forced(self, outlook: Outlook, load: Load) -> Option:
         """``sliced``, ``mixed`` or ``split`` as well as they can."""
-        if self.arm.name == "sliced":
+        if self.policy.name == "sliced":
             return outlook.sliced()
-        if self.arm.name == "split":
+        if self.policy.name == "split":
             options = self._offers.splits(outlook)
             if not options:  # no lane has a graph for so many rows: turns, until there are fewer
                 return outlook.sliced()
             # The fewest SMs that hold the target; where none do, what is fastest for decode.
             return next((o for o in options if o.holds_tpot), None) or min(options, key=interval_of)
-        if self.arm.chunk_tokens is not None:
+        if self.policy.chunk_tokens is not None:
             return outlook.mixed(self.max_rows - outlook.batch_size)
         largest = outlook.largest_mixed()
         if largest is None:
             return outlook.alone() if self._may_pause(load) else outlook.mixed(FLOOR_TOKENS)
         return largest
 
-    # ---- the best of all arms ----
+    # ---- the best of all policies ----
 
     def _best(self, outlook: Outlook, load: Load) -> Plan:
         alone = outlook.alone()
@@ -274,16 +276,16 @@ class Planner:
         self._preference.note(option)
         if option.prefill_tokens_per_s:
             self._note_rate(option.prefill_tokens_per_s / 1e3)
-        on_prefill_lane = load.chunk is not None or option.arm in ("sliced", "split")
+        on_prefill_lane = load.chunk is not None or option.policy in ("sliced", "split")
         decode_ms, slice_ms = outlook.lane_ms(option)
         return Plan(
-            option.arm,
+            option.policy,
             decode=option.interval_ms < math.inf,
             prefill_lane="prefill" if on_prefill_lane else "decode",
             chunk_tokens=0 if load.chunk is not None else option.chunk_tokens,
             slice_layers=option.slice_layers,
             partition=partition_of(option.decode_sms, num_sms=outlook.num_sms),
-            takes_turns=option.arm == "sliced",
+            takes_turns=option.policy == "sliced",
             decode_ms=decode_ms,
             slice_ms=slice_ms,
             bound=bound,

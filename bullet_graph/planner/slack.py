@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappush, heappushpop
 from typing import NamedTuple
 
-from bullet_graph.engine.plan import DecodeLoad
+from bullet_graph.planner.plan import DecodeLoad
 
 BUDGET_HORIZON_TOKENS = 32
 """A lead or lag of a sequence is spread over so many tokens: soon enough for short outputs, without jumps."""

@@ -5,8 +5,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bullet_graph.engine.plan import Load
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
+from bullet_graph.planner.plan import Load
 
 LANE_CHUNK_TOKENS = 2048
 """Most rows that chunks of the prefill lane aim at on the whole GPU, and in proportion on a part of it: all of its

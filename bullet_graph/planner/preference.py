@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from bullet_graph.engine.plan import ArmName, Option
+from bullet_graph.planner.plan import Option, PolicyName
 
 STICKINESS = 1.15
-"""Another arm must be so many times better than the last one to take its place."""
+"""Another policy must be so many times better than the last one to take its place."""
 
 LANE_SHARE = 0.75
 """What a chunk on the prefill lane is worth beside rows of a mixed step: its prompts wait for its end and then, to
@@ -22,21 +22,21 @@ class Preference:
     """Prefers what was chosen last, unless another option is much better."""
 
     def __init__(self) -> None:
-        self._last: tuple[ArmName, int | None] | None = None
+        self._last: tuple[PolicyName, int | None] | None = None
 
     def note(self, option: Option) -> None:
         """This option was chosen."""
-        self._last = option.arm, option.decode_sms
+        self._last = option.policy, option.decode_sms
 
     def pick(self, options: Sequence[Option], key: Callable[[Option], float]) -> Option:
-        """The best, or the best of the arm chosen last where that is nearly as good.
+        """The best, or the best of the policy chosen last where that is nearly as good.
 
         Args:
             options: at least one.
             key: what is better is higher.
         """
         best = max(options, key=key)
-        same = [option for option in options if (option.arm, option.decode_sms) == self._last]
+        same = [option for option in options if (option.policy, option.decode_sms) == self._last]
         kept = max(same, key=key, default=best)
         return kept if STICKINESS * key(kept) >= key(best) else best
 

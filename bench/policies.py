@@ -1,8 +1,8 @@
-"""Every arm on the same arrivals, one after the other in one process, and what a long prompt does to running requests.
+"""Every policy on the same arrivals, in turn in one process, and what a long prompt does to running requests.
 
-    python bench/arms.py --output-json bench/results/h200/arms.json
+    python bench/policies.py --output-json bench/results/h200/policies.json
 
-Requests come with Poisson gaps; the share that meets both targets, latencies, energy and clocks are told for each arm.
+Requests come with Poisson gaps; the share that meets both targets, latencies, energy and clocks come with it.
 `bench/simulation_error.py` then holds the simulator's predictions against these figures. With `--steady`, 64 requests
 decode at a context of about 1,000 tokens while a prompt of 8,192 comes every 400 ms; with `--host`, 128 requests
 decode, and the host's own time for each step is told.
@@ -22,7 +22,7 @@ from rich.table import Table
 from bullet_graph import Engine, SamplingParams, Slo
 from bullet_graph.cli.bench.online import Arrivals, serve_online
 from bullet_graph.cli.engine_run import watch_device
-from bullet_graph.config import Arm
+from bullet_graph.config import Policy
 from bullet_graph.engine.output import OutputKind
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.summary import summarize_ms
@@ -34,26 +34,26 @@ SETTINGS = (
     "azure:code 400 10 ttft:500 tpot:15",
     "azure:code 400 10 ttft:500 tpot:8",
 )
-ARMS = "serial,mixed,mixed:2048,sliced,split,auto"
-STEADY_ARMS = ("mixed:2048", "auto", "sliced", "split", "mixed")
+POLICIES = "serial,mixed,mixed:2048,sliced,split,auto"
+STEADY_POLICIES = ("mixed:2048", "auto", "sliced", "split", "mixed")
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
-def serve(engine: Engine, setting: str, arm: str, seed: int) -> dict[str, Any]:
-    """One workload in one arm: the fields of `bullet-graph bench online`, time by arm, and what the planner learned."""
+def serve(engine: Engine, setting: str, policy: str, seed: int) -> dict[str, Any]:
+    """One workload under one policy: the fields of `bullet-graph bench online`, and what the planner learned."""
     trace, num_prompts, rate, *targets = setting.split()
     run = serve_online(
         engine,
         load_workload(trace, num_requests=int(num_prompts)),
         Arrivals(request_rate=float(rate), seed=seed),
-        arm=Arm.parse(arm),
+        policy=Policy.parse(policy),
         slo=Slo.parse(targets),
     )
     return {
         "setting": setting,
         "seed": seed,
         **run.fields(),
-        "arm_seconds": dict(engine.stats().arm_seconds),
+        "policy_seconds": dict(engine.stats().policy_seconds),
         "corrections": corrections(engine),
     }
 
@@ -61,14 +61,16 @@ def serve(engine: Engine, setting: str, arm: str, seed: int) -> dict[str, Any]:
 def corrections(engine: Engine) -> dict[str, float]:
     """What the planner has learned of its predictions' errors: measured over predicted time."""
     factors = engine.stats().corrections
-    return {f"{arm} {kind}": round(factor, 3) for (arm, kind), factor in factors.items() if factor != 1}
+    return {f"{policy} {kind}": round(factor, 3) for (policy, kind), factor in factors.items() if factor != 1}
 
 
-def steady(engine: Engine, arm: str, slo: Slo, *, num_long: int = 30, every_s: float = 0.4) -> dict[str, Any]:
+def steady(
+    engine: Engine, policy: str, slo: Slo, *, num_long: int = 30, every_s: float = 0.4
+) -> dict[str, Any]:
     """64 requests decode while a prompt of 8,192 tokens comes every 400 ms."""
     rng = np.random.default_rng(0)
     vocab_size = engine.model_config.vocab_size
-    engine.set_policy(arm, slo)
+    engine.set_policy(policy, slo)
     for index in range(64):
         prompt = rng.integers(0, vocab_size, 800).tolist()
         engine.add_request(
@@ -106,25 +108,27 @@ def steady(engine: Engine, arm: str, slo: Slo, *, num_long: int = 30, every_s: f
             times = np.array(output.metrics.token_times_s)
             gaps += (np.diff(times[(times >= start_s) & (times <= end_s)]) * 1e3).tolist()
     return {
-        "arm": arm,
+        "policy": policy,
         "slo": str(slo),
         "itl_ms": dataclasses.asdict(summarize_ms(gaps)),  # type: ignore[arg-type]
         "itl_max_ms": max(gaps),
         "long_ttft_ms": dataclasses.asdict(summarize_ms(m.ttft_ms for m in ends if m.ttft_ms)),  # type: ignore[arg-type]
         "prefill_tokens_per_s": 8192 * num_long / (end_s - start_s),
-        "arm_seconds": dict(engine.stats().arm_seconds),
+        "policy_seconds": dict(engine.stats().policy_seconds),
         "device": dataclasses.asdict(monitor.report),
     }
 
 
-def host_time(engine: Engine, arm: str, slo: Slo, *, running: int = 128, steps: int = 600) -> dict[str, Any]:
+def host_time(
+    engine: Engine, policy: str, slo: Slo, *, running: int = 128, steps: int = 600
+) -> dict[str, Any]:
     """What a step of the loop costs the host while ``running`` requests decode and now and then a long prompt comes.
 
     Told apart: launching (kernels and graphs, by the executor), and all else (planning, books, outputs); waiting for
     the device is neither.
     """
     rng = np.random.default_rng(0)
-    engine.set_policy(arm, slo)
+    engine.set_policy(policy, slo)
     for index in range(running):
         prompt = rng.integers(0, 1000, 500).tolist()
         engine.add_request(
@@ -166,7 +170,7 @@ def host_time(engine: Engine, arm: str, slo: Slo, *, running: int = 128, steps: 
     while engine.has_unfinished_requests():
         engine.step()
     return {
-        "arm": arm,
+        "policy": policy,
         "slo": str(slo),
         "running": running,
         "loop_ms": dataclasses.asdict(summarize_ms(loop)),  # type: ignore[arg-type]
@@ -176,13 +180,13 @@ def host_time(engine: Engine, arm: str, slo: Slo, *, running: int = 128, steps: 
 
 def show(results: list[dict[str, Any]]) -> None:
     table = Table(
-        "setting", "arm", "within targets", "goodput/s", "TTFT p50/p90", "TPOT p50/p90", "ITL p99", "W"
+        "setting", "policy", "within targets", "goodput/s", "TTFT p50/p90", "TPOT p50/p90", "ITL p99", "W"
     )
     for r in results:
         power = r["device"]["power_w"]
         table.add_row(
             r["setting"],
-            r["arm"],
+            r["policy"],
             f"{r['slo_attainment']:.3f}",
             f"{r['request_goodput']:.2f}",
             f"{r['median_ttft_ms']:.0f} / {r['p90_ttft_ms']:.0f}",
@@ -196,13 +200,13 @@ def show(results: list[dict[str, Any]]) -> None:
 @click.command()
 @click.option("--model", default="llama-3.1-8b", show_default=True)
 @click.option("--perf-table", help="Instead of the shipped one.")
-@click.option("--arms", default=ARMS, show_default=True)
+@click.option("--policies", default=POLICIES, show_default=True)
 @click.option(
     "--setting",
     "settings",
     multiple=True,
     default=SETTINGS,
-    help="Trace, requests, rate, targets, and perhaps arms=NAME,… for it alone.",
+    help="Trace, requests, rate, targets, and perhaps policies=NAME,… for it alone.",
 )
 @click.option("--serve/--no-serve", "does_serve", default=True)
 @click.option("--steady/--no-steady", "does_steady", default=True)
@@ -212,7 +216,7 @@ def show(results: list[dict[str, Any]]) -> None:
 def main(
     model: str,
     perf_table: str | None,
-    arms: str,
+    policies: str,
     settings: tuple[str, ...],
     does_serve: bool,
     does_steady: bool,
@@ -220,7 +224,7 @@ def main(
     seed: int,
     output_json: Path,
 ) -> None:
-    """Run all arms and write what they brought as one JSON."""
+    """Run all policies and write what they brought as one JSON."""
     report: dict[str, Any] = {
         "model": model,
         "provenance": dataclasses.asdict(collect_provenance("cuda")),
@@ -234,36 +238,41 @@ def main(
 
     targets = Slo(ttft_ms=500, tpot_ms=15)
     with Engine(
-        model, arm="auto", perf_table=perf_table, max_num_seqs=512, max_model_len=16384, load_format="dummy"
+        model,
+        policy="auto",
+        perf_table=perf_table,
+        max_num_seqs=512,
+        max_model_len=16384,
+        load_format="dummy",
     ) as engine:
         report["partition_backend"] = engine.partition_backend
         # Kernels are loaded on first use, and the card gets warm.
-        for arm in ("auto", "split", "sliced", "mixed"):
-            serve(engine, "azure:conv 40 40 ttft:500 tpot:15", arm, seed=1)
+        for policy in ("auto", "split", "sliced", "mixed"):
+            serve(engine, "azure:conv 40 40 ttft:500 tpot:15", policy, seed=1)
         if does_steady:
-            for arm in STEADY_ARMS:
-                report["steady"].append(steady(engine, arm, targets))
+            for policy in STEADY_POLICIES:
+                report["steady"].append(steady(engine, policy, targets))
                 save()
             for r in report["steady"]:
                 click.echo(
-                    f"steady {r['arm']:>10}: ITL p50 {r['itl_ms']['p50']:.1f} p99 {r['itl_ms']['p99']:.1f} max "
+                    f"steady {r['policy']:>10}: ITL p50 {r['itl_ms']['p50']:.1f} p99 {r['itl_ms']['p99']:.1f} max "
                     f"{r['itl_max_ms']:.1f} ms; {r['prefill_tokens_per_s']:,.0f} prompt tokens/s; "
                     f"TTFT p50 {r['long_ttft_ms']['p50']:.0f} p90 {r['long_ttft_ms']['p90']:.0f} ms"
                 )
         if does_host:
-            for arm in ("mixed", "auto", "split:64"):
-                report["host"].append(host_time(engine, arm, targets))
+            for policy in ("mixed", "auto", "split:64"):
+                report["host"].append(host_time(engine, policy, targets))
                 save()
             for r in report["host"]:
                 parts = (
                     f"{name} p50 {t['p50']:.3f} p90 {t['p90']:.3f} p99 {t['p99']:.3f} ms"
                     for name, t in (("loop", r["loop_ms"]), ("launch", r["launch_ms"]))
                 )
-                click.echo(f"host {r['arm']:>10}: {', '.join(parts)} a step")
+                click.echo(f"host {r['policy']:>10}: {', '.join(parts)} a step")
         for text in settings if does_serve else ():
-            setting, _, only = text.partition(" arms=")
-            for arm in (only or arms).split(","):
-                report["serving"].append(serve(engine, setting, arm, seed))
+            setting, _, only = text.partition(" policies=")
+            for policy in (only or policies).split(","):
+                report["serving"].append(serve(engine, setting, policy, seed))
                 save()
     show(report["serving"])
 

@@ -6,11 +6,11 @@ from typing import Literal
 from bullet_graph.partition.masks import Lane
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 
-ArmName = Literal["serial", "solo", "sliced", "mixed", "split"]
+PolicyName = Literal["serial", "solo", "sliced", "mixed", "split"]
 """How a tick shares the GPU: ``solo`` has one phase only, ``serial`` takes turns of whole prefills and steps."""
 
 Bound = Literal["forced", "tpot", "ttft", "throughput", "nothing"]
-"""What decided: a forced arm, a latency target, the highest throughput, or that there was no choice."""
+"""What decided: a forced policy, a latency target, the highest throughput, or that there was no choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Option:
     """A way to share the GPU that the planner weighed.
 
     Attributes:
-        arm: its arm.
+        policy: its policy.
         decode_sms: SMs of the decode lane in ``split``; None for the whole GPU.
         chunk_tokens: rows of the prefill chunk.
         slice_layers: layers of a slice in ``sliced`` and ``split``; 0 elsewhere.
@@ -106,7 +106,7 @@ class Option:
         holds_ttft: the first prompt's token is predicted before its deadline.
     """
 
-    arm: ArmName
+    policy: PolicyName
     decode_sms: int | None
     chunk_tokens: int
     slice_layers: int
@@ -123,7 +123,7 @@ class Plan:
     """How the next launches share the GPU.
 
     Attributes:
-        arm: the arm chosen.
+        policy: the policy chosen.
         decode: decode steps may be launched.
         prefill_lane: where prompt rows go: ``decode`` puts whole chunks into the decode lane's forwards
             (``serial``, ``solo``, ``mixed``), ``prefill`` runs them in slices of layers on a lane of their own
@@ -138,7 +138,7 @@ class Plan:
         options: what was weighed, empty when there was no choice.
     """
 
-    arm: ArmName
+    policy: PolicyName
     decode: bool
     prefill_lane: Lane = "decode"
     chunk_tokens: int = 0

@@ -1,13 +1,13 @@
-"""What each arm would make of a load: predictions for the planner to choose from."""
+"""What each policy would make of a load: predictions for the planner to choose from."""
 
 import math
 from functools import cached_property
 
-from bullet_graph.engine.backlog import Backlog, ChunkSizes, Demand
-from bullet_graph.engine.corrections import Corrections
-from bullet_graph.engine.plan import ArmName, DecodeLoad, Load, Option
 from bullet_graph.graphs.key import EAGER_LAYER_MS
 from bullet_graph.perf.performance import PerformanceModel, Prediction
+from bullet_graph.planner.backlog import Backlog, ChunkSizes, Demand
+from bullet_graph.planner.corrections import Corrections
+from bullet_graph.planner.plan import DecodeLoad, Load, Option, PolicyName
 
 ROW_STEP = 16
 """Mixed chunks are multiples of it, and never smaller while prompts wait."""
@@ -225,10 +225,10 @@ class Outlook:
 
     def lane_ms(self, option: Option) -> tuple[float, float | None]:
         """Predicted times of an option's next decode-lane step and of its next slice, None where it has none."""
-        if option.arm == "sliced":
+        if option.policy == "sliced":
             step_ms = self._step.ms * self._corrections["sliced", "step"]
             return step_ms, option.interval_ms - step_ms
-        if option.arm == "split":
+        if option.policy == "split":
             forward_ms = option.chunk_tokens * 1e3 / option.prefill_tokens_per_s
             return option.interval_ms, forward_ms * option.slice_layers / self._model.num_layers
         if option.interval_ms == math.inf:
@@ -241,7 +241,7 @@ class Outlook:
 
     def _option(
         self,
-        arm: ArmName,
+        policy: PolicyName,
         tokens: int,
         interval_ms: float,
         tokens_per_ms: float,
@@ -253,7 +253,7 @@ class Outlook:
         left = tokens * self._backlog.layers_left / self._model.num_layers
         chunk_ms = left / tokens_per_ms if tokens_per_ms else math.inf
         return Option(
-            arm,
+            policy,
             decode_sms,
             tokens,
             slice_layers,

@@ -1,22 +1,22 @@
-"""Prompts in every arm, on a lane of their own or not: the same tokens, and aborts between slices."""
+"""Prompts in every policy, on a lane of their own or not: the same tokens, and aborts between slices."""
 
 import pytest
-from arms import ARMS, EASY, IMPOSSIBLE, PROMPTS, Launches, make, short_slices, step_into_a_prefill
 from engines import GREEDY, Model, at_any_depth, run_to_end, tokens_of
+from policies import EASY, IMPOSSIBLE, POLICIES, PROMPTS, Launches, make, short_slices, step_into_a_prefill
 
 from bullet_graph import RequestOutput, SamplingParams, Slo
 
-# ---- the same tokens in every arm ----
+# ---- the same tokens in every policy ----
 
 
 @at_any_depth
 @short_slices
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slo", [Slo(), EASY, IMPOSSIBLE], ids=["none", "easy", "impossible"])
 def test_prompts_that_come_while_others_decode(
-    model: Model, expected: list[tuple[int, ...]], arm: str, slo: Slo
+    model: Model, expected: list[tuple[int, ...]], policy: str, slo: Slo
 ) -> None:
-    with make(model, arm, slo=slo) as engine:
+    with make(model, policy, slo=slo) as engine:
         outputs: dict[str, RequestOutput] = {}
         for i, prompt in enumerate(PROMPTS):
             engine.add_request(str(i), prompt, GREEDY)
@@ -28,11 +28,11 @@ def test_prompts_that_come_while_others_decode(
 
 
 @short_slices
-def test_the_same_seed_gives_the_same_tokens_in_every_arm(model: Model) -> None:
+def test_the_same_seed_gives_the_same_tokens_in_every_policy(model: Model) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, n=2, seed=7, max_tokens=12, ignore_eos=True)
     found = set()
-    for arm in ARMS:
-        with make(model, arm) as engine:
+    for policy in POLICIES:
+        with make(model, policy) as engine:
             outputs = engine.generate(PROMPTS, params, use_tqdm=False)
         found.add(tuple(tuple(tokens_of(output)) for output in outputs))
     assert len(found) == 1
