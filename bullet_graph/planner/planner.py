@@ -80,8 +80,8 @@ class Planner:
         ):
             raise ConfigError(
                 f"the policy {policy} needs a decode lane of {policy.decode_sms or 'some'} SMs, but those that are "
-                f"captured and measured are {', '.join(map(str, decode_sms)) or 'none'}: choose one of them, or add it to "
-                "decode_sms and to the performance table"
+                f"captured and measured are {', '.join(map(str, decode_sms)) or 'none'}: choose one of them, or add "
+                "it to decode_sms and to the performance table"
             )
         self.policy = policy
         self.model = model
