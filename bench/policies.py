@@ -3,7 +3,7 @@
     python bench/policies.py --output-json bench/results/h200/policies.json
 
 Requests come with Poisson gaps; the share that meets both targets, latencies, energy and clocks come with it.
-`bench/simulation_error.py` then holds the simulator's predictions against these figures. With `--steady`, 64 requests
+With `--steady`, 64 requests
 decode at a context of about 1,000 tokens while a prompt of 8,192 comes every 400 ms; with `--host`, 128 requests
 decode, and the host's own time for each step is told.
 """

@@ -17,11 +17,8 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 from bench.kernels import (
     bare_work,
-    capture_cost,
     decode_attention,
-    decode_combine,
     decode_step,
-    mixed_step,
     prefill_attention,
     prefill_gemm,
 )
@@ -35,13 +32,10 @@ from bullet_graph.models.presets import PRESETS
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
     "bare_work": bare_work.main,
-    "capture_cost": capture_cost.main,
     "prefill_gemm": prefill_gemm.main,
     "prefill_attention": prefill_attention.main,
     "decode_attention": decode_attention.main,
-    "decode_combine": decode_combine.main,
     "decode_step": decode_step.main,
-    "mixed_step": mixed_step.main,
 }
 
 
@@ -263,11 +257,3 @@ def test_candidates_are_distinct_layouts_for_the_model(model: str) -> None:
     chosen = decode_attention.candidates(PRESETS[model])
     assert len(set(chosen)) == len(chosen) >= 8
     assert all(PRESETS[model].num_kv_heads % settings.kv_heads == 0 for settings in chosen)
-
-
-def test_batches_of_partial_results_fit_their_lanes() -> None:
-    cases = decode_combine.cases()
-    assert max(map(len, cases.values())) <= decode_combine.MAX_ROWS
-    assert {min(kv_lens) > 0 for kv_lens in cases.values()} == {True}
-    # One way or the other, whatever the batch.
-    assert decode_combine.WAYS["second kernel"] > decode_combine.MAX_ROWS

@@ -1,1 +1,0 @@
-"""Can CUDA graphs be kept across processes? The experiment, step by step; see README.md."""
