@@ -7,9 +7,8 @@ from paged_device import PagedDevice, generate_alone
 
 from bullet_graph.config import PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
-from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.engine.scheduler import Scheduler
-from bullet_graph.engine.sequence import Sequence, Status
+from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.sampling_params import SamplingParams
 
 BLOCK_TOKENS = 4

@@ -5,19 +5,64 @@ import itertools
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from types import TracebackType
 
 from bullet_graph.config import Policy, PromptOrder
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
-from bullet_graph.engine.output_stream import OutputStream, put_all
 from bullet_graph.errors import EngineDeadError
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
+
+
+class _OutputStream:
+    """Carries one request's outputs from the engine's thread to the task that waits for them; made in that task.
+
+    Attributes:
+        loop: the task's.
+        items: what it has not taken yet: outputs, or the error that ended the request.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.items: deque[RequestOutput | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: RequestOutput | Exception) -> None:
+        """From another thread."""
+        _put_all(self.loop, [(self, item)])
+
+    def take(self, item: RequestOutput | Exception) -> None:
+        """In the loop's own thread."""
+        self.items.append(item)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # done: its task was cancelled
+            waiter.set_result(None)
+
+    def arrival(self) -> asyncio.Future[None]:
+        """Done once there is an item; for the one task that takes them, when there is none."""
+        # An asyncio.Queue, which may have many on both sides, costs twice as much a token.
+        self._waiter = self.loop.create_future()
+        return self._waiter
+
+
+def _put_all(
+    loop: asyncio.AbstractEventLoop, items: list[tuple[_OutputStream, RequestOutput | Exception]]
+) -> None:
+    """Hand items to their streams, which are all this loop's, from another thread."""
+
+    def take() -> None:
+        for stream, item in items:
+            stream.take(item)
+
+    # Raised where the loop is closed: its tasks are gone, too, so nobody waits for the items.
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(take)
 
 
 class AsyncEngine:
@@ -35,8 +80,8 @@ class AsyncEngine:
         self.engine = engine
         self.stats: EngineStats = engine.stats()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, OutputStream] = {}
-        self._open: set[OutputStream] = set()
+        self._streams: dict[str, _OutputStream] = {}
+        self._open: set[_OutputStream] = set()
         self._busy_since_s: float | None = None
         self._names = itertools.count()
         self._failure: EngineDeadError | None = None
@@ -67,7 +112,7 @@ class AsyncEngine:
             EngineDeadError: the engine was shut down or has failed.
         """
         name = f"async-{next(self._names)}" if request_id is None else request_id
-        stream = OutputStream()
+        stream = _OutputStream()
         with self._lock:
             if self._failure is not None:
                 raise _copy(self._failure)
@@ -197,7 +242,7 @@ class AsyncEngine:
 
         But for an abort's: nobody waits for it, and another may use its id by now.
         """
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput | Exception]]]
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OutputStream, RequestOutput | Exception]]]
         by_loop = defaultdict(list)
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -209,7 +254,7 @@ class AsyncEngine:
                 del self._streams[output.request_id]
             by_loop[stream.loop].append((stream, output))
         for loop, items in by_loop.items():
-            put_all(loop, items)
+            _put_all(loop, items)
 
     def _take_commands(self) -> bool:
         """Carry out what callers asked for; waits, and captures what is missing, while the engine is idle.
@@ -243,7 +288,7 @@ class AsyncEngine:
 
     def _add(
         self,
-        stream: OutputStream,
+        stream: _OutputStream,
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None,
@@ -275,7 +320,7 @@ class AsyncEngine:
             self.stats = self.engine.stats()
             done.set_result(None)
 
-    def _abort(self, stream: OutputStream, request_id: str) -> None:
+    def _abort(self, stream: _OutputStream, request_id: str) -> None:
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
             self.engine.abort(request_id)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bullet_graph.engine.scheduled import ScheduledStep
+from bullet_graph.engine.sequence import ScheduledStep
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.planner.plan import ChunkLoad
 

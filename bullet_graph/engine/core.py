@@ -6,18 +6,15 @@ from bullet_graph.config import KV_BLOCK_TOKENS, PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.chunk import ChunkUnderWay, fill
 from bullet_graph.engine.counters import LoopCounters
-from bullet_graph.engine.flights import Flight, Flights, other_lane
-from bullet_graph.engine.lanes import Launching
+from bullet_graph.engine.in_flight import InFlight, Launch, Launching, other_lane
 from bullet_graph.engine.loads import load_of
 from bullet_graph.engine.loop_trace import LoopTrace
 from bullet_graph.engine.output import EngineStats, RequestOutput
 from bullet_graph.engine.preparation import PREPARE_MS, PreparationPace, spare_ms
-from bullet_graph.engine.request import Request
-from bullet_graph.engine.scheduled import ScheduledStep
+from bullet_graph.engine.request import Request, RequestTracker
 from bullet_graph.engine.scheduler import Scheduler
-from bullet_graph.engine.sequence import Sequence
+from bullet_graph.engine.sequence import ScheduledStep, Sequence
 from bullet_graph.engine.trace import DecisionTrace
-from bullet_graph.engine.tracker import RequestTracker
 from bullet_graph.partition.masks import LANES, Lane
 from bullet_graph.partition.spec import WHOLE_GPU
 from bullet_graph.planner.corrections import ForwardKind
@@ -72,7 +69,7 @@ class EngineCore:
         self.counters = LoopCounters(executor.num_sms)
         self.launching: Launching | None = None
         self._num_layers = num_layers
-        self._flights = Flights(executor.num_sms)
+        self._in_flight = InFlight(executor.num_sms)
         self._num_missing_graphs = executor.num_missing_graphs
         self._pace = PreparationPace()
         self._chunk: ChunkUnderWay | None = None
@@ -93,7 +90,7 @@ class EngineCore:
     @property
     def in_flight(self) -> bool:
         """Whether the device has work."""
-        return bool(self._flights)
+        return bool(self._in_flight)
 
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do."""
@@ -112,7 +109,7 @@ class EngineCore:
         self._launch()
         if self._num_missing_graphs:
             self._prepare_between()
-        heads = self._flights.heads()
+        heads = self._in_flight.heads()
         if not heads:
             if len(self.tracker):
                 raise RuntimeError(
@@ -120,7 +117,7 @@ class EngineCore:
                 )
             return []
         ticket = self.executor.wait_any(heads, until_s)
-        return [] if ticket is None else self._retire(self._flights.lane_of(ticket))
+        return [] if ticket is None else self._retire(self._in_flight.lane_of(ticket))
 
     def prepare_next(self) -> bool:
         """Have the executor capture what is missing next, whatever waits; see :meth:`Executor.prepare_next`."""
@@ -131,7 +128,7 @@ class EngineCore:
 
     def drain(self) -> None:
         """Wait for everything in flight and drop its results; the books are not kept up."""
-        for ticket in self._flights.clear():
+        for ticket in self._in_flight.clear():
             self.executor.wait(ticket)
 
     def stats(self) -> EngineStats:
@@ -139,19 +136,19 @@ class EngineCore:
         return self.counters.stats(
             scheduler=self.scheduler,
             pool=self.pool,
-            flights=self._flights,
+            in_flight=self._in_flight,
             planner=self.planner,
             num_missing_graphs=self._num_missing_graphs,
         )
 
-    def oldest(self, lane: Lane) -> tuple[Flight, float] | None:
+    def oldest(self, lane: Lane) -> tuple[Launch, float] | None:
         """A lane's oldest launch and since when it has been that; may be asked from any thread."""
-        return self._flights.oldest(lane)
+        return self._in_flight.oldest(lane)
 
     def close(self) -> None:
         """Forget all requests and let go of the executor; the counters stay."""
         self.tracker.clear()
-        self._flights.clear()
+        self._in_flight.clear()
         self._chunk = None
         del self.executor
 
@@ -159,13 +156,13 @@ class EngineCore:
 
     def _launch(self) -> None:
         depth = self.executor.max_in_flight
-        while any(len(self._flights[lane]) < depth for lane in LANES):
+        while any(len(self._in_flight[lane]) < depth for lane in LANES):
             load = self._load()
             plan, launched = self._follow(load)
             if not launched and self._chunk is not None and not self.in_flight:
                 # Decode waits for blocks of the chunk's prompts, which none can take before its last layer: no pause.
                 plan, launched = self._follow(replace(load, decode=None))
-            decode_is_full = len(self._flights["decode"]) == depth
+            decode_is_full = len(self._in_flight["decode"]) == depth
             if not launched or (decode_is_full and plan.prefill_lane == "decode"):
                 return
 
@@ -177,7 +174,7 @@ class EngineCore:
         launched = False
         # Decode first: its rows may need the blocks of a prompt that is idle now.
         for lane, launch in (("decode", self._decode_step), ("prefill", self._prefill_slice)):
-            launched |= len(self._flights[lane]) < depth and launch(plan, decision)  # type: ignore[index]
+            launched |= len(self._in_flight[lane]) < depth and launch(plan, decision)  # type: ignore[index]
         return plan, launched
 
     def _decode_step(self, plan: Plan, decision: int) -> bool:
@@ -185,8 +182,8 @@ class EngineCore:
         chunk_tokens = plan.chunk_tokens if plan.prefill_lane == "decode" and self._chunk is None else 0
         if not plan.decode and not chunk_tokens:
             return False
-        prefilling = self._flights["prefill"]
-        if self._flights["decode"] and prefilling and prefilling[-1].ends_chunk:
+        prefilling = self._in_flight["prefill"]
+        if self._in_flight["decode"] and prefilling and prefilling[-1].ends_chunk:
             # Its prompts' next tokens would have to wait for every step that is ahead of them.
             return False
         decoding = self._decoding if plan.decode else []
@@ -197,7 +194,7 @@ class EngineCore:
         partition = WHOLE_GPU
         if scheduled.step.prefill is None:
             rows, most_rows = len(scheduled.sampled), self.executor.max_batch_size
-            partition = self._flights.decode_partition(plan.partition, rows, most_rows)
+            partition = self._in_flight.decode_partition(plan.partition, rows, most_rows)
         # Blocks may have run out for some of the rows that the prediction was for; those in the place of padding count
         # for nothing.
         prompt_rows = 0 if scheduled.step.prefill is None else len(scheduled.step.prefill.token_ids)
@@ -209,7 +206,7 @@ class EngineCore:
         """Launch the next layers of the chunk under way, or of a new chunk, if the plan says so."""
         if plan.prefill_lane != "prefill":
             return False
-        decode, slices = self._flights["decode"], self._flights["prefill"]
+        decode, slices = self._in_flight["decode"], self._in_flight["prefill"]
         if (
             plan.takes_turns
             and plan.decode
@@ -249,17 +246,17 @@ class EngineCore:
         decision: int,
     ) -> None:
         lane, partition = placement.lane, placement.partition
-        takes_turns = plan.takes_turns or not self._flights.fit_beside(lane, partition)
+        takes_turns = plan.takes_turns or not self._in_flight.fit_beside(lane, partition)
         placement = replace(placement, takes_turns=takes_turns)
         now = self.executor.now()
         self.tracker.note_scheduled(scheduled, now)
         self.launching = Launching(scheduled.step, placement, now)
         ticket = self.executor.launch(scheduled.step, placement)
         self.launching = None
-        beside = bool(self._flights[other_lane(lane)])
-        flight = Flight(ticket, scheduled, placement, plan.policy, predicted_ms, beside)
-        self._flights.add(flight, now)
-        self.trace.launched(flight, decision=decision, layers=layers, now_s=now)
+        beside = bool(self._in_flight[other_lane(lane)])
+        launch = Launch(ticket, scheduled, placement, plan.policy, predicted_ms, beside)
+        self._in_flight.add(launch, now)
+        self.trace.launched(launch, decision=decision, layers=layers, now_s=now)
 
     def _prepare_between(self) -> None:
         """Capture a missing graph while the device works on what is launched, if nobody's target suffers.
@@ -271,7 +268,7 @@ class EngineCore:
             return
         spare = spare_ms(
             self._load(timed=True),
-            self._flights.awaited_s(start_s),
+            self._in_flight.awaited_s(start_s),
             ms_per_token=self.planner.prefill_ms_per_token,
             layers=self._num_layers,
         )
@@ -291,7 +288,7 @@ class EngineCore:
             decoding=self._decoding,
             prompts=self._prompts,
             chunk=self._chunk,
-            flights=self._flights,
+            in_flight=self._in_flight,
             planner=self.planner,
             queue=self.scheduler.queue,
             timed=timed,
@@ -300,20 +297,20 @@ class EngineCore:
     # ---- retiring ----
 
     def _retire(self, lane: Lane) -> list[RequestOutput]:
-        result = self.executor.wait(self._flights[lane][0].ticket)
+        result = self.executor.wait(self._in_flight[lane][0].ticket)
         now = self.executor.now()
-        flight = self._flights.pop(lane, now)
-        self.counters.retired(flight, result.device_ms)
-        self.trace.retired(flight.ticket, now, result.device_ms)
+        launch = self._in_flight.pop(lane, now)
+        self.counters.retired(launch, result.device_ms)
+        self.trace.retired(launch.ticket, now, result.device_ms)
         # In a split a step that ran alone for a while says nothing of how fast it is beside the other lane.
-        alone = flight.policy == "split" and not (flight.beside and self._flights[other_lane(lane)])
-        if flight.predicted_ms is not None and not alone:
-            kind: ForwardKind = "slice" if flight.scheduled.step.decode is None else "step"
-            self.planner.observe(flight.policy, kind, flight.predicted_ms, result.device_ms)
-        if not flight.ends_chunk:
+        alone = launch.policy == "split" and not (launch.beside and self._in_flight[other_lane(lane)])
+        if launch.predicted_ms is not None and not alone:
+            kind: ForwardKind = "slice" if launch.scheduled.step.decode is None else "step"
+            self.planner.observe(launch.policy, kind, launch.predicted_ms, result.device_ms)
+        if not launch.ends_chunk:
             return []
-        self.counters.stepped(flight.scheduled, now)
-        outputs = self.tracker.retire(flight.scheduled, result, now)
+        self.counters.stepped(launch.scheduled, now)
+        outputs = self.tracker.retire(launch.scheduled, result, now)
         for output in outputs:
             if output.finished:
                 self.trace.finished(output)

@@ -1,10 +1,10 @@
 """What the loop counts of its launches, and the figures it gives of itself."""
 
 from bullet_graph.engine.block_pool import BlockPool
-from bullet_graph.engine.flights import Flight, Flights
+from bullet_graph.engine.in_flight import InFlight, Launch
 from bullet_graph.engine.output import EngineStats
-from bullet_graph.engine.scheduled import ScheduledStep
 from bullet_graph.engine.scheduler import Scheduler
+from bullet_graph.engine.sequence import ScheduledStep
 from bullet_graph.partition.masks import LANES, Lane, lane_tpcs
 from bullet_graph.partition.spec import SMS_PER_TPC
 from bullet_graph.planner.plan import PolicyName
@@ -30,13 +30,13 @@ class LoopCounters:
         self._lane_seconds: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self._lane_sm_seconds: dict[Lane, float] = {} if num_sms is None else dict.fromkeys(LANES, 0.0)
 
-    def retired(self, flight: Flight, device_ms: float) -> None:
+    def retired(self, launch: Launch, device_ms: float) -> None:
         """Count a launch that is over."""
-        policy, lane = flight.policy, flight.placement.lane
+        policy, lane = launch.policy, launch.placement.lane
         self._policy_seconds[policy] = self._policy_seconds.get(policy, 0.0) + device_ms / 1e3
         self._lane_seconds[lane] += device_ms / 1e3
         if self._num_sms is not None:
-            self._lane_sm_seconds[lane] += _sms(flight.placement, self._num_sms) * device_ms / 1e3
+            self._lane_sm_seconds[lane] += _sms(launch.placement, self._num_sms) * device_ms / 1e3
 
     def stepped(self, scheduled: ScheduledStep, now_s: float) -> None:
         """Count a step of which nothing is left to run."""
@@ -49,7 +49,7 @@ class LoopCounters:
         *,
         scheduler: Scheduler,
         pool: BlockPool,
-        flights: Flights,
+        in_flight: InFlight,
         planner: Planner,
         num_missing_graphs: int,
     ) -> EngineStats:
@@ -67,15 +67,15 @@ class LoopCounters:
             policy_seconds=dict(self._policy_seconds),
             lane_seconds=dict(self._lane_seconds),
             lane_sm_seconds=dict(self._lane_sm_seconds),
-            lane_sms=self._lane_sms(flights),
+            lane_sms=self._lane_sms(in_flight),
             corrections=planner.corrections,
         )
 
-    def _lane_sms(self, flights: Flights) -> dict[Lane, int]:
+    def _lane_sms(self, in_flight: InFlight) -> dict[Lane, int]:
         """SMs of what each lane runs, 0 where it is idle; nothing without a GPU."""
         if self._num_sms is None:
             return {}
-        running = {lane: flights.oldest(lane) for lane in LANES}
+        running = {lane: in_flight.oldest(lane) for lane in LANES}
         return {
             lane: 0 if head is None else _sms(head[0].placement, self._num_sms)
             for lane, head in running.items()

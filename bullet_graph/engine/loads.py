@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from bullet_graph.engine.chunk import ChunkUnderWay
-from bullet_graph.engine.flights import Flights
+from bullet_graph.engine.in_flight import InFlight
 from bullet_graph.engine.prompt_queue import PromptQueue
 from bullet_graph.engine.sequence import Sequence as EngineSequence
 from bullet_graph.planner.plan import DecodeLoad, Load, PromptLoad
@@ -17,7 +17,7 @@ def load_of(
     decoding: Sequence[EngineSequence],
     prompts: Sequence[EngineSequence],
     chunk: ChunkUnderWay | None,
-    flights: Flights,
+    in_flight: InFlight,
     planner: Planner,
     queue: PromptQueue,
     timed: bool,
@@ -29,17 +29,17 @@ def load_of(
         decoding: want a token now.
         prompts: a chunk could take now, in the order to serve them.
         chunk: under way on the prefill lane.
-        flights: what the device has; the prompts that its slices end decode next.
+        in_flight: what the device has; the prompts that its slices end decode next.
         planner: whose rates say what the future brings.
         queue: what waits for blocks.
         timed: count the targets of sequences that decode even if nothing contends with them.
     """
-    rows = [*decoding, *_decoding_next(flights)]
+    rows = [*decoding, *_decoding_next(in_flight)]
     # Targets matter only where there is something to share the device with.
     bound = rows if timed or prompts or chunk is not None else ()
     return Load(
         now_s=now_s,
-        decode=_decode_load(rows, bound, flights.decode_due_s(now_s), planner) if rows else None,
+        decode=_decode_load(rows, bound, in_flight.decode_due_s(now_s), planner) if rows else None,
         prompts=tuple(PromptLoad(s.num_tokens - s.num_cached, s.num_cached, s.deadline_s) for s in prompts),
         queued_tokens=queue.num_tokens,
         chunk=None if chunk is None else chunk.load(),
@@ -52,11 +52,11 @@ def _most_steps(sequences: Iterable[EngineSequence]) -> int:
     return max((s.max_tokens - s.num_tokens for s in sequences), default=0)
 
 
-def _decoding_next(flights: Flights) -> Iterator[EngineSequence]:
+def _decoding_next(in_flight: InFlight) -> Iterator[EngineSequence]:
     """What decodes as soon as the slices in flight are done."""
-    for flight in flights["prefill"]:
-        if flight.ends_chunk:
-            for sequence in flight.scheduled.sampled:
+    for launch in in_flight["prefill"]:
+        if launch.ends_chunk:
+            for sequence in launch.scheduled.sampled:
                 if sequence.prompt_launched and sequence.num_tokens < sequence.max_tokens:
                     yield sequence
 

@@ -1,6 +1,6 @@
 """What the loop tells a decision trace, if there is one."""
 
-from bullet_graph.engine.flights import Flight
+from bullet_graph.engine.in_flight import Launch
 from bullet_graph.engine.output import RequestOutput
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.partition.spec import SMS_PER_TPC
@@ -25,23 +25,23 @@ class LoopTrace:
         """Note a plan, and return the number of its decision."""
         return 0 if self.file is None else self.file.decided(load, plan)
 
-    def launched(self, flight: Flight, *, decision: int, layers: int, now_s: float) -> None:
+    def launched(self, launch: Launch, *, decision: int, layers: int, now_s: float) -> None:
         """Note a launch."""
         if self.file is None:
             return
-        step, partition = flight.scheduled.step, flight.placement.partition
+        step, partition = launch.scheduled.step, launch.placement.partition
         self.file.launched(
-            flight.ticket,
-            flight.placement.lane,
+            launch.ticket,
+            launch.placement.lane,
             decision=decision,
             now_s=now_s,
-            policy=flight.policy,
+            policy=launch.policy,
             decode_rows=0 if step.decode is None else len(step.decode.slots),
             prefill_rows=0 if step.prefill is None else len(step.prefill.token_ids),
             layers=layers,
             decode_sms=self._sms(partition.decode_tpcs),
             prefill_sms=self._sms(partition.prefill_tpcs),
-            predicted_ms=flight.predicted_ms,
+            predicted_ms=launch.predicted_ms,
         )
 
     def retired(self, ticket: int, now_s: float, device_ms: float) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 from bullet_graph.config import PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.prompt_queue import QUEUE_IN_SIGHT, PromptQueue
-from bullet_graph.engine.scheduled import ScheduledStep
-from bullet_graph.engine.sequence import Sequence, Status
+from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.partition.masks import Lane
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, Step
 

@@ -1,11 +1,12 @@
-"""One output being generated: the scheduler's unit of work."""
+"""One output being generated, the scheduler's unit of work; and a step that the scheduler has filled."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
-from bullet_graph.runtime.step import Int32Array, SlotInit
+from bullet_graph.partition.masks import Lane
+from bullet_graph.runtime.step import Int32Array, SlotInit, Step
 from bullet_graph.sampling_params import GREEDY_BELOW_TEMPERATURE, SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
@@ -107,3 +108,22 @@ class Sequence:
             masked_token_ids=tuple(sorted(self.stop_token_ids)) if params.min_tokens else (),
             masked_until=min(len(self.prompt_token_ids) + params.min_tokens, _INT32_MAX),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A step and whose it is.
+
+    Attributes:
+        step: what the executor runs.
+        lane: where.
+        admitted: sequences that got their slot in this step.
+        touched: sequences whose blocks the step reads or writes.
+        sampled: sequences that get a token, in the order of the result's rows.
+    """
+
+    step: Step
+    lane: Lane
+    admitted: tuple[Sequence, ...]
+    touched: tuple[Sequence, ...]
+    sampled: tuple[Sequence, ...]

@@ -1,9 +1,16 @@
 """Tells which lane makes no progress, and on what; reads only what other threads may read."""
 
+from collections.abc import Mapping
+
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.core import EngineCore
-from bullet_graph.engine.lanes import LaneSms, describe_launch
-from bullet_graph.partition.masks import LANES
+from bullet_graph.graphs.key import batch_size_buckets, bucket_for
+from bullet_graph.partition.masks import LANES, Lane, sm_ranges
+from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
+from bullet_graph.runtime.step import Placement, Step
+
+LaneSms = Mapping[tuple[Lane, SmPartition], frozenset[int]]
+"""The SMs, as ``%smid`` names them, of each lane in each partition; empty where there are none to divide."""
 
 
 def stalled_launches(
@@ -24,9 +31,9 @@ def stalled_launches(
     for lane in LANES:
         oldest = core.oldest(lane)
         if oldest is not None and now_s - oldest[1] > limit_s:
-            flight, since_s = oldest
+            launch, since_s = oldest
             stuck.append(
-                (flight.ticket, flight.scheduled.step, flight.placement, since_s, "has not finished")
+                (launch.ticket, launch.scheduled.step, launch.placement, since_s, "has not finished")
             )
     launching = core.launching
     if launching is not None and now_s - launching.since_s > limit_s:
@@ -45,3 +52,38 @@ def stalled_launches(
         + f" {what} after {now_s - since_s:.1f} s"
         for _, step, placement, since_s, what in sorted(stuck, key=lambda entry: entry[0])
     )
+
+
+def describe_launch(
+    step: Step, placement: Placement, *, lane_sms: LaneSms, max_num_seqs: int, cuda_graphs: bool
+) -> str:
+    """A launch in words: its lane, the graph that it replays or the rows that it runs, and its mask.
+
+    Args:
+        step: what runs.
+        placement: where.
+        lane_sms: of the engine's partitions.
+        max_num_seqs: of the engine: its largest decode graph.
+        cuda_graphs: decode steps are replayed from graphs.
+    """
+    rows = 0 if step.decode is None else len(step.decode.slots)
+    if step.prefill is None and cuda_graphs:
+        size = bucket_for(rows, batch_size_buckets(max_num_seqs))
+        what = f"the decode graph of batch size {size} ({rows} rows)"
+    elif step.prefill is None:
+        what = f"a decode step of {rows} rows, launched kernel by kernel"
+    else:
+        tokens, prompts = len(step.prefill.token_ids), len(step.prefill.slots)
+        what = f"a forward of {tokens} prompt tokens ({prompts} prompts) and {rows} decode rows"
+    first, last = placement.first_layer, placement.last_layer
+    if first or last is not None:
+        what += f", layers {first} to {'the last' if last is None else last - 1}"
+    return f"{placement.lane} lane: {what} on {_mask(placement, lane_sms)}"
+
+
+def _mask(placement: Placement, lane_sms: LaneSms) -> str:
+    sms = lane_sms.get((placement.lane, placement.partition))
+    if sms is None:
+        return "a device without SMs"
+    bits = sum(1 << tpc for tpc in {sm // SMS_PER_TPC for sm in sms})
+    return f"{len(sms)} SMs (TPC mask {bits:#x}, SMs {sm_ranges(sms)})"

@@ -23,7 +23,6 @@ from bullet_graph.serve.generation import Generation
 from bullet_graph.serve.limits import Gate, LimitMiddleware
 from bullet_graph.serve.live import live_figures
 from bullet_graph.serve.metrics import ServerMetrics
-from bullet_graph.serve.owner import OWNER
 from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest
 from bullet_graph.serve.responses import (
     ChatCompletion,
@@ -34,7 +33,7 @@ from bullet_graph.serve.responses import (
     Version,
     answers,
 )
-from bullet_graph.serve.settings import ServeSettings
+from bullet_graph.serve.settings import OWNER, ServeSettings
 from bullet_graph.serve.watchdog import Watchdog
 
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"

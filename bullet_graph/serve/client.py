@@ -13,7 +13,7 @@ import aiohttp
 
 from bullet_graph.engine.replay import TimedRequest
 from bullet_graph.errors import ConfigError, RequestError
-from bullet_graph.serve.owner import OWNER
+from bullet_graph.serve.settings import OWNER
 from bullet_graph.slo import NO_TARGETS, Slo
 
 _SHOWN_CHARACTERS = 300

@@ -7,6 +7,9 @@ from bullet_graph.errors import ConfigError
 
 DEFAULT_MAX_BODY_BYTES = 8 * 1024**2
 
+OWNER = "bullet_graph"
+"""The owner of the model in `/v1/models`; clients know the server by it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from scheduler_loop import BLOCK_TOKENS, LANES_AT_ONCE, MAX_MODEL_LEN, Loop
 
-from bullet_graph.engine.scheduled import ScheduledStep
-from bullet_graph.engine.sequence import Sequence, Status
+from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import Slo
 

@@ -6,8 +6,8 @@ import pytest
 from core_loop import MODEL, CoreLoop, make_planner
 
 from bullet_graph.config import EngineConfig
-from bullet_graph.engine.lanes import LaneSms, Launching
-from bullet_graph.engine.stall import stalled_launches
+from bullet_graph.engine.in_flight import Launching
+from bullet_graph.engine.stall import LaneSms, stalled_launches
 from bullet_graph.partition.masks import LANES, lane_masks
 from bullet_graph.partition.spec import SMS_PER_TPC
 

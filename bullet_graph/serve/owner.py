@@ -1,4 +1,0 @@
-"""By what clients know this server."""
-
-OWNER = "bullet_graph"
-"""Who owns the model, as ``/v1/models`` tells it."""
