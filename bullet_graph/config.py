@@ -11,7 +11,7 @@ DeviceName = Literal["auto", "cuda", "cpu"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 PartitionBackendName = Literal["auto", "smctrl", "green", "none"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-CanaryChoice = Literal["off", "sample", "all"]
+SelfCheckChoice = Literal["off", "sample", "all"]
 ReadyName = Literal["hot", "all"]
 PromptOrder = Literal["arrival", "longest-output"]
 PolicyChoice = Literal["serial", "sliced", "mixed", "split", "auto"]
@@ -124,7 +124,7 @@ class EngineConfig:
         capture_cache: start from what ``bullet-graph capture build`` has kept in this folder, or ``auto`` for the
             user's own; what does not fit or does not hold is compiled, with a warning. None compiles everything.
             A cache is code: take one from a trusted place only.
-        canary: at which batch sizes a start from a cache compares its logits with the uncompiled model's: ``off``,
+        self_check: at which batch sizes a start from a cache compares its logits with the uncompiled model's: ``off``,
             ``sample`` (the smallest, the middle, the largest) or ``all``.
         ready: when an engine on a GPU counts as ready: once ``all`` graphs are captured, or the ``hot`` ones, without
             which it could not serve well. The others then follow while it is idle and, where no latency target
@@ -154,7 +154,7 @@ class EngineConfig:
     capture_plan: str | None = None
     compile: bool = False
     capture_cache: str | None = None
-    canary: CanaryChoice = "sample"
+    self_check: SelfCheckChoice = "sample"
     ready: ReadyName = "all"
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class EngineConfig:
             "device": ("auto", "cuda", "cpu"),
             "partition_backend": ("auto", "smctrl", "green", "none"),
             "prompt_order": get_args(PromptOrder),
-            "canary": get_args(CanaryChoice),
+            "self_check": get_args(SelfCheckChoice),
             "ready": ("hot", "all"),
         }
         for name, allowed in choices.items():

@@ -15,8 +15,8 @@ import torch
 from filelock import FileLock
 
 from bullet_graph import Engine, SamplingParams
-from bullet_graph.cache.entry import Entry
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.entry import Entry
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.graphs import aot
 from bullet_graph.graphs.compiled import Half, LayerHalf
 
@@ -53,8 +53,8 @@ QUICK_BUILD = """
 import os, signal, sys
 from pathlib import Path
 from built_captures import without_inductor
-from bullet_graph.cache.builder import Build
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.builder import Build
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.cli.main import main
 # On demand, killed as soon as one half is finished.
 if sys.argv[1] == "killed":

@@ -4,10 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bullet_graph.cache.builder import open_build
-from bullet_graph.cache.entry import ARTIFACTS_NAME, Entry
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.builder import open_build
+from bullet_graph.captures.entry import ARTIFACTS_NAME, Entry
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint
+from bullet_graph.captures.store import CaptureStore
 
 FINGERPRINT = Fingerprint.of(
     {
@@ -46,9 +46,9 @@ from pathlib import Path
 package = types.ModuleType("bullet_graph")
 package.__path__ = [sys.argv[1]]
 sys.modules["bullet_graph"] = package
-from bullet_graph.cache.builder import open_build
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.builder import open_build
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint
+from bullet_graph.captures.store import CaptureStore
 assert "torch" not in sys.modules
 store = CaptureStore(Path(sys.argv[2]))
 fingerprint = Fingerprint.of({"device": "cpu"})
@@ -63,7 +63,7 @@ with open_build(store, fingerprint, {}, tell=say) as build:
                 path = f"{index % 3}/{index}.bin"
                 build.add_bytes(f"part{index}", ArtifactKind.TRITON, data, path=path, build_seconds=1)
                 say(f"added {index}")
-        build.commit(canary=None, provenance={})
+        build.commit(self_check=None, provenance={})
         say("committed")
 """
 SCRIPT_FINGERPRINT = Fingerprint.of({"device": "cpu"})
@@ -81,7 +81,7 @@ def build_entry(
     with open_build(store, fingerprint, PLAN if plan is None else plan, tell=quiet) as build:
         for name, (kind, data, seconds) in PARTS.items():
             build.add_bytes(name, kind, data, path=f"{name}.bin", build_seconds=seconds)
-        return build.commit(canary={"logits": [0.5, 1]}, provenance={"host": "h"})
+        return build.commit(self_check={"logits": [0.5, 1]}, provenance={"host": "h"})
 
 
 def artifact_file(entry: Entry, name: str) -> Path:

@@ -165,7 +165,7 @@ def engine_settings(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
         "ready": config.ready,
         "compile": config.compile,
         "capture_cache": config.capture_cache,
-        "canary": config.canary,
+        "self_check": config.self_check,
     }
 
 

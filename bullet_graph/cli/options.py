@@ -12,7 +12,6 @@ from click.core import ParameterSource
 
 from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.config import (
-    CanaryChoice,
     DeviceName,
     DtypeName,
     EngineConfig,
@@ -21,6 +20,7 @@ from bullet_graph.config import (
     Policy,
     PromptOrder,
     ReadyName,
+    SelfCheckChoice,
 )
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
@@ -141,10 +141,10 @@ def engine_options(
             help="Start from what `bullet-graph capture build` has put into this folder; auto: the one in your cache "
             "folder.  [default: off]",
         ),
-        "canary": click.option(
-            "--canary",
-            type=click.Choice(get_args(CanaryChoice)),
-            default=defaults["canary"],
+        "self_check": click.option(
+            "--self-check",
+            type=click.Choice(get_args(SelfCheckChoice)),
+            default=defaults["self_check"],
             show_default=True,
             help="At which batch sizes a start from a cache compares its logits with the uncompiled model's.",
         ),

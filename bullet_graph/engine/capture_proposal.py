@@ -106,7 +106,7 @@ class Workload:
             None: usage.whole_gpu_demands(unseen=batch_size_buckets(like.max_num_seqs))
         }
         decode |= {sms: usage.partition_demands(sms) for sms in partitions}
-        max_rows = like.short_forward_rows[-1] if like.short_forward_rows else 0
+        max_rows = like.piecewise_rows[-1] if like.piecewise_rows else 0
         forwards = usage.forward_demands(max_rows)
         return cls(decode, forwards, usage.model.num_layers, like.max_num_seqs)
 
@@ -118,9 +118,9 @@ class Workload:
 
     def row_candidates(self, like: CapturePlan) -> tuple[int, ...]:
         """Rows of short forwards worth capturing, rising, none above those of ``like``; see :data:`ROW_STEP`."""
-        most = max(like.short_forward_rows, default=0)
+        most = max(like.piecewise_rows, default=0)
         fine = range(ROW_STEP, min(most, FINE_ROWS) + 1, ROW_STEP)
-        coarse = [rows for rows in like.short_forward_rows if rows > FINE_ROWS]
+        coarse = [rows for rows in like.piecewise_rows if rows > FINE_ROWS]
         return _reached([*fine, *coarse], self.forwards)
 
     def everything(self, *, like: CapturePlan) -> CapturePlan:
@@ -136,7 +136,7 @@ class Workload:
             _use("whole GPU" if sms is None else f"{sms} SMs", self.decode.get(sms, []), sizes.get(sms, ()))
             for sms in names
         ]
-        return (*groups, _use("short forwards", self.forwards, plan.short_forward_rows))
+        return (*groups, _use("short forwards", self.forwards, plan.piecewise_rows))
 
 
 def propose(workload: Workload, budget: Budget, *, like: CapturePlan) -> CapturePlan:
@@ -209,7 +209,7 @@ def _plan(like: CapturePlan, decode: dict[int | None, tuple[int, ...]], rows: tu
         num_sms=like.num_sms,
         max_num_seqs=like.max_num_seqs,
         decode=tuple(DecodeSizes(sms, sizes) for sms, sizes in decode.items() if sizes),
-        short_forward_rows=rows,
+        piecewise_rows=rows,
     )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from bullet_graph._imports import BEGAN_S
 from bullet_graph.config import (
-    CanaryChoice,
     DeviceName,
     DtypeName,
     EngineConfig,
@@ -17,6 +16,7 @@ from bullet_graph.config import (
     Policy,
     PromptOrder,
     ReadyName,
+    SelfCheckChoice,
 )
 from bullet_graph.engine.admission import Prompt, normalise_batch
 from bullet_graph.engine.opening import open_engine
@@ -74,7 +74,7 @@ class Engine(RequestLoop):
         capture_plan: str | None = None,
         compile: bool = False,
         capture_cache: str | Path | None = None,
-        canary: CanaryChoice = "sample",
+        self_check: SelfCheckChoice = "sample",
         ready: ReadyName = "all",
         trace_decisions: str | Path | None = None,
         use_tqdm: bool = False,
@@ -103,7 +103,7 @@ class Engine(RequestLoop):
             capture_plan=capture_plan,
             compile=compile,
             capture_cache=str(capture_cache) if isinstance(capture_cache, Path) else capture_cache,
-            canary=canary,
+            self_check=self_check,
             ready=ready,
         )
         trace_path = None if trace_decisions is None else Path(trace_decisions)

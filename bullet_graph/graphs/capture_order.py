@@ -52,7 +52,7 @@ def capture_order(plan: CapturePlan, num_layers: int) -> list[CaptureKey]:
     parts = [(partition, sizes) for partition, sizes in plan.batch_sizes.items() if partition != WHOLE_GPU]
     largest = [GraphKey(sizes[-1], partition) for partition, sizes in parts]
     others = [GraphKey(size, partition) for partition, sizes in parts for size in sizes[:-1]]
-    rows = plan.short_forward_rows
+    rows = plan.piecewise_rows
     pieces = [PieceKey(size, layer) for size in (*rows[-1:], *rows[:-1]) for layer in range(num_layers)]
     return [*hot, *whole, *largest, *pieces, *sorted(others, key=lambda key: key.batch_size)]
 

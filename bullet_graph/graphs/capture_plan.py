@@ -52,7 +52,7 @@ class CapturePlan:
         num_sms: SMs of the GPU that the partitions divide.
         max_num_seqs: most sequences running at once; the whole GPU has a graph of so many rows.
         decode: the whole GPU, then partitions by rising size of the decode lane.
-        short_forward_rows: rows, prompt and decode ones together, of the forwards with prompt tokens that run in
+        piecewise_rows: rows, prompt and decode ones together, of the forwards with prompt tokens that run in
             captured pieces on the whole GPU, rising. Longer forwards are launched kernel by kernel.
 
     Raises:
@@ -64,7 +64,7 @@ class CapturePlan:
     num_sms: int
     max_num_seqs: int
     decode: tuple[DecodeSizes, ...]
-    short_forward_rows: tuple[int, ...] = ()
+    piecewise_rows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(
@@ -93,7 +93,7 @@ class CapturePlan:
             self.decode[0].batch_sizes[-1],
             f"max_num_seqs={self.max_num_seqs} as the largest size: the whole GPU serves every batch; add it",
         )
-        _require_rising("short_forward_rows", self.short_forward_rows)
+        _require_rising("piecewise_rows", self.piecewise_rows)
 
     def _check_partitions(self) -> None:
         sizes = [entry.decode_sms for entry in self.decode]
@@ -148,12 +148,12 @@ class CapturePlan:
 
         What pieces of short forwards compute in comes on top (``models.workspaces.piece_scratch_bytes``).
         """
-        pieces = len(self.short_forward_rows) * num_layers
+        pieces = len(self.piecewise_rows) * num_layers
         return self.num_decode_graphs * DECODE_GRAPH_BYTES + pieces * PIECE_BYTES
 
     def capture_s(self, num_layers: int) -> float:
         """Estimate of the seconds that capturing takes; compiling, once for all sizes, is not in it."""
-        pieces = len(self.short_forward_rows) * num_layers
+        pieces = len(self.piecewise_rows) * num_layers
         return self.num_decode_graphs * DECODE_GRAPH_S + pieces * PIECE_S
 
     def _by_partition(self) -> Iterator[tuple[SmPartition, DecodeSizes]]:
@@ -188,7 +188,7 @@ def default_plan(
         num_sms=num_sms,
         max_num_seqs=max_num_seqs,
         decode=tuple(DecodeSizes(sms, sizes) for sms in (None, *decode_sms)),
-        short_forward_rows=row_buckets(max_rows, shape),
+        piecewise_rows=row_buckets(max_rows, shape),
     )
 
 

@@ -42,7 +42,7 @@ class EngineGraphs:
         self._pieces = pieces
         self._progress = CaptureProgress(plan, num_layers)
         self._num_hot = len(hot_keys(plan))
-        self._rows = () if is_tuned else plan.short_forward_rows
+        self._rows = () if is_tuned else plan.piecewise_rows
         self._times_ms: dict[int, float] = {}
 
     @property

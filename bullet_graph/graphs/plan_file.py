@@ -15,6 +15,8 @@ FORMAT = "bullet_graph capture plan"
 VERSION = 1
 
 _LINE_CHARS = 100
+_OLD_ROWS = "short_forward_rows"
+"""The name that earlier releases gave ``piecewise_rows``."""
 
 
 def format_plan(plan: CapturePlan, notes: Sequence[str] = ()) -> str:
@@ -31,8 +33,8 @@ def format_plan(plan: CapturePlan, notes: Sequence[str] = ()) -> str:
         f"dtype = {_quoted(plan.dtype)}",
         f"num_sms = {plan.num_sms}",
         f"max_num_seqs = {plan.max_num_seqs}",
-        "# Forwards with prompt tokens of up to so many rows run in captured pieces.",
-        *_list_lines("short_forward_rows", plan.short_forward_rows),
+        "# Forwards with prompt tokens run as piecewise CUDA graphs, padded to one of these row counts.",
+        *_list_lines("piecewise_rows", plan.piecewise_rows),
     ]
     for entry in plan.decode:
         what = "the whole GPU" if entry.decode_sms is None else "a decode lane of so many SMs"
@@ -59,8 +61,10 @@ def parse_plan(text: str) -> CapturePlan:
             f"format and version must be {FORMAT!r} and {VERSION}; found {content.get('format')!r:.80} and "
             f"{content.get('version')!r:.80}: make one with `bullet-graph capture plan`"
         )
+    if _OLD_ROWS in content:
+        content = {("piecewise_rows" if key == _OLD_ROWS else key): value for key, value in content.items()}
     names = {field.name: field.type for field in fields(CapturePlan)}
-    _check_keys("", content, required={"format", "version", *names} - {"short_forward_rows"}, known=names)
+    _check_keys("", content, required={"format", "version", *names} - {"piecewise_rows"}, known=names)
     entries = content["decode"]
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"decode must be tables, each written [[decode]]; found {entries!r:.80}")
@@ -70,9 +74,9 @@ def parse_plan(text: str) -> CapturePlan:
         DecodeSizes(entry.get("decode_sms"), _sizes(f"decode[{index}].batch_sizes", entry["batch_sizes"]))
         for index, entry in enumerate(entries)
     )
-    rows = _sizes("short_forward_rows", content.get("short_forward_rows", []))
+    rows = _sizes("piecewise_rows", content.get("piecewise_rows", []))
     single = {name: content[name] for name in ("model", "dtype", "num_sms", "max_num_seqs")}
-    return CapturePlan(**single, decode=decode, short_forward_rows=rows)
+    return CapturePlan(**single, decode=decode, piecewise_rows=rows)
 
 
 def read_plan(path: Path) -> CapturePlan:

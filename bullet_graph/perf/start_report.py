@@ -17,7 +17,7 @@ PhaseName = Literal[
     "kernels",
     "decode graphs",
     "short forwards",
-    "canary",
+    "self-check",
     "first token",
 ]
 """imports: of the package, and of the GPU's libraries when they are needed first;
@@ -25,7 +25,7 @@ device: finding it, its performance table and its memory;
 capture cache: its entry found and checked, its kernels copied; partitions: calibrated and verified;
 allocation: of weights and KV cache; weights: filled, in a thread of their own;
 kernels: compiled, or loaded from a cache; decode graphs, short forwards: captured;
-canary: logits of captured steps compared with the uncompiled model's, where a cache was used;
+self-check: logits of captured steps compared with the uncompiled model's, where a cache was used;
 first token: from the first request to its first token, after the start."""
 
 

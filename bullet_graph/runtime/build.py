@@ -24,9 +24,8 @@ from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.library_caches import triton_hashed_meanwhile
 from bullet_graph.runtime.artifacts.opening import CapturesOpener, open_captures
 from bullet_graph.runtime.artifacts.plan import cpu_plan, gpu_plan
-from bullet_graph.runtime.artifacts.start import CanaryHook, cached_table_for, start_with_captures
+from bullet_graph.runtime.artifacts.start import SelfCheckHook, cached_table_for, start_with_captures
 from bullet_graph.runtime.artifacts.use import NO_CACHE, CacheUse, Captures
-from bullet_graph.runtime.canary import step_logits
 from bullet_graph.runtime.captures import max_forward_rows, named_plan
 from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu
 from bullet_graph.runtime.executor import Executor
@@ -36,6 +35,7 @@ from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory,
 from bullet_graph.runtime.performance import find_performance
 from bullet_graph.runtime.requirements import check_device
 from bullet_graph.runtime.resolve import Runtime
+from bullet_graph.runtime.self_check import step_logits
 
 CPU_KV_CACHE_BYTES = 1024**3
 """The KV cache's size on the CPU unless ``kv_cache_bytes`` says otherwise: host memory is not ours to fill."""
@@ -54,7 +54,7 @@ class BuiltRuntime:
         lane_sms: the SMs of each lane in each partition; empty on the CPU.
         compiles: what was compiled at the start.
         cache_use: what a cache of captures has brought.
-        canary: what a canary asks; None where nothing was compiled.
+        self_check: what a self-check asks; None where nothing was compiled.
     """
 
     executor: Executor
@@ -65,7 +65,7 @@ class BuiltRuntime:
     lane_sms: Mapping[tuple[Lane, SmPartition], frozenset[int]] = field(default_factory=dict)
     compiles: CompileCounts = NOTHING_COMPILED
     cache_use: CacheUse = NO_CACHE
-    canary: CanaryHook | None = None
+    self_check: SelfCheckHook | None = None
 
 
 def build_executor(
@@ -107,7 +107,7 @@ def build_executor(
         partial(build, config, runtime, performance, ledger, progress, clock),
         clock,
     )
-    return replace(built, compiles=compiles, cache_use=cache_use, canary=None)
+    return replace(built, compiles=compiles, cache_use=cache_use, self_check=None)
 
 
 def artifact_plan(
@@ -149,7 +149,7 @@ def plan_ledger(
         graphs = 0
         if config.cuda_graphs:
             plan = capture_plan_of(config, runtime, performance)
-            most_rows = max(plan.short_forward_rows, default=0)
+            most_rows = max(plan.piecewise_rows, default=0)
             graphs = plan.graph_bytes(runtime.model.num_layers)
             graphs += piece_scratch_bytes(runtime.model, most_rows, dtype_bytes=runtime.dtype.itemsize)
     return plan_memory(
@@ -208,8 +208,8 @@ def _build_cpu(
     if functions is not None:
         # Of one row, nothing is compiled.
         sizes = batch_size_buckets(config.max_num_seqs)[1:] or (2,)
-        hook = CanaryHook(decoder, partial(step_logits, decoder, functions), sizes)
-    return BuiltRuntime(executor, ledger, performance, canary=hook)
+        hook = SelfCheckHook(decoder, partial(step_logits, decoder, functions), sizes)
+    return BuiltRuntime(executor, ledger, performance, self_check=hook)
 
 
 def _build_cuda(
@@ -259,8 +259,8 @@ def _build_cuda(
     lane_sms = {(lane, p): backend.expected_sms(lane, p) for p in plan.batch_sizes for lane in LANES}
     hook = None
     if config.cuda_graphs:
-        hook = CanaryHook(decoder, executor.canary_logits, plan.batch_sizes[WHOLE_GPU])
-    return BuiltRuntime(executor, ledger, performance, why, executor.capture, lane_sms, canary=hook)
+        hook = SelfCheckHook(decoder, executor.self_check_logits, plan.batch_sizes[WHOLE_GPU])
+    return BuiltRuntime(executor, ledger, performance, why, executor.capture, lane_sms, self_check=hook)
 
 
 def partitions_of(

@@ -59,9 +59,9 @@ def check_plan(plan: CapturePlan, config: EngineConfig, *, name: str, dtype: str
                 "the plan, or make another plan with `bullet-graph capture plan`"
             )
     max_rows = max_forward_rows(config)
-    if plan.short_forward_rows and plan.short_forward_rows[-1] > max_rows:
+    if plan.piecewise_rows and plan.piecewise_rows[-1] > max_rows:
         raise ConfigError(
-            f"{name} captures forwards of {plan.short_forward_rows[-1]} rows in short_forward_rows, but the longest of "
+            f"{name} captures forwards of {plan.piecewise_rows[-1]} rows in piecewise_rows, but the longest of "
             f"this engine has {max_rows} (chunk and max_num_seqs): remove the larger sizes, or allow longer chunks"
         )
     sms = config.policy.decode_sms

@@ -22,12 +22,12 @@ from bullet_graph.partition.masks import Lane
 from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.use import Captures
-from bullet_graph.runtime.canary import CanaryStep
 from bullet_graph.runtime.cuda_lane import CudaLane
 from bullet_graph.runtime.executor import keep_for_ever
 from bullet_graph.runtime.launcher import Launcher
 from bullet_graph.runtime.pending import PendingLaunch
 from bullet_graph.runtime.rows import lay_out
+from bullet_graph.runtime.self_check import SelfCheckStep
 from bullet_graph.runtime.step import Placement, Step, StepResult
 
 _POLL_S = 20e-6
@@ -78,7 +78,7 @@ class CudaExecutor:
         artifacts = Captures() if artifacts is None else artifacts
         worthwhile = artifacts.row_buckets(plan) if cuda_graphs else None
         if worthwhile is not None:
-            plan = dataclasses.replace(plan, short_forward_rows=worthwhile)
+            plan = dataclasses.replace(plan, piecewise_rows=worthwhile)
         device = decoder.cos_sin.device
         self._decoder = decoder
         self._launcher = launcher
@@ -97,7 +97,7 @@ class CudaExecutor:
         self._layer_graphs: LayerGraphs | None = None
         if cuda_graphs:
             with torch.cuda.stream(stream), torch.inference_mode():
-                self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=plan.short_forward_rows)
+                self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=plan.piecewise_rows)
 
         def lane(name: Lane, graphs: LayerGraphs | None) -> CudaLane:
             return CudaLane.open(
@@ -154,8 +154,8 @@ class CudaExecutor:
         return () if self._layer_graphs is None else self._layer_graphs.buckets
 
     @torch.inference_mode()
-    def canary_logits(self, step: CanaryStep) -> torch.Tensor:
-        """Logits of a captured decode step, for the canary; only between the start and the first launch."""
+    def self_check_logits(self, step: SelfCheckStep) -> torch.Tensor:
+        """Logits of a captured decode step, for the self-check; only between the start and the first launch."""
         if self._graphs is None:
             raise RuntimeError("no decode steps were captured")
         stream = self._launcher.stream("decode", WHOLE_GPU)

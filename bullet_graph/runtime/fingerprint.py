@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from bullet_graph.cache.fingerprint import MODEL_COMPONENTS, Fingerprint, digest
+from bullet_graph.captures.fingerprint import MODEL_COMPONENTS, Fingerprint, digest
 from bullet_graph.errors import DeviceError
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.models.config import ModelConfig

@@ -15,7 +15,7 @@ from built_captures import SETTINGS, built, environment  # noqa: F401 - a fixtur
 from cli_runner import TINY, refused, run
 
 from bullet_graph import EngineConfig
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.cli.bench import startup, startup_child
 from bullet_graph.cli.bench.startup import StartPolicy, StartupResult, TimedPhase, read_run, run_startup
 from bullet_graph.cli.bench.startup_plot import draw_startup
@@ -78,7 +78,7 @@ def test_phases_of_all_policies_stand_in_the_order_of_a_start() -> None:
     """Whichever policy has them, and whenever they ended."""
     run = read_run(TOLD, started_s=100.0)
     cached = dataclasses.replace(
-        run, phases=(*run.phases, TimedPhase("canary", 5, 6), TimedPhase("capture cache", 6, 7))
+        run, phases=(*run.phases, TimedPhase("self-check", 5, 6), TimedPhase("capture cache", 6, 7))
     )
     result = StartupResult(
         runs={"warm": (run,), "cached": (cached,)},
@@ -89,7 +89,14 @@ def test_phases_of_all_policies_stand_in_the_order_of_a_start() -> None:
         engine={},
         provenance=collect_provenance("cpu"),
     )
-    assert result.phase_names == ["process", "imports", "capture cache", "weights", "canary", "first token"]
+    assert result.phase_names == [
+        "process",
+        "imports",
+        "capture cache",
+        "weights",
+        "self-check",
+        "first token",
+    ]
 
 
 class FakeChildren:

@@ -33,9 +33,9 @@ from caches import flip_byte
 from cli_runner import refused, run
 
 from bullet_graph import CaptureCacheWarning, ConfigError, Engine
-from bullet_graph.cache.builder import open_build
-from bullet_graph.cache.entry import ARTIFACTS_NAME, MANIFEST_NAME, Entry
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.builder import open_build
+from bullet_graph.captures.entry import ARTIFACTS_NAME, MANIFEST_NAME, Entry
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.graphs import aot
 from bullet_graph.graphs.compiled import Half, LayerHalf
 from bullet_graph.models.presets import PRESETS
@@ -80,8 +80,8 @@ def test_built_exported_wiped_imported_and_started(
     assert compiles["dynamo_frames"] == 0, "it is exported, and not traced again"
     assert [(part["part"], part["num_files"]) for part in printed["parts"]] == [("torch_compile", 2)]
     assert printed["parts"][0]["build_seconds"] > 1
-    assert printed["canary"]["relative_error"].keys() == {"2", "4"}
-    assert max(printed["canary"]["relative_error"].values()) < printed["canary"]["tolerance"] == 1e-4
+    assert printed["self_check"]["relative_error"].keys() == {"2", "4"}
+    assert max(printed["self_check"]["relative_error"].values()) < printed["self_check"]["tolerance"] == 1e-4
 
     archive, travelled = tmp_path / "captures.tgz", CaptureStore(tmp_path / "fleet")
     json_of("capture", "export", printed["entry_id"], str(archive), "--cache-dir", str(origin.root))
@@ -90,12 +90,12 @@ def test_built_exported_wiped_imported_and_started(
     archive.unlink()
 
     libraries = tmp_path / "libraries"
-    found = start_engine(libraries, capture_cache=str(travelled.root), canary="all")
+    found = start_engine(libraries, capture_cache=str(travelled.root), self_check="all")
     assert set(found["start"].values()) == {0}
     assert set(found["serving"].values()) == {0}
     assert found["use"]["entry_id"] == printed["entry_id"]
     assert found["use"]["problems"] == []
-    assert [point["batch_size"] for point in found["use"]["canary"]] == [2, 4]
+    assert [point["batch_size"] for point in found["use"]["self_check"]] == [2, 4]
     assert found["tokens"] == expected
     assert found["compilers"] == [], "to import them takes most of a start"
     left = [path for path in libraries.rglob("*") if path.is_file()]
@@ -109,7 +109,7 @@ def test_in_this_process(
     with engine_from(store) as engine:
         assert engine.compiles.total == 0
         assert engine.cache_use.problems == ()
-        assert {"capture cache", "canary"} <= engine.start_report.seconds.keys()
+        assert {"capture cache", "self-check"} <= engine.start_report.seconds.keys()
         assert tokens_of(engine) == expected
     assert not [warning for warning in recwarn if warning.category is CaptureCacheWarning]
     # A second build has nothing to do.
@@ -207,7 +207,7 @@ def plant(store: CaptureStore, data: bytes) -> Entry:
         for found, content in kept:
             planted = data if found.name == HALF else content
             build.add_bytes(found.name, found.kind, planted, path=found.path, build_seconds=1.0)
-        return build.commit(canary=manifest.canary, provenance=manifest.provenance)
+        return build.commit(self_check=manifest.self_check, provenance=manifest.provenance)
 
 
 def wrong_half(entry: Entry) -> bytes:
@@ -223,31 +223,31 @@ def wrong_half(entry: Entry) -> bytes:
     return package.getvalue()
 
 
-def test_a_wrong_half_is_found_by_the_canary(
+def test_a_wrong_half_is_found_by_the_self_check(
     store: CaptureStore, quickly: list[str], expected: list[list[int]]
 ) -> None:
     plant(store, wrong_half(only_entry(store)))
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureCacheWarning)
-        with engine_from(store, canary="off") as engine:
-            assert engine.cache_use.canary == ()
-    told = r"canary does not hold: batch size 2: relative error 0\.\d+, tolerance 0\.0001; batch size 4"
+        with engine_from(store, self_check="off") as engine:
+            assert engine.cache_use.self_check == ()
+    told = r"self-check does not hold: batch size 2: relative error 0\.\d+, tolerance 0\.0001; batch size 4"
     with warned(store, told) as engine:
         assert engine.compiles.dynamo_frames == 2, "both halves are compiled anew"
-        assert not all(point.holds for point in engine.cache_use.canary)
+        assert not all(point.holds for point in engine.cache_use.self_check)
         assert tokens_of(engine) == expected
 
     # It is marked: no start believes it again, whoever asks is told why, and a build makes the part anew.
-    warned(store, "canary does not hold", canary="off").shutdown()
+    warned(store, "self-check does not hold", self_check="off").shutdown()
     entry = only_entry(store)
     listed = json_of("capture", "list", "--cache-dir", str(store.root))["entries"]
-    assert "canary does not hold" in listed[0]["rejected"]
+    assert "self-check does not hold" in listed[0]["rejected"]
     assert "rejected" in run("capture", "list", "--cache-dir", str(store.root)).stdout
     explained = run(
         "capture", "explain", "--model", "tiny", "--device", "cpu", "--cache-dir", str(store.root)
     )
     assert explained.exit_code == 1
-    assert "canary" in explained.stdout
+    assert "self_check" in explained.stdout
     archive = store.root.parent / "wrong.tgz"
     command = ("capture", "export", entry.entry_id, str(archive), "--cache-dir", str(store.root))
     assert "was rejected" in refused(run(*command))
@@ -349,8 +349,8 @@ def test_an_archive_with_a_path_that_leads_out(store: CaptureStore, tmp_path: Pa
 def test_settings_that_make_no_sense(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"on the CPU nothing is: pass compile=True"):
         Engine("tiny", device="cpu", capture_cache=tmp_path)
-    with pytest.raises(ConfigError, match="canary must be one of off, sample, all"):
-        Engine("tiny", device="cpu", canary="some")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="self_check must be one of off, sample, all"):
+        Engine("tiny", device="cpu", self_check="some")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="capture_cache must be a folder"):
         Engine("tiny", device="cpu", capture_cache="")
     told = refused(

@@ -79,11 +79,11 @@ def test_the_second_start_compiles_nothing(tmp_path: Path, record_property: Any)
     assert built["compiles"]["inductor"] == 2
     assert built["compiles"]["cpp"] > 0
     assert built["compiles"]["triton"] > 0
-    canary = built["canary"]
-    assert canary["relative_error"].keys() == {"1", "2", "4", "8", "16"}
-    assert max(canary["relative_error"].values()) < canary["tolerance"]
+    self_check = built["self_check"]
+    assert self_check["relative_error"].keys() == {"1", "2", "4", "8", "16"}
+    assert max(self_check["relative_error"].values()) < self_check["tolerance"]
 
-    cached = start(tmp_path / "second", capture_cache=str(store), canary="all")
+    cached = start(tmp_path / "second", capture_cache=str(store), self_check="all")
     record_property("started", cached)
     assert cached["use"]["entry_id"] == built["entry_id"]
     assert cached["use"]["problems"] == []

@@ -14,10 +14,10 @@ import torch
 from caches import FINGERPRINT, PLAN, quiet
 from fakes.flashinfer_package import FakeFlashInfer
 
-from bullet_graph.cache.builder import Build, open_build
-from bullet_graph.cache.entry import OpenedEntry
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.builder import Build, open_build
+from bullet_graph.captures.entry import OpenedEntry
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.errors import CacheError, CaptureCacheWarning
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.models.config import ModelConfig
@@ -38,7 +38,7 @@ ROW_PLAN = CapturePlan(
     num_sms=132,
     max_num_seqs=4,
     decode=(DecodeSizes(None, (1, 4)),),
-    short_forward_rows=(16, 32, 48),
+    piecewise_rows=(16, 32, 48),
 )
 
 COMPILE_A_KERNEL = """
@@ -77,7 +77,7 @@ def build(store: CaptureStore) -> Iterator[Build]:
 
 
 def committed(store: CaptureStore, build: Build) -> OpenedEntry:
-    return store.open(build.commit(canary=None, provenance={}))
+    return store.open(build.commit(self_check=None, provenance={}))
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -217,7 +217,7 @@ def test_a_table_is_found_whatever_the_plan(store: CaptureStore, build: Build) -
     build.add_file(
         measured.PERF_TABLE, ArtifactKind.PERF_TABLE, shipped, path=measured.PERF_TABLE, build_seconds=0.0
     )
-    build.commit(canary=None, provenance={})
+    build.commit(self_check=None, provenance={})
     newer_code = Fingerprint.of({**FINGERPRINT.values, "code_kernels": "other"})
     assert measured.cached_perf_table(store, newer_code) == read_table(shipped)
     other_gpu = Fingerprint.of({**FINGERPRINT.values, "gpu": "another"})

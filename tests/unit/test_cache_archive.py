@@ -18,14 +18,14 @@ from caches import FINGERPRINT, PARTS, PLAN, artifact_file, build_entry, flip_by
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.cache import archive
-from bullet_graph.cache.archive import export_entry, import_archive
-from bullet_graph.cache.archive_file import END, member_header, padding
-from bullet_graph.cache.builder import open_build
-from bullet_graph.cache.entry import ARTIFACTS_NAME, MANIFEST_NAME, Entry
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint, digest
-from bullet_graph.cache.manifest_file import MAX_MANIFEST_BYTES, manifest_bytes
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures import archive
+from bullet_graph.captures.archive import export_entry, import_archive
+from bullet_graph.captures.archive_file import END, member_header, padding
+from bullet_graph.captures.builder import open_build
+from bullet_graph.captures.entry import ARTIFACTS_NAME, MANIFEST_NAME, Entry
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint, digest
+from bullet_graph.captures.manifest_file import MAX_MANIFEST_BYTES, manifest_bytes
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.errors import CacheError
 
 PATHS = st.lists(st.sampled_from(["..", ".", "", "a", "b.py", "~", "\\", "\0", "é", "\n"]), max_size=5).map(
@@ -49,7 +49,7 @@ def small_file(source: CaptureStore, tmp_path_factory: pytest.TempPathFactory) -
     """An archive of a few hundred bytes, for trying every change."""
     with open_build(source, Fingerprint.of({"device": "cpu"}), {}, tell=quiet) as build:
         build.add_bytes("a", ArtifactKind.TRITON, b"abc", path="a/b.py", build_seconds=1)
-        small = build.commit(canary=None, provenance={})
+        small = build.commit(self_check=None, provenance={})
     file = tmp_path_factory.mktemp("small") / "small.tgz"
     with source.open(small) as opened:
         export_entry(opened, file)
@@ -145,7 +145,7 @@ def test_an_import_takes_the_place_of_another_build_of_the_same_entry(
 ) -> None:
     with open_build(target, FINGERPRINT, PLAN, tell=quiet) as build:
         build.add_bytes("own", ArtifactKind.TRITON, b"own", path="own", build_seconds=1)
-        own = build.commit(canary=None, provenance={})
+        own = build.commit(self_check=None, provenance={})
     with target.open(own), pytest.raises(CacheError, match="in use"):
         import_archive(target, file, tell=quiet)
     assert import_archive(target, file, tell=quiet).is_new

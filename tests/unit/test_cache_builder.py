@@ -21,10 +21,10 @@ from caches import (
     start_builder,
 )
 
-from bullet_graph.cache.builder import open_build
-from bullet_graph.cache.entry import ARTIFACTS_NAME, MANIFEST_NAME
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.builder import open_build
+from bullet_graph.captures.entry import ARTIFACTS_NAME, MANIFEST_NAME
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.errors import CacheError
 
 KIND = ArtifactKind.TRITON
@@ -52,12 +52,12 @@ def test_an_entry_is_there_when_it_is_committed(store: CaptureStore) -> None:
         build.add_bytes("a", KIND, b"aaa", path="x/a", build_seconds=1)
         assert "a" in build
         assert store.entries() == ((), ())
-        entry = build.commit(canary=None, provenance={})
+        entry = build.commit(self_check=None, provenance={})
         assert build.entry == entry
         with pytest.raises(CacheError, match="finished"):
             build.add_bytes("b", KIND, b"", path="b", build_seconds=1)
         with pytest.raises(CacheError, match="finished"):
-            build.commit(canary=None, provenance={})
+            build.commit(self_check=None, provenance={})
     assert store.entries() == ((entry,), ())
     assert not list(store.staging.iterdir())
 
@@ -73,7 +73,7 @@ def test_an_interrupted_build_goes_on(store: CaptureStore) -> None:
     with open_build(store, FINGERPRINT, PLAN, tell=quiet) as build:
         assert build.resumed == ("a", "b")
         build.add_bytes("c", KIND, b"ccc", path="x/c", build_seconds=3)
-        entry = build.commit(canary=None, provenance={})
+        entry = build.commit(self_check=None, provenance={})
     assert [artifact.name for artifact in entry.manifest.artifacts] == ["a", "b", "c"]
     assert not entry.check()
 
@@ -88,7 +88,7 @@ def test_what_was_damaged_meanwhile_is_built_again_and_said(store: CaptureStore)
         assert build.resumed == ("b",)
         build.add_bytes("a", KIND, b"aaa", path="x/a", build_seconds=1)
         build.add_bytes("c", KIND, b"ccc", path="x/c", build_seconds=1)
-        assert not build.commit(canary=None, provenance={}).check()
+        assert not build.commit(self_check=None, provenance={}).check()
     assert "building a of entry" in said[0]
     assert "checksum" in said[0]
 
@@ -115,7 +115,7 @@ def test_a_damaged_journal_costs_parts_and_nothing_else(store: CaptureStore, dam
         for name in ("a", "b"):
             if name not in build:
                 build.add_bytes(name, KIND, b"new", path=f"x/{name}", build_seconds=1)
-        assert not build.commit(canary=None, provenance={}).check()
+        assert not build.commit(self_check=None, provenance={}).check()
 
 
 def test_parts_of_a_damaged_entry_are_kept_and_the_rest_said(store: CaptureStore) -> None:
@@ -128,7 +128,7 @@ def test_parts_of_a_damaged_entry_are_kept_and_the_rest_said(store: CaptureStore
         build.add_bytes(
             "triton/gemm", KIND, PARTS["triton/gemm"][1], path="triton/gemm.bin", build_seconds=20
         )
-        rebuilt = build.commit(canary=None, provenance={})
+        rebuilt = build.commit(self_check=None, provenance={})
     assert "rebuilding parts of entry" in said[0]
     assert "gemm.bin has another checksum" in said[0]
     store.open(rebuilt).close()
@@ -141,7 +141,7 @@ def test_an_entry_with_a_damaged_manifest_is_built_anew_and_said(store: CaptureS
     with open_build(store, FINGERPRINT, PLAN, tell=said.append) as build:
         assert build.resumed == ()
         build.add_bytes("a", KIND, b"aaa", path="a", build_seconds=1)
-        rebuilt = build.commit(canary=None, provenance={})
+        rebuilt = build.commit(self_check=None, provenance={})
     assert "rebuilding entry" in said[0]
     store.open(rebuilt).close()
 
@@ -152,7 +152,7 @@ def test_what_another_entry_has_is_adopted_as_far_as_it_holds(store: CaptureStor
     with store.open(entry) as opened, open_build(store, updated, PLAN, tell=quiet) as build:
         assert build.adopt(opened) == ("flashinfer/prefill", "perf_table")
         assert build.adopt(opened) == ()
-        adopted = build.commit(canary=None, provenance={})
+        adopted = build.commit(self_check=None, provenance={})
     assert artifact_file(adopted, "flashinfer/prefill").read_bytes() == PARTS["flashinfer/prefill"][1]
     assert [artifact.build_seconds for artifact in adopted.manifest.artifacts] == [90.0, 180.0]
 
@@ -165,7 +165,7 @@ def test_a_file_that_changes_while_it_is_adopted_is_not_taken(store: CaptureStor
         with pytest.raises(CacheError, match="changed while it was copied"):
             build.adopt(opened)
         assert "perf_table" not in build
-        assert not build.commit(canary=None, provenance={}).check()
+        assert not build.commit(self_check=None, provenance={}).check()
 
 
 def test_folders_and_files_are_copied(store: CaptureStore, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_folders_and_files_are_copied(store: CaptureStore, tmp_path: Path) -> No
         build.add_file("single", KIND, source / "two.json", path="single.json", build_seconds=0)
         build.add_folder("triton", KIND, source, path="triton", build_seconds=3)
         build.add_folder("triton", KIND, source, path="triton", build_seconds=3)
-        entry = build.commit(canary=None, provenance={})
+        entry = build.commit(self_check=None, provenance={})
     names = [artifact.name for artifact in entry.manifest.artifacts]
     assert names == ["single", "triton/deep/one.so", "triton/two.json"]
     assert entry.manifest.build_seconds({KIND}) == 3.0
@@ -208,7 +208,7 @@ def test_what_cannot_be_added(store: CaptureStore, tmp_path: Path) -> None:
             build.add_folder("b", KIND, tmp_path / "links", path="b", build_seconds=1)
         with pytest.raises(CacheError, match="no files"):
             build.add_folder("b", KIND, tmp_path / "none", path="b", build_seconds=1)
-        entry = build.commit(canary=None, provenance={})
+        entry = build.commit(self_check=None, provenance={})
     assert [artifact.name for artifact in entry.manifest.artifacts] == ["a"]
     assert not entry.check()
 

@@ -10,11 +10,11 @@ import torch
 from caches import FINGERPRINT, PARTS, PLAN, artifact_file, build_entry, flip_byte, quiet
 from cli_runner import refused, run
 
-from bullet_graph.cache.archive import export_entry
-from bullet_graph.cache.builder import open_build
-from bullet_graph.cache.entry import MANIFEST_NAME, Entry
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.archive import export_entry
+from bullet_graph.captures.builder import open_build
+from bullet_graph.captures.entry import MANIFEST_NAME, Entry
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime.fingerprint import machine_components, model_components
 
@@ -79,7 +79,14 @@ def test_show(store: CaptureStore, foreign: Entry) -> None:
     assert shown["entry_id"] == foreign.entry_id
     assert {artifact["name"] for artifact in shown["artifacts"]} == PARTS.keys()
     text = capture(store, "show", foreign.entry_id).stdout
-    for expected in ("flashinfer", "90.0 s", "580.159.04", "batch_sizes", "[1, 2, 4]", "It has a canary."):
+    for expected in (
+        "flashinfer",
+        "90.0 s",
+        "580.159.04",
+        "batch_sizes",
+        "[1, 2, 4]",
+        "It has a self-check.",
+    ):
         assert expected in text
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._inductor import cpp_builder
 
-from bullet_graph.cache.fingerprint import (
+from bullet_graph.captures.fingerprint import (
     ALL_KINDS,
     DEPENDS_ON,
     ArtifactKind,

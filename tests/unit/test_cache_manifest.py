@@ -10,9 +10,9 @@ from caches import FINGERPRINT, PLAN
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint, digest
-from bullet_graph.cache.manifest import MAX_ARTIFACT_BYTES, Artifact, Manifest
-from bullet_graph.cache.manifest_file import manifest_bytes, parse_manifest
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint, digest
+from bullet_graph.captures.manifest import MAX_ARTIFACT_BYTES, Artifact, Manifest
+from bullet_graph.captures.manifest_file import manifest_bytes, parse_manifest
 from bullet_graph.errors import CacheError
 
 ARTIFACT = Artifact("gemm", ArtifactKind.TRITON, "triton/gemm.cubin", 10, "a" * 64, 2.5)
@@ -20,7 +20,7 @@ MANIFEST = Manifest(
     fingerprint=FINGERPRINT,
     plan=PLAN,
     artifacts=(ARTIFACT, dataclasses.replace(ARTIFACT, name="other", path="triton/other.cubin")),
-    canary=None,
+    self_check=None,
     created_utc="2026-01-02T03:04:05+00:00",
     provenance={"host": "h"},
 )
@@ -54,7 +54,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         fingerprint=Fingerprint.of(draw(st.dictionaries(st.sampled_from(["gpu", "torch", "zz"]), WORDS))),
         plan=draw(JSON_OBJECTS),
         artifacts=artifacts,
-        canary=draw(st.none() | JSON_OBJECTS),
+        self_check=draw(st.none() | JSON_OBJECTS),
         created_utc=created,
         provenance=draw(JSON_OBJECTS),
     )
@@ -187,7 +187,7 @@ def test_wrong_values_of_an_artifact(entry: str, value: object, message: str) ->
     [
         ("plan", [], "plan must be of type dict"),
         ("provenance", None, "provenance must be of type dict"),
-        ("canary", 1, "canary must be of type dict"),
+        ("self_check", 1, "self_check must be of type dict"),
         ("artifacts", {}, "artifacts must be of type list"),
         ("artifacts", [1], "artifacts[0] must be of type dict"),
         ("fingerprint", {"gpu": 1}, "fingerprint.gpu must be of type str"),

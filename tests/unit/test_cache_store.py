@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from caches import FINGERPRINT, PARTS, PLAN, artifact_file, build_entry, flip_byte
 
-from bullet_graph.cache.entry import ARTIFACTS_NAME, MANIFEST_NAME, Entry
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint
-from bullet_graph.cache.locks import build_lock
-from bullet_graph.cache.prune import PruneRules, forget_interrupted, prune
-from bullet_graph.cache.store import CaptureStore, default_root
+from bullet_graph.captures.entry import ARTIFACTS_NAME, MANIFEST_NAME, Entry
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint
+from bullet_graph.captures.locks import build_lock
+from bullet_graph.captures.prune import PruneRules, forget_interrupted, prune
+from bullet_graph.captures.store import CaptureStore, default_root
 from bullet_graph.errors import CacheError
 
 NOW = datetime(2026, 1, 31, tzinfo=UTC)
@@ -213,7 +213,7 @@ def test_an_entry_that_is_replaced_while_it_is_opened_is_not_used(
         manifest_file.with_name("new").write_bytes(manifest_file.read_bytes())
         manifest_file.with_name("new").replace(manifest_file)
 
-    monkeypatch.setattr("bullet_graph.cache.locks.fcntl.flock", replace_first)
+    monkeypatch.setattr("bullet_graph.captures.locks.fcntl.flock", replace_first)
     with pytest.raises(CacheError, match="replaced just now"):
         store.open(entry)
 

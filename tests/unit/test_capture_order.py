@@ -21,7 +21,7 @@ PLAN = CapturePlan(
         DecodeSizes(32, (4, 8, 16)),
         DecodeSizes(64, (2, 32)),
     ),
-    short_forward_rows=(16, 32, 128),
+    piecewise_rows=(16, 32, 128),
 )
 
 sizes = st.sets(st.integers(1, 300), min_size=1, max_size=8).map(lambda found: tuple(sorted(found)))
@@ -43,7 +43,7 @@ def plans(draw: st.DrawFn) -> CapturePlan:
                 for index, part in enumerate(parts)
             ),
         ),
-        short_forward_rows=draw(sizes),
+        piecewise_rows=draw(sizes),
     )
 
 
@@ -85,14 +85,14 @@ def test_all_is_captured_once_and_the_largest_before_the_smaller(plan: CapturePl
     }
     pieces = [key for key in order if isinstance(key, PieceKey)]
     assert {(key.rows, key.layer) for key in pieces} == {
-        (rows, layer) for rows in plan.short_forward_rows for layer in range(layers)
+        (rows, layer) for rows in plan.piecewise_rows for layer in range(layers)
     }
     assert order[0] == GraphKey(plan.max_num_seqs)
     for partition, found in plan.batch_sizes.items():
         first = next(key for key in steps if key.partition == partition)
         assert first.batch_size == found[-1]
-    assert pieces[0].rows == plan.short_forward_rows[-1]
-    for rows in plan.short_forward_rows:
+    assert pieces[0].rows == plan.piecewise_rows[-1]
+    for rows in plan.piecewise_rows:
         assert [key.layer for key in pieces if key.rows == rows] == list(range(layers))
 
 

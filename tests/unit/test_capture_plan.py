@@ -30,7 +30,7 @@ PLAN = CapturePlan(
     num_sms=132,
     max_num_seqs=64,
     decode=(DecodeSizes(None, (1, 8, 64)), DecodeSizes(32, (4, 16)), DecodeSizes(48, (8,))),
-    short_forward_rows=(16, 128),
+    piecewise_rows=(16, 128),
 )
 
 
@@ -53,7 +53,7 @@ def plans(draw: st.DrawFn) -> CapturePlan:
             DecodeSizes(None, whole),
             *(DecodeSizes(sms, draw(rising(1, most))) for sms in sorted(lanes) if sms <= num_sms - 2),
         ),
-        short_forward_rows=draw(rising(0, 1024)),
+        piecewise_rows=draw(rising(0, 1024)),
     )
 
 
@@ -100,7 +100,7 @@ def test_without_a_plan_every_bucket_is_captured_for_every_partition() -> None:
     )
     assert [entry.decode_sms for entry in plan.decode] == [None, 16, 96]
     assert {entry.batch_sizes for entry in plan.decode} == {batch_size_buckets(100)}
-    assert plan.short_forward_rows == row_buckets(300, PRESETS["llama-3.1-8b"])
+    assert plan.piecewise_rows == row_buckets(300, PRESETS["llama-3.1-8b"])
 
 
 def test_small_models_have_longer_forwards_captured() -> None:
@@ -114,7 +114,7 @@ def test_small_models_have_longer_forwards_captured() -> None:
             shape=PRESETS[model],
             decode_sms=(),
         )
-        return plan.short_forward_rows
+        return plan.piecewise_rows
 
     assert len(rows("llama-3.1-8b")) == 32
     assert rows("llama-3.1-8b")[-1] == 1024
@@ -170,7 +170,7 @@ TEXT = format_plan(PLAN)
         ("decode_sms = 32\n", "decode_sms = 132\n", "at most 130 of the GPU's 132 SMs: lower it; found 132"),
         ("decode_sms = 32\n", "decode_sms = 48\n", "more SMs than the entry before"),
         ("decode_sms = 32\n", "", "the whole GPU (an entry without decode_sms) first, and once"),
-        ("[16, 128]", "[128, 16]", "short_forward_rows[1] must be more"),
+        ("[16, 128]", "[128, 16]", "piecewise_rows[1] must be more"),
         ("version = 1", "version = 2", "format and version must be 'bullet_graph capture plan' and 1; found"),
         ("version = 1", "version = [", "not valid TOML"),
         ("[[decode]]", "[decode]", "not valid TOML"),

@@ -127,7 +127,7 @@ def test_without_limits_all_that_came_up_is_captured() -> None:
     assert 40 in sizes_of(plan)
     assert set(sizes_of(plan)) >= set(batch_size_buckets(64)[3:]), "room is left for batches that may come"
     assert sizes_of(plan, 48) == (16,)
-    assert plan.short_forward_rows == (112,)
+    assert plan.piecewise_rows == (112,)
 
 
 def test_long_forwards_of_a_small_model_are_chosen_among_those_captured_without_a_plan() -> None:
@@ -144,16 +144,16 @@ def test_long_forwards_of_a_small_model_are_chosen_among_those_captured_without_
     workload = Workload.of(usage_of(decode(3), *(forward(n, 0) for n in rows)), like)
     assert {demand.size for demand in workload.forwards} == {n for n in rows if n <= 3840}
     candidates = workload.row_candidates(like)
-    assert [n for n in candidates if n > FINE_ROWS] == [n for n in like.short_forward_rows if n > FINE_ROWS]
+    assert [n for n in candidates if n > FINE_ROWS] == [n for n in like.piecewise_rows if n > FINE_ROWS]
     assert [n for n in candidates if n <= FINE_ROWS] == list(range(16, FINE_ROWS + 1, 16))
-    assert propose(workload, Budget(), like=like).short_forward_rows[-1] == 3840
+    assert propose(workload, Budget(), like=like).piecewise_rows[-1] == 3840
 
 
 def test_the_whole_gpu_always_holds_the_largest_batch() -> None:
     usage = usage_of(decode(3), decode(20, SPLIT), forward(30, 2))
     plan = propose(Workload.of(usage, LIKE), Budget(time_s=DECODE_GRAPH_S), like=LIKE)
     assert plan.decode[0].batch_sizes == (64,)
-    assert (len(plan.decode), plan.short_forward_rows) == (1, ())
+    assert (len(plan.decode), plan.piecewise_rows) == (1, ())
 
 
 @pytest.mark.parametrize("budget", [Budget(memory_bytes=DECODE_GRAPH_BYTES - 1), Budget(time_s=0.001)])
@@ -186,7 +186,7 @@ def test_a_proposal_keeps_to_its_budget_and_is_never_worse_than_less_of_it(
 
 def expected_ms(workload: Workload, plan: CapturePlan) -> float:
     decode_ms = (lost_ms(demands, sizes_of(plan, sms)) for sms, demands in workload.decode.items())
-    return sum(decode_ms) + lost_ms(workload.forwards, plan.short_forward_rows)
+    return sum(decode_ms) + lost_ms(workload.forwards, plan.piecewise_rows)
 
 
 @st.composite

@@ -41,7 +41,7 @@ PLAN = CapturePlan(
     num_sms=132,
     max_num_seqs=64,
     decode=(DecodeSizes(None, (1, 8, 64)), DecodeSizes(32, (4, 16))),
-    short_forward_rows=(16, 128),
+    piecewise_rows=(16, 128),
 )
 CONFIG = EngineConfig(model="llama-3.1-8b", max_num_seqs=64, max_num_batched_tokens=512)
 
@@ -72,7 +72,7 @@ def test_without_one_all_buckets_are_captured_for_all_partitions(h200: Runtime) 
     plan = capture_plan_of(replace(CONFIG, decode_sms=(48, 32)), h200)
     assert plan.decode_sms == (32, 48)
     assert {entry.batch_sizes for entry in plan.decode} == {(1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}
-    assert plan.short_forward_rows[-1] == 576
+    assert plan.piecewise_rows[-1] == 576
     auto = capture_plan_of(replace(CONFIG, policy=Policy("auto")), h200, MODEL)
     assert auto.decode_sms == tuple(MODEL.decode_sms)
 
@@ -84,7 +84,7 @@ def test_without_one_all_buckets_are_captured_for_all_partitions(h200: Runtime) 
         ({"max_num_seqs": 65}, "made for max_num_seqs=64, but the engine has max_num_seqs=65"),
         (
             {"max_num_batched_tokens": 63},
-            "128 rows in short_forward_rows, but the longest of this engine has 127",
+            "128 rows in piecewise_rows, but the longest of this engine has 127",
         ),
         (
             {"policy": Policy("split", decode_sms=48)},
@@ -137,7 +137,7 @@ def test_the_ledger_holds_what_pieces_compute_in(
     runtime = replace(h200, model=PRESETS[model])
     config = EngineConfig(model=model, max_num_seqs=64, max_num_batched_tokens=8192)
     plan = capture_plan_of(config, runtime)
-    assert plan.short_forward_rows[-1] == rows
+    assert plan.piecewise_rows[-1] == rows
     scratch = piece_scratch_bytes(runtime.model, rows, dtype_bytes=2)
     assert scratch > rows * 2 * 9 * runtime.model.hidden_size
     ledger = plan_ledger(config, runtime)

@@ -29,7 +29,7 @@ PLAN = CapturePlan(
     num_sms=132,
     max_num_seqs=64,
     decode=(DecodeSizes(None, (1, 8, 12, 64)), DecodeSizes(32, (4, 16))),
-    short_forward_rows=(16, 128, 256),
+    piecewise_rows=(16, 128, 256),
 )
 TIMES_MS = {16: 1.0, 128: 3.0, 256: 2.0}
 
@@ -179,7 +179,7 @@ def done(gpu: FakeGpu) -> list[object]:
 
 ORDER = capture_order(PLAN, LAYERS)
 HOT = hot_keys(PLAN)
-TIMINGS = [("time", rows) for rows in PLAN.short_forward_rows]
+TIMINGS = [("time", rows) for rows in PLAN.piecewise_rows]
 
 
 def test_all_is_captured_before_the_weights_are_there_and_timed_after(cuda: ModuleType, gpu: FakeGpu) -> None:

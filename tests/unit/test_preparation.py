@@ -22,7 +22,7 @@ PLAN = CapturePlan(
     num_sms=MODEL.num_sms,
     max_num_seqs=16,
     decode=(DecodeSizes(None, SIZES), *(DecodeSizes(sms, SIZES) for sms in MODEL.decode_sms)),
-    short_forward_rows=(16,),
+    piecewise_rows=(16,),
 )
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from bullet_graph.cache.archive import export_entry, import_archive
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.archive import export_entry, import_archive
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.cli.capture.listing import difference_row, differences_here
 from bullet_graph.cli.capture.store_options import cache_dir_option, find_entry, json_option, size_text, title
 from bullet_graph.cli.result_file import check_result_file

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.cli.capture.store_options import cache_dir_option, json_option, plain, size_text, title
 from bullet_graph.cli.options import engine_options
 from bullet_graph.config import EngineConfig
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@engine_options(max_num_seqs=256, without=("trace_decisions", "capture_cache", "canary"))
+@engine_options(max_num_seqs=256, without=("trace_decisions", "capture_cache", "self_check"))
 @cache_dir_option
 @json_option
 def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
@@ -104,7 +104,7 @@ def _page(report: "BuildReport") -> dict[str, Any]:
         "adopted": list(report.adopted),
         "seconds": report.seconds,
         "compiles": dataclasses.asdict(report.compiles),
-        "canary": report.entry.manifest.canary,
+        "self_check": report.entry.manifest.self_check,
         "parts": _parts(report),
     }
 
@@ -130,12 +130,12 @@ def _print(report: "BuildReport") -> None:
     for what, names in (("an interrupted build had", report.resumed), ("other entries had", report.adopted)):
         if names:
             console.print(f"{len(names)} of the files {what} already.", markup=False)
-    canary = entry.manifest.canary
-    if canary is not None:
-        worst = max(canary["relative_error"].values())
+    self_check = entry.manifest.self_check
+    if self_check is not None:
+        worst = max(self_check["relative_error"].values())
         console.print(
-            f"Canary: {len(canary['relative_error'])} batch sizes, relative error of the logits at most {worst:.2g} "
-            f"(tolerance {canary['tolerance']:g}).",
+            f"Self-check: {len(self_check['relative_error'])} batch sizes, relative error at most {worst:.2g} "
+            f"(tolerance {self_check['tolerance']:g}).",
             markup=False,
         )
     console.print(f"Built in {report.seconds:.1f} s: {Path(entry.folder)}", markup=False)

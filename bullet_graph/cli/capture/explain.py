@@ -11,13 +11,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bullet_graph.cache.entry import Entry, Lookup, Mismatch, compare
-from bullet_graph.cache.fingerprint import (
+from bullet_graph.captures.entry import Entry, Lookup, Mismatch, compare
+from bullet_graph.captures.fingerprint import (
     ALL_KINDS,
     Fingerprint,
     kinds_depending_on,
 )
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.cli.capture.listing import difference_row
 from bullet_graph.cli.capture.store_options import cache_dir_option, find_entry, json_option, plain, title
 from bullet_graph.config import DeviceName, DtypeName, EngineConfig

@@ -10,10 +10,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bullet_graph.cache.entry import Entry
-from bullet_graph.cache.fingerprint import Difference
-from bullet_graph.cache.manifest_file import manifest_bytes
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.entry import Entry
+from bullet_graph.captures.fingerprint import Difference
+from bullet_graph.captures.manifest_file import manifest_bytes
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.cli.capture.store_options import (
     age_text,
     cache_dir_option,
@@ -106,7 +106,7 @@ def show(entry: str, store: CaptureStore, as_json: bool) -> None:
     console.print(_pairs("Built with", manifest.fingerprint.values))
     console.print(_pairs("Plan", manifest.plan))
     console.print(_pairs("Provenance", manifest.provenance))
-    console.print("It has a canary." if manifest.canary is not None else "It has no canary.")
+    console.print("It has a self-check." if manifest.self_check is not None else "It has no self-check.")
 
 
 @click.command()

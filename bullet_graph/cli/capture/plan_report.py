@@ -165,7 +165,7 @@ def _outcome_fields(study: CaptureStudy, outcome: PlanOutcome) -> dict[str, Any]
     return {
         "name": outcome.name,
         "num_decode_graphs": plan.num_decode_graphs,
-        "num_forward_sizes": len(plan.short_forward_rows),
+        "num_forward_sizes": len(plan.piecewise_rows),
         "memory_gb": plan.graph_bytes(num_layers) / 1e9,
         "time_s": plan.capture_s(num_layers),
         "lost_ms": outcome.lost_ms,

@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 
 import click
 
-from bullet_graph.cache.prune import Pruned, PruneRules, forget_interrupted
-from bullet_graph.cache.prune import prune as prune_store
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.prune import Pruned, PruneRules, forget_interrupted
+from bullet_graph.captures.prune import prune as prune_store
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.cli.capture.listing import differences_here
 from bullet_graph.cli.capture.store_options import cache_dir_option, find_entry, json_option, size_text
 from bullet_graph.cli.options import parse_size

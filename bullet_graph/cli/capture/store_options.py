@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import click
 from rich.text import Text
 
-from bullet_graph.cache.entry import Entry
-from bullet_graph.cache.store import CaptureStore, default_root
+from bullet_graph.captures.entry import Entry
+from bullet_graph.captures.store import CaptureStore, default_root
 from bullet_graph.errors import CacheError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

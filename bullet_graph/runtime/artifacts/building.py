@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bullet_graph.cache.builder import Build, open_build
-from bullet_graph.cache.entry import Entry
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.builder import Build, open_build
+from bullet_graph.captures.entry import Entry
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounter, CompileCounts
@@ -30,11 +30,11 @@ from bullet_graph.runtime.artifacts.measured import (
 )
 from bullet_graph.runtime.artifacts.use import Captures, flashinfer_artifact
 from bullet_graph.runtime.build import BuiltRuntime, artifact_plan, build_executor
-from bullet_graph.runtime.canary import SEED, STEPS, CanaryPoint
 from bullet_graph.runtime.captures import max_forward_rows
 from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.performance import find_performance
 from bullet_graph.runtime.resolve import Runtime, resolve
+from bullet_graph.runtime.self_check import SEED, STEPS, SelfCheckPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def build_captures(config: EngineConfig, store: CaptureStore, settings: BuildSet
     """Build what an engine of this configuration starts from, or go on with it.
 
     Args:
-        config: its ``capture_cache`` and ``canary`` are of no account: all batch sizes are compared.
+        config: its ``capture_cache`` and ``self_check`` are of no account: all batch sizes are compared.
 
     Raises:
         CacheError: the store cannot be written, or what was compiled does not compute the model.
@@ -89,7 +89,7 @@ def build_captures(config: EngineConfig, store: CaptureStore, settings: BuildSet
     config = dataclasses.replace(
         config,
         capture_cache=None,
-        canary="all",
+        self_check="all",
         ready="all",
         compile=config.compile or runtime.device.type == "cpu",
     )
@@ -113,7 +113,7 @@ def build_captures(config: EngineConfig, store: CaptureStore, settings: BuildSet
         built, points = _start(config, runtime, build, plan, parts)
         parts.begin("commit")
         entry = build.commit(
-            canary=_canary_record(points),
+            self_check=_self_check_record(points),
             provenance=dataclasses.asdict(collect_provenance(runtime.device.type)),
         )
         return BuildReport(
@@ -141,10 +141,10 @@ class _Parts:
 
 def _start(
     config: EngineConfig, runtime: Runtime, build: Build, plan: dict[str, Any], parts: _Parts
-) -> tuple[CompileCounts, tuple[CanaryPoint, ...]]:
+) -> tuple[CompileCounts, tuple[SelfCheckPoint, ...]]:
     with tempfile.TemporaryDirectory(prefix="bullet_graph_") as name:
         folder = Path(name)
-        captures = Captures(build, build=build, canary="all")
+        captures = Captures(build, build=build, self_check="all")
 
         @contextmanager
         def recording(*_: Any) -> Iterator[Captures]:
@@ -177,7 +177,7 @@ def _start(
                 built.executor.shutdown()
             seconds = time.perf_counter() - start_s
             _add_start(build, built, folder, plan, row_buckets, seconds, traced=captures.keeps_traced)
-    return built.compiles + counter.counts, captures.use.canary
+    return built.compiles + counter.counts, captures.use.self_check
 
 
 def _add_start(
@@ -229,7 +229,7 @@ def _add_flashinfer(build: Build, runtime: Runtime) -> None:
         build.add_file(artifact, ArtifactKind.FLASHINFER, library, path=artifact, build_seconds=seconds)
 
 
-def _canary_record(points: tuple[CanaryPoint, ...]) -> dict[str, Any] | None:
+def _self_check_record(points: tuple[SelfCheckPoint, ...]) -> dict[str, Any] | None:
     if not points:
         return None
     return {

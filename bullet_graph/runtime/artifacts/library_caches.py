@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bullet_graph.cache.builder import Build
-from bullet_graph.cache.files import file_errors
-from bullet_graph.cache.fingerprint import ArtifactKind
+from bullet_graph.captures.builder import Build
+from bullet_graph.captures.files import file_errors
+from bullet_graph.captures.fingerprint import ArtifactKind
 from bullet_graph.runtime.artifacts.source import ArtifactSource
 
 _GROUP_PREFIX = "__grp__"

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bullet_graph.cache.builder import Build
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.builder import Build
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError, PerfTableError
 from bullet_graph.graphs.report import CaptureReport

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from bullet_graph.cache.entry import Lookup, OpenedEntry
-from bullet_graph.cache.store import CaptureStore, default_root
+from bullet_graph.captures.entry import Lookup, OpenedEntry
+from bullet_graph.captures.store import CaptureStore, default_root
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError, DeviceError
 from bullet_graph.runtime.artifacts.library_caches import caches_below
@@ -49,7 +49,7 @@ def open_captures(config: EngineConfig, runtime: Runtime, plan: dict[str, Any]) 
             yield Captures(problems=[problem])
             return
         held.enter_context(opened)
-        captures = Captures(opened, entry=(store, opened.entry), canary=config.canary)
+        captures = Captures(opened, entry=(store, opened.entry), self_check=config.self_check)
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="bullet_graph_")))
         with caches_below(folder):
             captures.restore_libraries(runtime, folder)

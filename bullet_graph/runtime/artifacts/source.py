@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Protocol
 
-from bullet_graph.cache.fingerprint import ArtifactKind
-from bullet_graph.cache.manifest import Artifact
+from bullet_graph.captures.fingerprint import ArtifactKind
+from bullet_graph.captures.manifest import Artifact
 
 
 class ArtifactSource(Protocol):

@@ -15,24 +15,24 @@ from bullet_graph.perf.table import PerfTable
 from bullet_graph.runtime.artifacts.measured import cached_perf_table
 from bullet_graph.runtime.artifacts.opening import CapturesOpener, store_of
 from bullet_graph.runtime.artifacts.use import CacheUse, Captures, forget_kernels
-from bullet_graph.runtime.canary import CanaryStep
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.resolve import Runtime
+from bullet_graph.runtime.self_check import SelfCheckStep
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryHook:
-    """What a canary needs of an executor that has not run a step yet.
+class SelfCheckHook:
+    """What a self_check needs of an executor that has not run a step yet.
 
     Attributes:
         decoder: whose uncompiled forward is the reference.
-        logits_of: see :func:`~bullet_graph.runtime.canary.run_canary`.
+        logits_of: see :func:`~bullet_graph.runtime.self_check.run_self_check`.
         batch_sizes: that are captured or compiled, rising.
     """
 
     decoder: Decoder
-    logits_of: Callable[[CanaryStep], Tensor]
+    logits_of: Callable[[SelfCheckStep], Tensor]
     batch_sizes: tuple[int, ...]
 
 
@@ -44,7 +44,7 @@ class Started(Protocol):
         """Ready for steps."""
 
     @property
-    def canary(self) -> CanaryHook | None:
+    def self_check(self) -> SelfCheckHook | None:
         """None where nothing was compiled."""
 
 
@@ -82,8 +82,8 @@ def start_with_captures(
             counter = opened.enter_context(CompileCounter(gpu=gpu))
             started = start(captures)
             undo.callback(started.executor.shutdown)
-            hook = started.canary
-            with noted("canary"):
+            hook = started.self_check
+            with noted("self-check"):
                 holds = hook is None or captures.holds(hook.decoder, hook.logits_of, hook.batch_sizes)
         undo.pop_all()
     if holds:

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bullet_graph.cache.builder import Build
-from bullet_graph.cache.entry import Entry, Rejection
-from bullet_graph.cache.fingerprint import ArtifactKind
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.builder import Build
+from bullet_graph.captures.entry import Entry, Rejection
+from bullet_graph.captures.fingerprint import ArtifactKind
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.errors import CacheError, CaptureCacheWarning
 from bullet_graph.graphs.aot import stored
 from bullet_graph.graphs.capture_plan import CapturePlan
@@ -23,14 +23,14 @@ from bullet_graph.models.flashinfer_modules import ModuleSpec, load_module, need
 from bullet_graph.runtime.artifacts.library_caches import LIBRARY_CACHES, TRITON, restore
 from bullet_graph.runtime.artifacts.measured import restore_mask_offset, tuned_row_buckets
 from bullet_graph.runtime.artifacts.source import ArtifactSource, path_of
-from bullet_graph.runtime.canary import (
-    CanaryPoint,
-    CanaryStep,
+from bullet_graph.runtime.resolve import Runtime
+from bullet_graph.runtime.self_check import (
+    SelfCheckPoint,
+    SelfCheckStep,
     fitting_sizes,
-    run_canary,
+    run_self_check,
     sampled_sizes,
 )
-from bullet_graph.runtime.resolve import Runtime
 
 COMPUTING_KINDS = (
     ArtifactKind.TORCH_COMPILE,
@@ -38,7 +38,7 @@ COMPUTING_KINDS = (
     ArtifactKind.TUNING,
     ArtifactKind.CAPTURE,
 )
-"""What is built anew when the canary does not hold: all that decides what a decode step computes."""
+"""What is built anew when the self-check does not hold: all that decides what a decode step computes."""
 
 HALVES = "halves"
 
@@ -49,12 +49,12 @@ class CacheUse:
 
     Attributes:
         entry_id: of the entry that was used; None: none was.
-        canary: what was compared, by batch size.
+        self_check: what was compared, by batch size.
         problems: why the cache, or a part of it, was not used, in words.
     """
 
     entry_id: str | None = None
-    canary: tuple[CanaryPoint, ...] = ()
+    self_check: tuple[SelfCheckPoint, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -68,7 +68,7 @@ class Captures:
         source: where they are taken from; None: there are none, and everything is compiled.
         build: where what has to be compiled is added; None: nowhere.
         entry: behind the source, and its store, to be marked where it computes something else than the model.
-        canary: batch sizes to compare: off, sample or all.
+        self_check: batch sizes to compare: off, sample or all.
         problems: known already.
 
     Attributes:
@@ -82,11 +82,11 @@ class Captures:
         *,
         build: Build | None = None,
         entry: tuple[CaptureStore, Entry] | None = None,
-        canary: str = "off",
+        self_check: str = "off",
         problems: Sequence[str] = (),
     ) -> None:
-        self._source, self._build, self._entry, self._canary = source, build, entry, canary
-        self._points: tuple[CanaryPoint, ...] = ()
+        self._source, self._build, self._entry, self._canary = source, build, entry, self_check
+        self._points: tuple[SelfCheckPoint, ...] = ()
         self._problems = list(problems)
         self._is_rejected = False
         self.keeps_traced = False
@@ -106,7 +106,7 @@ class Captures:
         if self._source is None or self._build is not None:
             return None
         try:
-            return tuned_row_buckets(self._source, plan.short_forward_rows)
+            return tuned_row_buckets(self._source, plan.piecewise_rows)
         except CacheError as error:
             self._tell(f"rows of short forwards are timed anew: {error}")
             return None
@@ -146,26 +146,26 @@ class Captures:
             )
         self._reject(f"{name} cannot be loaded ({problem})")
 
-    # ---- the canary ----
+    # ---- the self_check ----
 
     def holds(
-        self, decoder: Decoder, logits_of: Callable[[CanaryStep], Tensor], batch_sizes: Sequence[int]
+        self, decoder: Decoder, logits_of: Callable[[SelfCheckStep], Tensor], batch_sizes: Sequence[int]
     ) -> bool:
         """Whether the logits are those of the uncompiled model; where not, the entry is rejected.
 
         Args:
-            logits_of: see :func:`~bullet_graph.runtime.canary.run_canary`.
+            logits_of: see :func:`~bullet_graph.runtime.self_check.run_self_check`.
             batch_sizes: that can be compared, rising.
         """
         if self._source is None or self._canary == "off":
             return True
         sizes = fitting_sizes(decoder, batch_sizes)
-        self._points = run_canary(
+        self._points = run_self_check(
             decoder, logits_of, sampled_sizes(sizes) if self._canary == "sample" else sizes
         )
         missed = [point for point in self._points if not point.holds]
         if missed:
-            self._reject(f"the canary does not hold: {'; '.join(map(str, missed))}")
+            self._reject(f"the self-check does not hold: {'; '.join(map(str, missed))}")
         return not missed
 
     def without(self) -> "Captures":
@@ -220,7 +220,7 @@ class Captures:
         marked = "; `bullet-graph capture build` builds the part anew"
         if self._entry is not None:
             store, entry = self._entry
-            # Twice is as good as once: the first reason may be a half, the second the canary.
+            # Twice is as good as once: the first reason may be a half, the second the self_check.
             if not store.reject(entry, Rejection(reason, COMPUTING_KINDS)):
                 marked = "; it could not be marked as rejected, so the next start will find the same"
         self._tell(f"captures are compiled anew: {reason}{marked}")

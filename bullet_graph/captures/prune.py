@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from bullet_graph.cache.entry import Entry
-from bullet_graph.cache.files import file_errors
-from bullet_graph.cache.locks import build_lock
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.entry import Entry
+from bullet_graph.captures.files import file_errors
+from bullet_graph.captures.locks import build_lock
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.errors import CacheError
 
 

@@ -1,4 +1,4 @@
-"""The canary: logits of decode steps against the uncompiled model's, and the forwards that a build runs."""
+"""The self-check: logits of decode steps against the uncompiled model's, and the forwards that a build runs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,15 +14,15 @@ from bullet_graph.models.ops import TorchOps
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.runtime.artifacts.exercise import exercise
-from bullet_graph.runtime.canary import (
-    CanaryPoint,
-    CanaryStep,
+from bullet_graph.runtime.cpu import CpuExecutor
+from bullet_graph.runtime.self_check import (
+    SelfCheckPoint,
+    SelfCheckStep,
     fitting_sizes,
-    run_canary,
+    run_self_check,
     sampled_sizes,
     step_logits,
 )
-from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.step import Placement, Step
 
 CPU, CONFIG = torch.device("cpu"), PRESETS["tiny"]
@@ -46,7 +46,7 @@ def scaled(factor: float) -> LayerFunctions:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_model_itself_holds(dtype: torch.dtype) -> None:
     decoder = new_decoder(dtype)
-    points = run_canary(decoder, partial(step_logits, decoder, EAGER), (1, 2, 33))
+    points = run_self_check(decoder, partial(step_logits, decoder, EAGER), (1, 2, 33))
     assert [point.batch_size for point in points] == [1, 2, 33]
     assert all(point.holds for point in points)
 
@@ -54,7 +54,7 @@ def test_the_model_itself_holds(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.3)])
 def test_another_model_does_not(dtype: torch.dtype, factor: float) -> None:
     decoder = new_decoder(dtype)
-    (point,) = run_canary(decoder, partial(step_logits, decoder, scaled(factor)), (8,))
+    (point,) = run_self_check(decoder, partial(step_logits, decoder, scaled(factor)), (8,))
     assert not point.holds
     assert f"batch size 8: relative error {point.relative_error:.2g}, tolerance" in str(point)
 
@@ -62,36 +62,36 @@ def test_another_model_does_not(dtype: torch.dtype, factor: float) -> None:
 def test_every_compared_row_counts() -> None:
     decoder = new_decoder()
 
-    def last_row_wrong(step: CanaryStep) -> torch.Tensor:
+    def last_row_wrong(step: SelfCheckStep) -> torch.Tensor:
         logits = step_logits(decoder, EAGER, step)
         logits[-1] *= 1.1
         return logits
 
-    (point,) = run_canary(decoder, last_row_wrong, (33,))
+    (point,) = run_self_check(decoder, last_row_wrong, (33,))
     assert point.relative_error == pytest.approx(0.1, rel=1e-3)
 
 
 def test_later_steps_read_what_earlier_ones_cached() -> None:
     decoder = new_decoder()
 
-    def forgetful(step: CanaryStep) -> torch.Tensor:
+    def forgetful(step: SelfCheckStep) -> torch.Tensor:
         for index in range(CONFIG.num_layers):
             for cache in decoder.cache.layer(index):
                 cache.zero_()
         return step_logits(decoder, EAGER, step)
 
-    (point,) = run_canary(decoder, forgetful, (4,))
+    (point,) = run_self_check(decoder, forgetful, (4,))
     assert not point.holds
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_does_not_hold(value: float) -> None:
     decoder = new_decoder()
-    logits: Callable[[CanaryStep], torch.Tensor] = lambda step: torch.full(  # noqa: E731
+    logits: Callable[[SelfCheckStep], torch.Tensor] = lambda step: torch.full(  # noqa: E731
         (len(step.token_ids), CONFIG.vocab_size), value
     )
-    (point,) = run_canary(decoder, logits, (4,))
-    assert point == CanaryPoint(4, float("inf"), 1e-4)
+    (point,) = run_self_check(decoder, logits, (4,))
+    assert point == SelfCheckPoint(4, float("inf"), 1e-4)
 
 
 def test_sizes() -> None:

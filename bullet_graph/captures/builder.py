@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bullet_graph.cache.entry import ARTIFACTS_NAME, Entry, OpenedEntry
-from bullet_graph.cache.files import (
+from bullet_graph.captures.entry import ARTIFACTS_NAME, Entry, OpenedEntry
+from bullet_graph.captures.files import (
     Reader,
     check_files,
     copy_hashed,
@@ -20,7 +20,7 @@ from bullet_graph.cache.files import (
     open_regular,
     sync_folder,
 )
-from bullet_graph.cache.fingerprint import (
+from bullet_graph.captures.fingerprint import (
     ALL_KINDS,
     ArtifactKind,
     Fingerprint,
@@ -28,10 +28,10 @@ from bullet_graph.cache.fingerprint import (
     plan_differences,
     stale_kinds,
 )
-from bullet_graph.cache.journal import Journal
-from bullet_graph.cache.locks import build_lock
-from bullet_graph.cache.manifest import Artifact, Manifest, check_path
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.journal import Journal
+from bullet_graph.captures.locks import build_lock
+from bullet_graph.captures.manifest import Artifact, Manifest, check_path
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.errors import CacheError
 
 _UNKNOWN_SHA256 = "0" * 64
@@ -164,11 +164,11 @@ class Build:
                 self._place(artifact, source)
         return tuple(artifact.name for artifact in wanted)
 
-    def commit(self, *, canary: Mapping[str, Any] | None, provenance: Mapping[str, Any]) -> Entry:
+    def commit(self, *, self_check: Mapping[str, Any] | None, provenance: Mapping[str, Any]) -> Entry:
         """Make the entry visible, at once and as a whole; a damaged one of the same name makes way.
 
         Args:
-            canary: what a start compares its outputs with, as a JSON object.
+            self_check: what a start compares its outputs with, as a JSON object.
             provenance: of the build, as a JSON object.
 
         Raises:
@@ -179,7 +179,7 @@ class Build:
             fingerprint=self._fingerprint,
             plan=self._plan,
             artifacts=tuple(self._artifacts.values()),
-            canary=canary,
+            self_check=self_check,
             created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
             provenance=provenance,
         )

@@ -9,7 +9,7 @@ import tarfile
 import zlib
 from io import BufferedReader, BufferedWriter
 
-from bullet_graph.cache.files import CHUNK_BYTES
+from bullet_graph.captures.files import CHUNK_BYTES
 from bullet_graph.errors import CacheError
 
 MANIFEST_MEMBER = "manifest.json"

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bullet_graph.cache.archive_file import (
+from bullet_graph.captures.archive_file import (
     BLOCK_BYTES,
     END,
     MANIFEST_MEMBER,
@@ -19,13 +19,13 @@ from bullet_graph.cache.archive_file import (
     member_header,
     padding,
 )
-from bullet_graph.cache.entry import ARTIFACTS_NAME, Entry, OpenedEntry
-from bullet_graph.cache.files import CHUNK_BYTES, copy_hashed, file_errors, make_folder, open_regular
-from bullet_graph.cache.locks import build_lock
-from bullet_graph.cache.manifest import Artifact, Manifest
-from bullet_graph.cache.manifest_file import MAX_MANIFEST_BYTES, manifest_bytes, parse_manifest
-from bullet_graph.cache.signing import SIGNATURE_BYTES, require_signature, sign
-from bullet_graph.cache.store import CaptureStore
+from bullet_graph.captures.entry import ARTIFACTS_NAME, Entry, OpenedEntry
+from bullet_graph.captures.files import CHUNK_BYTES, copy_hashed, file_errors, make_folder, open_regular
+from bullet_graph.captures.locks import build_lock
+from bullet_graph.captures.manifest import Artifact, Manifest
+from bullet_graph.captures.manifest_file import MAX_MANIFEST_BYTES, manifest_bytes, parse_manifest
+from bullet_graph.captures.signing import SIGNATURE_BYTES, require_signature, sign
+from bullet_graph.captures.store import CaptureStore
 from bullet_graph.errors import CacheError
 
 MAX_TOTAL_BYTES = 64 * 1024**3

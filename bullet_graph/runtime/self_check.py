@@ -31,7 +31,7 @@ _MOST_COMPARED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryStep:
+class SelfCheckStep:
     """One decode step of ``n`` sequences of the same length, each in a block of its own; all int32.
 
     Attributes:
@@ -48,9 +48,9 @@ class CanaryStep:
     kv_indptr: Int32Array
     kv_indices: Int32Array
 
-    def take(self, rows: Int32Array) -> "CanaryStep":
+    def take(self, rows: Int32Array) -> "SelfCheckStep":
         """The step of some of the sequences."""
-        return CanaryStep(
+        return SelfCheckStep(
             self.token_ids[rows],
             self.positions[rows],
             self.kv_slots[rows],
@@ -60,7 +60,7 @@ class CanaryStep:
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryPoint:
+class SelfCheckPoint:
     """What one batch size has shown.
 
     Attributes:
@@ -95,9 +95,9 @@ def fitting_sizes(decoder: Decoder, batch_sizes: Sequence[int]) -> tuple[int, ..
 
 
 @torch.inference_mode()
-def run_canary(
-    decoder: Decoder, logits_of: Callable[[CanaryStep], Tensor], batch_sizes: Sequence[int]
-) -> tuple[CanaryPoint, ...]:
+def run_self_check(
+    decoder: Decoder, logits_of: Callable[[SelfCheckStep], Tensor], batch_sizes: Sequence[int]
+) -> tuple[SelfCheckPoint, ...]:
     """Compare for each batch size. Overwrites the KV cache, which must hold nothing of use.
 
     Args:
@@ -105,16 +105,16 @@ def run_canary(
     """
     tolerance = TOLERANCES[decoder.weights.lm_head.dtype]
     return tuple(
-        CanaryPoint(size, _relative_error(decoder, logits_of, size), tolerance) for size in batch_sizes
+        SelfCheckPoint(size, _relative_error(decoder, logits_of, size), tolerance) for size in batch_sizes
     )
 
 
-def step_logits(decoder: Decoder, functions: LayerFunctions, step: CanaryStep) -> Tensor:
+def step_logits(decoder: Decoder, functions: LayerFunctions, step: SelfCheckStep) -> Tensor:
     """Logits of a step with reference attention, [n, vocab_size]."""
     return _logits(decoder, functions, [step])
 
 
-def _logits(decoder: Decoder, functions: LayerFunctions, steps: Sequence[CanaryStep]) -> Tensor:
+def _logits(decoder: Decoder, functions: LayerFunctions, steps: Sequence[SelfCheckStep]) -> Tensor:
     """Logits of the last of consecutive steps, [n, vocab_size]: all of them in one forward, as prompts are computed."""
     device = decoder.cos_sin.device
 
@@ -141,13 +141,13 @@ def _indices(values: Int32Array, device: torch.device) -> Tensor:
     return torch.from_numpy(values).long().to(device)
 
 
-def _relative_error(decoder: Decoder, logits_of: Callable[[CanaryStep], Tensor], batch_size: int) -> float:
+def _relative_error(decoder: Decoder, logits_of: Callable[[SelfCheckStep], Tensor], batch_size: int) -> float:
     steps = _steps(batch_size, decoder.config.vocab_size, decoder.cache.block_tokens)
     compared = np.unique(np.linspace(0, batch_size - 1, min(batch_size, _MOST_COMPARED)).astype(np.int32))
     for step in steps:
         logits = logits_of(step)
     found = logits[_indices(compared, logits.device)].float()
-    # In one forward and without a library's attention: else these two would take most of a start's canary, seconds
+    # In one forward and without a library's attention: else these two would take most of a start's self-check, seconds
     # where cuDNN first builds its kernel.
     with sdpa_kernel(SDPBackend.MATH):
         expected = _logits(decoder, eager_functions(TorchOps()), [step.take(compared) for step in steps])
@@ -158,12 +158,12 @@ def _relative_error(decoder: Decoder, logits_of: Callable[[CanaryStep], Tensor],
     return worst if np.isfinite(worst) else float("inf")
 
 
-def _steps(batch_size: int, vocab_size: int, block_tokens: int) -> list[CanaryStep]:
+def _steps(batch_size: int, vocab_size: int, block_tokens: int) -> list[SelfCheckStep]:
     tokens = np.random.default_rng(SEED).integers(0, vocab_size, (STEPS, batch_size), dtype=np.int32)
     blocks = np.arange(1, batch_size + 1, dtype=np.int32)
     indptr = np.arange(batch_size + 1, dtype=np.int32)
     return [
-        CanaryStep(
+        SelfCheckStep(
             tokens[index],
             np.full(batch_size, index, dtype=np.int32),
             blocks * np.int32(block_tokens) + np.int32(index),

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bullet_graph.cache.files import write_durably
-from bullet_graph.cache.fingerprint import digest
-from bullet_graph.cache.manifest import Artifact
-from bullet_graph.cache.manifest_file import VERSION, artifact_from_json, load_json
+from bullet_graph.captures.files import write_durably
+from bullet_graph.captures.fingerprint import digest
+from bullet_graph.captures.manifest import Artifact
+from bullet_graph.captures.manifest_file import VERSION, artifact_from_json, load_json
 from bullet_graph.errors import CacheError
 
 

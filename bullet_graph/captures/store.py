@@ -13,7 +13,7 @@ from typing import Any
 
 from platformdirs import user_cache_path
 
-from bullet_graph.cache.entry import (
+from bullet_graph.captures.entry import (
     MANIFEST_NAME,
     REJECTION_NAME,
     DamagedEntry,
@@ -24,11 +24,11 @@ from bullet_graph.cache.entry import (
     Rejection,
     compare,
 )
-from bullet_graph.cache.files import file_errors, make_folder, sync_folder, sync_tree, write_durably
-from bullet_graph.cache.fingerprint import ALL_KINDS, ArtifactKind, Fingerprint, entry_id
-from bullet_graph.cache.locks import InUse, build_lock, unused
-from bullet_graph.cache.manifest import REBUILD, Manifest
-from bullet_graph.cache.manifest_file import MAX_MANIFEST_BYTES, manifest_bytes, parse_manifest
+from bullet_graph.captures.files import file_errors, make_folder, sync_folder, sync_tree, write_durably
+from bullet_graph.captures.fingerprint import ALL_KINDS, ArtifactKind, Fingerprint, entry_id
+from bullet_graph.captures.locks import InUse, build_lock, unused
+from bullet_graph.captures.manifest import REBUILD, Manifest
+from bullet_graph.captures.manifest_file import MAX_MANIFEST_BYTES, manifest_bytes, parse_manifest
 from bullet_graph.errors import CacheError
 
 

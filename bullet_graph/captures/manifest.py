@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from pathlib import PurePosixPath
 from typing import Any, NoReturn
 
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint, entry_id
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint, entry_id
 from bullet_graph.errors import CacheError
 
 MAX_ARTIFACTS = 20_000
@@ -67,7 +67,7 @@ class Manifest:
         fingerprint: what its contents depend on.
         plan: what was to be captured, as a JSON object.
         artifacts: its files, in the order they were built.
-        canary: of the outputs seen at the build, for checking them at a start; a JSON object, or None.
+        self_check: of the outputs seen at the build, for checking them at a start; a JSON object, or None.
         created_utc: ISO 8601 with the offset +00:00.
         provenance: of the build, as a JSON object.
 
@@ -78,12 +78,12 @@ class Manifest:
     fingerprint: Fingerprint
     plan: Mapping[str, Any]
     artifacts: tuple[Artifact, ...]
-    canary: Mapping[str, Any] | None
+    self_check: Mapping[str, Any] | None
     created_utc: str
     provenance: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        for name in ("plan", "canary", "provenance"):
+        for name in ("plan", "self_check", "provenance"):
             _check_json(getattr(self, name), name)
         if len(self.artifacts) > MAX_ARTIFACTS:
             _fail(f"it lists {len(self.artifacts)} artifacts, more than {MAX_ARTIFACTS}")
@@ -141,7 +141,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def _check_json(value: Any, where: str) -> None:
-    if value is None and where == "canary":
+    if value is None and where == "self_check":
         return
     if type(value) is not dict:
         _fail(f"{where} must be of type dict, found {value!r:.80}")

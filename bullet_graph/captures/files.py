@@ -11,7 +11,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Protocol
 
-from bullet_graph.cache.manifest import Artifact
+from bullet_graph.captures.manifest import Artifact
 from bullet_graph.errors import CacheError
 
 

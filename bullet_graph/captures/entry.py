@@ -7,22 +7,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from bullet_graph.cache.files import Damage, check_files
-from bullet_graph.cache.fingerprint import (
+from bullet_graph.captures.files import Damage, check_files
+from bullet_graph.captures.fingerprint import (
     ArtifactKind,
     Difference,
     Fingerprint,
     plan_differences,
     stale_kinds,
 )
-from bullet_graph.cache.locks import InUse
-from bullet_graph.cache.manifest import REBUILD, Artifact, Manifest
+from bullet_graph.captures.locks import InUse
+from bullet_graph.captures.manifest import REBUILD, Artifact, Manifest
 from bullet_graph.errors import CacheError
 
 MANIFEST_NAME = "manifest.json"
 ARTIFACTS_NAME = "artifacts"
 REJECTION_NAME = "rejected.json"
-CANARY = "canary"
+CANARY = "self_check"
 
 
 @dataclass(frozen=True, slots=True)

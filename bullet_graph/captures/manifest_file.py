@@ -5,8 +5,8 @@ import math
 from dataclasses import asdict, fields
 from typing import Any, NoReturn
 
-from bullet_graph.cache.fingerprint import ArtifactKind, Fingerprint, digest
-from bullet_graph.cache.manifest import REBUILD, Artifact, Manifest
+from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint, digest
+from bullet_graph.captures.manifest import REBUILD, Artifact, Manifest
 from bullet_graph.errors import CacheError
 
 FORMAT = "bullet_graph capture cache"
@@ -23,7 +23,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
         "fingerprint": manifest.fingerprint.values,
         "plan": manifest.plan,
         "artifacts": [asdict(artifact) for artifact in manifest.artifacts],
-        "canary": manifest.canary,
+        "self_check": manifest.self_check,
         "created_utc": manifest.created_utc,
         "provenance": manifest.provenance,
     }
@@ -113,7 +113,7 @@ def _parse(data: bytes) -> Manifest:
             artifact_from_json(value, f"artifacts[{index}]")
             for index, value in enumerate(record["artifacts"])
         ),
-        canary=record["canary"],
+        self_check=record["self_check"],
         created_utc=record["created_utc"],
         provenance=record["provenance"],
     )
