@@ -1,41 +1,45 @@
-"""LLM inference that runs prefill and decode at the same time on one GPU."""
+"""LLM inference that runs prefill and decode at the same time on one GPU.
 
-from bullet_graph import _imports  # isort: skip - the clock of the imports starts here
+``Engine`` and ``AsyncEngine`` need torch, so they are imported when they are first used.
+"""
 
-with _imports.collector_aside():
-    from bullet_graph._version import __version__
-    from bullet_graph.config import EngineConfig, Policy
+from typing import TYPE_CHECKING
+
+from bullet_graph._version import __version__
+from bullet_graph.config import EngineConfig, Policy
+from bullet_graph.engine.output import (
+    CompletionOutput,
+    EngineStats,
+    OutputKind,
+    RequestOutput,
+    TokenLogprobs,
+)
+from bullet_graph.errors import (
+    BulletGraphError,
+    CacheError,
+    CaptureCacheWarning,
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    EngineDeadError,
+    InsufficientMemoryError,
+    ModelError,
+    PartitionError,
+    PerfTableError,
+    PromptError,
+    RequestError,
+    SamplingParamsError,
+    TraceError,
+    UnsupportedModelError,
+    WorkloadError,
+)
+from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.slo import Slo
+
+if TYPE_CHECKING:
     from bullet_graph.engine.async_engine import AsyncEngine
     from bullet_graph.engine.engine import Engine
-    from bullet_graph.engine.output import (
-        CompletionOutput,
-        EngineStats,
-        OutputKind,
-        RequestOutput,
-        TokenLogprobs,
-    )
-    from bullet_graph.errors import (
-        BulletGraphError,
-        CacheError,
-        CaptureCacheWarning,
-        CheckpointError,
-        ConfigError,
-        DeviceError,
-        EngineDeadError,
-        InsufficientMemoryError,
-        ModelError,
-        PartitionError,
-        PerfTableError,
-        PromptError,
-        RequestError,
-        SamplingParamsError,
-        TraceError,
-        UnsupportedModelError,
-        WorkloadError,
-    )
-    from bullet_graph.perf.metrics import RequestMetrics
-    from bullet_graph.sampling_params import SamplingParams
-    from bullet_graph.slo import Slo
 
 __all__ = [
     "AsyncEngine",
@@ -69,3 +73,22 @@ __all__ = [
     "WorkloadError",
     "__version__",
 ]
+
+_NEED_TORCH = {
+    "AsyncEngine": "bullet_graph.engine.async_engine",
+    "Engine": "bullet_graph.engine.engine",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Here, since the module's import starts the clock of the engine's imports.
+    from bullet_graph._imports import load  # noqa: PLC0415
+
+    value = globals()[name] = load(_NEED_TORCH[name], name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

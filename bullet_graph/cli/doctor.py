@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import click
 from click.core import ParameterSource
@@ -17,10 +17,8 @@ from bullet_graph.cli.options import parse_sizes
 from bullet_graph.config import DeviceName, PartitionBackendName
 from bullet_graph.partition.calibrate import Calibration, calibrate, remember
 from bullet_graph.partition.offsets import lookup
-
-if TYPE_CHECKING:
-    # It needs torch.
-    from bullet_graph.runtime.diagnose import Diagnosis
+from bullet_graph.runtime.diagnose import Diagnosis, diagnose
+from bullet_graph.runtime.machine import Asked, look_around
 
 _EXIT_NOT_WORKING = 1
 _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
@@ -79,10 +77,6 @@ def doctor(
         _refuse_other_options()
         _calibrate(as_json=as_json)
         return
-    # torch takes seconds to import, and --help must not wait for it.
-    from bullet_graph.runtime.diagnose import diagnose  # noqa: PLC0415
-    from bullet_graph.runtime.machine import Asked, look_around  # noqa: PLC0415
-
     asked = Asked(device=device, partition_backend=partition_backend, decode_sms=decode_sms, model=model)
     # Libraries that greet on stdout when they are imported would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr):
@@ -110,7 +104,7 @@ def _refuse_other_options() -> None:
             )
 
 
-def _print_page(diagnosis: "Diagnosis") -> None:
+def _print_page(diagnosis: Diagnosis) -> None:
     console = Console()
     table = Table(title="bullet-graph doctor", title_justify="left", show_header=False)
     table.add_column()

@@ -1,16 +1,29 @@
 """``bullet-graph generate``: text, or token ids, as they come."""
 
+import dataclasses
+import json
 import sys
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from bullet_graph.cli.engine_run import open_engine
 from bullet_graph.cli.exits import EXIT_ERROR
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.config import EngineConfig
-from bullet_graph.errors import PromptError
+from bullet_graph.engine.engine import Engine
+from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
+from bullet_graph.errors import ModelError, PromptError, RequestError
+from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.runtime.resolve import load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
+
+_LABEL_CHARS = 60
+
+Prompt = str | Sequence[int]
 
 
 def parse_ids(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -68,9 +81,6 @@ def generate(
     if chat and ids:
         raise click.UsageError("--chat needs texts: --prompt-ids cannot go into a chat template")
     prompts: list[str | tuple[int, ...]] = [*_read_texts(texts, ids, prompt_file), *ids]
-    # torch takes seconds to import, and --help must not wait for it.
-    from bullet_graph.cli.streaming import run_generate  # noqa: PLC0415
-
     config = fit_max_num_seqs(config, len(prompts) * params.n)
     accepted = run_generate(
         config, prompts, params, chat=chat, as_json=as_json, trace_decisions=trace_decisions
@@ -99,3 +109,151 @@ def _decode(content: bytes, source: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise PromptError(f"{source}: a prompt must be UTF-8 text ({error})") from error
+
+
+class OrderedPrinter:
+    """Prints streams that run together one after the other.
+
+    The first stream that is not over is printed as it comes; what the others bring waits for its turn.
+
+    Args:
+        labels: a heading for each stream; a single stream has none.
+    """
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = labels
+        self._waiting = ["" for _ in labels]
+        self._ended = [False for _ in labels]
+        self._current = 0
+        self._print_label()
+
+    def push(self, stream: int, text: str) -> None:
+        """Take more of a stream."""
+        if stream == self._current:
+            click.echo(text, nl=False)
+        else:
+            self._waiting[stream] += text
+
+    def end(self, stream: int) -> None:
+        """Note that a stream is over."""
+        self._ended[stream] = True
+        while self._current < len(self._labels) and self._ended[self._current]:
+            click.echo()
+            self._current += 1
+            if self._current < len(self._labels):
+                self._print_label()
+                click.echo(self._waiting[self._current], nl=False)
+
+    def _print_label(self) -> None:
+        if len(self._labels) > 1:
+            click.echo(f"=== {self._labels[self._current]}")
+
+
+def run_generate(
+    config: EngineConfig,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    chat: bool,
+    as_json: bool,
+    trace_decisions: Path | None = None,
+) -> bool:
+    """Generate and print.
+
+    Args:
+        config: the engine's settings.
+        prompts: texts or token ids, at least one.
+        params: for every prompt.
+        chat: put the prompts, all texts, into the model's chat template.
+        as_json: print JSON lines, each when its request is done, instead of streaming.
+        trace_decisions: write every decision to this file.
+
+    Returns:
+        Whether every prompt was accepted; what was wrong with the others is on stderr.
+
+    Raises:
+        BulletGraphError: from the model or the device.
+    """
+    tokenizer = load_tokenizer(resolve(config))
+    inputs = [_apply_chat_template(prompt, tokenizer) for prompt in prompts] if chat else prompts
+    with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
+        kind = OutputKind.FINAL_ONLY if as_json else OutputKind.DELTA
+        accepted = []
+        for index, prompt in enumerate(inputs):
+            try:
+                engine.add_request(str(index), prompt, params, output_kind=kind)
+                accepted.append(index)
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                click.echo(f"error: prompt {index + 1}: {error}", err=True)
+                if as_json:
+                    click.echo(json.dumps({"request_id": str(index), "error": str(error)}))
+        if as_json:
+            _print_json_lines(engine, prompts)
+        else:
+            _stream(engine, prompts, accepted, params.n, tokenizer)
+    return len(accepted) == len(prompts)
+
+
+def _print_json_lines(engine: Engine, prompts: Sequence[Prompt]) -> None:
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            click.echo(json.dumps(_to_json(output, prompts[int(output.request_id)]), allow_nan=False))
+
+
+def _stream(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    accepted: Sequence[int],
+    num_samples: int,
+    tokenizer: Tokenizer | None,
+) -> None:
+    streams = [(index, sample) for index in accepted for sample in range(num_samples)]
+    numbers = {stream: number for number, stream in enumerate(streams)}
+    printer = OrderedPrinter([_label(prompts[i], i, sample, num_samples) for i, sample in streams])
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            for completion in output.outputs:
+                number = numbers[int(output.request_id), completion.index]
+                printer.push(number, _text(completion, tokenizer))
+                if completion.finish_reason is not None:
+                    printer.end(number)
+
+
+def _apply_chat_template(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise ModelError("--chat needs a model folder with tokenizer.json and a chat template: found none")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": str(prompt)}])
+    # The template has put the special tokens in already.
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _label(prompt: Prompt, index: int, sample: int, num_samples: int) -> str:
+    text = prompt if isinstance(prompt, str) else ", ".join(map(str, prompt))
+    shown = textwrap.shorten(text, _LABEL_CHARS, placeholder="…")
+    of_samples = f", output {sample + 1} of {num_samples}" if num_samples > 1 else ""
+    return f"prompt {index + 1}{of_samples}: {shown}"
+
+
+def _text(completion: CompletionOutput, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "".join(f"{token_id} " for token_id in completion.token_ids)
+    return completion.text
+
+
+def _to_json(output: RequestOutput, prompt: Prompt) -> dict[str, Any]:
+    metrics = output.metrics
+    return {
+        "request_id": output.request_id,
+        "prompt": prompt if isinstance(prompt, str) else None,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [dataclasses.asdict(completion) for completion in output.outputs],
+        "metrics": {
+            "queue_ms": metrics.queue_ms,
+            "ttft_ms": metrics.ttft_ms,
+            "tpot_ms": metrics.tpot_ms,
+            "e2e_ms": metrics.e2e_ms,
+        },
+        "error": None,
+    }

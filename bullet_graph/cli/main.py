@@ -1,24 +1,52 @@
-"""The console script ``bullet-graph``."""
+"""The console script ``bullet-graph`` and its groups; each command's module is imported when it is used."""
 
 import traceback
 
 import click
 
 from bullet_graph._version import __version__
-from bullet_graph.cli.bench.command import bench
-from bullet_graph.cli.capture.command import capture
-from bullet_graph.cli.doctor import doctor
 from bullet_graph.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
-from bullet_graph.cli.explain.command import explain
-from bullet_graph.cli.generate import generate
-from bullet_graph.cli.profile import profile
-from bullet_graph.cli.serve import serve
-from bullet_graph.cli.simulate.command import simulate
+from bullet_graph.cli.lazy import LazyGroup
 from bullet_graph.errors import BulletGraphError, EngineDeadError
 
+_CLI = "bullet_graph.cli"
 
-class _ErrorReportingGroup(click.Group):
-    """Turns the package's own errors into one line and an exit code; others keep their traceback."""
+_COMMANDS = {
+    "doctor": (f"{_CLI}.doctor:doctor", "Tell what works on this machine, and what to do about the rest."),
+    "explain": (f"{_CLI}.explain.command:explain", "Sum up a decision trace."),
+    "generate": (f"{_CLI}.generate:generate", "Continue prompts, printing text as it comes."),
+    "profile": (f"{_CLI}.profile:profile", "Measure this GPU for the planner and the simulator."),
+    "serve": (f"{_CLI}.serve:serve", "Serve a model over HTTP, with OpenAI's interface."),
+    "simulate": (f"{_CLI}.simulate.command:simulate", "Serve a trace on a simulated GPU, in virtual time."),
+}
+
+_BENCH_COMMANDS = {
+    "latency": (f"{_CLI}.bench.command:latency", "Time one batch of equal requests."),
+    "online": (f"{_CLI}.bench.command:online", "Serve a trace as it arrives: latencies and goodput."),
+    "serve": (f"{_CLI}.bench.serve_command:serve", "Like `online`, against a server by URL."),
+    "startup": (f"{_CLI}.bench.startup_command:startup", "Time an engine's start, phase by phase."),
+    "sweep": (f"{_CLI}.bench.sweep_command:sweep", "Find each policy's goodput, by workload."),
+    "throughput": (f"{_CLI}.bench.command:throughput", "Serve a whole trace at once: tokens per second."),
+}
+
+_CAPTURE_COMMANDS = {
+    "build": (
+        f"{_CLI}.capture.build:build",
+        "Compile and collect what an engine needs, so that it starts fast.",
+    ),
+    "explain": (f"{_CLI}.capture.explain:explain", "Tell why captures fit this machine or do not."),
+    "export": (f"{_CLI}.capture.archive:export", "Write an entry into one file."),
+    "import": (f"{_CLI}.capture.archive:import_", "Place an exported entry into the store."),
+    "list": (f"{_CLI}.capture.listing:list_", "List the store's entries, and whether they fit this machine."),
+    "plan": (f"{_CLI}.capture.plan:plan", "Propose what to capture for a workload."),
+    "prune": (f"{_CLI}.capture.prune:prune", "Remove entries that are no longer needed."),
+    "show": (f"{_CLI}.capture.listing:show", "Show what one entry holds."),
+    "verify": (f"{_CLI}.capture.listing:verify", "Check the files of entries against their checksums."),
+}
+
+
+class _ErrorReportingGroup(LazyGroup):
+    """Reports the package's own errors in one line and an exit code; others keep their traceback."""
 
     def invoke(self, ctx: click.Context) -> None:
         try:
@@ -34,7 +62,9 @@ class _ErrorReportingGroup(click.Group):
             ctx.exit(EXIT_INTERRUPTED)
 
 
-@click.group(cls=_ErrorReportingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_ErrorReportingGroup, lazy=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="bullet-graph")
 def main() -> None:
     """LLM inference with continuous batching, a paged KV cache and CUDA graphs.
@@ -51,11 +81,31 @@ def main() -> None:
     """
 
 
-main.add_command(bench)
-main.add_command(capture)
-main.add_command(doctor)
-main.add_command(explain)
-main.add_command(generate)
-main.add_command(profile)
-main.add_command(serve)
-main.add_command(simulate)
+@main.group(cls=LazyGroup, lazy=_BENCH_COMMANDS)
+def bench() -> None:
+    """Measure the engine.
+
+    \b
+    Examples:
+      bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
+      bullet-graph bench online --model llama-3.1-8b --trace azure:conv --request-rate 20 --goodput ttft:500 tpot:15
+      bullet-graph bench latency --model llama-3.1-8b --batch-size 64
+      bullet-graph bench startup --model llama-3.1-8b --ready hot
+    """
+
+
+@main.group(cls=LazyGroup, lazy=_CAPTURE_COMMANDS)
+def capture() -> None:
+    """Build, check and ship capture caches, from which an engine starts faster.
+
+    A capture cache is code: whoever made it decides what the engine runs. Import and use only what comes from a
+    source that you trust.
+
+    \b
+    Examples:
+      bullet-graph capture build --model llama-3.1-8b
+      bullet-graph capture list
+      bullet-graph capture explain --model llama-3.1-8b
+      bullet-graph capture export 3f2a captures.tgz
+      bullet-graph capture import captures.tgz --trusted-key fleet.pub
+    """

@@ -18,6 +18,8 @@ from bullet_graph.perf.accuracy import ErrorReport, held_back_errors
 from bullet_graph.perf.profile_point import KINDS, ProfilePoint
 from bullet_graph.perf.profile_record import Measured, Outlier, find_outliers, from_points
 from bullet_graph.perf.table import PerfTable
+from bullet_graph.runtime.performance import table_model
+from bullet_graph.runtime.profile_setup import prepare_profile
 
 _MOST_OUTLIERS_SHOWN = 10
 
@@ -126,10 +128,6 @@ def profile(
       bullet-graph profile --model ./Llama-3.2-1B --decode-sms 32,64 --time-budget-s 120 --output table.json
     """
     config = EngineConfig(**settings, device="cuda")
-    # torch takes seconds to import, and --help must not wait for it.
-    from bullet_graph.runtime.performance import table_model  # noqa: PLC0415
-    from bullet_graph.runtime.profile_setup import prepare_profile  # noqa: PLC0415
-
     prepared = prepare_profile(config)
 
     def tell(line: str) -> None:

@@ -1,14 +1,25 @@
 """``bullet-graph serve``: an OpenAI-compatible server."""
 
+import asyncio
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
+from bullet_graph.cli.engine_run import open_engine
+from bullet_graph.cli.exits import EXIT_ERROR
 from bullet_graph.cli.options import engine_options, parse_size
 from bullet_graph.config import EngineConfig
+from bullet_graph.engine.async_engine import AsyncEngine
+from bullet_graph.engine.engine import Engine
 from bullet_graph.errors import ConfigError
+from bullet_graph.perf.energy import NvmlProbe
+from bullet_graph.serve.energy import EnergyMeter
+from bullet_graph.serve.settings import ServeSettings
 
 _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 
@@ -95,10 +106,6 @@ def serve(
       bullet-graph serve --model llama-3.1-8b --max-model-len 16384 --shutdown-timeout 60 --watchdog-timeout 30
     """
     require_serve_extra()
-    # torch takes seconds to import, and the server's libraries are an extra.
-    from bullet_graph.cli.serve_run import run_serve  # noqa: PLC0415
-    from bullet_graph.serve.settings import ServeSettings  # noqa: PLC0415
-
     run_serve(
         config,
         ServeSettings(
@@ -109,6 +116,37 @@ def serve(
         warmup=warmup,
         trace_decisions=trace_decisions,
     )
+
+
+def run_serve(
+    config: EngineConfig, settings: ServeSettings, *, warmup: bool, trace_decisions: Path | None
+) -> None:
+    """Serve until told to stop.
+
+    Raises:
+        ConfigError: the address cannot be had.
+        BulletGraphError: from the model or the device.
+    """
+    # The server's libraries are an extra, and --help works without them.
+    from bullet_graph.serve.lifecycle import bind, run_server, warm_up  # noqa: PLC0415
+
+    listener = bind(settings)
+    with listener:
+        engine = AsyncEngine(open_engine(config, quiet=False, trace_decisions=trace_decisions))
+        if warmup:
+            asyncio.run(warm_up(engine))
+        ended = run_server(
+            engine,
+            settings,
+            listener,
+            energy=EnergyMeter(_probe(engine.engine)),
+            on_started=lambda url: click.echo(f"serving {settings.served_model_name} at {url}", err=True),
+        )
+    if not ended:
+        click.echo("error: the engine's thread is stuck in the device, and is left behind", err=True)
+        sys.stderr.flush()
+        # An ordinary exit would wait for the device as well.
+        os._exit(EXIT_ERROR)
 
 
 def require_serve_extra() -> None:
@@ -135,3 +173,9 @@ def _read_key(api_key: str | None, path: Path | None) -> str | None:
         raise ConfigError(
             f"--api-key-file {path} must hold the key as text, but cannot be read: {error}"
         ) from error
+
+
+def _probe(engine: Engine) -> NvmlProbe | None:
+    if engine.device_name != "cuda":
+        return None
+    return NvmlProbe.open(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))

@@ -18,7 +18,6 @@ from bullet_graph.partition.calibrate import Outcome, calibrate
 from bullet_graph.partition.calibrate_child import Attempt, Verdict
 from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remembered
 from bullet_graph.partition.smctrl import identify_driver
-from bullet_graph.runtime import machine as machine_module
 from bullet_graph.runtime.machine import Machine
 
 
@@ -135,7 +134,7 @@ def look_as_if(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
             print("a library greets")
             return machine
 
-        monkeypatch.setattr(machine_module, "look_around", look_around)
+        monkeypatch.setattr(doctor, "look_around", look_around)
 
     return look_as_if
 

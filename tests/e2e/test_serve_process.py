@@ -148,9 +148,7 @@ def test_bad_options(options: tuple[str, ...], message: str) -> None:
 
 def test_a_key_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(
-        "bullet_graph.cli.serve_run.run_serve", lambda _, settings, **__: seen.append(settings)
-    )
+    monkeypatch.setattr("bullet_graph.cli.serve.run_serve", lambda _, settings, **__: seen.append(settings))
     (tmp_path / "key").write_text("s3cret\n")
     result = run("serve", *TINY, "--api-key-file", str(tmp_path / "key"), "--served-model-name", "mine")
     assert result.exit_code == 0, result.output

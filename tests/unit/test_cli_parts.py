@@ -1,8 +1,6 @@
 """Pieces of the command line that need no engine."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-import bullet_graph
 from bullet_graph.cli.bench.latency import decode_gaps_ms, prefill_ms
+from bullet_graph.cli.generate import OrderedPrinter
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
-from bullet_graph.cli.streaming import OrderedPrinter
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.metrics import RequestMetrics
@@ -171,16 +168,3 @@ def test_decode_gaps_are_of_the_whole_batch_only() -> None:
     assert decode_gaps_ms([first, second]) == [1000.0, 2000.0]
     assert prefill_ms([first, second]) == 2000.0
     assert decode_gaps_ms([RequestMetrics(0.0, 0.0, (1.0,))]) == []
-
-
-def test_the_command_lines_own_modules_do_not_load_torch() -> None:
-    # An empty package of the same path stands in for bullet_graph/__init__.py, whose public names need torch.
-    code = (
-        "import sys, types\n"
-        "package = types.ModuleType('bullet_graph')\n"
-        f"package.__path__ = {list(bullet_graph.__path__)!r}\n"
-        "sys.modules['bullet_graph'] = package\n"
-        "import bullet_graph.cli.main\n"
-        "sys.exit('torch' in sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,25 +1,70 @@
-"""What the import of the package leaves behind."""
+"""What an import of the package loads, and how it leaves the garbage collector."""
 
 import gc
 import subprocess
 import sys
+import time
 
+import click
 import pytest
 
 from bullet_graph._imports import collector_aside
+from bullet_graph.cli.lazy import LazyGroup
+from bullet_graph.cli.main import main
 
-AFTER = "import gc; {before}; import bullet_graph; print(gc.isenabled(), gc.get_freeze_count())"
+HEAVY = {"torch", "triton", "flashinfer", "transformers", "cuda", "numpy", "rich", "matplotlib", "fastapi"}
+
+
+def in_a_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "--help"], ["capture", "--help"]])
+def test_help_loads_no_large_library(arguments: list[str]) -> None:
+    code = (
+        "import sys, bullet_graph\n"
+        "from bullet_graph.cli.main import main\n"
+        f"main({arguments!r}, standalone_mode=False)\n"
+        f"print(sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    began_s = time.perf_counter()
+    assert in_a_process(code).splitlines()[-1] == "[]"
+    # On an idle machine 0.2 s; importing torch alone takes far longer than this bound on any.
+    assert time.perf_counter() - began_s < 5
+
+
+def test_the_engine_needs_torch_but_no_gpu_library() -> None:
+    code = (
+        "import sys, bullet_graph\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert bullet_graph.Engine is bullet_graph.AsyncEngine.__init__.__annotations__['engine']\n"
+        "print(sorted({'torch', 'triton', 'flashinfer', 'transformers', 'cuda'} & set(sys.modules)))"
+    )
+    assert in_a_process(code).strip() == "['torch']"
+
+
+def test_every_command_of_the_tables_is_there() -> None:
+    context = click.Context(main)
+    groups = [main, *(main.get_command(context, name) for name in ("bench", "capture"))]
+    for group in groups:
+        assert isinstance(group, LazyGroup)
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            assert command is not None
+            assert command.name == name
 
 
 @pytest.mark.parametrize(
     ("before", "left"), [("pass", "True 0"), ("gc.disable()", "False 0"), ("gc.freeze()", "True ")]
 )
 def test_the_collector_is_as_it_was(before: str, left: str) -> None:
-    code = AFTER.format(before=before)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(left)
+    printed = in_a_process(
+        f"import gc; {before}; import bullet_graph; bullet_graph.Engine; print(gc.isenabled(), gc.get_freeze_count())"
+    )
+    assert printed.startswith(left)
     if before == "gc.freeze()":
-        assert int(done.stdout.split()[1]) > 0, "what was frozen stays so"
+        assert int(printed.split()[1]) > 0, "what was frozen stays so"
 
 
 def test_an_import_that_fails_leaves_the_collector_running() -> None:

@@ -12,21 +12,24 @@ from bullet_graph.cli.main import main
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 NAME = "bullet-graph"
+CONTEXT = click.Context(main)
 
 
 def all_commands(command: click.Command = main, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The words of every command and group, those of the program itself first."""
     yield path
     if isinstance(command, click.Group):
-        for name, child in command.commands.items():
+        for name in command.list_commands(CONTEXT):
+            child = command.get_command(CONTEXT, name)
+            assert child is not None
             yield from all_commands(child, (*path, name))
 
 
 def find(words: list[str]) -> tuple[click.Command, list[str]]:
     """The command that the first words name, and its arguments."""
     command: click.Command = main
-    while isinstance(command, click.Group) and words and words[0] in command.commands:
-        command, words = command.commands[words[0]], words[1:]
+    while isinstance(command, click.Group) and words and (child := command.get_command(CONTEXT, words[0])):
+        command, words = child, words[1:]
     return command, words
 
 

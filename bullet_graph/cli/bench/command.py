@@ -1,4 +1,4 @@
-"""``bullet-graph bench``: throughput and serving on a trace, latency of one batch."""
+"""``bullet-graph bench throughput``, ``online`` and ``latency``."""
 
 import json
 from collections.abc import Callable
@@ -7,9 +7,6 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.bench.serve_command import serve
-from bullet_graph.cli.bench.startup_command import startup
-from bullet_graph.cli.bench.sweep_command import sweep
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs, result_options
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.cli.serving.goodput import GoodputCommand
@@ -19,20 +16,7 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
 
 
-@click.group()
-def bench() -> None:
-    """Measure the engine.
-
-    \b
-    Examples:
-      bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
-      bullet-graph bench online --model llama-3.1-8b --trace azure:conv --request-rate 20 --goodput ttft:500 tpot:15
-      bullet-graph bench latency --model llama-3.1-8b --batch-size 64
-      bullet-graph bench startup --model llama-3.1-8b --ready hot
-    """
-
-
-@bench.command()
+@click.command()
 @engine_options(max_num_seqs=1024)
 @click.option(
     "--trace",
@@ -83,7 +67,7 @@ def throughput(
     _report(result, print_throughput, output_json, as_json=as_json)
 
 
-@bench.command(cls=GoodputCommand)
+@click.command(cls=GoodputCommand)
 @serving_options(default_policy="mixed")
 @click.option(
     "--num-warmups",
@@ -154,7 +138,7 @@ def online(
     _emit(text, lambda: print_comparison(comparison), output_json, as_json=as_json)
 
 
-@bench.command()
+@click.command()
 @engine_options(max_num_seqs=1024, max_num_seqs_shown="the batch size")
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--input-len", type=click.IntRange(min=1), default=32, show_default=True, help="In tokens.")
@@ -207,8 +191,3 @@ def _emit(text: str, render: Callable[[], None], path: Path | None, *, as_json: 
         click.echo(text)
     else:
         render()
-
-
-bench.add_command(serve)
-bench.add_command(startup)
-bench.add_command(sweep)
