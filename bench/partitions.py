@@ -31,9 +31,8 @@ from bullet_graph.models.loader import dummy_weights
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.sampler import SamplingState
-from bullet_graph.partition.backend import open_backend
-from bullet_graph.partition.protocol import PartitionBackend
-from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
+from bullet_graph.partition.backend import PartitionBackend, open_backend
+from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition
 from bullet_graph.perf.energy import DeviceMonitor
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.eager_lane import EagerLane

@@ -14,8 +14,7 @@ from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence, Status
-from bullet_graph.partition.masks import LANES, Lane, lane_masks
-from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition, partition_of
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, lane_masks, partition_of
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.simulated import SimulatedExecutor
@@ -145,8 +144,7 @@ class CheckedExecutor:
             assert comes_after or not launch.slots & flight.slots, "both lanes at once on the same sequence"
 
     def _sms(self, partition: SmPartition, lane: Lane) -> int:
-        masks = lane_masks(partition, num_tpcs=self.num_sms // SMS_PER_TPC)
-        return (masks.decode if lane == "decode" else masks.prefill).bits
+        return lane_masks(partition, num_tpcs=self.num_sms // SMS_PER_TPC)[lane].bits
 
     def done(self, ticket: int) -> bool:
         return self.clock.done(ticket)

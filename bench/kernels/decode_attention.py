@@ -27,7 +27,7 @@ from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.triton_decode_attention import DecodeKernelSettings, default_settings
 from bullet_graph.partition.backend import open_backend
-from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
+from bullet_graph.partition.masks import SMS_PER_TPC, SmPartition
 from bullet_graph.perf.provenance import collect_provenance
 
 CASES = [

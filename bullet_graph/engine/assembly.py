@@ -7,7 +7,7 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError
-from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.partition.masks import SMS_PER_TPC
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.planner.corrections import Corrections
 from bullet_graph.planner.planner import Planner

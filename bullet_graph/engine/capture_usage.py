@@ -7,7 +7,7 @@ from functools import partial
 
 from bullet_graph.graphs.key import EAGER_LAYER_MS
 from bullet_graph.graphs.size_choice import Demand
-from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.partition.masks import SMS_PER_TPC
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.runtime.step_work import StepRecord
 

@@ -15,8 +15,7 @@ from bullet_graph.engine.request import Request, RequestTracker
 from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import ScheduledStep, Sequence
 from bullet_graph.engine.trace import DecisionTrace
-from bullet_graph.partition.masks import LANES, Lane
-from bullet_graph.partition.spec import WHOLE_GPU
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane
 from bullet_graph.planner.corrections import ForwardKind
 from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner

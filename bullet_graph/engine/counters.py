@@ -5,8 +5,7 @@ from bullet_graph.engine.in_flight import InFlight, Launch
 from bullet_graph.engine.output import EngineStats
 from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import ScheduledStep
-from bullet_graph.partition.masks import LANES, Lane, lane_tpcs
-from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, lane_tpcs
 from bullet_graph.planner.plan import PolicyName
 from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.step import Placement

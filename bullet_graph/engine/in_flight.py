@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bullet_graph.engine.sequence import ScheduledStep
-from bullet_graph.partition.masks import LANES, Lane
-from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition
 from bullet_graph.planner.plan import PolicyName
 from bullet_graph.runtime.step import Placement, Step
 

@@ -3,7 +3,7 @@
 from bullet_graph.engine.in_flight import Launch
 from bullet_graph.engine.output import RequestOutput
 from bullet_graph.engine.trace import DecisionTrace
-from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.partition.masks import SMS_PER_TPC
 from bullet_graph.planner.plan import Load, Plan
 
 

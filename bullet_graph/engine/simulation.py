@@ -15,7 +15,7 @@ from bullet_graph.engine.sequence import Sequence as EngineSequence
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import CapturePlan
-from bullet_graph.partition.spec import partition_of
+from bullet_graph.partition.masks import partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.executor import max_batch_sizes

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
-from bullet_graph.partition.masks import LANES, Lane, sm_ranges
-from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, sm_ranges
 from bullet_graph.runtime.step import Placement, Step
 
 LaneSms = Mapping[tuple[Lane, SmPartition], frozenset[int]]

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from bullet_graph.errors import ConfigError, TraceError
-from bullet_graph.partition.masks import Lane
-from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.partition.masks import SMS_PER_TPC, Lane
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.perf.trace_records import TRACE_FORMAT, TRACE_FORMAT_VERSION, TraceHeader
 from bullet_graph.planner.plan import Load, Option, Plan

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.key import GraphKey
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from bullet_graph.config import DtypeName
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.key import batch_size_buckets, row_buckets
-from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition, partition_of
+from bullet_graph.partition.masks import SMS_PER_TPC, SmPartition, partition_of
 from bullet_graph.perf.traffic import DecoderShape
 
 DECODE_GRAPH_BYTES = 8 * 1024**2

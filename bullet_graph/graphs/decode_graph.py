@@ -22,7 +22,7 @@ from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
 from bullet_graph.models.triton_ops import sample
-from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition
 
 Int32Array = NDArray[np.int32]
 

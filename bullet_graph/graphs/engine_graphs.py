@@ -14,7 +14,7 @@ from bullet_graph.graphs.decode_graph import DecodeGraphs
 from bullet_graph.graphs.layer_graphs import LayerGraphs
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.progress import progress_bar
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import PhaseName, StartClock
 
 

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.traffic import DecoderShape
 from bullet_graph.perf.waves import layer_matrices
 

@@ -1,19 +1,62 @@
-"""The back ends there are, and the choice of one that verifies."""
+"""Partition back ends: what they offer, the proof that a partition holds, and the choice of a back end."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 from bullet_graph.errors import PartitionError
+from bullet_graph.partition.driver import create_lane_streams
 from bullet_graph.partition.green import GreenBackend
-from bullet_graph.partition.masks import LANES, Lane
+from bullet_graph.partition.masks import (
+    LANES,
+    SMS_PER_TPC,
+    WHOLE_GPU,
+    Lane,
+    SmPartition,
+    asks_for_disjoint_lanes,
+    sm_ranges,
+)
 from bullet_graph.partition.probe import SmidProbe
-from bullet_graph.partition.protocol import PartitionBackend
 from bullet_graph.partition.smctrl import SmctrlBackend
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
-from bullet_graph.partition.verify import verify
 
 AUTO = "auto"
+
+
+class PartitionBackend(Protocol):
+    """Gives each lane a stream whose work stays on the lane's SMs.
+
+    Attributes:
+        name: as ``--partition-backend`` takes it.
+        num_sms: SMs of the GPU.
+        granularity_sms: step of a lane's size.
+    """
+
+    name: str
+    num_sms: int
+    granularity_sms: int
+
+    def stream(self, lane: Lane, partition: SmPartition) -> int:
+        """The CUstream on which the lane's work for this partition must be captured or launched.
+
+        Valid until the next call for the same lane, which may bind the same stream to other SMs. Graphs that
+        were captured keep their SMs. :data:`WHOLE_GPU` gives the lane all SMs.
+
+        Raises:
+            PartitionError: the back end cannot make this partition.
+        """
+
+    def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
+        """The SMs, as ``%smid`` names them, on which that work must run.
+
+        Raises:
+            PartitionError: the back end cannot make this partition.
+        """
+
+    def close(self) -> None:
+        """Free the streams, whose work must have finished."""
 
 
 class NoneBackend:
@@ -29,24 +72,18 @@ class NoneBackend:
         self.num_sms = self.granularity_sms = probe.num_sms
         with ExitStack() as undo:
             undo.callback(probe.close)
-            self._streams: dict[Lane, int] = {}
-            for lane in LANES:
-                self._streams[lane] = probe.driver.create_stream(urgent=lane == "decode")
-                undo.callback(probe.driver.call, "cuStreamDestroy", self._streams[lane])
+            self._streams = create_lane_streams(probe.driver, undo)
             self._resources = undo.pop_all()
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
-        """See :meth:`PartitionBackend.stream`."""
         _require_whole_gpu(partition)
         return self._streams[lane]
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:  # noqa: ARG002 - protocol
-        """See :meth:`PartitionBackend.expected_sms`."""
         _require_whole_gpu(partition)
         return frozenset(range(self.num_sms))
 
     def close(self) -> None:
-        """See :meth:`PartitionBackend.close`."""
         self._resources.close()
 
 
@@ -58,14 +95,93 @@ def _require_whole_gpu(partition: SmPartition) -> None:
         )
 
 
-def open_smctrl(probe: SmidProbe) -> SmctrlBackend:
-    """Stream masks in the order of the GPCs, which a short-lived split into green contexts tells.
+@dataclass(frozen=True, slots=True)
+class VerifiedPartition:
+    """A partition that holds.
+
+    Attributes:
+        partition: the partition.
+        decode_sms: SMs of the decode lane, as ``%smid`` names them.
+        prefill_sms: SMs of the prefill lane.
+        together: the lanes also ran on disjoint SMs at the same time; not checked for lanes that overlap.
+        seconds: duration of the verification.
+    """
+
+    partition: SmPartition
+    decode_sms: frozenset[int]
+    prefill_sms: frozenset[int]
+    together: bool
+    seconds: float
+
+
+def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) -> VerifiedPartition:
+    """Prove a partition, for eager launches and CUDA graphs of both lanes.
+
+    Each lane's graph is launched on the lane's own stream and on an unmasked one: the SMs of the capture must
+    hold on both. Afterwards both lanes have the whole GPU.
 
     Args:
-        probe: of the GPU; the back end owns it from then on.
+        backend: gives the lanes their streams.
+        partition: to prove.
+        probe: reports the SMs; nothing else may run on the GPU meanwhile.
 
     Raises:
-        PartitionError: the driver's offset is not known, or it has no green contexts to learn the GPCs from.
+        PartitionError: work ran on an SM outside the partition, or left one of its SMs out; the lanes share a
+            stream, or share SMs that they should not; or the back end cannot make the partition.
+    """
+    started = time.perf_counter()
+    expected = {lane: backend.expected_sms(lane, partition) for lane in LANES}
+    disjoint = asks_for_disjoint_lanes(partition, num_tpcs=backend.num_sms // SMS_PER_TPC)
+    if disjoint and (shared := expected["decode"] & expected["prefill"]):
+        raise PartitionError(
+            f"the lanes of {partition} must not share an SM, but {backend.name} gives both SMs {sm_ranges(shared)}: "
+            "choose another partition or --partition-backend"
+        )
+    try:
+        for lane, other in zip(LANES, reversed(LANES), strict=True):
+            unmasked = backend.stream(other, WHOLE_GPU)
+            stream = backend.stream(lane, partition)
+            if stream == unmasked:
+                raise PartitionError(
+                    f"each lane needs a stream of its own, but {backend.name} gives both lanes {stream:#x}: "
+                    "report this with the output of `bullet-graph doctor`"
+                )
+            for how, seen in (
+                ("an eager launch", probe.run(stream)),
+                ("a graph launched on the lane's stream", probe.run_captured(stream)),
+                ("a graph launched on an unmasked stream", probe.run_captured(stream, unmasked)),
+            ):
+                _check(partition, lane, how, seen, expected[lane])
+        if disjoint:
+            streams = [backend.stream(lane, partition) for lane in LANES]
+            for lane, seen in zip(LANES, probe.run_together(streams), strict=True):
+                _check(partition, lane, "an eager launch beside the other lane's", seen, expected[lane])
+    finally:
+        for lane in LANES:
+            backend.stream(lane, WHOLE_GPU)
+    seconds = time.perf_counter() - started
+    return VerifiedPartition(partition, expected["decode"], expected["prefill"], disjoint, seconds)
+
+
+def _check(
+    partition: SmPartition, lane: Lane, how: str, seen: frozenset[int], expected: frozenset[int]
+) -> None:
+    if seen != expected:
+        raise PartitionError(
+            f"the {lane} lane of {partition} must run on exactly SMs {sm_ranges(expected)}, but {how} ran on SMs "
+            f"{sm_ranges(seen)} (outside: {sm_ranges(seen - expected)}; missing: {sm_ranges(expected - seen)}): "
+            "leave the GPU to this process, or choose another --partition-backend"
+        )
+
+
+def open_smctrl(probe: SmidProbe) -> SmctrlBackend:
+    """Stream masks in GPC order, which a short-lived split into green contexts reveals.
+
+    Args:
+        probe: of the GPU; closed with the back end.
+
+    Raises:
+        PartitionError: the driver's mask offset is not known, or it has no green contexts.
     """
     with ExitStack() as undo:
         undo.callback(probe.close)
@@ -97,13 +213,13 @@ def open_backend(
 
     Args:
         name: of the back end; "auto" takes the first that can be opened and verifies.
-        partitions: that will be used. For none but the whole GPU "auto" takes "none".
+        partitions: that will be used. Where they are the whole GPU only, "auto" takes "none".
         device: ordinal of the GPU; nothing else may run on it meanwhile.
         openers: the back ends to choose from, the preferred first.
-        make_probe: of the device.
+        make_probe: opens a probe of the device.
 
     Returns:
-        The back end, to be closed by the caller, and a line for people: which, and why not those before it.
+        The back end, to be closed by the caller, and one line of text: the choice and the refusals before it.
 
     Raises:
         PartitionError: no such back end, or it cannot be opened here, or a partition does not hold.
@@ -119,7 +235,12 @@ def open_backend(
     with closing(make_probe(device)) as probe:
         for candidate in candidates:
             try:
-                backend = _verified(openers[candidate](make_probe(device)), partitions, probe)
+                with ExitStack() as undo:
+                    backend = openers[candidate](make_probe(device))
+                    undo.callback(backend.close)
+                    for partition in partitions:
+                        verify(backend, partition, probe)
+                    undo.pop_all()
             except PartitionError as error:
                 refused.append(f"{candidate} refused: {error}")
                 continue
@@ -127,14 +248,3 @@ def open_backend(
     raise PartitionError(
         f"--partition-backend {name} has to hold {', '.join(map(str, partitions))}, but {'; '.join(refused)}"
     )
-
-
-def _verified(
-    backend: PartitionBackend, partitions: Sequence[SmPartition], probe: SmidProbe
-) -> PartitionBackend:
-    with ExitStack() as undo:
-        undo.callback(backend.close)
-        for partition in partitions:
-            verify(backend, partition, probe)
-        undo.pop_all()
-    return backend

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.masks import TpcMask
+from bullet_graph.partition.masks import SMS_PER_TPC, TpcMask
 from bullet_graph.partition.offsets import KnownOffset, MaskLayout
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import bind, read_words, write_words
-from bullet_graph.partition.spec import SMS_PER_TPC
 
 PROBE_RUNS = 3
 """Launches after which an SM that took no block counts as one that may not be used."""

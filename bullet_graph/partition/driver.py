@@ -1,15 +1,17 @@
-"""The CUDA driver API, of which cuda-python is optional and imported only when asked for."""
+"""The CUDA driver API through cuda-python, which is optional and imported at first use."""
 
 import importlib
+from contextlib import ExitStack
 from typing import Any
 
 from bullet_graph.errors import PartitionError
+from bullet_graph.partition.masks import LANES, Lane
 
 _MIN_CUDA_PYTHON = 13
 
 
 class CudaDriver:
-    """The CUDA driver API through cuda-python, with errors raised instead of returned.
+    """The CUDA driver API, with errors raised instead of returned.
 
     Args:
         api: the module to call; by default ``cuda.bindings.driver``.
@@ -26,10 +28,10 @@ class CudaDriver:
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call ``name`` and return what it gives beside the status: nothing, one value, or a tuple.
+        """Call ``name`` and return its results without the status: None, one value, or a tuple.
 
         Raises:
-            PartitionError: the call failed, or this driver does not have it.
+            PartitionError: the call failed, or this driver does not have the function.
         """
         try:
             status, *values = getattr(self.api, name)(*arguments)
@@ -37,17 +39,17 @@ class CudaDriver:
             # cuda-python raises this where libcuda or a function of it cannot be found.
             raise PartitionError(
                 f"SM partitions need the NVIDIA driver's {name}, but it cannot be called ({error}): "
-                "install or update the driver; `bullet-graph doctor` tells what this machine has"
+                "install or update the driver; `bullet-graph doctor` shows what this machine has"
             ) from error
         if status != self.api.CUresult.CUDA_SUCCESS:
             raise PartitionError(
                 f"{name} had to succeed but returned {status.name}: "
-                "`bullet-graph doctor` tells what works on this machine"
+                "`bullet-graph doctor` shows what works on this machine"
             )
         return values[0] if len(values) == 1 else tuple(values) or None
 
     def stream_priority(self, *, urgent: bool) -> int:
-        """The highest priority that streams of the current context can have, or the lowest."""
+        """The highest stream priority of the current context, or the lowest."""
         lowest, highest = self.call("cuCtxGetStreamPriorityRange")
         return int(highest if urgent else lowest)
 
@@ -55,6 +57,15 @@ class CudaDriver:
         """A CUstream in the current context that does not synchronize with the default stream."""
         flags = self.api.CUstream_flags.CU_STREAM_NON_BLOCKING
         return int(self.call("cuStreamCreateWithPriority", flags, self.stream_priority(urgent=urgent)))
+
+
+def create_lane_streams(driver: CudaDriver, undo: ExitStack) -> dict[Lane, int]:
+    """A CUstream for each lane, that of decode urgent; ``undo`` destroys them."""
+    streams: dict[Lane, int] = {}
+    for lane in LANES:
+        streams[lane] = driver.create_stream(urgent=lane == "decode")
+        undo.callback(driver.call, "cuStreamDestroy", streams[lane])
+    return streams
 
 
 def _import_driver() -> Any:

@@ -1,4 +1,4 @@
-"""Green contexts: the driver's own way of giving work a part of the SMs."""
+"""Green contexts: the driver's own way to confine work to some of the SMs."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -6,14 +6,22 @@ from math import ceil
 from typing import Any
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.masks import LANES, GpcLayout, Lane, lane_tpcs, sm_ranges
+from bullet_graph.partition.driver import create_lane_streams
+from bullet_graph.partition.masks import (
+    LANES,
+    SMS_PER_TPC,
+    GpcLayout,
+    Lane,
+    SmPartition,
+    lane_tpcs,
+    sm_ranges,
+)
 from bullet_graph.partition.probe import SmidProbe
-from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
 
 
 @dataclass(frozen=True, slots=True)
 class _GreenStream:
-    """A CUstream, and the SMs that work on it was seen to use."""
+    """A CUstream, and the SMs on which the probe saw its work."""
 
     stream: int
     sms: frozenset[int]
@@ -22,18 +30,18 @@ class _GreenStream:
 class GreenBackend:
     """Gives each lane of a partition a stream in a green context of its own, made at first use.
 
-    Decode takes the first SMs that the driver hands out, prefill what is left after a split, so the two lanes
-    of a partition that fills the GPU come from one split. Which SMs these are is the driver's choice.
+    Decode takes the first SMs of a split, prefill the remainder, so the two lanes of a partition that fills the GPU
+    come from one split. The driver chooses which SMs these are.
 
     Args:
-        probe: finds out the SMs of each context; :meth:`close` closes it.
+        probe: reports the SMs of each context; :meth:`close` closes it.
 
     Attributes:
         num_sms: SMs of the GPU.
         granularity_sms: step of the sizes of a split.
 
     Raises:
-        PartitionError: this driver has no green contexts, or does not tell their granularity.
+        PartitionError: this driver has no green contexts, or does not report their granularity.
     """
 
     name = "green"
@@ -50,7 +58,7 @@ class GreenBackend:
             self.granularity_sms = int(self._all.sm.smCoscheduledAlignment)
             if self.granularity_sms < 1:
                 raise PartitionError(
-                    "green contexts need a driver that tells their granularity (CUDA 13.0 or later), but this one "
+                    "green contexts need a driver that reports their granularity (CUDA 13.0 or later), but this one "
                     "does not: update the driver or use --partition-backend smctrl"
                 )
             granularity, least = self.granularity_sms, int(self._all.sm.minSmPartitionSize)
@@ -59,26 +67,15 @@ class GreenBackend:
             )
             self._splits: dict[int, tuple[Any, Any]] = {}
             self._streams: dict[tuple[Lane, int], _GreenStream] = {}
-            for lane in LANES:
-                stream = probe.driver.create_stream(urgent=lane == "decode")
-                undo.callback(probe.driver.call, "cuStreamDestroy", stream)
+            for lane, stream in create_lane_streams(probe.driver, undo).items():
                 self._streams[lane, self.num_sms] = _GreenStream(stream, frozenset(range(self.num_sms)))
             self._resources = undo.pop_all()
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
-        """The CUstream on which the lane's work for this partition is captured or launched.
-
-        Raises:
-            PartitionError: the partition cannot be had at this granularity, or the driver failed.
-        """
         return self._green_stream(lane, partition).stream
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
-        """The SMs that the probe saw when the lane's context was made.
-
-        Raises:
-            PartitionError: the partition cannot be had at this granularity, or the driver failed.
-        """
+        """The SMs that the probe saw when the lane's context was made."""
         return self._green_stream(lane, partition).sms
 
     def gpc_layout(self) -> GpcLayout:
@@ -100,7 +97,6 @@ class GreenBackend:
         return (*layout, left_over) if left_over else tuple(layout)
 
     def close(self) -> None:
-        """Destroy the streams and contexts, whose work must have finished, and close the probe."""
         self._streams.clear()
         self._resources.close()
 

@@ -1,4 +1,4 @@
-"""Stream masks: a field of the driver's own stream object, written only where it is known to lie."""
+"""Stream masks: a field of the driver's own stream object, written only at an offset that is known or proven."""
 
 import re
 from contextlib import ExitStack
@@ -9,18 +9,18 @@ from platform import machine
 from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition import offsets
+from bullet_graph.partition.driver import create_lane_streams
 from bullet_graph.partition.masks import (
-    LANES,
+    SMS_PER_TPC,
     GpcLayout,
     Lane,
-    LaneMasks,
+    SmPartition,
     TpcMask,
     lane_masks,
     require_clusters,
 )
 from bullet_graph.partition.offsets import DriverId, KnownOffset
 from bullet_graph.partition.probe import SmidProbe
-from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
 
 LIBCUDA = "libcuda.so.1"
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
@@ -32,7 +32,7 @@ def identify_driver(libcuda: str | Path = LIBCUDA) -> DriverId:
     """The driver of this machine; nothing is initialised.
 
     Raises:
-        PartitionError: there is no driver, or it does not tell its release.
+        PartitionError: there is no driver, or its release cannot be found.
     """
     try:
         cuda_version = _smctrl.driver_version(libcuda)
@@ -42,12 +42,12 @@ def identify_driver(libcuda: str | Path = LIBCUDA) -> DriverId:
             f"stream masks need an NVIDIA driver, but found {error}: install the driver, or use "
             "--partition-backend none"
         ) from error
-    # The library's name first: with a compatibility package it is newer than the kernel's module.
+    # The library's name first: with a compatibility package it is newer than the kernel module.
     module = _KERNEL_MODULE.read_text(encoding="utf-8") if _KERNEL_MODULE.exists() else ""
     release = _RELEASE.search(library.name) or _RELEASE.search(module)
     if release is None:
         raise PartitionError(
-            f"stream masks need the driver's release, which {library} and {_KERNEL_MODULE} do not tell: use "
+            f"stream masks need the driver's release, which {library} and {_KERNEL_MODULE} do not name: use "
             "--partition-backend green"
         )
     return DriverId(cuda_version, release.group(), machine())
@@ -73,10 +73,10 @@ def trusted_offset(driver: DriverId, cache: Path | None = None) -> KnownOffset:
 
 @dataclass(frozen=True, slots=True)
 class MaskWords:
-    """What lies at a mask's place.
+    """The words of a mask in the driver's stream object.
 
     Attributes:
-        enabled: 32 bits, 1 where the mask is in force. The 64-bit layout has no such word: 0 without a mask.
+        enabled: 32 bits, 1 where the mask is in force. The 64-bit layout has no such word; then 0 means no mask.
         disable_low: TPCs 0-63, a set bit disables.
         disable_high: TPCs 64-127.
     """
@@ -87,22 +87,22 @@ class MaskWords:
 
 
 def read_words(stream: int, where: KnownOffset) -> MaskWords:
-    """What lies at ``where`` in the object of ``stream`` (a CUstream); memory of the driver's."""
+    """Read the mask of ``stream`` (a CUstream) from the driver's memory."""
     return MaskWords(*_smctrl.get_mask(stream, where.offset, where.layout))
 
 
 def write_words(stream: int, where: KnownOffset, words: MaskWords) -> None:
-    """Write at ``where`` in the object of ``stream`` (a CUstream); memory of the driver's."""
+    """Write the mask of ``stream`` (a CUstream) into the driver's memory."""
     _smctrl.set_mask(
         stream, where.offset, where.layout, words.disable_low, words.disable_high, enabled=words.enabled
     )
 
 
 def bind(stream: int, where: KnownOffset, mask: TpcMask) -> None:
-    """Make the kernels launched or captured on ``stream`` (a CUstream) from now on use the mask's TPCs alone.
+    """Confine kernels launched or captured on ``stream`` (a CUstream) from now on to the mask's TPCs.
 
     Raises:
-        PartitionError: the GPU has more TPCs than the driver's mask, or what is read back is not what was written.
+        PartitionError: the GPU has more TPCs than the driver's mask, or other words are read back than were written.
     """
     if mask.num_tpcs > where.layout:
         raise PartitionError(
@@ -119,15 +119,15 @@ def bind(stream: int, where: KnownOffset, mask: TpcMask) -> None:
 
 
 class SmctrlBackend:
-    """Gives each lane one stream of its own, for all partitions: asking for the stream binds it to the mask.
+    """Gives each lane one stream for all partitions; :meth:`stream` binds it to the partition's mask.
 
-    A mask acts on what is launched or captured after it was bound, so ask right before. It does nothing to
-    graphs captured earlier, and nothing to the other lane.
+    A mask acts on launches and captures that follow, so ask right before them. It does not change graphs captured
+    earlier, nor the other lane.
 
     Args:
         probe: of the GPU; the streams are made in its context, and :meth:`close` closes it.
-        layout: the order in which masks take TPCs. None takes them by number, for kernels without clusters
-            alone: see :func:`~bullet_graph.partition.masks.require_clusters`.
+        layout: the order in which masks take TPCs. None takes them by number, which is safe only for kernels without
+            clusters: see :func:`~bullet_graph.partition.masks.require_clusters`.
         libcuda: the driver's library.
         cache: the file of calibrations, by default this user's.
 
@@ -158,36 +158,23 @@ class SmctrlBackend:
             self.where = trusted_offset(identify_driver(libcuda), cache)
             self._num_tpcs = probe.num_sms // SMS_PER_TPC
             self._layout = layout
-            self._masks: dict[SmPartition, LaneMasks] = {}
-            self._streams: dict[Lane, int] = {}
-            for lane in LANES:
-                self._streams[lane] = probe.driver.create_stream(urgent=lane == "decode")
-                undo.callback(probe.driver.call, "cuStreamDestroy", self._streams[lane])
-                # The driver makes new streams of old ones, and a mask would stay in them.
-                undo.callback(write_words, self._streams[lane], self.where, MaskWords(0, 0, 0))
+            self._masks: dict[SmPartition, dict[Lane, TpcMask]] = {}
+            self._streams = create_lane_streams(probe.driver, undo)
+            for stream in self._streams.values():
+                # The driver reuses the memory of old streams for new ones, and a mask would stay in it.
+                undo.callback(write_words, stream, self.where, MaskWords(0, 0, 0))
             self._check_apart()
             self._resources = undo.pop_all()
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
-        """The lane's CUstream, bound to the lane's mask in this partition until the next call for the lane.
-
-        Raises:
-            PartitionError: the partition does not fit the GPU, or the mask could not be written.
-        """
         stream = self._streams[lane]
         bind(stream, self.where, self._mask(lane, partition))
         return stream
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
-        """The SMs of the lane's mask.
-
-        Raises:
-            PartitionError: the partition does not fit the GPU.
-        """
         return self._mask(lane, partition).sms
 
     def close(self) -> None:
-        """Destroy the streams, whose work must have finished, and close the probe."""
         self._resources.close()
 
     def _mask(self, lane: Lane, partition: SmPartition) -> TpcMask:
@@ -195,15 +182,15 @@ class SmctrlBackend:
         if masks is None:
             masks = lane_masks(partition, num_tpcs=self._num_tpcs, layout=self._layout)
             if self._layout is not None:
-                require_clusters(masks.decode, self._layout, "decode")
-                require_clusters(masks.prefill, self._layout, "prefill")
+                for name, mask in masks.items():
+                    require_clusters(mask, self._layout, name)
             self._masks[partition] = masks
-        return masks.decode if lane == "decode" else masks.prefill
+        return masks[lane]
 
     def _check_apart(self) -> None:
-        """A mask of one lane must not show on the other's stream, as it would if the driver kept one for both."""
-        everything = TpcMask.contiguous(self._num_tpcs, num_tpcs=self._num_tpcs)
-        one_tpc = TpcMask.contiguous(1, num_tpcs=self._num_tpcs)
+        """Make sure that the driver keeps a mask for each stream, not one for both."""
+        everything = TpcMask((1 << self._num_tpcs) - 1, self._num_tpcs)
+        one_tpc = TpcMask(1, self._num_tpcs)
         decode, prefill = self._streams.values()
         for stream in (decode, prefill):
             bind(stream, self.where, everything)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from bullet_graph.partition.masks import Lane
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 
 PolicyName = Literal["serial", "solo", "sliced", "mixed", "split"]
 """How a tick shares the GPU: ``solo`` has one phase only, ``serial`` takes turns of whole prefills and steps."""

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
-from bullet_graph.partition.spec import partition_of
+from bullet_graph.partition.masks import partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.planner.backlog import Backlog, ChunkSizes
 from bullet_graph.planner.corrections import Corrections, ForwardKind

@@ -17,8 +17,7 @@ from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.workspaces import piece_scratch_bytes
 from bullet_graph.partition.backend import open_backend
-from bullet_graph.partition.masks import LANES, Lane
-from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition, partition_of
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.library_caches import triton_hashed_meanwhile

@@ -18,7 +18,7 @@ from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.partition.backend import open_backend
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition, partition_of
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S
 from bullet_graph.perf.profile_point import ProfileLimits, ProfilePoint
 from bullet_graph.runtime.build import partitions_of

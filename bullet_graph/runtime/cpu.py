@@ -12,8 +12,7 @@ from bullet_graph.models.attention import ReferenceAttention
 from bullet_graph.models.decoder import Decoder, Hidden, LayerFunctions, SampledRows, eager_functions
 from bullet_graph.models.ops import TorchOps
 from bullet_graph.models.sampler import SamplingState, sample, token_logprobs
-from bullet_graph.partition.masks import Lane
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.runtime.artifacts.use import Captures
 from bullet_graph.runtime.rows import Rows, lay_out
 from bullet_graph.runtime.slots import settings_row

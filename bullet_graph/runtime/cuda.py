@@ -18,8 +18,7 @@ from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.triton_ops import TritonOps
-from bullet_graph.partition.masks import Lane
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.use import Captures
 from bullet_graph.runtime.cuda_lane import CudaLane

@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
-from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
+from bullet_graph.partition.masks import SMS_PER_TPC, SmPartition
 from bullet_graph.runtime.step import Placement, Step, StepResult
 
 

@@ -36,7 +36,7 @@ KERNEL_SOURCES = (
 
 GRAPH_SOURCES = (
     "graphs/*.py",
-    *("partition/masks.py", "partition/spec.py"),
+    "partition/masks.py",
     *(
         "runtime/cuda.py",
         "runtime/eager_lane.py",

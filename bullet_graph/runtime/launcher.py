@@ -2,9 +2,8 @@
 
 import torch
 
-from bullet_graph.partition.masks import Lane
-from bullet_graph.partition.protocol import PartitionBackend
-from bullet_graph.partition.spec import SmPartition
+from bullet_graph.partition.backend import PartitionBackend
+from bullet_graph.partition.masks import Lane, SmPartition
 
 
 class Launcher:

@@ -15,10 +15,10 @@ from bullet_graph.config import DeviceName, EngineConfig, PartitionBackendName
 from bullet_graph.errors import BulletGraphError, PartitionError
 from bullet_graph.partition import offsets
 from bullet_graph.partition.backend import OPENERS, BackendOpener
+from bullet_graph.partition.masks import SMS_PER_TPC
 from bullet_graph.partition.offsets import DriverId
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import identify_driver
-from bullet_graph.partition.spec import SMS_PER_TPC
 from bullet_graph.perf.provenance import Provenance, collect_provenance, installed_version
 from bullet_graph.runtime.build import plan_ledger
 from bullet_graph.runtime.cache_folders import CacheFolder, cache_folders, look_at_cache

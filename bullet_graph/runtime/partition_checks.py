@@ -10,13 +10,12 @@ from bullet_graph.partition.backend import (
     OPENERS,
     BackendOpener,
     NoneBackend,
+    PartitionBackend,
     open_backend,
+    verify,
 )
-from bullet_graph.partition.masks import sm_ranges
+from bullet_graph.partition.masks import partition_of, sm_ranges
 from bullet_graph.partition.probe import SmidProbe
-from bullet_graph.partition.protocol import PartitionBackend
-from bullet_graph.partition.spec import partition_of
-from bullet_graph.partition.verify import verify
 
 _DEFAULT_SHARES = (8, 4, 2)
 _DEFAULT_STEP_SMS = 8

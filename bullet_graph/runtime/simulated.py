@@ -10,8 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.masks import LANES, Lane, lane_tpcs
-from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, lane_tpcs
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.runtime.step import Placement, Step, StepResult
 from bullet_graph.runtime.step_work import StepRecord, StepWork

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet_graph.partition.masks import Lane
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 
 Int32Array = NDArray[np.int32]
 BoolArray = NDArray[np.bool_]

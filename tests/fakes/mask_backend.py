@@ -3,9 +3,8 @@
 from fakes.fake_driver import FakeDriver
 
 from bullet_graph.partition.driver import CudaDriver
-from bullet_graph.partition.masks import LANES, Lane, lane_masks
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, lane_masks
 from bullet_graph.partition.probe import SmidProbe
-from bullet_graph.partition.spec import SMS_PER_TPC, SmPartition
 
 
 class MaskBackend:
@@ -37,8 +36,7 @@ class MaskBackend:
         return stream
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
-        masks = lane_masks(partition, num_tpcs=self.num_sms // SMS_PER_TPC)
-        return (masks.decode if lane == "decode" else masks.prefill).sms
+        return lane_masks(partition, num_tpcs=self.num_sms // SMS_PER_TPC)[lane].sms
 
     def bound_sms(self, lane: Lane) -> frozenset[int]:
         """What the lane's stream is bound to at this moment."""

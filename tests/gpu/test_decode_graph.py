@@ -21,7 +21,7 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.rope import cos_sin_table
 from bullet_graph.models.sampler import SamplingState
 from bullet_graph.models.weights import LayerWeights, ModelWeights
-from bullet_graph.partition.spec import WHOLE_GPU
+from bullet_graph.partition.masks import WHOLE_GPU
 
 pytestmark = pytest.mark.gpu
 

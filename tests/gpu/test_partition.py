@@ -8,14 +8,20 @@ import pytest
 import torch
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.backend import OPENERS, open_backend
+from bullet_graph.partition.backend import OPENERS, PartitionBackend, open_backend, verify
 from bullet_graph.partition.green import GreenBackend
-from bullet_graph.partition.masks import LANES, Lane, TpcMask, lane_masks, sm_ranges
+from bullet_graph.partition.masks import (
+    LANES,
+    SMS_PER_TPC,
+    WHOLE_GPU,
+    Lane,
+    SmPartition,
+    TpcMask,
+    lane_masks,
+    sm_ranges,
+)
 from bullet_graph.partition.probe import SmidProbe
-from bullet_graph.partition.protocol import PartitionBackend
 from bullet_graph.partition.smctrl import SmctrlBackend, bind
-from bullet_graph.partition.spec import SMS_PER_TPC, WHOLE_GPU, SmPartition
-from bullet_graph.partition.verify import verify
 
 pytestmark = pytest.mark.gpu
 
@@ -186,20 +192,23 @@ def test_a_planted_wrong_mask_is_caught(
 ) -> None:
     partition = split(32, smctrl.num_sms)
     num_tpcs = smctrl.num_sms // SMS_PER_TPC
-    masks = lane_masks(partition, num_tpcs=num_tpcs)
-    right = masks.decode if lane == "decode" else masks.prefill
+    right = lane_masks(partition, num_tpcs=num_tpcs)[lane]
+    every_tpc, count = (1 << num_tpcs) - 1, right.bits.bit_count()
     # Decode has the first TPCs, prefill the last.
-    first = 0 if lane == "decode" else num_tpcs - right.count
+    first = 0 if lane == "decode" else num_tpcs - count
     step = 1 if lane == "decode" else -1
-    wrong = {
-        "one TPC too many": TpcMask.contiguous(
-            right.count + 1, num_tpcs=num_tpcs, start=first + min(step, 0)
-        ),
-        "one TPC too few": TpcMask.contiguous(right.count - 1, num_tpcs=num_tpcs, start=first + 1),
-        "shifted by one": TpcMask.contiguous(right.count, num_tpcs=num_tpcs, start=first + step),
-        "inverted": right.complement(),
-        "none": TpcMask.contiguous(num_tpcs, num_tpcs=num_tpcs),
+
+    def contiguous(count: int, start: int) -> int:
+        return ((1 << count) - 1) << start
+
+    bits = {
+        "one TPC too many": contiguous(count + 1, first + min(step, 0)),
+        "one TPC too few": contiguous(count - 1, first + 1),
+        "shifted by one": contiguous(count, first + step),
+        "inverted": every_tpc & ~right.bits,
+        "none": every_tpc,
     }[mistake]
+    wrong = TpcMask(bits, num_tpcs)
 
     def plant(stream: int) -> int:
         bind(stream, smctrl.where, wrong)

@@ -7,7 +7,7 @@ from bullet_graph.graphs.capture_order import CaptureProgress, PieceKey, capture
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes, default_plan
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 
 NARROW, WIDE = SmPartition(16, 50), SmPartition(32, 34)
 LAYERS = 2

@@ -21,7 +21,7 @@ from bullet_graph.graphs.capture_plan import (
 from bullet_graph.graphs.key import batch_size_buckets, row_buckets
 from bullet_graph.graphs.plan_file import format_plan, list_plans, load_plan, parse_plan, read_plan
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.shipped import load_table
 
 PLAN = CapturePlan(

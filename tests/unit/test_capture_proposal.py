@@ -20,7 +20,7 @@ from bullet_graph.graphs.capture_plan import DECODE_GRAPH_BYTES, DECODE_GRAPH_S,
 from bullet_graph.graphs.key import EAGER_LAYER_MS, FINE_ROWS, batch_size_buckets
 from bullet_graph.graphs.size_choice import Demand, lost_ms
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.partition.spec import WHOLE_GPU, partition_of
+from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.runtime.step import Placement
 from bullet_graph.runtime.step_work import StepRecord, StepWork

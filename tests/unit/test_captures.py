@@ -22,7 +22,7 @@ from bullet_graph.graphs.key import GraphKey, largest_first, smallest_holding
 from bullet_graph.graphs.plan_file import format_plan
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.workspaces import piece_scratch_bytes
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition, partition_of
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.planner.plan import Load, Plan

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bullet_graph.config import Policy
 from bullet_graph.engine.chunk import fill
-from bullet_graph.partition.spec import WHOLE_GPU, partition_of
+from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.planner.options import ROW_STEP
 from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner

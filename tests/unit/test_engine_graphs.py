@@ -16,7 +16,7 @@ from bullet_graph.graphs.collector import paused_collector
 from bullet_graph.graphs.decode_graph import DecodeGraphs
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.graphs.layer_graphs import LayerGraphs
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime import cuda as cuda_module
 from bullet_graph.runtime import cuda_lane

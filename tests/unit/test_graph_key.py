@@ -13,7 +13,7 @@ from bullet_graph.graphs.key import (
     worthwhile_buckets,
 )
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 
 MAX = st.integers(1, 2000)
 

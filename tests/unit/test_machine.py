@@ -19,10 +19,9 @@ from bullet_graph.errors import PartitionError
 from bullet_graph.partition import offsets
 from bullet_graph.partition.backend import BackendOpener, NoneBackend
 from bullet_graph.partition.green import GreenBackend
-from bullet_graph.partition.masks import Lane
+from bullet_graph.partition.masks import Lane, SmPartition
 from bullet_graph.partition.offsets import KnownOffset, MaskLayout
 from bullet_graph.partition.probe import SmidProbe
-from bullet_graph.partition.spec import SmPartition
 from bullet_graph.runtime import machine as machine_module
 from bullet_graph.runtime.cache_folders import CacheFolder, cache_folders, look_at_cache
 from bullet_graph.runtime.diagnose import Level, diagnose

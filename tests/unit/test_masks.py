@@ -1,4 +1,4 @@
-"""Masks over TPCs: sizes, complements, overlaps, orders."""
+"""Masks over TPCs: sizes, overlaps, orders."""
 
 from itertools import pairwise
 
@@ -8,17 +8,19 @@ from hypothesis import strategies as st
 
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.masks import (
+    LANES,
+    WHOLE_GPU,
     GpcLayout,
-    LaneMasks,
+    SmPartition,
     TpcMask,
     asks_for_disjoint_lanes,
     lane_masks,
     require_clusters,
     sm_ranges,
 )
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
 
 NUM_TPCS = 66
+BY_NUMBER: GpcLayout = (tuple(range(NUM_TPCS)),)
 # As an H200 hands out its TPCs: four of each GPC at a time.
 H200_LAYOUT: GpcLayout = (
     *(tuple(range(32 * half + gpc, 32 * half + 32, 8)) for half in (0, 1) for gpc in range(8)),
@@ -43,28 +45,7 @@ def test_a_mask_disables_exactly_the_tpcs_it_leaves_out(mask: TpcMask) -> None:
     for tpc in range(mask.num_tpcs):
         usable = {2 * tpc, 2 * tpc + 1} <= mask.sms
         assert usable == (mask.disable_bits >> tpc & 1 == 0)
-    assert mask.num_sms == 2 * mask.count == len(mask.sms)
-
-
-@given(masks)
-def test_a_mask_and_its_complement_share_out_the_gpu(mask: TpcMask) -> None:
-    if mask.count == mask.num_tpcs:
-        with pytest.raises(PartitionError, match="at least one TPC"):
-            mask.complement()
-        return
-    other = mask.complement()
-    assert mask.sms.isdisjoint(other.sms)
-    assert mask.sms | other.sms == frozenset(range(2 * mask.num_tpcs))
-    assert other.complement() == mask
-    assert other.bits == mask.disable_bits
-
-
-@given(st.data(), st.integers(1, 128))
-def test_contiguous_tpcs(data: st.DataObject, num_tpcs: int) -> None:
-    start = data.draw(st.integers(0, num_tpcs - 1))
-    count = data.draw(st.integers(1, num_tpcs - start))
-    mask = TpcMask.contiguous(count, num_tpcs=num_tpcs, start=start)
-    assert mask.sms == frozenset(range(2 * start, 2 * (start + count)))
+    assert len(mask.sms) == 2 * mask.bits.bit_count()
 
 
 @given(st.data(), layouts())
@@ -72,12 +53,12 @@ def test_tpcs_in_a_layouts_order(data: st.DataObject, layout: GpcLayout) -> None
     order = [tpc for gpc in layout for tpc in gpc]
     start = data.draw(st.integers(0, len(order) - 1))
     count = data.draw(st.integers(1, len(order) - start))
-    mask = TpcMask.following_gpcs(count, layout, start=start)
+    mask = TpcMask.in_order(count, layout, start=start)
     assert mask.sms == {sm for tpc in order[start : start + count] for sm in (2 * tpc, 2 * tpc + 1)}
 
 
 def test_32_sms_in_the_order_of_green_contexts() -> None:
-    mask = TpcMask.following_gpcs(16, H200_LAYOUT)
+    mask = TpcMask.in_order(16, H200_LAYOUT)
     assert sm_ranges(mask.sms) == "0-7, 16-23, 32-39, 48-55"
 
 
@@ -88,21 +69,20 @@ def test_lanes_are_disjoint_or_overlap_by_the_excess(data: st.DataObject, layout
     partition = SmPartition(data.draw(sizes), data.draw(sizes))
     lanes = lane_masks(partition, num_tpcs=num_tpcs, layout=data.draw(st.sampled_from([None, layout])))
     counts = [num_tpcs if size is None else size for size in (partition.decode_tpcs, partition.prefill_tpcs)]
-    assert [lanes.decode.count, lanes.prefill.count] == counts
-    assert len(lanes.decode.sms & lanes.prefill.sms) == 2 * max(0, sum(counts) - num_tpcs)
-    assert asks_for_disjoint_lanes(partition, num_tpcs=num_tpcs) == (
-        lanes.decode.sms.isdisjoint(lanes.prefill.sms)
-    )
+    assert [len(lanes[lane].sms) for lane in LANES] == [2 * count for count in counts]
+    shared = lanes["decode"].sms & lanes["prefill"].sms
+    assert len(shared) == 2 * max(0, sum(counts) - num_tpcs)
+    assert asks_for_disjoint_lanes(partition, num_tpcs=num_tpcs) == (not shared)
     if sum(counts) == num_tpcs:
-        assert lanes.prefill == lanes.decode.complement()
+        assert lanes["prefill"].bits == lanes["decode"].disable_bits
 
 
 def test_decode_takes_the_first_tpcs_and_prefill_the_last() -> None:
     lanes = lane_masks(SmPartition(8, 50), num_tpcs=NUM_TPCS)
-    assert lanes.decode.sms == frozenset(range(16))
-    assert lanes.prefill.sms == frozenset(range(32, 132))
+    assert lanes["decode"].sms == frozenset(range(16))
+    assert lanes["prefill"].sms == frozenset(range(32, 132))
     whole = TpcMask((1 << NUM_TPCS) - 1, NUM_TPCS)
-    assert lane_masks(WHOLE_GPU, num_tpcs=NUM_TPCS) == LaneMasks(whole, whole)
+    assert lane_masks(WHOLE_GPU, num_tpcs=NUM_TPCS) == {"decode": whole, "prefill": whole}
 
 
 @pytest.mark.parametrize("count", [0, -1, NUM_TPCS + 1])
@@ -111,13 +91,13 @@ def test_a_lane_has_from_one_to_all_tpcs(count: int) -> None:
         with pytest.raises(PartitionError, match=f"{lane} lane needs from 1 to 66 TPCs.*but {count} were"):
             lane_masks(partition, num_tpcs=NUM_TPCS)
     with pytest.raises(PartitionError, match=f"from 1 to 66 TPCs.*but {count} from"):
-        TpcMask.contiguous(count, num_tpcs=NUM_TPCS)
+        TpcMask.in_order(count, BY_NUMBER)
 
 
 @pytest.mark.parametrize("start", [-1, 60])
 def test_a_range_that_leaves_the_gpu(start: int) -> None:
     with pytest.raises(PartitionError, match=f"but 8 from the one numbered {start}"):
-        TpcMask.contiguous(8, num_tpcs=NUM_TPCS, start=start)
+        TpcMask.in_order(8, BY_NUMBER, start=start)
 
 
 @pytest.mark.parametrize(("bits", "num_tpcs"), [(0, 66), (1 << 66, 66), (-1, 66), (1, 0), (1, -4)])
@@ -129,7 +109,7 @@ def test_bits_must_name_tpcs_that_exist(bits: int, num_tpcs: int) -> None:
 @pytest.mark.parametrize("layout", [((0, 1), (1, 2)), ((0, 2),), ((1, 2),)])
 def test_a_layout_names_each_tpc_once(layout: GpcLayout) -> None:
     with pytest.raises(PartitionError, match="exactly once"):
-        TpcMask.following_gpcs(1, layout)
+        TpcMask.in_order(1, layout)
 
 
 def test_a_layout_of_another_gpu() -> None:
@@ -144,20 +124,16 @@ def test_sm_ranges(sms: list[int], text: str) -> None:
     assert sm_ranges(sms) == text
 
 
-def test_one_tpc_in_each_gpc_has_no_room_for_a_cluster() -> None:
-    spread = TpcMask.contiguous(8, num_tpcs=NUM_TPCS)
-    with pytest.raises(PartitionError, match="SMs 0-15 hold no whole group of 8 SMs"):
-        require_clusters(spread, H200_LAYOUT, "decode")
+@pytest.mark.parametrize(
+    ("bits", "sms"), [(0xFF, "0-15"), (0b11 << 64, "128-131")], ids=["one TPC in each GPC", "left over"]
+)
+def test_a_mask_without_room_for_a_cluster(bits: int, sms: str) -> None:
+    with pytest.raises(PartitionError, match=f"SMs {sms} hold no whole group of 8 SMs"):
+        require_clusters(TpcMask(bits, NUM_TPCS), H200_LAYOUT, "decode")
 
 
 @given(st.integers(4, NUM_TPCS - 6))
 def test_lanes_that_follow_the_gpcs_have_room_for_clusters(decode_tpcs: int) -> None:
-    both = lane_masks(SmPartition(decode_tpcs, NUM_TPCS - decode_tpcs), num_tpcs=NUM_TPCS, layout=H200_LAYOUT)
-    require_clusters(both.decode, H200_LAYOUT, "decode")
-    require_clusters(both.prefill, H200_LAYOUT, "prefill")
-
-
-def test_tpcs_left_over_are_no_group() -> None:
-    left_over = TpcMask(0b11 << 64, NUM_TPCS)
-    with pytest.raises(PartitionError, match="SMs 128-131 hold no whole group"):
-        require_clusters(left_over, H200_LAYOUT, "prefill")
+    partition = SmPartition(decode_tpcs, NUM_TPCS - decode_tpcs)
+    for lane, mask in lane_masks(partition, num_tpcs=NUM_TPCS, layout=H200_LAYOUT).items():
+        require_clusters(mask, H200_LAYOUT, lane)

@@ -7,13 +7,10 @@ from fakes.fake_driver import CUresult, FakeDriver
 from fakes.mask_backend import MaskBackend, fake_probe
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.backend import OPENERS, NoneBackend, open_backend
+from bullet_graph.partition.backend import OPENERS, NoneBackend, PartitionBackend, open_backend, verify
 from bullet_graph.partition.green import GreenBackend
-from bullet_graph.partition.masks import LANES, TpcMask, sm_ranges
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, SmPartition, TpcMask, sm_ranges
 from bullet_graph.partition.probe import SmidProbe
-from bullet_graph.partition.protocol import PartitionBackend
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
-from bullet_graph.partition.verify import verify
 
 ALL = frozenset(range(132))
 SPLITS = [SmPartition(tpcs, 66 - tpcs) for tpcs in (8, 12, 16, 24, 32, 48)]
@@ -91,7 +88,7 @@ def test_a_size_off_the_granularity(
 
 def test_a_driver_without_the_granularity(gpu: FakeDriver) -> None:
     gpu.granularity = 0
-    with pytest.raises(PartitionError, match=r"tells their granularity \(CUDA 13.0 or later\)"):
+    with pytest.raises(PartitionError, match=r"reports their granularity \(CUDA 13.0 or later\)"):
         GreenBackend(fake_probe(gpu))
     assert (gpu.live, gpu.retained) == ({}, 0)
 
@@ -113,7 +110,7 @@ def test_the_gpc_layout_follows_the_green_contexts(gpu: FakeDriver, green: Green
     assert layout[:2] == ((0, 8, 16, 24), (1, 9, 17, 25))
     assert layout[-1] == (64, 65)
     for tpcs in (4, 16, 48, 64):
-        mask = TpcMask.following_gpcs(tpcs, layout)
+        mask = TpcMask.in_order(tpcs, layout)
         assert mask.sms == green.expected_sms("decode", SmPartition(tpcs, None))
 
 

@@ -10,7 +10,7 @@ from planner_loads import LAYERS, MAX_CHUNK, POLICIES, chunk_of, decoding, load_
 from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.key import EAGER_LAYER_MS
-from bullet_graph.partition.spec import WHOLE_GPU, partition_of
+from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.planner.backlog import Backlog
 from bullet_graph.planner.options import FLOOR_TOKENS, ROW_STEP, SPLIT_LAUNCH_MS

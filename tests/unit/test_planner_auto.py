@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planner_loads import LAYERS, MAX_CHUNK, POLICIES, chosen, chunk_of, decoding, load_of, model, planner
 
 from bullet_graph.config import Policy
-from bullet_graph.partition.spec import WHOLE_GPU, partition_of
+from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.performance import Prediction
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.planner.options import BUDGET_CAP

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bullet_graph.engine.preparation import PREPARE_MS, PREPARE_SHARE, PreparationPace, spare_ms
 from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, capture_order, hot_keys
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
-from bullet_graph.partition.spec import WHOLE_GPU
+from bullet_graph.partition.masks import WHOLE_GPU
 from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, PromptLoad
 from bullet_graph.slo import NO_TARGETS, Slo
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.masks import Lane
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.performance import Prediction, SplitPrediction
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.simulated import SimulatedExecutor

@@ -8,12 +8,11 @@ from fakes.fake_streams import OBJECT_BYTES, RELEASE, FakeDriver, FakeLibcuda, F
 
 from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.masks import LANES, GpcLayout
+from bullet_graph.partition.backend import verify
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, GpcLayout, SmPartition
 from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remember
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import SmctrlBackend, identify_driver
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
-from bullet_graph.partition.verify import verify
 
 DRIVER = DriverId(13000, RELEASE, "x86_64")
 PARTITION = SmPartition(decode_tpcs=16, prefill_tpcs=50)

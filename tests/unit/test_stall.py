@@ -8,8 +8,7 @@ from core_loop import MODEL, CoreLoop, make_planner
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.in_flight import Launching
 from bullet_graph.engine.stall import LaneSms, stalled_launches
-from bullet_graph.partition.masks import LANES, lane_masks
-from bullet_graph.partition.spec import SMS_PER_TPC
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, lane_masks
 
 CONFIG = EngineConfig(model="llama-3.1-8b", max_num_seqs=16, policy="split:48")  # type: ignore[arg-type]
 
@@ -32,7 +31,7 @@ def loop() -> CoreLoop:
 def lane_sms(loop: CoreLoop) -> LaneSms:
     num_tpcs = MODEL.num_sms // SMS_PER_TPC
     masks = {p: lane_masks(p, num_tpcs=num_tpcs) for p in loop.executor.partitions}
-    return {(lane, p): getattr(m, lane).sms for p, m in masks.items() for lane in LANES}
+    return {(lane, p): m[lane].sms for p, m in masks.items() for lane in LANES}
 
 
 def told_of(loop: CoreLoop, *, limit_s: float, config: EngineConfig, lane_sms: LaneSms) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import pytest
 
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError, TraceError
-from bullet_graph.partition.spec import SmPartition
+from bullet_graph.partition.masks import SmPartition
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.perf.trace_file import read_trace
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, Plan, PromptLoad

@@ -5,10 +5,9 @@ from fakes.fake_driver import FakeDriver
 from fakes.mask_backend import MaskBackend, fake_probe
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.masks import LANES, Lane, sm_ranges
+from bullet_graph.partition.backend import verify
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, sm_ranges
 from bullet_graph.partition.probe import SmidProbe
-from bullet_graph.partition.spec import WHOLE_GPU, SmPartition
-from bullet_graph.partition.verify import verify
 
 PARTITION = SmPartition(8, 58)
 ALL = frozenset(range(132))
