@@ -25,12 +25,11 @@ from rich.table import Table
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import GraphKey
-from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.models.decoder import Decoder, cos_sin_table
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
-from bullet_graph.models.sampler import SamplingState
+from bullet_graph.models.weights import dummy_weights
 from bullet_graph.partition.backend import PartitionBackend, open_backend
 from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition
 from bullet_graph.perf.energy import DeviceMonitor

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bullet_graph import Engine, RequestOutput, SamplingParams
-from bullet_graph.models.sampler import SamplingState
+from bullet_graph.kernels.sampler import SamplingState
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

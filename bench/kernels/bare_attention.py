@@ -10,11 +10,14 @@ from bench.kernels.bare_steps import BareStep
 from bench.kernels.decode_inputs import DEVICE, DTYPE, Cache
 from bench.kernels.decode_kernels import decode_batch, paged_batch
 from bench.kernels.prefill_layers import BLOCK_TOKENS, CONFIG, LAYERS, normal
-from bullet_graph.models.attention import LayerRows
-from bullet_graph.models.flashinfer_attention import AttentionLane, RaggedBatch
-from bullet_graph.models.flashinfer_modules import prefill_backend
-from bullet_graph.models.triton_decode_attention import TritonDecodeAttention
-from bullet_graph.models.workspaces import prefill_workspace_bytes
+from bullet_graph.kernels.attention import LayerRows
+from bullet_graph.kernels.decode_attention import TritonDecodeAttention
+from bullet_graph.kernels.flashinfer_attention import (
+    AttentionLane,
+    RaggedBatch,
+    prefill_backend,
+)
+from bullet_graph.kernels.shapes import prefill_workspace_bytes
 
 SIDE_SMS = 64
 """For which attention is laid out where products run beside it: what is left to them without waiting."""

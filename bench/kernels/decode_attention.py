@@ -23,9 +23,9 @@ from bench.kernels.decode_inputs import DEVICE, Cache, lengths
 from bench.kernels.decode_kernels import Bench
 from bench.kernels.gpu_command import GpuCommand
 from bullet_graph.cli.result_file import check_result_file
+from bullet_graph.kernels.decode_attention import DecodeKernelSettings, default_settings
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.triton_decode_attention import DecodeKernelSettings, default_settings
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import SMS_PER_TPC, SmPartition
 from bullet_graph.perf.provenance import collect_provenance

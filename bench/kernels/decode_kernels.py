@@ -11,15 +11,15 @@ from triton.runtime.errors import OutOfResources
 
 from bench.kernels.decode_inputs import DEVICE, DTYPE, Cache, Int32Array, lengths, scattered_blocks
 from bench.kernels.graph_timing import us_per_layer
-from bullet_graph.models import flashinfer_attention
-from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch
-from bullet_graph.models.triton_decode_attention import (
+from bullet_graph.kernels import flashinfer_attention
+from bullet_graph.kernels.decode_attention import (
     DecodeBatch,
     DecodeKernelSettings,
     TritonDecodeAttention,
 )
-from bullet_graph.models.workspaces import prefill_workspace_bytes
+from bullet_graph.kernels.flashinfer_attention import AttentionLane, PagedBatch
+from bullet_graph.kernels.shapes import prefill_workspace_bytes
+from bullet_graph.models.config import ModelConfig
 
 MAX_ROWS = 256
 HND_LAYOUT = 1

@@ -30,19 +30,21 @@ from bench.kernels.gpu_command import GpuCommand
 from bench.kernels.sustained import MAX_ERROR, relative_error
 from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.errors import DeviceError
-from bullet_graph.models.attention import LayerRows
+from bullet_graph.kernels.attention import LayerRows, MixedAttention
+from bullet_graph.kernels.flashinfer_attention import (
+    AttentionLane,
+    PagedBatch,
+    RaggedBatch,
+    prefill_backend,
+)
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.ops import RowInputs
+from bullet_graph.kernels.shapes import prefill_workspace_bytes
+from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder, eager_functions
-from bullet_graph.models.flashinfer_attention import AttentionLane, PagedBatch, RaggedBatch
-from bullet_graph.models.flashinfer_modules import prefill_backend
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
-from bullet_graph.models.mixed_attention import MixedAttention
-from bullet_graph.models.ops import RowInputs
+from bullet_graph.models.decoder import Decoder, cos_sin_table, eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
-from bullet_graph.models.triton_ops import TritonOps
-from bullet_graph.models.workspaces import prefill_workspace_bytes
+from bullet_graph.models.weights import dummy_weights
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.rows import Rows, lay_out
@@ -169,7 +171,7 @@ def attention_runs(decoder: Decoder, rows: Rows, attentions: Mapping[str, MixedA
     for index, layer in enumerate(decoder.weights.layers):
         shape = (len(rows.positions), config.q_size + 2 * config.kv_size)
         qkv = torch.randn(shape, dtype=DTYPE, device=DEVICE)
-        q = TritonOps().rope_and_cache(qkv, inputs, *decoder.cache.layer(index), layer, config)
+        q = TritonOps().rope_and_cache(qkv, inputs, *decoder.cache.layer(index), layer.head_norms, config)
         layers.append(LayerRows.of(q, qkv, config))
     outs = [torch.empty_like(layer_rows.q) for layer_rows in layers]
 

@@ -40,7 +40,7 @@ from bench.kernels.prefill_layers import (
 )
 from bench.kernels.sustained import Lab, Run, burst_ms, print_table
 from bullet_graph.cli.result_file import check_result_file
-from bullet_graph.models.triton_gemm import swiglu_matmul
+from bullet_graph.kernels.triton_ops import swiglu_matmul
 from bullet_graph.models.weights import LayerWeights
 from bullet_graph.perf.provenance import collect_provenance
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from bench.kernels.sustained import Run
-from bullet_graph.models.ops import RowInputs
+from bullet_graph.kernels.ops import RowInputs
+from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.models.weights import LayerWeights
 
 CONFIG = PRESETS["llama-3.1-8b"]
@@ -41,7 +41,6 @@ def make_layers() -> list[LayerWeights]:
         LayerWeights(
             1 + normal(HIDDEN, std=0.1),
             matrix("qkv"),
-            None,
             None,
             None,
             matrix("o"),
@@ -91,7 +90,7 @@ class Chain:
     def attention_input(self, normed: Tensor, layer: LayerWeights) -> Tensor:
         """Projected, normed rows [rows, hidden_size] to rotated queries [rows, q_size]."""
         qkv = OPS.linear(normed, layer.qkv)
-        q = OPS.rope_and_cache(qkv, self.inputs, self.keys, self.values, layer, CONFIG)
+        q = OPS.rope_and_cache(qkv, self.inputs, self.keys, self.values, layer.head_norms, CONFIG)
         return q.view(self.rows, CONFIG.q_size)
 
     def engine(self, swiglu: Callable[[Tensor, Tensor], Tensor] = OPS.swiglu) -> None:
@@ -127,7 +126,7 @@ def split_ns(chain: Chain) -> dict[str, float]:
         mark("add_rms_norm")
         qkv = OPS.linear(normed, layer.qkv)
         mark("qkv")
-        q = OPS.rope_and_cache(qkv, chain.inputs, chain.keys, chain.values, layer, CONFIG)
+        q = OPS.rope_and_cache(qkv, chain.inputs, chain.keys, chain.values, layer.head_norms, CONFIG)
         mark("rope_and_cache")
         o = OPS.linear(q.view(chain.rows, CONFIG.q_size), layer.o)
         mark("o")

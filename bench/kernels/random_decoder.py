@@ -2,11 +2,10 @@
 
 from bench.kernels.decode_inputs import DEVICE, DTYPE
 from bullet_graph.config import KV_BLOCK_TOKENS
+from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
-from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.weights import dummy_weights
 
 
 def random_decoder(config: ModelConfig, *, num_blocks: int, max_positions: int) -> Decoder:

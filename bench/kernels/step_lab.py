@@ -18,8 +18,8 @@ from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, halves_for
 from bullet_graph.graphs.key import GraphKey
+from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.sampler import SamplingState
 from bullet_graph.perf.energy import DeviceMonitor
 
 VARIANTS: tuple[Halves, ...] = (

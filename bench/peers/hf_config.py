@@ -37,7 +37,7 @@ def hf_config(model: ModelConfig) -> dict[str, Any]:
         "rope_parameters": rope,
         "tie_word_embeddings": model.tie_word_embeddings,
         "attention_bias": False,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": model.dtype,
         "eos_token_id": list(model.eos_token_ids) or None,
     }
 

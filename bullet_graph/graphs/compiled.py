@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bullet_graph.kernels.ops import LayerOps
 from bullet_graph.models.decoder import Decoder, LayerFunctions, attention_input, attention_output
-from bullet_graph.models.ops import LayerOps
 
 _MOST_COMPILED = 64
 """Versions of a half that a process keeps, of all its models and settings: Dynamo's own limit is 8."""

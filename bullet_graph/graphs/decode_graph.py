@@ -16,12 +16,12 @@ from bullet_graph.graphs.cublas import cublas_sm_count, fitting_blas
 from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, decode_functions, halves_for
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, largest_first, smallest_holding
 from bullet_graph.graphs.report import CaptureReport
+from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
+from bullet_graph.kernels.memory import Uploader, packed_offsets
+from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.triton_ops import sample
 from bullet_graph.models.decoder import Decoder, LayerFunctions
-from bullet_graph.models.pinned import Uploader, packed_offsets
 from bullet_graph.models.progress import progress_bar
-from bullet_graph.models.sampler import SamplingState
-from bullet_graph.models.triton_decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
-from bullet_graph.models.triton_ops import sample
 from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition
 
 Int32Array = NDArray[np.int32]

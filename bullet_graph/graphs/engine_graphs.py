@@ -11,7 +11,7 @@ from bullet_graph.config import ReadyName
 from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, PieceKey, hot_keys
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.decode_graph import DecodeGraphs
-from bullet_graph.graphs.layer_graphs import LayerGraphs
+from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
@@ -32,7 +32,7 @@ class EngineGraphs:
     def __init__(
         self,
         decode: DecodeGraphs,
-        pieces: LayerGraphs,
+        pieces: PiecewiseGraphs,
         plan: CapturePlan,
         *,
         num_layers: int,

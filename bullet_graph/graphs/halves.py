@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from bullet_graph.graphs.compiled import HalfCompiler, compile_now, compiled_functions
+from bullet_graph.kernels.ops import TorchOps
+from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
-from bullet_graph.models.ops import TorchOps
-from bullet_graph.models.triton_ops import TritonOps
 
 Halves = Literal["eager", "compiled", "compiled-norm"]
 """How a layer's two halves are computed:
@@ -54,7 +54,7 @@ class TritonNormOps(TorchOps):
     def add_rms_norm(
         x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :func:`~bullet_graph.models.ops.add_rms_norm`."""
+        """See :func:`~bullet_graph.kernels.ops.add_rms_norm`."""
         normed, total = torch.ops.bullet_graph.add_rms_norm(x, residual, weight, eps)
         return normed, total if summed is None else summed.copy_(total)
 

@@ -5,15 +5,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import Any, Literal, NoReturn
 
 from bullet_graph.errors import ModelError, UnsupportedModelError
+from bullet_graph.perf.traffic import decode_weight_bytes
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DtypeName = Literal["bfloat16", "float16", "float32"]
+
+DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of an element, by the name of its type."""
 
 # What Hugging Face's config classes for these architectures take where config.json names no rope_theta.
 _DEFAULT_ROPE_THETA = 10000.0
@@ -63,7 +65,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    dtype: torch.dtype
+    dtype: DtypeName
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -75,6 +77,12 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Columns of all key (or all value) heads together."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, tied embeddings counted once."""
+        embedding_rows = 0 if self.tie_word_embeddings else self.vocab_size
+        return decode_weight_bytes(self, batch_size=embedding_rows, dtype_bytes=1)
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -271,13 +279,14 @@ def _rope_scaling(config: JsonObject, rope: JsonObject) -> Llama3RopeScaling | N
     return scaling
 
 
-def _dtype(config: JsonObject) -> torch.dtype:
+def _dtype(config: JsonObject) -> DtypeName:
     key = "torch_dtype" if config.get("dtype") is None else "dtype"
     # Hugging Face takes a checkpoint that does not say for float32.
-    name = config.get(key) or "float32"
-    if not isinstance(name, str) or name.removeprefix("torch.") not in _DTYPES:
-        config.fail(key, f"one of {', '.join(_DTYPES)}", UnsupportedModelError)
-    return _DTYPES[name.removeprefix("torch.")]
+    found = str(config.get(key) or "float32").removeprefix("torch.")
+    name = next((name for name in DTYPE_BYTES if name == found), None)
+    if name is None:
+        config.fail(key, f"one of {', '.join(DTYPE_BYTES)}", UnsupportedModelError)
+    return name
 
 
 def _eos_token_ids(folder: Path, config: JsonObject, vocab_size: int) -> tuple[int, ...]:

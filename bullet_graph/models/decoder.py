@@ -1,5 +1,6 @@
 """The decoder's forward: one code for Llama, Qwen2 and Qwen3, for the CPU, eager prefill and captured decode."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bullet_graph.models.attention import Attention, LayerRows
-from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.ops import LayerOps, RowInputs
+from bullet_graph.kernels.attention import Attention, LayerRows
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.ops import LayerOps, RowInputs
+from bullet_graph.models.config import Llama3RopeScaling, ModelConfig
 from bullet_graph.models.weights import ModelWeights
 
 
@@ -152,7 +153,7 @@ class Decoder:
                 x, residual, layer.input_norm, layer.qkv, layer.qkv_bias, eps
             )
             keys, values = self.cache.layer(index)
-            q = functions.ops.rope_and_cache(qkv, inputs, keys, values, layer, self.config)
+            q = functions.ops.rope_and_cache(qkv, inputs, keys, values, layer.head_norms, self.config)
             rows = LayerRows.of(q, qkv, self.config)
             if sampled is not None and index == self.config.num_layers - 1:
                 return self.finish_last_layer(rows, residual, sampled, functions)
@@ -202,3 +203,30 @@ class Decoder:
         """
         x, _ = ops.add_rms_norm(hidden.x, hidden.residual, self.weights.final_norm, self.config.rms_norm_eps)
         return ops.linear(x, self.weights.lm_head, out=out)
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """Rotation per position for each pair of dimensions, [head_dim / 2] float32.
+
+    theta ** (-2i / head_dim) (Su et al. 2021, section 3.2.2), slowed as ``rope_scaling`` says.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    inv_freq = 1.0 / (config.rope_theta**exponents)
+    return inv_freq if config.rope_scaling is None else _scale_llama3(inv_freq, config.rope_scaling)
+
+
+def _scale_llama3(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
+    """Slow long wavelengths by ``factor``, keep short ones, blend between (Llama 3.1 reference code)."""
+    wavelength = 2 * math.pi / inv_freq
+    context = scaling.original_max_position_embeddings
+    blend = (context / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blend = blend.clamp(0, 1)
+    return inv_freq * (blend + (1 - blend) / scaling.factor)
+
+
+def cos_sin_table(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
+    """Cosines, then sines, by position: [max_positions, head_dim] float32."""
+    angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
-
 from bullet_graph.errors import ModelError
 from bullet_graph.models.config import Llama3RopeScaling, ModelConfig, load_model_config
 
@@ -42,7 +40,7 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             tie_word_embeddings=False,
             qkv_bias=False,
             qk_norm=False,
-            dtype=torch.float32,
+            dtype="float32",
             eos_token_ids=(),
         ),
         "llama-3.2-1b": ModelConfig(
@@ -61,7 +59,7 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             tie_word_embeddings=True,
             qkv_bias=False,
             qk_norm=False,
-            dtype=torch.bfloat16,
+            dtype="bfloat16",
             eos_token_ids=_LLAMA3_EOS_TOKEN_IDS,
         ),
         "llama-3.1-8b": ModelConfig(
@@ -80,7 +78,7 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             tie_word_embeddings=False,
             qkv_bias=False,
             qk_norm=False,
-            dtype=torch.bfloat16,
+            dtype="bfloat16",
             eos_token_ids=_LLAMA3_EOS_TOKEN_IDS,
         ),
         "qwen3-0.6b": ModelConfig(
@@ -99,7 +97,7 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             tie_word_embeddings=True,
             qkv_bias=False,
             qk_norm=True,
-            dtype=torch.bfloat16,
+            dtype="bfloat16",
             eos_token_ids=_QWEN3_EOS_TOKEN_IDS,
         ),
         "qwen3-8b": ModelConfig(
@@ -118,7 +116,7 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
             tie_word_embeddings=False,
             qkv_bias=False,
             qk_norm=True,
-            dtype=torch.bfloat16,
+            dtype="bfloat16",
             eos_token_ids=_QWEN3_EOS_TOKEN_IDS,
         ),
     }

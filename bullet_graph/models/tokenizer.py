@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import decoders, pre_tokenizers
 from tokenizers.decoders import DecodeStream
+from tokenizers.models import BPE
 
 from bullet_graph.errors import ModelError, PromptError
 from bullet_graph.models.config import JsonObject, read_json_object
@@ -19,6 +21,18 @@ _LONG_TEXT = 4096
 it lets go of the interpreter's lock for a batch, but not for a single text."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+_TURN_BEGINS, _TURN_ENDS = "<|im_start|>", "<|im_end|>"
+_LETTERS = "etaoinshrdlucmfw"
+"""Their pairs fill what a vocabulary has left, so that every token a model of random weights samples is a text."""
+
+_CHAT_TEMPLATE = """{%- for message in messages %}
+    {{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|im_start|>assistant\\n" }}
+{%- endif %}
+"""
 
 
 class DetokenizeStream:
@@ -250,3 +264,28 @@ def _special_tokens(config: JsonObject) -> dict[str, str]:
             config.fail(name, "a string, or an object with a string content")
         tokens[name] = content
     return tokens
+
+
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
+    """Every byte is a token; two more begin and end a turn of a conversation, and the others are pairs of letters.
+
+    Args:
+        vocab_size: entries; at most 514.
+
+    Raises:
+        ModelError: it has no room for the bytes, or for more than bytes and pairs.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    num_pairs = vocab_size - len(alphabet) - 2
+    pairs = [(a, b) for a in _LETTERS for b in _LETTERS][: max(num_pairs, 0)]
+    if num_pairs != len(pairs):
+        raise ModelError(
+            f"a tokenizer of bytes has from {len(alphabet) + 2} to {len(alphabet) + 2 + len(_LETTERS) ** 2} entries, "
+            f"but {vocab_size} were asked for: give the model a folder with a tokenizer.json"
+        )
+    texts = [*alphabet, _TURN_BEGINS, _TURN_ENDS, *("".join(pair) for pair in pairs)]
+    tokenizer = tokenizers.Tokenizer(BPE({text: i for i, text in enumerate(texts)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([_TURN_BEGINS, _TURN_ENDS])
+    return Tokenizer(tokenizer, chat_template=_CHAT_TEMPLATE, special_tokens={"eos_token": _TURN_ENDS})

@@ -1,8 +1,21 @@
-"""The tensors of a decoder, as frozen values; projections that share an input are stored fused."""
+"""A model's weights: their shapes and names, their memory, and random values; :mod:`checkpoint` reads files."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from bullet_graph.kernels.ops import HeadNorms
+from bullet_graph.models.config import DtypeName, ModelConfig
+
+_DUMMY_BIAS_STD = 0.02
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def torch_dtype(name: DtypeName) -> torch.dtype:
+    """Torch's type of this name."""
+    return _DTYPES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +26,7 @@ class LayerWeights:
         input_norm: [hidden_size], RMSNorm before attention.
         qkv: [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]; rows are q, then k, then v.
         qkv_bias: [(num_heads + 2 * num_kv_heads) * head_dim] or None.
-        q_norm: [head_dim] RMSNorm over each query head (Qwen3) or None.
-        k_norm: [head_dim] RMSNorm over each key head (Qwen3) or None.
+        head_norms: RMSNorm over each query and key head (Qwen3) or None.
         o: [hidden_size, num_heads * head_dim].
         post_norm: [hidden_size], RMSNorm before the MLP.
         gate_up: [2 * intermediate_size, hidden_size]; rows are gate, then up.
@@ -24,8 +36,7 @@ class LayerWeights:
     input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    head_norms: HeadNorms | None
     o: Tensor
     post_norm: Tensor
     gate_up: Tensor
@@ -47,3 +58,99 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: Tensor
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face's name and shape of each tensor a checkpoint of this model holds; no tied ``lm_head``."""
+    weights = empty_weights(config, torch.float32, torch.device("meta"))
+    return {name: tuple(tensor.shape) for name, tensor in checkpoint_views(config, weights)}
+
+
+def dummy_weights(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int
+) -> ModelWeights:
+    """Random weights; see :func:`fill_dummy`."""
+    weights = empty_weights(config, dtype, device)
+    for _ in fill_dummy(config, weights, seed=seed):
+        pass
+    return weights
+
+
+def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Weights to be filled later: what runs with them before then gives numbers, and no NaN."""
+    weights = empty_weights(config, dtype, device)
+    for _, view in checkpoint_views(config, weights):
+        view.zero_()
+    return weights
+
+
+def fill_dummy(config: ModelConfig, weights: ModelWeights, *, seed: int) -> Iterator[int]:
+    """Draw random weights on their own device and the current stream, and yield the bytes of each tensor.
+
+    The same seed, dtype and kind of device give the same weights. Matrices are normal with variance 1 / in_features,
+    which keeps a layer's outputs about as large as its normalized inputs whatever the depth; norms are 1 and biases
+    small.
+    """
+    generator = torch.Generator(weights.embed.device).manual_seed(seed)
+    for name, view in checkpoint_views(config, weights):
+        if name.endswith(".bias"):
+            view.normal_(0.0, _DUMMY_BIAS_STD, generator=generator)
+        elif view.dim() == 1:
+            view.fill_(1.0)
+        else:
+            view.normal_(0.0, view.shape[1] ** -0.5, generator=generator)
+        yield view.nbytes
+
+
+def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Weights with whatever is in their memory."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    qkv_size = config.q_size + 2 * config.kv_size
+    embed = empty(config.vocab_size, config.hidden_size)
+    layers = tuple(
+        LayerWeights(
+            input_norm=empty(config.hidden_size),
+            qkv=empty(qkv_size, config.hidden_size),
+            qkv_bias=empty(qkv_size) if config.qkv_bias else None,
+            head_norms=HeadNorms(empty(config.head_dim), empty(config.head_dim)) if config.qk_norm else None,
+            o=empty(config.hidden_size, config.q_size),
+            post_norm=empty(config.hidden_size),
+            gate_up=empty(2 * config.intermediate_size, config.hidden_size),
+            down=empty(config.hidden_size, config.intermediate_size),
+        )
+        for _ in range(config.num_layers)
+    )
+    return ModelWeights(
+        embed=embed,
+        layers=layers,
+        final_norm=empty(config.hidden_size),
+        lm_head=embed if config.tie_word_embeddings else empty(config.vocab_size, config.hidden_size),
+    )
+
+
+def checkpoint_views(config: ModelConfig, weights: ModelWeights) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of a checkpoint, by Hugging Face's name, as a view of where it lies in ``weights``."""
+    qkv_sizes = [config.q_size, config.kv_size, config.kv_size]
+    yield "model.embed_tokens.weight", weights.embed
+    for index, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{index}"
+        yield f"{prefix}.input_layernorm.weight", layer.input_norm
+        for name, view in zip("qkv", torch.split(layer.qkv, qkv_sizes), strict=True):
+            yield f"{prefix}.self_attn.{name}_proj.weight", view
+        if layer.qkv_bias is not None:
+            for name, view in zip("qkv", torch.split(layer.qkv_bias, qkv_sizes), strict=True):
+                yield f"{prefix}.self_attn.{name}_proj.bias", view
+        if layer.head_norms is not None:
+            yield f"{prefix}.self_attn.q_norm.weight", layer.head_norms.q
+            yield f"{prefix}.self_attn.k_norm.weight", layer.head_norms.k
+        yield f"{prefix}.self_attn.o_proj.weight", layer.o
+        yield f"{prefix}.post_attention_layernorm.weight", layer.post_norm
+        for name, view in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True):
+            yield f"{prefix}.mlp.{name}_proj.weight", view
+        yield f"{prefix}.mlp.down_proj.weight", layer.down
+    yield "model.norm.weight", weights.final_norm
+    if weights.lm_head is not weights.embed:
+        yield "lm_head.weight", weights.lm_head

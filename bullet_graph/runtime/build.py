@@ -14,8 +14,8 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounts
 from bullet_graph.graphs.key import batch_size_buckets
+from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
 from bullet_graph.graphs.report import CaptureReport
-from bullet_graph.models.workspaces import piece_scratch_bytes
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, partition_of
 from bullet_graph.perf.performance import PerformanceModel
@@ -150,11 +150,11 @@ def plan_ledger(
             plan = capture_plan_of(config, runtime, performance)
             most_rows = max(plan.piecewise_rows, default=0)
             graphs = plan.graph_bytes(runtime.model.num_layers)
-            graphs += piece_scratch_bytes(runtime.model, most_rows, dtype_bytes=runtime.dtype.itemsize)
+            graphs += piecewise_scratch_bytes(runtime.model, most_rows, dtype_bytes=runtime.dtype.itemsize)
     return plan_memory(
         config,
         runtime.model,
-        dtype=runtime.dtype,
+        dtype_bytes=runtime.dtype.itemsize,
         max_model_len=runtime.max_model_len,
         device=device,
         workspaces_bytes=workspaces,

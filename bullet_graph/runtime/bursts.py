@@ -12,11 +12,11 @@ import torch
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import GraphKey, bucket_for, row_buckets
-from bullet_graph.graphs.layer_graphs import LayerGraphs
+from bullet_graph.graphs.piecewise import PiecewiseGraphs
+from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.progress import progress_bar
-from bullet_graph.models.sampler import SamplingState
-from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S
@@ -137,7 +137,7 @@ class Workbench:
         )
         max_rows = limits.max_tokens + max_batch_size
         buckets = row_buckets(max_rows, decoder.config)
-        self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=buckets)
+        self._layer_graphs = PiecewiseGraphs(decoder, TritonOps(), buckets=buckets)
         self._eager = EagerLane(
             decoder,
             state,

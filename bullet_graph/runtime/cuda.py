@@ -13,11 +13,11 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.engine_graphs import EngineGraphs
-from bullet_graph.graphs.layer_graphs import LayerGraphs
+from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.graphs.report import CaptureReport
+from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.sampler import SamplingState
-from bullet_graph.models.triton_ops import TritonOps
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.use import Captures
@@ -93,12 +93,12 @@ class CudaExecutor:
         with torch.cuda.stream(stream), torch.inference_mode():
             self._state = SamplingState(max_num_seqs + 1, device)
 
-        self._layer_graphs: LayerGraphs | None = None
+        self._layer_graphs: PiecewiseGraphs | None = None
         if cuda_graphs:
             with torch.cuda.stream(stream), torch.inference_mode():
-                self._layer_graphs = LayerGraphs(decoder, TritonOps(), buckets=plan.piecewise_rows)
+                self._layer_graphs = PiecewiseGraphs(decoder, TritonOps(), buckets=plan.piecewise_rows)
 
-        def lane(name: Lane, graphs: LayerGraphs | None) -> CudaLane:
+        def lane(name: Lane, graphs: PiecewiseGraphs | None) -> CudaLane:
             return CudaLane.open(
                 launcher.stream(name, WHOLE_GPU),
                 decoder,

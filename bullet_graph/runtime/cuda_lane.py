@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bullet_graph.graphs.layer_graphs import LayerGraphs
+from bullet_graph.graphs.piecewise import PiecewiseGraphs
+from bullet_graph.kernels.memory import Uploader
+from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.pinned import Uploader
-from bullet_graph.models.sampler import SamplingState
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
 from bullet_graph.runtime.slots import settings_row
 from bullet_graph.runtime.step import SlotInit
@@ -44,7 +44,7 @@ class CudaLane:
         max_num_seqs: int,
         max_rows: int,
         num_kv_blocks: int,
-        graphs: LayerGraphs | None,
+        graphs: PiecewiseGraphs | None,
     ) -> Self:
         """Make a lane's buffers on its stream.
 

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
-from bullet_graph.graphs.layer_graphs import LayerGraphs
-from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
-from bullet_graph.models.flashinfer_attention import (
+from bullet_graph.graphs.piecewise import PiecewiseGraphs
+from bullet_graph.kernels.attention import MixedAttention
+from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
+from bullet_graph.kernels.flashinfer_attention import (
     AttentionLane,
     PagedBatch,
     PlannedAttention,
     RaggedBatch,
+    prefill_backend,
 )
-from bullet_graph.models.flashinfer_modules import prefill_backend
-from bullet_graph.models.mixed_attention import MixedAttention
-from bullet_graph.models.pinned import Uploader
-from bullet_graph.models.sampler import SamplingState
-from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
-from bullet_graph.models.triton_ops import PartitionOps, TritonOps, sample
-from bullet_graph.models.workspaces import prefill_workspace_bytes
+from bullet_graph.kernels.memory import Uploader
+from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.shapes import prefill_workspace_bytes
+from bullet_graph.kernels.triton_ops import PartitionOps, TritonOps, sample
+from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
 from bullet_graph.runtime.rows import Rows
 
 FEW_FRESH_ROWS = 256
@@ -78,7 +78,7 @@ class EagerLane:
         max_num_seqs: int,
         max_rows: int,
         num_kv_blocks: int,
-        graphs: LayerGraphs | None = None,
+        graphs: PiecewiseGraphs | None = None,
         few_fresh_rows: int = FEW_FRESH_ROWS,
     ) -> None:
         config, device = decoder.config, decoder.cos_sin.device
@@ -240,7 +240,7 @@ class EagerLane:
         return dataclasses.replace(forward, hidden=hidden)
 
     def _run_pieces(
-        self, forward: EagerForward, bucket: int, graphs: LayerGraphs, first: int, last: int | None
+        self, forward: EagerForward, bucket: int, graphs: PiecewiseGraphs, first: int, last: int | None
     ) -> EagerForward:
         num_layers, num_rows = self._decoder.config.num_layers, len(forward.hidden.x)
         pieces, layer_rows = graphs.pieces, graphs.pieces.rows(num_rows)

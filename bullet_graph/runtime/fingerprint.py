@@ -30,6 +30,7 @@ _NONE = "none"
 KERNEL_SOURCES = (
     "config.py",
     *("graphs/aot.py", "graphs/compiled.py", "graphs/cublas.py", "graphs/halves.py"),
+    "kernels/*.py",
     "models/*.py",
 )
 """What decides which kernels there are and how they are compiled; whole files, for Triton's keys hold line numbers."""
@@ -47,9 +48,7 @@ GRAPH_SOURCES = (
 )
 """What decides, besides, what is captured."""
 
-_WITHOUT_KERNELS = frozenset(
-    f"models/{name}.py" for name in ("checkpoint", "loader", "progress", "tokenizer", "weight_loading")
-)
+_WITHOUT_KERNELS = frozenset(f"models/{name}.py" for name in ("checkpoint", "progress", "tokenizer"))
 
 
 def fingerprint_of(runtime: Runtime) -> Fingerprint:

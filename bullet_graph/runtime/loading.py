@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
-from bullet_graph.models.checkpoint import open_checkpoint, weights_bar
-from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import fill_dummy, zero_weights
-from bullet_graph.models.rope import cos_sin_table
-from bullet_graph.models.weight_loading import WeightLoading
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.models.checkpoint import WeightLoading, open_checkpoint, weights_bar
+from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.weights import fill_dummy, zero_weights
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.resolve import Runtime

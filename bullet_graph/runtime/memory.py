@@ -2,14 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import InsufficientMemoryError
+from bullet_graph.kernels.shapes import kv_block_bytes, prefill_workspace_bytes
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.kv_cache import kv_block_bytes
-from bullet_graph.models.loader import weight_bytes
-from bullet_graph.models.workspaces import prefill_workspace_bytes
 from bullet_graph.partition.masks import LANES
 
 GIB = 1024**3
@@ -85,7 +81,7 @@ def plan_memory(
     config: EngineConfig,
     model: ModelConfig,
     *,
-    dtype: torch.dtype,
+    dtype_bytes: int,
     max_model_len: int,
     device: DeviceMemory,
     workspaces_bytes: int,
@@ -95,7 +91,7 @@ def plan_memory(
     """Divide the device's memory; the KV cache takes what is left, up to what all sequences could use.
 
     Args:
-        dtype: of weights, activations and cache.
+        dtype_bytes: bytes of an element of weights, activations and cache.
         max_model_len: resolved limit.
         device: what is there now.
         workspaces_bytes: the executor's fixed scratch.
@@ -109,10 +105,10 @@ def plan_memory(
     budget = int(device.total_bytes * config.gpu_memory_utilization) - (
         device.total_bytes - device.free_bytes
     )
-    weights = weight_bytes(model, dtype)
-    activations = _activation_bytes(config, model, dtype) + 4 * model.head_dim * max_model_len
+    weights = model.num_parameters * dtype_bytes
+    activations = _activation_bytes(config, model, dtype_bytes) + 4 * model.head_dim * max_model_len
     fixed = weights + activations + workspaces_bytes + graphs_bytes
-    block = kv_block_bytes(model, KV_BLOCK_TOKENS, dtype)
+    block = kv_block_bytes(model, KV_BLOCK_TOKENS, dtype_bytes=dtype_bytes)
     blocks_per_seq = -(-max_model_len // KV_BLOCK_TOKENS)
     # One block is the padding block; more than every sequence at full length can never be used.
     least, most = (1 + blocks_per_seq) * block, (1 + config.max_num_seqs * blocks_per_seq) * block
@@ -151,12 +147,12 @@ def workspace_bytes(config: ModelConfig) -> int:
     return len(LANES) * prefill_workspace_bytes(config) + _LIBRARY_BYTES
 
 
-def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:
     """Peak of a layer's intermediate results for the widest forward, and of its logits."""
     # Each lane keeps a forward's worth of its own.
     num_lanes = 2 if config.policy.uses_prefill_lane else 1
     rows = num_lanes * config.chunk_tokens + config.max_num_seqs
     per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size
     # Logits in the weights' dtype, and twice in float32 where log-probabilities are asked for.
-    logits = config.max_num_seqs * model.vocab_size * (dtype.itemsize + 2 * 4)
-    return rows * per_row * dtype.itemsize + logits
+    logits = config.max_num_seqs * model.vocab_size * (dtype_bytes + 2 * 4)
+    return rows * per_row * dtype_bytes + logits

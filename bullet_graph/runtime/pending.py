@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bullet_graph.models.sampler import token_logprobs
+from bullet_graph.kernels.sampler import token_logprobs
 from bullet_graph.runtime.step import Step, StepLogprobs, StepResult
 
 

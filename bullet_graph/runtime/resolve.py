@@ -7,12 +7,10 @@ import torch
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError
-from bullet_graph.models.byte_tokenizer import byte_tokenizer
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS_OF_BYTES, resolve_model
-from bullet_graph.models.tokenizer import Tokenizer
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+from bullet_graph.models.tokenizer import Tokenizer, byte_tokenizer
+from bullet_graph.models.weights import torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +50,11 @@ def resolve(config: EngineConfig) -> Runtime:
         )
     device = _resolve_device(config)
     if config.dtype != "auto":
-        dtype = _DTYPES[config.dtype]
+        dtype = torch_dtype(config.dtype)
     elif device.type == "cpu":
         dtype = torch.float32
     else:
-        dtype = torch.bfloat16 if model.dtype is torch.float32 else model.dtype
+        dtype = torch_dtype("bfloat16" if model.dtype == "float32" else model.dtype)
     if device.type == "cuda" and dtype is torch.float32:
         raise ConfigError("the GPU path computes in bfloat16 or float16, not float32: pass dtype=bfloat16")
     limit = model.max_position_embeddings

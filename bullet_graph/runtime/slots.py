@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet_graph.models.sampler import pack_settings
+from bullet_graph.kernels.sampler import pack_settings
 from bullet_graph.runtime.step import SlotInit
 
 

@@ -9,7 +9,7 @@ import torch
 from engines import GREEDY, Model, at_any_depth, make_engine, run_to_end, tokens_of
 
 from bullet_graph import Engine, EngineDeadError, RequestError
-from bullet_graph.models.attention import LayerRows, ReferenceAttention
+from bullet_graph.kernels.attention import LayerRows, ReferenceAttention
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.step import Placement, Step
 

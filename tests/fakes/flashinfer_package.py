@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from bullet_graph.models import flashinfer_modules
+from bullet_graph.kernels import flashinfer_attention
 
 
 @dataclass
@@ -43,7 +43,7 @@ class FakeFlashInfer:
         tvm_ffi.load_module = fake.load  # type: ignore[attr-defined]
         for module in (package, jit, attention, tvm_ffi):
             monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(flashinfer_modules, "_loaded", {})
+        monkeypatch.setattr(flashinfer_attention, "_loaded", {})
         return fake
 
     def specification(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bullet_graph.models import flashinfer_attention, pinned
+from bullet_graph.kernels import flashinfer_attention, memory
 
 _CAUSAL = 1
 _NHD = 0
@@ -239,7 +239,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Runs:
     """Put these modules in place of FlashInfer's, on the CPU as a GPU of four SMs; returns what they have run."""
     found: Runs = []
     monkeypatch.setattr(flashinfer_attention, "load_module", lambda spec: FakeModule(spec.backend, found))
-    for module in (flashinfer_attention, pinned):
+    for module in (flashinfer_attention, memory):
         monkeypatch.setattr(module, "PinnedRing", PlainRing)
     properties = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)

@@ -11,16 +11,14 @@ import torch
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.halves import Halves
 from bullet_graph.graphs.key import GraphKey
-from bullet_graph.models.attention import ReferenceAttention
+from bullet_graph.kernels.attention import ReferenceAttention
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.ops import HeadNorms, TorchOps
+from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder, eager_functions
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
-from bullet_graph.models.ops import TorchOps
+from bullet_graph.models.decoder import Decoder, cos_sin_table, eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
-from bullet_graph.models.sampler import SamplingState
-from bullet_graph.models.weights import LayerWeights, ModelWeights
+from bullet_graph.models.weights import LayerWeights, ModelWeights, dummy_weights
 from bullet_graph.partition.masks import WHOLE_GPU
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +38,11 @@ class Setup:
 def upcast(weights: ModelWeights) -> ModelWeights:
     def layer(source: LayerWeights) -> LayerWeights:
         tensors = {f.name: getattr(source, f.name) for f in fields(source)}
-        return LayerWeights(**{name: None if t is None else t.float() for name, t in tensors.items()})
+        norms = tensors.pop("head_norms")
+        return LayerWeights(
+            head_norms=None if norms is None else HeadNorms(norms.q.float(), norms.k.float()),
+            **{name: None if t is None else t.float() for name, t in tensors.items()},
+        )
 
     return ModelWeights(
         weights.embed.float(),

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from bullet_graph.graphs.key import row_buckets
-from bullet_graph.graphs.layer_graphs import LayerGraphs
-from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
+from bullet_graph.graphs.piecewise import PiecewiseGraphs
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.triton_ops import TritonOps
+from bullet_graph.models.decoder import Decoder, cos_sin_table
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
-from bullet_graph.models.sampler import SamplingState
-from bullet_graph.models.triton_ops import TritonOps
+from bullet_graph.models.weights import dummy_weights
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
@@ -48,7 +47,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     decoder = Decoder(config, weights, cache, cos_sin_table(config, 8192, DEVICE))
     with torch.inference_mode():
         buckets = row_buckets(MAX_ROWS, config)
-        graphs = LayerGraphs(decoder, TritonOps(), buckets=buckets)
+        graphs = PiecewiseGraphs(decoder, TritonOps(), buckets=buckets)
         state = SamplingState(MAX_SEQS + 1, DEVICE)
         captured, eager = (
             EagerLane(

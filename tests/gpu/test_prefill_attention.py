@@ -6,32 +6,29 @@ import pytest
 import torch
 from forward_rows import make_rows
 
-from bullet_graph.models.attention import LayerRows, ReferenceAttention
-from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.flashinfer_attention import (
+from bullet_graph.kernels.attention import LayerRows, MixedAttention, ReferenceAttention
+from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
+from bullet_graph.kernels.flashinfer_attention import (
     AttentionLane,
     PagedBatch,
     RaggedBatch,
+    prefill_backend,
 )
-from bullet_graph.models.flashinfer_modules import prefill_backend
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.mixed_attention import MixedAttention
-from bullet_graph.models.ops import RowInputs
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.ops import RowInputs
+from bullet_graph.kernels.shapes import prefill_workspace_bytes
+from bullet_graph.kernels.triton_ops import TritonOps
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.decoder import cos_sin_table
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
-from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
-from bullet_graph.models.triton_ops import TritonOps
-from bullet_graph.models.weights import LayerWeights
-from bullet_graph.models.workspaces import prefill_workspace_bytes
 from bullet_graph.runtime.rows import Rows
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
+UNUSED = torch.empty(0)
 NUM_BLOCKS, BLOCK_TOKENS, MAX_LEN, LAYER = 1500, 16, 8192, 1
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-UNUSED = torch.empty(0)
-WEIGHTS = LayerWeights(UNUSED, UNUSED, None, None, None, UNUSED, UNUSED, UNUSED, UNUSED)
 
 
 MODELS = {
@@ -118,7 +115,7 @@ def project(
         torch.from_numpy(rows.kv_slots).to(DEVICE),
         cos_sin_table(config, MAX_LEN, DEVICE),
     )
-    q = TritonOps().rope_and_cache(qkv, inputs, *cache.layer(LAYER), WEIGHTS, config)
+    q = TritonOps().rope_and_cache(qkv, inputs, *cache.layer(LAYER), None, config)
     return LayerRows.of(q, qkv, config), inputs
 
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from bullet_graph.models.ops import TorchOps
+from bullet_graph.kernels.ops import TorchOps
+from bullet_graph.kernels.triton_ops import FUSED_SWIGLU_MIN_ROWS, TritonOps, hopper_sms, swiglu_matmul
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.triton_gemm import FUSED_SWIGLU_MIN_ROWS, hopper_sms, swiglu_matmul
-from bullet_graph.models.triton_ops import TritonOps
 
 DEVICE = torch.device("cuda")
 ERROR = 1e-2  # relative, Frobenius

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from bullet_graph.models.ops import TorchOps
-from bullet_graph.models.triton_kernels import silu_and_mul_kernel
-from bullet_graph.models.triton_launch import RepeatedLaunch
+from bullet_graph.kernels.decode_attention import RepeatedLaunch
+from bullet_graph.kernels.ops import TorchOps
+from bullet_graph.kernels.triton_kernels import silu_and_mul_kernel
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")

@@ -20,8 +20,8 @@ from bullet_graph.captures.fingerprint import ArtifactKind, Fingerprint
 from bullet_graph.captures.store import CaptureStore
 from bullet_graph.errors import CacheError, CaptureCacheWarning
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
+from bullet_graph.kernels.flashinfer_attention import load_module, needed_module
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.flashinfer_modules import load_module, needed_module
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remember, remembered
 from bullet_graph.perf.shipped import list_tables
@@ -48,7 +48,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from bullet_graph.graphs.compile_counts import CompileCounter
-from bullet_graph.models.triton_kernels import silu_and_mul_kernel
+from bullet_graph.kernels.triton_kernels import silu_and_mul_kernel
 signature = {"gate_up_ptr": "*fp32", "out_ptr": "*fp32", "intermediate_size": "i32"}
 source = ASTSource(silu_and_mul_kernel, signature, {"BLOCK": 128})
 with CompileCounter(gpu=True) as counter:

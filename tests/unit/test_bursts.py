@@ -11,11 +11,10 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 from fakes.flashinfer_prefill import install
 
 from bullet_graph.config import KV_BLOCK_TOKENS
-from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.models.decoder import Decoder, cos_sin_table
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.models.weights import dummy_weights
 from bullet_graph.perf.profile_point import ProfileLimits, ProfilePoint
 from bullet_graph.runtime.bursts import Workbench
 from bullet_graph.runtime.rows import lay_out

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph import ModelError
-from bullet_graph.models.byte_tokenizer import byte_tokenizer
 from bullet_graph.models.presets import PRESETS, PRESETS_OF_BYTES
+from bullet_graph.models.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(512)
 

@@ -19,9 +19,9 @@ from bullet_graph.errors import ConfigError, PartitionError
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import GraphKey, largest_first, smallest_holding
+from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
 from bullet_graph.graphs.plan_file import format_plan
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.workspaces import piece_scratch_bytes
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.predict import TableModel
@@ -138,7 +138,7 @@ def test_the_ledger_holds_what_pieces_compute_in(
     config = EngineConfig(model=model, max_num_seqs=64, max_num_batched_tokens=8192)
     plan = capture_plan_of(config, runtime)
     assert plan.piecewise_rows[-1] == rows
-    scratch = piece_scratch_bytes(runtime.model, rows, dtype_bytes=2)
+    scratch = piecewise_scratch_bytes(runtime.model, rows, dtype_bytes=2)
     assert scratch > rows * 2 * 9 * runtime.model.hidden_size
     ledger = plan_ledger(config, runtime)
     assert ledger.graphs_bytes == plan.graph_bytes(runtime.model.num_layers) + scratch

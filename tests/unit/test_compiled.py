@@ -15,13 +15,12 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 from bullet_graph.graphs.aot import exported
 from bullet_graph.graphs.compiled import Half, LayerHalf, compiled_functions
 from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, TritonNormOps, decode_functions, halves_for
-from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
-from bullet_graph.models.ops import LayerOps, TorchOps
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.ops import LayerOps, TorchOps
+from bullet_graph.kernels.triton_ops import TritonOps
+from bullet_graph.models.decoder import Decoder, LayerFunctions, cos_sin_table, eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
-from bullet_graph.models.triton_ops import TritonOps
+from bullet_graph.models.weights import dummy_weights
 
 USE_THE_NORM = """
 import sys, torch

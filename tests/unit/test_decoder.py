@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from bullet_graph.models.attention import ReferenceAttention
-from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, eager_functions
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
-from bullet_graph.models.ops import TorchOps
+from bullet_graph.kernels.attention import ReferenceAttention
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.ops import TorchOps
+from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, cos_sin_table, eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.models.weights import dummy_weights
 
 CONFIG = PRESETS["tiny"]
 CPU = torch.device("cpu")

@@ -11,14 +11,13 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 from fakes.flashinfer_prefill import Runs, install
 from forward_rows import make_rows
 
-from bullet_graph.models.attention import ReferenceAttention
-from bullet_graph.models.decoder import Decoder, SampledRows, eager_functions
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
-from bullet_graph.models.ops import TorchOps
+from bullet_graph.kernels.attention import ReferenceAttention
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.ops import TorchOps
+from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.models.decoder import Decoder, SampledRows, cos_sin_table, eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
-from bullet_graph.models.sampler import SamplingState
+from bullet_graph.models.weights import dummy_weights
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.rows import Rows
 

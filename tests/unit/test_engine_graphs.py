@@ -15,7 +15,7 @@ from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.graphs.collector import paused_collector
 from bullet_graph.graphs.decode_graph import DecodeGraphs
 from bullet_graph.graphs.key import GraphKey
-from bullet_graph.graphs.layer_graphs import LayerGraphs
+from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime import cuda as cuda_module
@@ -149,7 +149,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> ModuleType:
         (cuda_lane, "Uploader", None),
     ):
         monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
-    for name, fake in (("DecodeGraphs", FakeDecode), ("LayerGraphs", FakePieces)):
+    for name, fake in (("DecodeGraphs", FakeDecode), ("PiecewiseGraphs", FakePieces)):
         monkeypatch.setattr(cuda_module, name, fake)
         monkeypatch.setattr(fake, "gpu", gpu, raising=False)
     return cuda_module
@@ -279,8 +279,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def piece_graphs(log: list[str]) -> LayerGraphs:
-    graphs = object.__new__(LayerGraphs)
+def piece_graphs(log: list[str]) -> PiecewiseGraphs:
+    graphs = object.__new__(PiecewiseGraphs)
     graphs._graphs, graphs._pool, graphs._num_layers, graphs.buckets = {}, None, LAYERS, (16, 128)  # type: ignore[assignment]
     graphs.pieces = SimpleNamespace(  # type: ignore[assignment]
         run=lambda layer, rows: log.append(f"{layer} of {rows}"), clear=lambda: log.append("clear")

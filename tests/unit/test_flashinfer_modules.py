@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes.flashinfer_package import FakeFlashInfer
 
-from bullet_graph.models.flashinfer_modules import ModuleSpec, load_module, needed_module
+from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_module
 
 FA2 = ModuleSpec("fa2", torch.bfloat16, 128)
 

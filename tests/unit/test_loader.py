@@ -1,7 +1,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +10,15 @@ from checkpoints import FAMILIES, Family, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from bullet_graph.errors import CheckpointError
-from bullet_graph.models import loader
+from bullet_graph.models import weights as loader
 from bullet_graph.models.checkpoint import load_weights
 from bullet_graph.models.config import load_model_config
-from bullet_graph.models.loader import dummy_weights, num_parameters, weight_bytes, weight_shapes
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import LayerWeights, ModelWeights
+from bullet_graph.models.weights import (
+    ModelWeights,
+    dummy_weights,
+    weight_shapes,
+)
 
 CPU = torch.device("cpu")
 SHARD = "model-00001-of"
@@ -25,13 +28,14 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, progress: bool = Fals
     return load_weights(folder, load_model_config(folder), dtype=dtype, device=CPU, progress=progress)
 
 
-def tensors_of(weights: ModelWeights) -> dict[str, torch.Tensor]:
-    named = {"embed": weights.embed, "final_norm": weights.final_norm, "lm_head": weights.lm_head}
-    for index, layer in enumerate(weights.layers):
-        for field in LayerWeights.__slots__:
-            if getattr(layer, field) is not None:
-                named[f"{index}.{field}"] = getattr(layer, field)
-    return named
+def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor of nested weights, by its path."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    parts = dict(enumerate(value)) if isinstance(value, tuple) else {}
+    if is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {k: v for key, part in parts.items() for k, v in tensors_of(part, f"{name}.{key}").items()}
 
 
 def assert_equal(one: ModelWeights, other: ModelWeights) -> None:
@@ -84,12 +88,12 @@ def test_fused_tensors_equal_those_of_transformers(tmp_path: Path, family: Famil
         assert torch.equal(layer.gate_up, fused(index, ["mlp.gate_proj", "mlp.up_proj"]))
         assert torch.equal(layer.down, fused(index, ["mlp.down_proj"]))
         assert (layer.qkv_bias is not None) == (family == "qwen2")
-        assert (layer.q_norm is not None) == (layer.k_norm is not None) == (family == "qwen3")
+        assert (layer.head_norms is not None) == (family == "qwen3")
         if layer.qkv_bias is not None:
             assert torch.equal(layer.qkv_bias, fused(index, qkv, "bias"))
-        if layer.q_norm is not None and layer.k_norm is not None:
-            assert torch.equal(layer.q_norm, fused(index, ["self_attn.q_norm"]))
-            assert torch.equal(layer.k_norm, fused(index, ["self_attn.k_norm"]))
+        if layer.head_norms is not None:
+            assert torch.equal(layer.head_norms.q, fused(index, ["self_attn.q_norm"]))
+            assert torch.equal(layer.head_norms.k, fused(index, ["self_attn.k_norm"]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,9 +102,7 @@ def test_shapes_are_those_of_transformers(tmp_path: Path, family: Family, tie: b
     model = write_checkpoint(tmp_path, family, tie=tie, tokenizer=False)
     config = load_model_config(tmp_path)
     assert weight_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert num_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
-    assert weight_bytes(config, torch.bfloat16) == 2 * num_parameters(config)
-    assert weight_bytes(config, torch.float32) == 4 * num_parameters(config)
+    assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_shapes_are_those_of_transformers(tmp_path: Path, family: Family, tie: b
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name: str, expected: int) -> None:
-    assert num_parameters(PRESETS[name]) == expected
+    assert PRESETS[name].num_parameters == expected
 
 
 def test_sharded_equals_unsharded(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.errors import InsufficientMemoryError
-from bullet_graph.models.kv_cache import KVCache, kv_block_bytes
-from bullet_graph.models.loader import weight_bytes
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.shapes import kv_block_bytes
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime.memory import GIB, MIB, DeviceMemory, MemoryLedger, format_bytes, plan_memory
 
@@ -31,11 +31,11 @@ def plan(
     graphs_bytes: int = 0,
     kv_cache_limit_bytes: int | None = None,
 ) -> MemoryLedger:
-    model, dtype = PRESETS[config.model], torch.bfloat16
+    model = PRESETS[config.model]
     return plan_memory(
         config,
         model,
-        dtype=torch.float32 if model is TINY else dtype,
+        dtype_bytes=4 if model is TINY else 2,
         max_model_len=max_model_len,
         device=device,
         workspaces_bytes=workspaces_bytes,
@@ -60,7 +60,7 @@ def test_an_8b_model_on_one_large_gpu() -> None:
         workspaces_bytes=GIB,
         graphs_bytes=2 * GIB,
     )
-    assert ledger.weights_bytes == weight_bytes(LLAMA, torch.bfloat16) == 2 * 8_030_261_248
+    assert ledger.weights_bytes == 2 * LLAMA.num_parameters == 2 * 8_030_261_248
     # 90 % of the device, less what others use of it.
     assert ledger.budget_bytes == int(140 * GIB * 0.9) - GIB
     # The cache takes what is left, to the last whole block of 16 × 128 KiB.
@@ -89,11 +89,11 @@ def test_the_ledger_counts_what_a_cache_really_takes() -> None:
         TINY,
         num_blocks=ledger.num_kv_blocks,
         block_tokens=KV_BLOCK_TOKENS,
-        dtype=torch.float32,
+        dtype_bytes=4,
         device=torch.device("cpu"),
     )
     assert cache.layer(0)[0].untyped_storage().nbytes() == ledger.kv_cache_bytes
-    assert kv_block_bytes(TINY, KV_BLOCK_TOKENS, torch.float32) == TINY_BLOCK_BYTES
+    assert kv_block_bytes(TINY, KV_BLOCK_TOKENS, dtype_bytes=4) == TINY_BLOCK_BYTES
 
 
 def test_the_cache_is_no_larger_than_all_sequences_can_use() -> None:

@@ -7,20 +7,17 @@ from forward_rows import make_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.models.attention import LayerRows, ReferenceAttention
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.mixed_attention import MixedAttention
-from bullet_graph.models.ops import RowInputs, TorchOps
+from bullet_graph.kernels.attention import LayerRows, MixedAttention, ReferenceAttention
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.ops import RowInputs, TorchOps
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import LayerWeights
 from bullet_graph.runtime.rows import Rows
 
 CPU = torch.device("cpu")
+UNUSED = torch.empty(0)
 CONFIG = PRESETS["tiny"]
 NUM_BLOCKS, BLOCK_TOKENS = 64, 4
 LAYER = 1
-UNUSED = torch.empty(0)
-WEIGHTS = LayerWeights(UNUSED, UNUSED, None, None, None, UNUSED, UNUSED, UNUSED, UNUSED)
 
 
 class CachedRows:
@@ -81,7 +78,7 @@ def test_kinds_of_rows_make_the_whole(
         torch.from_numpy(rows.kv_slots).long(),
         torch.randn(32, CONFIG.head_dim, generator=generator),
     )
-    q = TorchOps.rope_and_cache(qkv, inputs, *cache.layer(LAYER), WEIGHTS, CONFIG)
+    q = TorchOps.rope_and_cache(qkv, inputs, *cache.layer(LAYER), None, CONFIG)
     layer_rows = LayerRows.of(q, qkv, CONFIG)
 
     n, c = rows.num_prefill, rows.num_continued

@@ -133,13 +133,13 @@ def test_explicit_head_dim_needs_no_divisible_hidden_size(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [
-        ({"torch_dtype": "float16"}, torch.float16),
-        ({"torch_dtype": "float16", "dtype": "float32"}, torch.float32),
-        ({"torch_dtype": "torch.bfloat16"}, torch.bfloat16),
-        ({"torch_dtype": ABSENT}, torch.float32),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float16", "dtype": "float32"}, "float32"),
+        ({"torch_dtype": "torch.bfloat16"}, "bfloat16"),
+        ({"torch_dtype": ABSENT}, "float32"),
     ],
 )
-def test_dtype(tmp_path: Path, changes: dict[str, Any], dtype: torch.dtype) -> None:
+def test_dtype(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:
     assert load_model_config(write(tmp_path, changed(LLAMA, **changes))).dtype == dtype
 
 
@@ -181,7 +181,7 @@ def test_config_that_transformers_writes(tmp_path: Path, family: Family, tie: bo
         tie_word_embeddings=tie,
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
         eos_token_ids=(1,),
     )
 

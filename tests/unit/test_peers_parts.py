@@ -134,7 +134,7 @@ def test_transformers_reads_the_same_shape(name: str, tmp_path: Path) -> None:
     assert (config.head_dim, config.num_key_value_heads) == (preset.head_dim, preset.num_kv_heads)
     assert config.rope_parameters["rope_theta"] == preset.rope_theta
     assert config.rope_parameters.get("factor") == (preset.rope_scaling and preset.rope_scaling.factor)
-    assert config.dtype == preset.dtype
+    assert str(config.dtype) == f"torch.{preset.dtype}"
     assert isinstance(config.dtype, torch.dtype)
 
 

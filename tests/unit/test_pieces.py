@@ -5,17 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bullet_graph.graphs.layer_graphs import LayerGraphs
-from bullet_graph.models.attention import LayerRows, ReferenceAttention
+from bullet_graph.graphs.piecewise import (
+    PiecewiseForward,
+    PiecewiseGraphs,
+    piecewise_buffer_bytes,
+    piecewise_scratch_bytes,
+)
+from bullet_graph.kernels.attention import LayerRows, ReferenceAttention
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder, SampledRows, eager_functions
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
-from bullet_graph.models.ops import TorchOps
-from bullet_graph.models.pieces import LayerPieces
+from bullet_graph.models.decoder import Decoder, SampledRows, cos_sin_table, eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
-from bullet_graph.models.workspaces import piece_buffer_bytes, piece_scratch_bytes
+from bullet_graph.models.weights import dummy_weights
 
 CPU = torch.device("cpu")
 CONFIG = PRESETS["tiny"]
@@ -59,7 +61,7 @@ def test_pieces_and_attentions_make_the_forward(config: ModelConfig, bucket: int
         whole.embed(token_ids), torch.arange(ROWS), kv_slots(), attention_of(whole, 0), functions
     )
 
-    pieces = LayerPieces(cut, TorchOps(), max_rows=32)
+    pieces = PiecewiseForward(cut, TorchOps(), max_rows=32)
     padding = torch.zeros(bucket - ROWS, dtype=torch.long)
     attention = attention_of(cut, 0)
     for _ in range(2):  # the second time over what the first left in the buffers
@@ -89,14 +91,14 @@ def test_pieces_and_attentions_make_the_forward(config: ModelConfig, bucket: int
 
 @pytest.mark.parametrize("rows", [0, 1, 33])
 def test_the_ledger_counts_what_pieces_take(rows: int) -> None:
-    pieces = LayerPieces(new_decoder(CONFIG), TorchOps(), max_rows=rows)
+    pieces = PiecewiseForward(new_decoder(CONFIG), TorchOps(), max_rows=rows)
     buffers = [value for value in vars(pieces).values() if isinstance(value, torch.Tensor)]
     assert len(buffers) == 7
-    expected = piece_buffer_bytes(CONFIG, rows, dtype_bytes=4)
+    expected = piecewise_buffer_bytes(CONFIG, rows, dtype_bytes=4)
     assert sum(buffer.nbytes for buffer in buffers) == expected
     # Beside them, three of hidden size, and gate, up and their product.
     results = rows * 4 * 3 * (CONFIG.hidden_size + CONFIG.intermediate_size)
-    assert piece_scratch_bytes(CONFIG, rows, dtype_bytes=4) == expected + results
+    assert piecewise_scratch_bytes(CONFIG, rows, dtype_bytes=4) == expected + results
 
 
 class _Graph:
@@ -128,7 +130,7 @@ def test_captures_and_timings_leave_the_cache_of_sequences_alone(monkeypatch: py
     """An engine may capture while it serves: the buffers then hold where its last forward's rows are."""
     decoder = new_decoder(CONFIG)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    graphs = LayerGraphs(decoder, TorchOps(), buckets=(16,))
+    graphs = PiecewiseGraphs(decoder, TorchOps(), buckets=(16,))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: _Event())
     monkeypatch.setattr(_Graph, "pieces", graphs.pieces, raising=False)

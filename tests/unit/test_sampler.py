@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.models.sampler import SamplingState, pack_settings, philox_uniform, sample, token_logprobs
+from bullet_graph.kernels.sampler import SamplingState, pack_settings, philox_uniform, sample, token_logprobs
 
 CPU = torch.device("cpu")
 WORD = 0xFFFFFFFF

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.loader import dummy_weights
-from bullet_graph.models.ops import TorchOps
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.ops import TorchOps
+from bullet_graph.models.decoder import Decoder, LayerFunctions, cos_sin_table, eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.rope import cos_sin_table
+from bullet_graph.models.weights import dummy_weights
 from bullet_graph.runtime.artifacts.exercise import exercise
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.self_check import (

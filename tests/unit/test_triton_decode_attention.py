@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.errors import ConfigError
-from bullet_graph.models.attention import LayerRows, ReferenceAttention
+from bullet_graph.kernels.attention import LayerRows, ReferenceAttention
+from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.kv_cache import KVCache
 from bullet_graph.models.presets import PRESETS
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bullet_graph.models.triton_decode_attention import (
+from bullet_graph.kernels.decode_attention import (
     DecodeBatch,
     DecodeKernelSettings,
     TritonDecodeAttention,

@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.errors import ConfigError
-from bullet_graph.models.ops import TorchOps
+from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.presets import PRESETS
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bullet_graph.models import triton_gemm, triton_ops
-from bullet_graph.models.triton_gemm import SwigluTiling, can_fuse, hopper_sms, swiglu_matmul
-from bullet_graph.models.triton_ops import TritonOps
+from bullet_graph.kernels import triton_ops
+from bullet_graph.kernels.triton_ops import SwigluTiling, TritonOps, can_fuse, hopper_sms, swiglu_matmul
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ERROR = 1e-2  # relative, Frobenius, as on the GPU
@@ -27,7 +26,7 @@ SMALL = SwigluTiling(block_m=16, block_n=16, block_k=16, group_m=2, num_stages=2
 @pytest.fixture(autouse=True)
 def few_hopper_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three SMs, so that each has several tiles."""
-    monkeypatch.setattr(triton_gemm, "hopper_sms", lambda _device: 3)
+    monkeypatch.setattr(triton_ops, "hopper_sms", lambda _device: 3)
 
 
 def inputs(rows: int, hidden_size: int, intermediate_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +123,7 @@ def test_only_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hopper_sms(torch.device("cpu")) == 0
     gpu.major = 10
     assert hopper_sms(torch.device("cuda")) == 0
-    monkeypatch.setattr(triton_gemm, "hopper_sms", hopper_sms)
+    monkeypatch.setattr(triton_ops, "hopper_sms", hopper_sms)
     x, gate_up = inputs(4, 64, 64)
     assert not can_fuse(x.cpu(), gate_up.cpu())
     with pytest.raises(ConfigError, match="found cpu"):

@@ -3,16 +3,15 @@
 import pytest
 import torch
 
-from bullet_graph.models.ops import RowInputs, TorchOps
+from bullet_graph.kernels.ops import HeadNorms, RowInputs, TorchOps
+from bullet_graph.kernels.sampler import SamplingState, pack_settings
+from bullet_graph.kernels.sampler import sample as torch_sample
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.sampler import SamplingState, pack_settings
-from bullet_graph.models.sampler import sample as torch_sample
-from bullet_graph.models.weights import LayerWeights
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bullet_graph.models.triton_ops import TritonOps
-from bullet_graph.models.triton_ops import sample as triton_sample
+from bullet_graph.kernels.triton_ops import TritonOps
+from bullet_graph.kernels.triton_ops import sample as triton_sample
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -74,15 +73,13 @@ def test_rope_and_cache(generator: torch.Generator, preset: str) -> None:
         kv_slots=torch.randperm(blocks * block_tokens, generator=generator, device=DEVICE)[:rows].int(),
         cos_sin=normal(generator, 40, config.head_dim),
     )
-    norms = [normal(generator, config.head_dim) if config.qk_norm else None for _ in range(2)]
-    unused = torch.empty(0)
-    layer = LayerWeights(unused, unused, None, norms[0], norms[1], unused, unused, unused, unused)
+    norms = HeadNorms(*(normal(generator, config.head_dim) for _ in range(2))) if config.qk_norm else None
     shape = (blocks, block_tokens, config.num_kv_heads, config.head_dim)
     caches = [normal(generator, *shape) for _ in range(2)]
     expected_caches = [cache.clone() for cache in caches]
     expected_qkv = qkv.clone()
-    q = TritonOps.rope_and_cache(qkv, inputs, *caches, layer, config)
-    expected_q = TorchOps.rope_and_cache(expected_qkv, inputs, *expected_caches, layer, config)
+    q = TritonOps.rope_and_cache(qkv, inputs, *caches, norms, config)
+    expected_q = TorchOps.rope_and_cache(expected_qkv, inputs, *expected_caches, norms, config)
     torch.testing.assert_close(qkv, expected_qkv)
     torch.testing.assert_close(q, expected_q)
     for cache, expected in zip(caches, expected_caches, strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bullet_graph.models.triton_launch import RepeatedLaunch
+from bullet_graph.kernels.decode_attention import RepeatedLaunch
 
 CONSTANTS = {"WIDTH": 128, "BLOCK": 64}
 BYTES = torch.zeros(256, dtype=torch.uint8)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from bullet_graph.models.kv_cache import KVCache
+from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.triton_decode_attention import DecodeBatch, TritonDecodeAttention
+from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
 
 launches = []
 

@@ -16,7 +16,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bullet_graph.models.triton_decode_kernels import combine_partials_kernel, decode_attention_kernel
+from bullet_graph.kernels.decode_attention_kernels import combine_partials_kernel, decode_attention_kernel
 
 I32, F32 = "*i32", "*fp32"
 SHARED = dict(kv_indptr_ptr=I32, kv_indices_ptr=I32, last_block_tokens_ptr=I32, partial_ptr=F32, partial_lse_ptr=F32,

@@ -14,10 +14,9 @@ from engines import GREEDY, make_engine
 
 from bullet_graph import CheckpointError, Engine
 from bullet_graph.models import checkpoint as checkpoint_module
-from bullet_graph.models.loader import dummy_weights, fill_dummy, zero_weights
+from bullet_graph.models.checkpoint import WeightLoading
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weight_loading import WeightLoading
-from bullet_graph.models.weights import ModelWeights
+from bullet_graph.models.weights import ModelWeights, dummy_weights, fill_dummy, zero_weights
 from bullet_graph.runtime import cpu, loading
 from bullet_graph.runtime.cpu import CpuExecutor
 

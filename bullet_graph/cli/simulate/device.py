@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
-
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import ConfigError, PerfTableError
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.plan_file import load_plan
-from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.kv_cache import kv_block_bytes
+from bullet_graph.kernels.shapes import kv_block_bytes
+from bullet_graph.models.config import DTYPE_BYTES, ModelConfig
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.performance import PerformanceModel
@@ -77,7 +75,7 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
         InsufficientMemoryError: model and cache do not fit the GPU.
     """
     model, folder = resolve_model(config.model)
-    dtype = torch.bfloat16 if model.dtype is torch.float32 else model.dtype
+    dtype = "bfloat16" if model.dtype == "float32" else model.dtype
     limit = model.max_position_embeddings
     max_model_len = config.max_model_len or limit
     if max_model_len > limit:
@@ -89,22 +87,22 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
     if gpu.startswith(ROOFLINE_PREFIX):
         name = _known_gpu(gpu.removeprefix(ROOFLINE_PREFIX))
         memory_bytes = GPU_MEMORY_BYTES.get(name)
-        performance = unpadded = Roofline(DEVICE_SPECS[name], model, dtype_bytes=dtype.itemsize)
+        performance = unpadded = Roofline(DEVICE_SPECS[name], model, dtype_bytes=DTYPE_BYTES[dtype])
     else:
-        table = load_table(gpu, model=config.model, dtype=_name(dtype))
+        table = load_table(gpu, model=config.model, dtype=dtype)
         name = table.key.gpu
-        if table.key.dtype != _name(dtype):
+        if table.key.dtype != dtype:
             raise PerfTableError(
-                f"the table {gpu} was measured in {table.key.dtype}, but {config.model} runs in {_name(dtype)}: "
+                f"the table {gpu} was measured in {table.key.dtype}, but {config.model} runs in {dtype}: "
                 "measure one in this dtype with `bullet-graph profile`"
             )
         memory_bytes = table.provenance.get("device_memory_bytes", GPU_MEMORY_BYTES.get(name))
         performance, unpadded = table_model(table, config.max_num_seqs, model), TableModel(table, model)
-    tokens = _kv_cache_tokens(config, model, dtype, max_model_len, name, memory_bytes)
+    tokens = _kv_cache_tokens(config, model, DTYPE_BYTES[dtype], max_model_len, name, memory_bytes)
     plan = None
     if config.capture_plan is not None:
         plan = load_plan(config.capture_plan)
-        check_plan(plan, config, name=config.capture_plan, dtype=_name(dtype), num_sms=unpadded.num_sms)
+        check_plan(plan, config, name=config.capture_plan, dtype=dtype, num_sms=unpadded.num_sms)
         performance = PaddedModel(unpadded, plan.padded)
     return SimulatedDevice(
         name,
@@ -113,7 +111,7 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
         performance=performance,
         unpadded=unpadded,
         capture_plan=plan,
-        dtype=_name(dtype),
+        dtype=dtype,
         max_model_len=max_model_len,
         kv_cache_tokens=tokens,
         folder=folder,
@@ -123,7 +121,7 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
 def _kv_cache_tokens(
     config: EngineConfig,
     model: ModelConfig,
-    dtype: torch.dtype,
+    dtype_bytes: int,
     max_model_len: int,
     gpu: str,
     memory_bytes: int | None,
@@ -133,12 +131,12 @@ def _kv_cache_tokens(
             raise ConfigError(
                 f"the memory of {gpu} is not known: give the KV cache's size with --kv-cache-bytes"
             )
-        block_bytes = kv_block_bytes(model, KV_BLOCK_TOKENS, dtype)
+        block_bytes = kv_block_bytes(model, KV_BLOCK_TOKENS, dtype_bytes=dtype_bytes)
         return max(config.kv_cache_bytes // block_bytes - 1, 0) * KV_BLOCK_TOKENS
     ledger = plan_memory(
         config,
         model,
-        dtype=dtype,
+        dtype_bytes=dtype_bytes,
         max_model_len=max_model_len,
         device=DeviceMemory(memory_bytes, memory_bytes),
         workspaces_bytes=_RESERVED_BYTES,
@@ -155,7 +153,3 @@ def _known_gpu(name: str) -> str:
         f"there is no estimate for the GPU {name!r}: use {ROOFLINE_PREFIX}NAME with NAME one of "
         f"{', '.join(map(gpu_nickname, DEVICE_SPECS))}"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ from bullet_graph.captures.store import CaptureStore
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounter, CompileCounts
-from bullet_graph.models.flashinfer_modules import needed_module
+from bullet_graph.kernels.flashinfer_attention import needed_module
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.exercise import exercise

@@ -18,8 +18,8 @@ from bullet_graph.errors import CacheError, CaptureCacheWarning
 from bullet_graph.graphs.aot import stored
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compiled import Half, HalfCompiler, compile_now
+from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_module
 from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.flashinfer_modules import ModuleSpec, load_module, needed_module
 from bullet_graph.runtime.artifacts.library_caches import LIBRARY_CACHES, TRITON, restore
 from bullet_graph.runtime.artifacts.measured import restore_mask_offset, tuned_row_buckets
 from bullet_graph.runtime.artifacts.source import ArtifactSource, path_of
@@ -247,7 +247,7 @@ def forget_kernels() -> None:
     from triton.runtime.jit import JITFunction  # noqa: PLC0415 - published for Linux only
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("bullet_graph.models."):
+        if name.startswith("bullet_graph.kernels."):
             for function in vars(module).values():
                 if isinstance(function, JITFunction):
                     function.device_caches.clear()

@@ -6,24 +6,94 @@ instead of a Python loop over the batch. So the compiled modules are called dire
 the FlashInfer release that pyproject.toml pins: csrc/batch_prefill*_jit_binding.cu has the common ones, and
 gen_batch_prefill_module names those that follow them. The kernels run on torch's current stream: ``tvm_ffi`` asks
 torch for it when the first tensor on the device is passed.
+
+A module is a shared library that ``tvm_ffi`` loads. Whoever has the libraries, as a capture cache does, does without
+the ``flashinfer`` package, whose import takes nearly a second.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from bullet_graph.models.attention import LayerRows
-from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.flashinfer_modules import Backend, ModuleSpec, load_module
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.pinned import PinnedRing
+from bullet_graph.kernels.attention import LayerRows
+from bullet_graph.kernels.memory import KVCache, PinnedRing
+from bullet_graph.kernels.shapes import DecoderShape
 
+Backend = Literal["fa2", "fa3"]
+
+_NO_POSITIONS = 0
 _INT_WORKSPACE_BYTES = 8 * 1024**2
 _NHD_LAYOUT = 0
 _BLOCKS_PER_SM = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSpec:
+    """One of FlashInfer's attention modules: paged and ragged, without positions, window, soft cap or 16-bit sums.
+
+    Attributes:
+        backend: which kernels.
+        dtype: of queries, cache and output.
+        head_dim: of keys and values.
+    """
+
+    backend: Backend
+    dtype: torch.dtype
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        """Short and unique among modules; FlashInfer has names of its own."""
+        return f"{self.backend}_{str(self.dtype).removeprefix('torch.')}_{self.head_dim}"
+
+    def build(self) -> Path:
+        """Compile it, or find it compiled, as FlashInfer does; returns the shared library."""
+        # Imported here because it takes nearly a second, which a start that has the library need not spend.
+        from flashinfer.jit.attention import gen_batch_prefill_module  # noqa: PLC0415
+
+        jit = gen_batch_prefill_module(
+            *(self.backend, self.dtype, self.dtype, self.dtype, torch.int32, self.head_dim, self.head_dim),
+            *(_NO_POSITIONS, False, False, False),
+        )
+        if not jit.is_aot:
+            jit.build(verbose=False)
+        return Path(jit.get_library_path())
+
+
+_loaded: dict[ModuleSpec, Any] = {}
+"""A process loads a module once, and for good: its kernels are in captured graphs."""
+
+
+def load_module(spec: ModuleSpec, library: Path | None = None) -> Any:
+    """A module's own functions: ``plan``, ``paged_run`` and ``ragged_run``.
+
+    Args:
+        spec: which one.
+        library: where it lies, None: FlashInfer finds or builds it. Of no account once the process has the module.
+
+    Raises:
+        RuntimeError: it cannot be loaded.
+    """
+    if spec not in _loaded:
+        # Imported here because a machine without a GPU need not have it.
+        import tvm_ffi  # noqa: PLC0415
+
+        _loaded[spec] = tvm_ffi.load_module(str(spec.build() if library is None else library))
+    return _loaded[spec]
+
+
+def prefill_backend(device: torch.device) -> Backend:
+    """fa3 on Hopper, for which alone it is written; fa2 elsewhere."""
+    return "fa3" if torch.cuda.get_device_capability(device) == (9, 0) else "fa2"
+
+
+def needed_module(device: torch.device, dtype: torch.dtype, head_dim: int) -> ModuleSpec:
+    """What an engine on this GPU runs."""
+    return ModuleSpec(prefill_backend(device), dtype, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +150,7 @@ class AttentionLane:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderShape,
         cache: KVCache,
         *,
         dtype: torch.dtype,

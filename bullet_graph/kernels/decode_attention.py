@@ -1,22 +1,25 @@
 """Decode attention over the paged KV cache by Triton kernels, whose schedule is computed on the device."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
-from bullet_graph.models.attention import LayerRows
-from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.kv_cache import KVCache
-from bullet_graph.models.triton_decode_kernels import combine_partials_kernel, decode_attention_kernel
-from bullet_graph.models.triton_launch import RepeatedLaunch
+from bullet_graph.kernels.attention import LayerRows
+from bullet_graph.kernels.decode_attention_kernels import combine_partials_kernel, decode_attention_kernel
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.kernels.shapes import DecoderShape
 
 _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
 _TILE_ELEMENTS = 64 * 128
+_ALIGNMENT_BYTES = 16
+"""Triton compiles a kernel anew for pointers that are not aligned so."""
 _MANY_ROWS = 32
 """From so many rows on, a program combines several heads: one a head would be more programs than fit at once."""
 
@@ -49,7 +52,7 @@ class DecodeKernelSettings:
     combine_rows: int = 32
 
 
-def default_settings(config: ModelConfig, *, whole_gpu: bool = True) -> DecodeKernelSettings:
+def default_settings(config: DecoderShape, *, whole_gpu: bool = True) -> DecodeKernelSettings:
     """Settings for a model in a 16-bit dtype: as many key heads a tile as have at most 16 query heads.
 
     Two programs an SM draw all that the memory gives where all SMs do; on a part of them three do (1 to 3 %
@@ -65,6 +68,62 @@ def default_settings(config: ModelConfig, *, whole_gpu: bool = True) -> DecodeKe
     if whole_gpu:
         return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=2)
     return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=3, max_registers=168)
+
+
+class RepeatedLaunch:
+    """Launches that differ by where their tensors lie, and in nothing else.
+
+    Triton's Python takes some 20 µs to find a launch's compiled kernel, longer than a short kernel runs. It does so
+    for the first launch here; the others go to what it found, unless their tensors are aligned otherwise.
+
+    Args:
+        kernel: of ``triton.jit``; its parameters are tensors, then numbers, then constexprs.
+        grid: programs along each axis, at most three.
+        numbers: its numbers.
+        constants: its constexprs, in their order.
+        options: of the compiler and the launch, such as ``num_warps``.
+
+    Raises:
+        ValueError: the constants are not the kernel's last parameters.
+    """
+
+    __slots__ = ("_aligned", "_compiled", "_constants", "_grid", "_kernel", "_numbers", "_options")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        *,
+        numbers: tuple[float, ...],
+        constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        last = list(kernel.arg_names[-len(constants) :])
+        if last != list(constants):
+            raise ValueError(f"the kernel's constants are {last} in this order, got {list(constants)}")
+        self._kernel = kernel
+        self._grid = (*grid, 1, 1)[:3]
+        self._numbers = numbers
+        self._constants = constants
+        self._options = options
+        self._compiled: Any = None
+        self._aligned: list[bool] = []
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Enqueue the kernel on the current stream; dtypes are those of the first call.
+
+        Args:
+            tensors: its tensors, all of them.
+        """
+        aligned = [tensor.data_ptr() % _ALIGNMENT_BYTES == 0 for tensor in tensors]
+        if self._compiled is not None and aligned == self._aligned:
+            self._compiled[self._grid](*tensors, *self._numbers, *self._constants.values())
+            return
+        # None in Triton's interpreter, which has nothing to find.
+        self._compiled = self._kernel[self._grid](
+            *tensors, *self._numbers, **self._constants, **self._options
+        )
+        self._aligned = aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +162,7 @@ class TritonDecodeAttention:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: DecoderShape,
         cache: KVCache,
         *,
         max_rows: int,
@@ -227,7 +286,7 @@ class TritonDecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDecode:
-    """One batch's attention, to be run for each layer; see :class:`~bullet_graph.models.attention.Attention`.
+    """One batch's attention, to be run for each layer; see :class:`~bullet_graph.kernels.attention.Attention`.
 
     Attributes:
         lane: whose kernels and scratch.
@@ -244,7 +303,7 @@ class PlannedDecode:
     combination: RepeatedLaunch | None
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
-        """See :meth:`~bullet_graph.models.attention.Attention.run`; reads keys and values from the cache alone."""
+        """See :meth:`~bullet_graph.kernels.attention.Attention.run`; reads keys and values from the cache alone."""
         out = torch.empty_like(rows.q)
         self.run_into(layer, rows.q, out)
         return out.flatten(1)
@@ -264,7 +323,7 @@ class PlannedDecode:
         self.lane.launch(layer, q, out, self)
 
 
-def _check(config: ModelConfig, cache: KVCache, settings: DecodeKernelSettings) -> None:
+def _check(config: DecoderShape, cache: KVCache, settings: DecodeKernelSettings) -> None:
     if config.head_dim < _LEAST_Q_BLOCK or config.head_dim & (config.head_dim - 1):
         raise ConfigError(
             f"decode attention needs a head_dim that is a power of two of at least {_LEAST_Q_BLOCK}, "

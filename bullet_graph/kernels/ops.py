@@ -6,8 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.weights import LayerWeights
+from bullet_graph.kernels.shapes import DecoderShape
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,6 +93,14 @@ class RowInputs:
     cos_sin: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMSNorm weights over each query head and each key head, both [head_dim] (Qwen3)."""
+
+    q: Tensor
+    k: Tensor
+
+
 class LayerOps(Protocol):
     """The steps of a layer but attention; torch here, Triton in ``triton_ops``."""
 
@@ -116,8 +123,8 @@ class LayerOps(Protocol):
         inputs: RowInputs,
         keys: Tensor,
         values: Tensor,
-        layer: LayerWeights,
-        config: ModelConfig,
+        norms: HeadNorms | None,
+        shape: DecoderShape,
         out: Tensor | None = None,
     ) -> Tensor:
         """Norm and rotate queries and keys, and write keys and values into the cache.
@@ -125,6 +132,8 @@ class LayerOps(Protocol):
         Args:
             qkv: [rows, q_size + 2 * kv_size]; its keys are replaced by the rotated ones.
             keys: [num_blocks, block_tokens, num_kv_heads, head_dim]; likewise ``values``.
+            norms: RMSNorm of each query and key head before RoPE, None where the model has none.
+            shape: of the model.
             out: [rows, num_heads, head_dim], where to put the queries, or None for new memory.
 
         Returns:
@@ -146,21 +155,21 @@ class TorchOps:
         inputs: RowInputs,
         keys: Tensor,
         values: Tensor,
-        layer: LayerWeights,
-        config: ModelConfig,
+        norms: HeadNorms | None,
+        shape: DecoderShape,
         out: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`LayerOps.rope_and_cache`."""
-        rows, heads = len(qkv), config.num_heads
+        rows, heads = len(qkv), shape.num_heads
         q, k, v = torch.tensor_split(
-            qkv.view(rows, heads + 2 * config.num_kv_heads, config.head_dim),
-            (heads, heads + config.num_kv_heads),
+            qkv.view(rows, heads + 2 * shape.num_kv_heads, shape.head_dim),
+            (heads, heads + shape.num_kv_heads),
             dim=1,
         )
         normed_k = k
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            normed_k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        if norms is not None:
+            q = rms_norm(q, norms.q, shape.rms_norm_eps)
+            normed_k = rms_norm(k, norms.k, shape.rms_norm_eps)
         cos, sin = inputs.cos_sin[inputs.positions].chunk(2, dim=-1)
         keys.flatten(0, 1)[inputs.kv_slots] = k.copy_(rotate(normed_k, cos, sin))
         values.flatten(0, 1)[inputs.kv_slots] = v

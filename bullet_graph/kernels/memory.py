@@ -1,4 +1,4 @@
-"""Pinned host memory for copies to the device that are still under way when the next one is prepared."""
+"""Memory that kernels share: the paged KV cache, and pinned host buffers for uploads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.kernels.shapes import DecoderShape
 
 _RING_BUFFERS = 4
 """One more than the steps that can be unfinished at once: two in flight, and one being prepared."""
+
+
+class KVCache:
+    """Keys and values of all layers, in blocks of ``block_tokens`` tokens.
+
+    Args:
+        num_blocks: blocks, the padding block included.
+        block_tokens: tokens a block holds.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_tokens = block_tokens
+        # Zeroed: padded rows attend to the padding block, and uninitialised memory may hold NaN.
+        self._data = torch.zeros(
+            shape.num_layers,
+            2,
+            num_blocks,
+            block_tokens,
+            shape.num_kv_heads,
+            shape.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        # Views made once: an eager forward asks for them three times a layer, and its launches are what it waits for.
+        self._layers = [(self._data[index, 0], self._data[index, 1]) for index in range(shape.num_layers)]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """(keys, values) of a layer, each [num_blocks, block_tokens, num_kv_heads, head_dim]."""
+        return self._layers[index]
 
 
 class PinnedRing:

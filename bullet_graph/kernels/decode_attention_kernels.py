@@ -1,6 +1,4 @@
-# Triton kernels are a language of their own inside Python's syntax.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
-"""Triton kernels of decode attention over the paged KV cache; launched by ``triton_decode_attention``.
+"""Triton kernels of decode attention over the paged KV cache; launched by ``decode_attention``.
 
 The batch's blocks, in the order of ``kv_indices``, are one line of work that the workers cut into equal ranges:
 ``kv_indptr`` is its table of contents, so nothing is planned beforehand. A worker that has all of a sequence

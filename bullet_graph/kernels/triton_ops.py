@@ -1,0 +1,252 @@
+"""The steps of a layer, and sampling, as Triton launches: the GPU's."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from bullet_graph.errors import ConfigError
+from bullet_graph.kernels import ops
+from bullet_graph.kernels.ops import HeadNorms, RowInputs
+from bullet_graph.kernels.sampler import MASKED_IDS_COLUMN, SETTINGS_COLUMNS, SamplingState
+from bullet_graph.kernels.shapes import DecoderShape
+from bullet_graph.kernels.triton_kernels import (
+    add_rms_norm_kernel,
+    gemv_kernel,
+    rope_and_cache_kernel,
+    sample_kernel,
+    silu_and_mul_kernel,
+    swiglu_matmul_kernel,
+)
+from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS
+
+_HEADS_BLOCK = 16
+_VOCAB_BLOCK = 4096
+_GEMV_BLOCK = 4096
+_GEMV_LEAST_BLOCK = 128
+
+FUSED_SWIGLU_MIN_ROWS = 640
+"""From so many rows on, a layer takes less time or as much, measured on an H200 under its power cap with llama-3.1-8b's
+shapes: 6 % less to 0.4 % more at 640 to 960 rows (`bench/results/h200/fused_swiglu.json`), 3 % less from 1,024 on
+(`prefill_gemm.json`); below 640, from 19 % less to 8 % more. Other shapes were not measured."""
+
+_HOPPER = (9, 0)
+_DTYPES = (torch.bfloat16, torch.float16)
+_TMA_ALIGNMENT = 8
+"""Elements of 16 bits: TMA wants rows that start at multiples of 16 bytes."""
+
+
+class TritonOps:
+    """See :class:`~bullet_graph.kernels.ops.LayerOps`; all tensors contiguous, on one device."""
+
+    @staticmethod
+    def add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See :func:`~bullet_graph.kernels.ops.add_rms_norm`."""
+        rows, hidden_size = x.shape
+        normed = torch.empty_like(x)
+        summed = torch.empty_like(x) if summed is None else summed
+        if rows:
+            block = triton.next_power_of_2(hidden_size)
+            add_rms_norm_kernel[(rows,)](
+                x,
+                residual,
+                weight,
+                normed,
+                summed,
+                hidden_size,
+                eps,
+                BLOCK=block,
+                num_warps=_norm_warps(block),
+            )
+        return normed, summed
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """See :func:`~bullet_graph.kernels.ops.linear`; one row has a kernel of its own."""
+        out_features, in_features = weight.shape
+        block = min(in_features & -in_features, _GEMV_BLOCK)  # the largest power of two that divides it
+        if len(x) != 1 or block < _GEMV_LEAST_BLOCK:
+            return ops.linear(x, weight, bias, out)
+        if out is None:
+            out = x.new_empty(1, out_features)
+        gemv_kernel[(out_features,)](
+            x, weight, bias, out, IN_FEATURES=in_features, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4
+        )
+        return out
+
+    @staticmethod
+    def silu_and_mul(gate_up: Tensor) -> Tensor:
+        """See :func:`~bullet_graph.kernels.ops.silu_and_mul`."""
+        rows, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, intermediate_size)
+        block = min(triton.next_power_of_2(intermediate_size), 2048)
+        silu_and_mul_kernel[(rows, triton.cdiv(intermediate_size, block))](
+            gate_up, out, intermediate_size, BLOCK=block
+        )
+        return out
+
+    @staticmethod
+    def swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
+        """See :func:`~bullet_graph.kernels.ops.swiglu`; many rows on Hopper take one launch, and round once."""
+        if len(x) >= FUSED_SWIGLU_MIN_ROWS and can_fuse(x, gate_up_weight):
+            return swiglu_matmul(x, gate_up_weight)
+        return TritonOps.silu_and_mul(TritonOps.linear(x, gate_up_weight))
+
+    @staticmethod
+    def rope_and_cache(
+        qkv: Tensor,
+        inputs: RowInputs,
+        keys: Tensor,
+        values: Tensor,
+        norms: HeadNorms | None,
+        shape: DecoderShape,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :meth:`~bullet_graph.kernels.ops.LayerOps.rope_and_cache`."""
+        rows, half = len(qkv), shape.head_dim // 2
+        q = qkv.new_empty(rows, shape.num_heads, shape.head_dim) if out is None else out
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        rope_and_cache_kernel[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
+            qkv,
+            inputs.positions,
+            inputs.kv_slots,
+            inputs.cos_sin,
+            None if norms is None else norms.q,
+            None if norms is None else norms.k,
+            q,
+            keys,
+            values,
+            shape.rms_norm_eps,
+            NUM_HEADS=shape.num_heads,
+            NUM_KV_HEADS=shape.num_kv_heads,
+            HALF=half,
+            HALF_BLOCK=triton.next_power_of_2(half),
+            HEADS_BLOCK=_HEADS_BLOCK,
+            QK_NORM=norms is not None,
+        )
+        return q
+
+
+class PartitionOps(TritonOps):
+    """For a lane that has not all SMs: no kernel whose grid is laid out for the device's."""
+
+    @staticmethod
+    def swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
+        """See :func:`~bullet_graph.kernels.ops.swiglu`."""
+        return TritonOps.silu_and_mul(TritonOps.linear(x, gate_up_weight))
+
+
+def _norm_warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
+
+
+def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
+    """See :func:`bullet_graph.kernels.sampler.sample`; ``slots`` and ``positions`` are int32."""
+    rows, vocab_size = logits.shape
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows:
+        sample_kernel[(rows,)](
+            logits,
+            slots,
+            positions,
+            state.settings,
+            state.last_token,
+            out,
+            vocab_size,
+            logits.stride(0),
+            SETTINGS_COLUMNS=SETTINGS_COLUMNS,
+            MASKED_COLUMN=MASKED_IDS_COLUMN,
+            MASKED_COUNT=MAX_MASKED_TOKEN_IDS,
+            BLOCK=min(_VOCAB_BLOCK, triton.next_power_of_2(vocab_size)),
+            num_warps=8,
+        )
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwigluTiling:
+    """How the product is laid out on an SM; the defaults were the fastest of those measured on an H200.
+
+    Attributes:
+        block_m: rows of an output tile.
+        block_n: columns of an output tile: so many of gate, and as many of up.
+        block_k: terms of the sums a step, 64 of 16 bits for the widest rows of shared memory that TMA writes.
+        group_m: tiles above one another that are computed before those beside them.
+        num_stages: steps whose loads are under way or in use: 48 KiB of shared memory each with these blocks.
+        num_warps: of a program.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    group_m: int = 16
+    num_stages: int = 3
+    num_warps: int = 8
+
+
+DEFAULT_TILING = SwigluTiling()
+
+
+def can_fuse(x: Tensor, gate_up_weight: Tensor) -> bool:
+    """Whether :func:`swiglu_matmul` takes these.
+
+    That is: on Hopper, both in bfloat16 or both in float16, hidden and intermediate size multiples of 8.
+    """
+    aligned = x.shape[1] % _TMA_ALIGNMENT == 0 and gate_up_weight.shape[0] % (2 * _TMA_ALIGNMENT) == 0
+    return aligned and x.dtype == gate_up_weight.dtype and x.dtype in _DTYPES and hopper_sms(x.device) > 0
+
+
+def hopper_sms(device: torch.device) -> int:
+    """SMs of a GPU of compute capability 9.0, and 0 of any other device."""
+    if device.type != "cuda":
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    is_hopper = (properties.major, properties.minor) == _HOPPER
+    return int(properties.multi_processor_count) if is_hopper else 0
+
+
+def swiglu_matmul(
+    x: Tensor, gate_up_weight: Tensor, out: Tensor | None = None, *, tiling: SwigluTiling = DEFAULT_TILING
+) -> Tensor:
+    """SwiGLU of x @ gate_up_weight.T: summed and multiplied in float32, rounded once.
+
+    Args:
+        x: [rows, hidden_size], contiguous, at least one row.
+        gate_up_weight: [2 * intermediate_size, hidden_size], contiguous: gate's rows, then up's.
+        out: [rows, intermediate_size], contiguous, where to put the result, or None for new memory.
+
+    Raises:
+        ConfigError: :func:`can_fuse` says no.
+    """
+    if not can_fuse(x, gate_up_weight):
+        raise ConfigError(
+            "the fused SwiGLU product needs a GPU of compute capability 9.0, bfloat16 or float16, and hidden and "
+            f"intermediate sizes that are multiples of {_TMA_ALIGNMENT}; found {x.device}, "
+            f"{x.dtype} @ {gate_up_weight.dtype}, hidden size {x.shape[1]} and intermediate size "
+            f"{gate_up_weight.shape[0] / 2:g}: project and apply silu_and_mul instead"
+        )
+    (rows, hidden_size), intermediate_size = x.shape, len(gate_up_weight) // 2
+    out = x.new_empty(rows, intermediate_size) if out is None else out
+    num_tiles = triton.cdiv(rows, tiling.block_m) * triton.cdiv(intermediate_size, tiling.block_n)
+    # One program an SM of the device. On a lane with fewer, those that find no room start when others have ended.
+    swiglu_matmul_kernel[(min(hopper_sms(x.device), num_tiles),)](
+        TensorDescriptor.from_tensor(x, [tiling.block_m, tiling.block_k]),
+        TensorDescriptor.from_tensor(
+            gate_up_weight.view(2, intermediate_size, hidden_size), [2, tiling.block_n, tiling.block_k]
+        ),
+        TensorDescriptor.from_tensor(out, [tiling.block_m, tiling.block_n]),
+        rows,
+        intermediate_size,
+        hidden_size,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        GROUP_M=tiling.group_m,
+        STAGES=tiling.num_stages,
+        num_warps=tiling.num_warps,
+    )
+    return out
