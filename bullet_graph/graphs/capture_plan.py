@@ -146,7 +146,7 @@ class CapturePlan:
     def graph_bytes(self, num_layers: int) -> int:
         """Estimate of the captured graphs' memory, of a model with so many layers.
 
-        What pieces of short forwards compute in comes on top (``models.workspaces.piecewise_scratch_bytes``).
+        What pieces of short forwards compute in comes on top (``graphs.piecewise.piecewise_scratch_bytes``).
         """
         pieces = len(self.piecewise_rows) * num_layers
         return self.num_decode_graphs * DECODE_GRAPH_BYTES + pieces * PIECE_BYTES

@@ -9,7 +9,7 @@ from bullet_graph.runtime.captures import named_plan
 from bullet_graph.runtime.resolve import Runtime
 
 FLASHINFER_RELEASE = "0.6.12"
-"""The release whose compiled modules ``models.flashinfer_attention`` calls; pyproject.toml pins the same."""
+"""The release whose compiled modules ``kernels.flashinfer_attention`` calls; pyproject.toml pins the same."""
 
 GPU_HEAD_DIMS = (64, 128, 256)
 """Head sizes that FlashInfer's fa2 and fa3 kernels are written for."""

@@ -89,7 +89,7 @@ def test_the_ledger_counts_what_a_cache_really_takes() -> None:
         TINY,
         num_blocks=ledger.num_kv_blocks,
         block_tokens=KV_BLOCK_TOKENS,
-        dtype_bytes=4,
+        dtype=torch.float32,
         device=torch.device("cpu"),
     )
     assert cache.layer(0)[0].untyped_storage().nbytes() == ledger.kv_cache_bytes
