@@ -12,9 +12,9 @@ import openai
 from engines import make_engine
 
 from bullet_graph import AsyncEngine
-from bullet_graph.serve.energy import EnergyMeter
 from bullet_graph.serve.lifecycle import DrainingServer, bind, make_server, url_of
 from bullet_graph.serve.limits import Gate
+from bullet_graph.serve.metrics import EnergyMeter
 from bullet_graph.serve.settings import ServeSettings
 
 MODEL = "tiny"

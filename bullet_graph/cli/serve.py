@@ -18,7 +18,7 @@ from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.engine import Engine
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.energy import NvmlProbe
-from bullet_graph.serve.energy import EnergyMeter
+from bullet_graph.serve.metrics import EnergyMeter
 from bullet_graph.serve.settings import ServeSettings
 
 _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")

@@ -1,6 +1,7 @@
-"""The server's paths, put together for one engine."""
+"""The server's paths for one engine, and the watchdog that runs beside them."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -16,17 +17,16 @@ from starlette.responses import HTMLResponse, Response
 from bullet_graph._version import __version__
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.serve.answers import Answers
-from bullet_graph.serve.energy import EnergyMeter
 from bullet_graph.serve.errors import ApiError, http_error, validation_error
 from bullet_graph.serve.formats import TokenTexts
 from bullet_graph.serve.generation import Generation
 from bullet_graph.serve.limits import Gate, LimitMiddleware
-from bullet_graph.serve.live import live_figures
-from bullet_graph.serve.metrics import ServerMetrics
-from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest
-from bullet_graph.serve.responses import (
+from bullet_graph.serve.metrics import EnergyMeter, ServerMetrics
+from bullet_graph.serve.protocol import (
     ChatCompletion,
+    ChatCompletionRequest,
     Completion,
+    CompletionRequest,
     Health,
     Model,
     ModelList,
@@ -34,21 +34,52 @@ from bullet_graph.serve.responses import (
     answers,
 )
 from bullet_graph.serve.settings import OWNER, ServeSettings
-from bullet_graph.serve.watchdog import Watchdog
 
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_MOST_S_BETWEEN_LOOKS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Gives the engine up when a lane makes no progress, even if the engine's thread is stuck.
+
+    Args:
+        engine: the engine to watch.
+        limit_s: longest time without progress; must exceed the longest step and what is compiled during it.
+    """
+
+    def __init__(self, engine: AsyncEngine, limit_s: float) -> None:
+        self._engine = engine
+        self._limit_s = limit_s
+
+    async def run(self) -> None:
+        """Check again and again until the engine is dead."""
+        while self._engine.failure is None:
+            await asyncio.sleep(min(self._limit_s / 4, _MOST_S_BETWEEN_LOOKS))
+            self.look()
+
+    def look(self) -> None:
+        """Fail all requests if there was no progress for too long."""
+        stalled = self._engine.stalled(self._limit_s)
+        if stalled is None or self._engine.failure is not None:
+            return
+        limit = f"{self._limit_s:g} s (--watchdog-timeout)"
+        reason = f"the engine made no progress for {limit}: {stalled}; restart the server"
+        logger.error(reason)
+        self._engine.fail(reason)
 
 
 def create_app(engine: AsyncEngine, settings: ServeSettings, energy: EnergyMeter) -> FastAPI:
-    """The ASGI application; its lifespan runs the watchdog.
+    """Build the ASGI application; its lifespan runs the watchdog.
 
     Args:
         engine: serves the requests; the caller shuts it down.
-        settings: of the server.
-        energy: of the engine's GPU.
+        settings: the server's settings.
+        energy: measures the engine's GPU.
 
     Returns:
-        An application whose ``state.gate`` is the :class:`~bullet_graph.serve.limits.Gate` of its requests.
+        An application; ``state.gate`` is the :class:`~bullet_graph.serve.limits.Gate` of its requests.
     """
     model_name = settings.served_model_name
     created_s = int(time.time())
@@ -79,7 +110,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings, energy: EnergyMeter
             await watchdog
         generation.close()
 
-    # The pages of documentation that the framework offers load scripts from elsewhere.
+    # The framework's documentation pages would load scripts from other hosts.
     app = FastAPI(title="bullet-graph", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.gate = gate
     app.add_middleware(
@@ -109,7 +140,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings, energy: EnergyMeter
 
     @app.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True), response_model=None)
     async def chat_completions(body: ChatCompletionRequest) -> Response:
-        """Continue a conversation, put into the model's chat template."""
+        """Continue a conversation, formatted by the model's chat template."""
         return replies.chat(body)
 
     served = Model(
@@ -123,12 +154,12 @@ def create_app(engine: AsyncEngine, settings: ServeSettings, energy: EnergyMeter
 
     @app.get("/v1/models", responses=answers(ModelList))
     async def models() -> ModelList:
-        """The model that is served."""
+        """The served model, as a list."""
         return ModelList(object="list", data=[served])
 
     @app.get("/v1/models/{model:path}", responses=answers(Model))
     async def model(model: str) -> Model:
-        """The model that is served, by its name."""
+        """The served model, by its name."""
         if model != model_name:
             raise ApiError(
                 404,
@@ -139,7 +170,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings, energy: EnergyMeter
 
     @app.get("/health", responses=answers(Health))
     async def health() -> Health:
-        """200 while the engine lives, 503 once it is dead or the server shuts down."""
+        """200 while the engine lives; 503 when it is dead or the server shuts down."""
         if engine.failure is not None:
             raise ApiError.of(engine.failure)
         if gate.closed:
@@ -159,7 +190,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings, energy: EnergyMeter
     @app.get("/live", include_in_schema=False)
     async def live() -> dict[str, Any]:
         await energy.read()
-        return live_figures(engine, metrics, model_name=model_name, num_waiting=gate.num_waiting)
+        return metrics.live()
 
     @app.get("/", include_in_schema=False)
     async def live_page() -> Response:

@@ -16,8 +16,8 @@ from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import ConfigError
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.serve.app import create_app
-from bullet_graph.serve.energy import EnergyMeter
 from bullet_graph.serve.limits import Gate
+from bullet_graph.serve.metrics import EnergyMeter
 from bullet_graph.serve.settings import ServeSettings
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -1,32 +1,106 @@
-"""What the server counts: vLLM's metrics under their names, and the lanes', policies', targets' and energy's."""
+"""What the server measures: Prometheus metrics under vLLM's names, and the figures of the live page."""
 
+import asyncio
 import itertools
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+import numpy as np
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.output import RequestOutput
-from bullet_graph.serve.energy import EnergyMeter
-from bullet_graph.serve.histogram import (
-    FIRST_TOKEN_BUCKETS_S,
-    INTER_TOKEN_BUCKETS_S,
-    REQUEST_BUCKETS_S,
-    Histogram,
-)
+from bullet_graph.perf.energy import DeviceProbe
 from bullet_graph.slo import NO_TARGETS
 
 PREFIX = "bullet_graph:"
-"""Of every name; vLLM's is ``vllm:``, and the names after it are the same."""
+"""Prefix of every metric; vLLM's is ``vllm:``, and the names after it are the same."""
+
+LIVE_WINDOW_S = 60.0
+"""Percentiles of the live page cover the requests that ended in this time."""
 
 _RECENT = 4096
 
+# Upper bounds of histogram buckets: vLLM's, with finer ones below for single tokens.
+FIRST_TOKEN_BUCKETS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0,
+)  # fmt: skip
+INTER_TOKEN_BUCKETS_S = (
+    0.002, 0.004, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
+    0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+REQUEST_BUCKETS_S = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0,
+)  # fmt: skip
+
 EndReason = Literal["stop", "length", "abort", "error"]
+
+
+class Histogram:
+    """A Prometheus histogram that is cheap to observe: it sees every token of every stream.
+
+    Args:
+        name: the metric's name.
+        documentation: what it measures.
+        bounds_s: rising upper bounds of the buckets; an unbounded bucket follows them.
+    """
+
+    def __init__(self, name: str, documentation: str, bounds_s: Sequence[float]) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one observation."""
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def family(self, model_name: str) -> HistogramMetricFamily:
+        """The metric now."""
+        family = HistogramMetricFamily(self._name, self._documentation, labels=["model_name"])
+        total, buckets = 0, []
+        for bound, count in zip([*map(str, self._bounds_s), "+Inf"], self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family.add_metric([model_name], buckets, self._sum_s)
+        return family
+
+
+class EnergyMeter:
+    """The GPU's energy since the server started, read from the board's counter on demand.
+
+    Args:
+        probe: of the GPU; the meter closes it. None measures nothing.
+
+    Attributes:
+        joules: the last reading; None if nothing measures it.
+    """
+
+    def __init__(self, probe: DeviceProbe | None) -> None:
+        self._probe = probe
+        self._start_mj = None if probe is None else probe.total_energy_mj()
+        self.joules: float | None = None if self._start_mj is None else 0.0
+
+    async def read(self) -> None:
+        """Read the counter in a thread, as it may take milliseconds."""
+        if self._probe is not None and self._start_mj is not None:
+            now_mj = await asyncio.to_thread(self._probe.total_energy_mj)
+            if now_mj is not None:
+                self.joules = (now_mj - self._start_mj) / 1e3
+
+    def close(self) -> None:
+        """Close the probe."""
+        if self._probe is not None:
+            self._probe.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +109,9 @@ class Finished:
 
     Attributes:
         time_s: when it ended, on ``time.monotonic``'s clock.
-        ttft_ms: its time to first token.
-        tpot_ms: its time per output token; None for a single token.
-        met: whether it met all its targets; None where it had none.
+        ttft_ms: time to first token.
+        tpot_ms: time per output token; None for a single token.
+        met: whether it met all its targets; None without targets.
     """
 
     time_s: float
@@ -47,10 +121,10 @@ class Finished:
 
 
 class RequestMeter:
-    """Follows one request.
+    """Measures one request.
 
     Args:
-        metrics: told of what it sees.
+        metrics: the server's metrics, which it updates.
         prompt_tokens: length of the prompt.
     """
 
@@ -63,7 +137,7 @@ class RequestMeter:
         self._ended = False
 
     def observe(self, output: RequestOutput) -> None:
-        """Count an output: what is new since the last, or all at the end."""
+        """Count what is new in an output."""
         metrics, last = self._metrics, max(self._seen - 1, 0)
         times = output.metrics.token_times_from(last)
         if times and not self._seen:
@@ -86,11 +160,11 @@ class RequestMeter:
         self._metrics.finished(Finished(time.monotonic(), times.ttft_ms, times.tpot_ms, met))
 
     def refuse(self) -> None:
-        """Count nothing: the request was wrong."""
+        """Do not count the request: it was invalid."""
         self._ended = True
 
     def end(self, reason: EndReason) -> None:
-        """Count the end; only the first counts."""
+        """Count the request's end; only the first call counts."""
         if not self._ended:
             self._ended = True
             self._metrics.ends[reason] += 1
@@ -101,29 +175,24 @@ class ServerMetrics(Collector):
 
     Args:
         model_name: label of every metric.
-        engine: tells the rest.
-        num_waiting: sequences that wait for KV blocks.
-        energy: what the GPU has used since the start.
+        engine: source of the engine's counters.
+        num_waiting: number of sequences without KV blocks.
+        energy: the GPU's energy.
     """
 
     def __init__(
-        self,
-        model_name: str,
-        engine: AsyncEngine,
-        *,
-        num_waiting: Callable[[], int],
-        energy: EnergyMeter,
+        self, model_name: str, engine: AsyncEngine, *, num_waiting: Callable[[], int], energy: EnergyMeter
     ) -> None:
         self._model_name = model_name
         self._engine = engine
         self._num_waiting = num_waiting
-        self.energy = energy
+        self._energy = energy
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.ends: dict[EndReason, int] = dict.fromkeys(get_args(EndReason), 0)
-        self.num_with_targets = 0
-        self.num_met = 0
-        self.recent: deque[Finished] = deque(maxlen=_RECENT)
+        self._num_with_targets = 0
+        self._num_met = 0
+        self._recent: deque[Finished] = deque(maxlen=_RECENT)
         self.first_token = Histogram(
             f"{PREFIX}time_to_first_token_seconds",
             "From a request's arrival to its first token.",
@@ -139,23 +208,47 @@ class ServerMetrics(Collector):
         )
 
     def request(self, prompt_tokens: int) -> RequestMeter:
-        """Follow a new request, whose prompt has so many tokens."""
+        """A meter for a new request."""
         return RequestMeter(self, prompt_tokens)
 
     def finished(self, request: Finished) -> None:
-        """Note a request that was served to its end."""
-        self.recent.append(request)
+        """Count a request that was served to its end."""
+        self._recent.append(request)
         if request.met is not None:
-            self.num_with_targets += 1
-            self.num_met += request.met
+            self._num_with_targets += 1
+            self._num_met += request.met
 
     @property
-    def slo_attainment(self) -> float | None:
-        """Share of the requests with targets that met them all; None before there was one."""
-        return self.num_met / self.num_with_targets if self.num_with_targets else None
+    def _slo_attainment(self) -> float | None:
+        return self._num_met / self._num_with_targets if self._num_with_targets else None
+
+    def live(self) -> dict[str, Any]:
+        """The figures of the live page: counters, which it takes the differences of, and recent percentiles."""
+        engine, stats = self._engine, self._engine.stats
+        now_s = time.monotonic()
+        recent = [request for request in self._recent if now_s - request.time_s <= LIVE_WINDOW_S]
+        return {
+            "model": self._model_name,
+            "time_s": now_s,
+            "num_sms": engine.engine.num_sms,
+            "running": stats.num_running,
+            "waiting": self._num_waiting(),
+            "kv_cache_usage": stats.kv_blocks_used / stats.kv_blocks_total,
+            "lane_seconds": dict(stats.lane_seconds),
+            "lane_sm_seconds": dict(stats.lane_sm_seconds),
+            "policy_seconds": dict(stats.policy_seconds),
+            "generation_tokens": self.generation_tokens,
+            "window_s": LIVE_WINDOW_S,
+            "requests": len(recent),
+            "ttft_ms": percentiles([request.ttft_ms for request in recent]),
+            "tpot_ms": percentiles([request.tpot_ms for request in recent if request.tpot_ms is not None]),
+            "slo_attainment": self._slo_attainment,
+            "energy_joules": self._energy.joules,
+            "failure": None if engine.failure is None else str(engine.failure),
+        }
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics; see prometheus_client."""
+        """All metrics, for prometheus_client."""
         stats = self._engine.stats
         yield self._gauge("num_requests_running", "Sequences that hold KV blocks.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Sequences that wait for KV blocks.", self._num_waiting())
@@ -164,46 +257,58 @@ class ServerMetrics(Collector):
         yield self._counter("num_preemptions", "Sequences that lost their KV blocks.", stats.num_preemptions)
         yield self._counter("prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", self.generation_tokens)
-        yield self._counters("request_success", "Requests that ended.", "finished_reason", self.ends)
+        yield self._counter("request_success", "Requests that ended.", self.ends, "finished_reason")
         for histogram in (self.first_token, self.inter_token, self.whole_request):
             yield histogram.family(self._model_name)
         yield self._counter("num_steps", "Forwards of the model.", stats.num_steps)
-        yield self._gauges("lane_sms", "SMs that each lane uses now.", "lane", stats.lane_sms)
-        yield self._counters(
-            "lane_sm_seconds", "Device time of each lane times its SMs.", "lane", stats.lane_sm_seconds
+        yield self._gauge("lane_sms", "SMs that each lane uses now.", stats.lane_sms, "lane")
+        lane_sm_seconds = "Device time of each lane times its SMs."
+        yield self._counter("lane_sm_seconds", lane_sm_seconds, stats.lane_sm_seconds, "lane")
+        yield self._counter("lane_seconds", "Device time of each lane.", stats.lane_seconds, "lane")
+        yield self._counter(
+            "policy_seconds", "Device time under each policy.", stats.policy_seconds, "policy"
         )
-        yield self._counters("lane_seconds", "Device time of each lane.", "lane", stats.lane_seconds)
-        yield self._counters(
-            "policy_seconds", "Device time under each policy.", "policy", stats.policy_seconds
+        yield self._gauge(
+            "policy_time_share", "Share of device time by policy.", stats.policy_shares, "policy"
         )
-        yield self._gauges(
-            "policy_time_share", "Share of device time by policy.", "policy", stats.policy_shares
-        )
-        yield self._counter("slo_requests", "Requests with targets that ended.", self.num_with_targets)
-        yield self._counter("slo_requests_met", "Those that met all their targets.", self.num_met)
-        if self.slo_attainment is not None:
-            yield self._gauge("slo_attainment", "Share of them.", self.slo_attainment)
-        if self.energy.joules is not None:
-            yield self._counter("energy_joules", "Energy of the GPU's board.", self.energy.joules)
+        yield self._counter("slo_requests", "Requests with targets that ended.", self._num_with_targets)
+        yield self._counter("slo_requests_met", "Those that met all their targets.", self._num_met)
+        if self._slo_attainment is not None:
+            yield self._gauge("slo_attainment", "Share of them.", self._slo_attainment)
+        if self._energy.joules is not None:
+            yield self._counter("energy_joules", "Energy of the GPU's board.", self._energy.joules)
 
-    def _gauge(self, name: str, documentation: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, documentation, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+    def _gauge(
+        self, name: str, documentation: str, values: float | Mapping[Any, float], label: str | None = None
+    ) -> Metric:
+        return self._family(GaugeMetricFamily, name, documentation, values, label)
+
+    def _counter(
+        self, name: str, documentation: str, values: float | Mapping[Any, float], label: str | None = None
+    ) -> Metric:
+        return self._family(CounterMetricFamily, name, documentation, values, label)
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        documentation: str,
+        values: float | Mapping[Any, float],
+        label: str | None,
+    ) -> Metric:
+        labels = ["model_name"] if label is None else ["model_name", label]
+        family = kind(PREFIX + name, documentation, labels=labels)
+        if isinstance(values, Mapping):
+            for key, value in values.items():
+                family.add_metric([self._model_name, key], value)
+        else:
+            family.add_metric([self._model_name], values)
         return family
 
-    def _gauges(self, name: str, documentation: str, label: str, values: Mapping[Any, float]) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, documentation, labels=["model_name", label])
-        for key, value in values.items():
-            family.add_metric([self._model_name, key], value)
-        return family
 
-    def _counter(self, name: str, documentation: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, documentation, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-    def _counters(self, name: str, documentation: str, label: str, values: Mapping[Any, float]) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, documentation, labels=["model_name", label])
-        for key, value in values.items():
-            family.add_metric([self._model_name, key], value)
-        return family
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Median, 90th and 99th percentile, interpolated linearly; None of nothing."""
+    if not values:
+        return None
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return {"p50": p50, "p90": p90, "p99": p99}

@@ -8,14 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, PromptError, TokenLogprobs
-from bullet_graph.serve.chat import ChatFormat
-from bullet_graph.serve.completions import CompletionFormat
-from bullet_graph.serve.energy import EnergyMeter
 from bullet_graph.serve.errors import ApiError
-from bullet_graph.serve.formats import TokenTexts, completion_logprobs, to_json_text, usage_of
-from bullet_graph.serve.histogram import Histogram
+from bullet_graph.serve.formats import (
+    ChatFormat,
+    CompletionFormat,
+    TokenTexts,
+    completion_logprobs,
+    to_json_text,
+    usage_of,
+)
 from bullet_graph.serve.limits import Gate
-from bullet_graph.serve.live import percentiles
+from bullet_graph.serve.metrics import EnergyMeter, Histogram, percentiles
 
 
 class Clock:
