@@ -14,8 +14,8 @@ import click
 import numpy as np
 import numpy.typing as npt
 
+from bullet_graph.workloads import load_workload
 from bullet_graph.workloads.synthetic import LengthTables
-from bullet_graph.workloads.traces import read_azure_csv
 
 DATA = Path(__file__).resolve().parent.parent / "bullet_graph" / "workloads" / "data"
 
@@ -45,7 +45,7 @@ NUM_SHARES = 10
 def main(conv: Path, code: Path, output: Path) -> None:
     tables = {}
     for name, path in (("conv", conv), ("code", code)):
-        requests = read_azure_csv(path).requests
+        requests = load_workload(str(path), num_requests=None).requests
         tables[name] = LengthTables.fit(requests, PROBABILITIES, NUM_SHARES)
         recorded = np.array([(request.prompt_tokens, request.output_tokens) for request in requests])
         sampled = tables[name].lengths(np.random.default_rng(0).random((200_000, 2)))

@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bullet_graph import Engine, SamplingParams, Slo
-from bullet_graph.cli.bench.online import Arrivals, serve_online
+from bullet_graph.cli.bench.online import serve_online
 from bullet_graph.cli.engine_run import watch_device
 from bullet_graph.config import Policy
 from bullet_graph.engine.output import OutputKind
+from bullet_graph.perf.metrics import summarize_ms
 from bullet_graph.perf.provenance import collect_provenance
-from bullet_graph.perf.summary import summarize_ms
-from bullet_graph.workloads import load_workload
+from bullet_graph.workloads import Arrivals, load_workload
 
 SETTINGS = (
     "azure:conv 600 20 ttft:500 tpot:15",

@@ -24,7 +24,7 @@ from bullet_graph.cli.bench.sweep_file import SweepFile
 from bullet_graph.cli.exits import EXIT_ERROR
 from bullet_graph.cli.options import parse_size, result_options
 from bullet_graph.config import DeviceName, DtypeName, LoadFormat
-from bullet_graph.engine.replay_async import event_loop_factory
+from bullet_graph.engine.replay import event_loop_factory
 from bullet_graph.errors import BulletGraphError, ConfigError, EngineDeadError
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.perf.goodput_search import FASTEST_RATE

@@ -14,12 +14,11 @@ from bench.peers.host import HostClock
 from bench.peers.rates import Rates
 from bench.peers.systems import Candidate, System
 from bullet_graph.cli.bench.sweep_file import CellKey, SweepFile
-from bullet_graph.engine.replay import TimedRequest, timed_requests
-from bullet_graph.engine.replay_async import AsyncReplay, replay
+from bullet_graph.engine.replay import Replay, TimedRequest, replay_async, timed_requests
 from bullet_graph.errors import WorkloadError
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.goodput_search import FASTEST_RATE
-from bullet_graph.perf.serving import summarize_serving
+from bullet_graph.perf.replay_metrics import summarize_replay
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload
 from bullet_graph.workloads.arrivals import arrival_times
@@ -151,7 +150,7 @@ class Comparison:
         requests = self._requests(
             dataclasses.replace(load.workload, requests=tuple(short)), math.inf, load.slo, seed
         )
-        _require_some(await replay(system, requests), candidate, load)
+        _require_some(await replay_async(system, requests), candidate, load)
 
     async def _run_once(self, candidate: Candidate, system: System, load: Load, rate: float) -> None:
         key = self._key(candidate, load)
@@ -167,10 +166,10 @@ class Comparison:
         gc.freeze()
         started, host = datetime.now(), HostClock()
         with DeviceMonitor.for_gpu(self._device_uuid) as monitor:
-            replayed = await replay(system, requests)
+            replayed = await replay_async(system, requests)
         host_use = host.use()
         _require_some(replayed, candidate, load)
-        result = summarize_serving(
+        result = summarize_replay(
             replayed.served,
             duration_s=replayed.duration_s,
             started=started,
@@ -233,7 +232,7 @@ def tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _require_some(replayed: AsyncReplay, candidate: Candidate, load: Load) -> None:
+def _require_some(replayed: Replay, candidate: Candidate, load: Load) -> None:
     reasons = [request.error for request in replayed.served if request.error is not None]
     if len(reasons) == len(replayed.served):
         raise WorkloadError(
@@ -242,7 +241,7 @@ def _require_some(replayed: AsyncReplay, candidate: Candidate, load: Load) -> No
         )
 
 
-def _failures(replayed: AsyncReplay) -> dict[str, int]:
+def _failures(replayed: Replay) -> dict[str, int]:
     """The commonest reasons of failures, and how often each came."""
     reasons = Counter(request.error for request in replayed.served if request.error is not None)
     return dict(reasons.most_common(_MOST_REASONS_KEPT))

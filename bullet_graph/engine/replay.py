@@ -1,55 +1,38 @@
-"""Replays requests at the times they arrive, in real or virtual time alike."""
+"""Replays a workload: sends each request when it arrives, and records when its tokens come.
 
+:func:`replay` steps an engine itself, in real or virtual time. :func:`replay_async` is the client of a system that
+streams its outputs, such as an HTTP server.
+"""
+
+import asyncio
+import dataclasses
+import importlib
+import importlib.util
 import itertools
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.errors import ConfigError, PromptError, RequestError
-from bullet_graph.perf.serving import ServedRequest
+from bullet_graph.errors import ConfigError, EngineDeadError, PromptError, RequestError, WorkloadError
+from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.perf.replay_metrics import ServedRequest
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload, WorkloadRequest, make_prompt_token_ids
 from bullet_graph.workloads.arrivals import Times
 
-
-class ReplayEngine(Protocol):
-    """What a replay needs; :class:`~bullet_graph.engine.engine.Engine` has it all."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output together."""
-
-    def now(self) -> float:
-        """Seconds on the clock of the requests' metrics."""
-
-    def sleep_until(self, time_s: float) -> None:
-        """Let time pass, to this time of :meth:`now`, with nothing to do."""
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        output_kind: OutputKind,
-        arrival_s: float,
-        slo: Slo,
-    ) -> None:
-        """Queue a request that came at ``arrival_s`` of :meth:`now`; RequestError if it is wrong."""
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has something to do."""
-
-    def step(self, until_s: float | None) -> list[RequestOutput]:
-        """Work until something has happened, to ``until_s`` of :meth:`now` at most."""
+WARMUP_OUTPUT_TOKENS = 64
+WARMUP_GAP_S = 0.02
+"""Between warm-up requests, so that some arrive while others decode: this runs other kernels than all at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request and when it comes.
+    """A request and when it arrives.
 
     Attributes:
         arrival_s: seconds after the start of the replay.
@@ -64,6 +47,35 @@ class TimedRequest:
     slo: Slo = NO_TARGETS
 
 
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The outcome of a replay.
+
+    Attributes:
+        served: the outcome of each request, in the order given.
+        start_s: when the replay began, on the client's clock.
+        end_s: when the last token of a completed request reached the client.
+    """
+
+    served: tuple[ServedRequest, ...]
+    start_s: float
+    end_s: float
+
+    @classmethod
+    def of(cls, served: Sequence[ServedRequest], start_s: float) -> "Replay":
+        """The replay that began at ``start_s``; it ends with the last token of a completed request."""
+        ends = (r.metrics.token_times_s[-1] for r in served if r.error is None and r.metrics.token_times_s)
+        return cls(tuple(served), start_s, max(ends, default=start_s))
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the start to the last token."""
+        return self.end_s - self.start_s
+
+
+# ---- requests ----
+
+
 def recorded_length(request: WorkloadRequest) -> SamplingParams:
     """Greedy sampling of exactly as many tokens as the workload recorded."""
     return SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.output_tokens)
@@ -72,17 +84,17 @@ def recorded_length(request: WorkloadRequest) -> SamplingParams:
 def timed_requests(
     workload: Workload, arrivals_s: Sequence[float] | Times, *, vocab_size: int, slo: Slo, seed: int
 ) -> list[TimedRequest]:
-    """A workload's requests for a replay, each sampled greedily to its recorded output length.
+    """Make a workload's requests, each sampled greedily to its recorded output length.
 
     Args:
-        workload: tells the lengths, and the prompts where it has them.
+        workload: gives the lengths, and the prompts where it has them.
         arrivals_s: seconds after the start, one for each request, not decreasing.
-        vocab_size: random prompts are drawn from so many token ids.
+        vocab_size: random prompts are drawn from this many token ids.
         slo: targets of every request.
         seed: of random prompts, at least 0.
 
     Raises:
-        ConfigError: there are not as many arrivals as requests.
+        ConfigError: the number of arrivals is not that of the requests.
     """
     if len(arrivals_s) != len(workload.requests):
         raise ConfigError(
@@ -100,37 +112,92 @@ def timed_requests(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """What a replay brought.
+def warmup_requests(
+    workload: Workload, num_warmups: int, *, vocab_size: int, slo: Slo, seed: int
+) -> list[TimedRequest]:
+    """Make requests that let kernels compile before a measurement.
 
-    Attributes:
-        outputs: the last output of each request, in the order given; one that was refused has ``error`` set.
-        start_s: when it began, on the engine's clock.
-        end_s: when the last token reached the host.
+    They have the prompt lengths of the workload's first requests (repeated if it has fewer), outputs of at most
+    ``WARMUP_OUTPUT_TOKENS``, and other random prompts than the measured requests.
     """
+    if num_warmups < 0:
+        raise ConfigError(f"the number of warm-up requests must be at least 0, got {num_warmups}")
+    first = itertools.islice(itertools.cycle(workload.requests), num_warmups)
+    short = tuple(
+        dataclasses.replace(r, output_tokens=min(r.output_tokens, WARMUP_OUTPUT_TOKENS)) for r in first
+    )
+    times = [WARMUP_GAP_S * index for index in range(num_warmups)]
+    return timed_requests(
+        Workload(workload.name, short), times, vocab_size=vocab_size, slo=slo, seed=seed + 1
+    )
 
-    outputs: tuple[RequestOutput, ...]
-    start_s: float
-    end_s: float
+
+def require_forced_length(prompt_tokens: int, params: SamplingParams, max_model_len: int) -> None:
+    """Refuse a request that the engine would end before its recorded output length.
+
+    Raises:
+        PromptError: prompt and output together are longer than ``max_model_len``.
+    """
+    if prompt_tokens + params.max_tokens > max_model_len:
+        raise PromptError(
+            f"prompt and output have {prompt_tokens} + {params.max_tokens} tokens, more than "
+            f"max_model_len={max_model_len}"
+        )
+
+
+def require_some(served: Sequence[ServedRequest], name: str) -> None:
+    """Refuse a replay in which every request failed.
+
+    Raises:
+        WorkloadError: all failed; the message has the first reason, and the workload's ``name``.
+    """
+    errors = [request.error for request in served if request.error is not None]
+    if served and len(errors) == len(served):
+        raise WorkloadError(
+            f"none of the {len(errors)} requests of {name} could be served; the first: {errors[0]}"
+        )
+
+
+def _require_replayable(requests: Sequence[TimedRequest], max_concurrency: int | None) -> None:
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ConfigError(f"max_concurrency must be at least 1, or None for no limit, got {max_concurrency}")
+    if any(later.arrival_s < earlier.arrival_s for earlier, later in itertools.pairwise(requests)):
+        raise ConfigError("a replay needs its requests in order of arrival: sort them by arrival_s")
+
+
+# ---- an engine that is stepped ----
+
+
+class ReplayEngine(Protocol):
+    """An engine that :func:`replay` steps; :class:`~bullet_graph.engine.engine.Engine` is one."""
 
     @property
-    def duration_s(self) -> float:
-        """Seconds from the start to the last token."""
-        return self.end_s - self.start_s
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
 
-    def served(self, requests: Sequence[TimedRequest]) -> list[ServedRequest]:
-        """What became of each of the requests replayed."""
-        return [
-            ServedRequest(
-                len(request.prompt_token_ids),
-                sum(len(sample.token_ids) for sample in output.outputs),
-                output.metrics,
-                request.slo,
-                None if output.error is None else str(output.error),
-            )
-            for request, output in zip(requests, self.outputs, strict=True)
-        ]
+    def now(self) -> float:
+        """Seconds on the clock of the requests' metrics."""
+
+    def sleep_until(self, time_s: float) -> None:
+        """Let time pass with no work, until ``time_s`` of :meth:`now`."""
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        output_kind: OutputKind,
+        arrival_s: float,
+        slo: Slo,
+    ) -> None:
+        """Queue a request that arrived at ``arrival_s`` of :meth:`now`; RequestError if it is wrong."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether :meth:`step` has work."""
+
+    def step(self, until_s: float | None) -> list[RequestOutput]:
+        """Work until something has happened, but not beyond ``until_s`` of :meth:`now`."""
 
 
 def replay(
@@ -138,46 +205,59 @@ def replay(
     requests: Sequence[TimedRequest],
     *,
     max_concurrency: int | None = None,
-    on_output: Callable[[RequestOutput], object] = lambda _: None,
+    on_done: Callable[[ServedRequest], object] = lambda _: None,
     id_prefix: str = "",
 ) -> Replay:
-    """Send each request when its time has come, and step until all are done.
+    """Send each request at its time, and step the engine until all are done.
 
-    A request that the engine refuses fails alone, as does one whose output cannot reach its length. A request's
-    latency counts from its arrival, even if the engine's loop was busy at that moment; with ``max_concurrency``,
-    from when it was let in (as in vLLM's serving benchmark, where waiting for a place is the client's own).
+    A request that the engine refuses fails alone, as does one whose output cannot reach its length. Latency counts from
+    the planned arrival, even if the engine's loop was busy at that moment. With ``max_concurrency`` it counts from when
+    the request was let in, as in vLLM's serving benchmark.
 
     Args:
         engine: with no other requests.
         requests: in order of arrival.
         max_concurrency: most requests under way at once; None is no limit.
-        on_output: told of each request's last output as it comes.
-        id_prefix: of the engine's ids of the requests; their places in ``requests`` follow it.
+        on_done: called with each request's outcome.
+        id_prefix: of the requests' ids in the engine, before their index.
 
     Raises:
         ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
         EngineDeadError: the engine failed.
     """
-    require_replayable(requests, max_concurrency)
-    outputs: dict[str, RequestOutput] = {}
-    start_s = engine.now()
+    _require_replayable(requests, max_concurrency)
+    served: dict[int, ServedRequest] = {}
+    start_s = let_in_s = engine.now()
     pending = deque(enumerate(requests))
     num_under_way = 0
-    let_in_s = start_s
 
     def take(output: RequestOutput) -> None:
-        outputs[output.request_id] = output
-        on_output(output)
+        index = int(output.request_id.removeprefix(id_prefix))
+        served[index] = ServedRequest(
+            len(requests[index].prompt_token_ids),
+            sum(len(sample.token_ids) for sample in output.outputs),
+            output.metrics,
+            requests[index].slo,
+            None if output.error is None else str(output.error),
+        )
+        on_done(served[index])
 
     while pending or engine.has_unfinished_requests():
         has_room = max_concurrency is None or num_under_way < max_concurrency
         next_s = start_s + pending[0][1].arrival_s if pending and has_room else None
         if next_s is not None and next_s <= engine.now():
             index, request = pending.popleft()
-            arrival_s = max(next_s, let_in_s)
-            request_id = f"{id_prefix}{index}"
+            arrival_s, request_id = max(next_s, let_in_s), f"{id_prefix}{index}"
             try:
-                _send(engine, request_id, request, arrival_s)
+                require_forced_length(len(request.prompt_token_ids), request.params, engine.max_model_len)
+                engine.add_request(
+                    request_id,
+                    request.prompt_token_ids,
+                    request.params,
+                    output_kind=OutputKind.FINAL_ONLY,
+                    arrival_s=arrival_s,
+                    slo=request.slo,
+                )
                 num_under_way += 1
             except RequestError as error:
                 take(RequestOutput.refused(request_id, error, arrival_s))
@@ -189,45 +269,113 @@ def replay(
                 let_in_s = engine.now()
         elif next_s is not None:
             engine.sleep_until(next_s)
-    end_s = max(
-        (o.metrics.token_times_s[-1] for o in outputs.values() if o.metrics.token_times_s), default=start_s
-    )
-    in_order = tuple(outputs[f"{id_prefix}{index}"] for index in range(len(requests)))
-    return Replay(in_order, start_s, end_s)
+    return Replay.of([served[index] for index in range(len(requests))], start_s)
 
 
-def require_replayable(requests: Sequence[TimedRequest], max_concurrency: int | None) -> None:
-    """Check what every replay is given.
+# ---- a system that streams ----
+
+
+class StreamingSystem(Protocol):
+    """A system whose client :func:`replay_async` is."""
+
+    def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
+        """Serve a request; yield the number of new tokens of each output.
+
+        Raises:
+            EngineDeadError: the system failed as a whole; any other error is the request's alone.
+        """
+
+
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Makes uvloop's event loop, the faster one, where it is installed; None: asyncio's own."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return factory
+
+
+async def replay_async(
+    system: StreamingSystem,
+    requests: Sequence[TimedRequest],
+    *,
+    max_concurrency: int | None = None,
+    on_done: Callable[[ServedRequest], object] = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+) -> Replay:
+    """Send each request at its time, and wait for all.
+
+    Latency counts from the planned arrival, even if the client or the system delayed the sending; with
+    ``max_concurrency`` it counts from when the request was let in. A token's time is when the client sees it: tokens
+    that come together have the same time. A request fails alone if it raises, or if its output has the wrong length.
+
+    Args:
+        system: serves the requests.
+        requests: in order of arrival.
+        max_concurrency: most requests under way at once; None is no limit.
+        on_done: called with each request's outcome.
+        clock: seconds, monotonic.
+        sleep: waits a number of seconds of ``clock``.
 
     Raises:
         ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
+        EngineDeadError: the system failed as a whole.
     """
-    if max_concurrency is not None and max_concurrency < 1:
-        raise ConfigError(f"max_concurrency must be at least 1, or None for no limit, got {max_concurrency}")
-    if any(later.arrival_s < earlier.arrival_s for earlier, later in itertools.pairwise(requests)):
-        raise ConfigError("a replay needs its requests in order of arrival: sort them by arrival_s")
+    _require_replayable(requests, max_concurrency)
+    places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    start_s = clock()
+
+    async def serve(request: TimedRequest, arrival_s: float) -> ServedRequest:
+        try:
+            served = await _serve(system, request, arrival_s, clock)
+        finally:
+            if places is not None:
+                places.release()
+        on_done(served)
+        return served
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for request in requests:
+                arrival_s = start_s + request.arrival_s
+                while (early_s := arrival_s - clock()) > 0:
+                    await sleep(early_s)
+                if places is not None:
+                    must_wait = places.locked()
+                    await places.acquire()
+                    if must_wait:
+                        arrival_s = max(arrival_s, clock())
+                tasks.append(group.create_task(serve(request, arrival_s)))
+    # Not except*: before Python 3.11.4, what is raised there comes wrapped in a group.
+    except BaseExceptionGroup as group:
+        dead, others = group.split(EngineDeadError)
+        if dead is None or others is not None:
+            raise
+        raise _first(dead) from None
+    return Replay.of([task.result() for task in tasks], start_s)
 
 
-def _send(engine: ReplayEngine, request_id: str, request: TimedRequest, arrival_s: float) -> None:
-    require_forced_length(len(request.prompt_token_ids), request.params, engine.max_model_len)
-    engine.add_request(
-        request_id,
-        request.prompt_token_ids,
-        request.params,
-        output_kind=OutputKind.FINAL_ONLY,
-        arrival_s=arrival_s,
-        slo=request.slo,
-    )
+async def _serve(
+    system: StreamingSystem, request: TimedRequest, arrival_s: float, clock: Callable[[], float]
+) -> ServedRequest:
+    num_input, wanted = len(request.prompt_token_ids), request.params.max_tokens
+    times: list[float] = []
+    try:
+        async with aclosing(system.generate(request)) as outputs:
+            async for num_tokens in outputs:
+                times += [clock()] * num_tokens
+        if len(times) != wanted:
+            raise RequestError(f"gave {len(times)} of {wanted} tokens")
+    except EngineDeadError:
+        raise
+    except Exception as error:
+        reason = str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
+        return ServedRequest(num_input, 0, RequestMetrics(arrival_s, None, ()), request.slo, reason)
+    metrics = RequestMetrics(arrival_s, None, tuple(times))
+    return ServedRequest(num_input, len(times), metrics, request.slo, None)
 
 
-def require_forced_length(prompt_tokens: int, params: SamplingParams, max_model_len: int) -> None:
-    """Refuse a request that the engine would end early: its recorded output length could not be forced.
-
-    Raises:
-        PromptError: prompt and output together are longer than ``max_model_len``.
-    """
-    if prompt_tokens + params.max_tokens > max_model_len:
-        raise PromptError(
-            f"prompt and output have {prompt_tokens} + {params.max_tokens} tokens, more than "
-            f"max_model_len={max_model_len}"
-        )
+def _first(errors: BaseExceptionGroup[EngineDeadError]) -> EngineDeadError:
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,4 +1,4 @@
-"""Serving in virtual time: the engine's own loop, scheduler and planner over a simulated device. No torch."""
+"""An engine in virtual time: the real loop, scheduler and planner over a simulated device. No torch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.partition.masks import partition_of
 from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.replay_metrics import ServedRequest
 from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.executor import max_batch_sizes
 from bullet_graph.runtime.simulated import SimulatedExecutor
@@ -27,12 +28,12 @@ from bullet_graph.workloads import Workload
 from bullet_graph.workloads.arrivals import Times
 
 HOST_OVERHEAD_MS = 0.2
-"""What a launch costs the host unless told otherwise."""
+"""Default host time per launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSettings:
-    """The engine that is simulated.
+    """The engine to simulate.
 
     Attributes:
         policy: how prefill and decode share the device.
@@ -40,11 +41,11 @@ class SimulationSettings:
         max_model_len: most tokens of a prompt and its output together.
         max_num_seqs: most sequences running at once.
         max_num_batched_tokens: most rows of one forward with prompt tokens in it.
-        decode_sms: sizes of the decode lane to choose from; None for all that the performance model knows.
+        decode_sms: sizes of the decode lane to choose from; None: all in the performance model.
         prompt_order: of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
-        capture_plan: what is captured, which then says the sizes of the decode lane; None: everything.
-        host_overhead_ms: what a launch costs the host.
-        time_noise: how far the device's times are from those predicted; see
+        capture_plan: which CUDA graphs exist, and thereby the sizes of the decode lane; None: all of them.
+        host_overhead_ms: host time per launch.
+        time_noise: relative spread of the device's times around the prediction; see
             :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`.
         seed: of that noise.
 
@@ -83,32 +84,17 @@ class SimulationSettings:
         return self.kv_cache_tokens // KV_BLOCK_TOKENS + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """What a simulation brought.
-
-    Attributes:
-        requests: what was sent.
-        replay: what came back; times are virtual, from 0 on.
-        stats: the engine's counters at the end.
-    """
-
-    requests: tuple[TimedRequest, ...]
-    replay: Replay
-    stats: EngineStats
-
-
 class SimulatedEngine:
     """An engine in virtual time, without weights, tokenizer or text.
 
     Args:
-        model: tells how long each step takes, and the planner what to expect.
+        model: gives the time of each step, and the planner's predictions.
         settings: of the engine.
-        trace: told of every decision, launch and finished request.
-        on_step: told of every launch that has finished.
+        trace: records every decision, launch and finished request.
+        on_step: called with every finished launch.
 
     Raises:
-        ConfigError: the policy needs a size of the decode lane that the model does not know.
+        ConfigError: the policy needs a size of the decode lane that the model does not have.
     """
 
     def __init__(
@@ -175,7 +161,7 @@ class SimulatedEngine:
         arrival_s: float | None = None,
         slo: Slo = NO_TARGETS,
     ) -> None:
-        """Queue a request; of its prompt only the length matters, and every output token is 0."""
+        """Queue a request; only its prompt's length matters, and every output token is 0."""
         arrival = self.now() if arrival_s is None else arrival_s
         token_ids = np.zeros(len(prompt), dtype=np.int32)
         sequence = EngineSequence(
@@ -188,12 +174,20 @@ class SimulatedEngine:
         return self._core.has_work()
 
     def step(self, until_s: float | None = None) -> list[RequestOutput]:
-        """Launch what can be launched, let time pass until a launch is done or ``until_s``, and report."""
+        """Launch all possible work, let time pass until a launch ends or ``until_s``, and return the outputs."""
         return self._core.step(until_s)
 
     def stats(self) -> EngineStats:
         """Counters and state now."""
         return self._core.stats()
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A replay in virtual time, from 0 on, and the engine's counters at its end."""
+
+    replay: Replay
+    stats: EngineStats
 
 
 def simulate(
@@ -206,35 +200,28 @@ def simulate(
     max_concurrency: int | None = None,
     trace: DecisionTrace | None = None,
     on_step: Callable[[StepRecord], object] = lambda _: None,
-    on_output: Callable[[RequestOutput], object] = lambda _: None,
+    on_done: Callable[[ServedRequest], object] = lambda _: None,
 ) -> Simulation:
-    """Serve a workload in virtual time; the same arguments give the same result.
-
-    Every request has its recorded lengths and the same targets.
+    """Serve a workload in virtual time, each request to its recorded length; the same arguments give the same result.
 
     Args:
         model: of the device.
         workload: lengths of the requests.
-        arrivals: seconds, one for each, not decreasing.
+        arrivals: seconds, one for each request, not decreasing.
         settings: of the engine.
         slo: targets of every request.
         max_concurrency: most requests under way at once; None is no limit.
-        trace: told of every decision.
-        on_step: told of every launch that has finished.
-        on_output: told of each request's last output as it comes.
+        trace: records every decision.
+        on_step: called with every finished launch.
+        on_done: called with each request's outcome.
 
     Raises:
         ConfigError: settings that contradict each other or the performance model.
     """
-    requests = tuple(
-        TimedRequest(
-            float(arrival_s),
-            range(request.prompt_tokens),
-            recorded_length(request),
-            slo,
-        )
+    requests = [
+        TimedRequest(float(arrival_s), range(request.prompt_tokens), recorded_length(request), slo)
         for request, arrival_s in zip(workload.requests, arrivals, strict=True)
-    )
+    ]
     engine = SimulatedEngine(model, settings, trace=trace, on_step=on_step)
-    result = replay(engine, requests, max_concurrency=max_concurrency, on_output=on_output)
-    return Simulation(requests, result, engine.stats())
+    replayed = replay(engine, requests, max_concurrency=max_concurrency, on_done=on_done)
+    return Simulation(replayed, engine.stats())

@@ -1,4 +1,4 @@
-"""How far predictions are off on points that the model has not seen."""
+"""Prediction errors on points that the model has not seen."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from bullet_graph.perf.table import PerfTable
 
 @dataclass(frozen=True, slots=True)
 class PointError:
-    """One prediction beside what was measured.
+    """One prediction and its measurement.
 
     Attributes:
         kind: ``decode``, ``prefill``, ``mixed``, ``split decode`` or ``split prefill``.
-        point: what was run, in words.
+        point: what ran, in words.
         measured_ms: median of the repeats.
         predicted_ms: by the model.
-        from_measured: the prediction came from measured points alone.
+        from_measured: the prediction used measured points alone.
     """
 
     kind: str
@@ -29,21 +29,13 @@ class PointError:
 
     @property
     def percent(self) -> float:
-        """Relative error, above 0 for a prediction that is too long."""
+        """Relative error; positive if the prediction is too long."""
         return (self.predicted_ms / self.measured_ms - 1) * 100
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorSummary:
-    """Absolute relative errors of several points.
-
-    Attributes:
-        kind: of the points, or ``all``.
-        num_points: how many.
-        median_percent: of the absolute errors.
-        p90_percent: 90th percentile, interpolated.
-        worst: the point with the largest error.
-    """
+    """Absolute relative errors, in percent, of the points of one ``kind``, or of ``all``."""
 
     kind: str
     num_points: int
@@ -54,13 +46,7 @@ class ErrorSummary:
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """Errors on a table's held-back points.
-
-    Attributes:
-        points: every one.
-        kinds: summed up by kind, in the points' order.
-        overall: over all points; None where none were held back.
-    """
+    """Errors on a table's held-back points: each, by kind in the points' order, and overall (None for no points)."""
 
     points: tuple[PointError, ...]
     kinds: tuple[ErrorSummary, ...]
@@ -68,7 +54,7 @@ class ErrorReport:
 
 
 def held_back_errors(table: PerfTable, model: PerformanceModel) -> ErrorReport:
-    """Predict the points that a table held back, and compare."""
+    """Compare predictions with the points that a table held back."""
     errors = (*_lane_errors(table, model), *_shared_errors(table, model))
     by_kind: dict[str, list[PointError]] = {}
     for error in errors:

@@ -1,34 +1,32 @@
-"""Searches for a goodput, asked for one run at a time: several can take turns, and go on after an interruption."""
+"""Searches for a goodput, one run at a time: several searches can take turns, and resume after an interruption."""
 
 import math
 
 from bullet_graph.errors import ConfigError
 
 SLOWEST_RATE = 0.01
-"""Requests a second at which nearly all are served alone: slower arrivals change nothing."""
+"""Requests per second; at this rate nearly all are served alone, so slower arrivals change nothing."""
 
 FASTEST_RATE = 1e4
-"""Requests a second at which they come as good as all at once."""
+"""Requests per second; in effect all arrive at once."""
 
 _LONGEST_STEP = 2.0
 
 
 class GoodputSearch:
-    """The highest rate at which enough requests meet their targets.
+    """Finds the highest rate at which enough requests meet their targets.
 
-    From ``first_rate`` the rate is raised, or lowered, until one that serves enough and one that does not are found.
-    The first of these steps is a factor of ``step``, each further one is the square of the one before, up to a factor
-    of two; a step of two or more stays as it is. The gap is then halved until it is small. Attainment is taken to fall
-    as the rate rises: the highest rate that served enough counts, whatever lies below it. No rate beyond
-    ``SLOWEST_RATE`` or ``FASTEST_RATE`` is asked for, other than ``first_rate``.
-
-    What is asked for next depends on the runs recorded alone, in whatever order.
+    The rate rises, or falls, from ``first_rate`` until one rate that serves enough and one that does not are known. The
+    first step is a factor of ``step``; each further step is the square of the one before, up to a factor of two (a
+    ``step`` of two or more stays as it is). The gap is then halved until it is small. Attainment is assumed to fall as
+    the rate rises, so the highest rate that served enough counts. Apart from ``first_rate``, rates stay between
+    ``SLOWEST_RATE`` and ``FASTEST_RATE``. The next rate depends only on the runs recorded, in any order.
 
     Args:
-        first_rate: where to begin, in requests a second.
+        first_rate: where to begin, in requests per second.
         attainment: the share of requests that must meet all targets, in (0, 1].
         tolerance: stop when the two rates are this close, relative to the lower one.
-        max_runs: ask for so many runs at most.
+        max_runs: most runs.
         step: the first factor between two rates.
 
     Raises:
@@ -63,16 +61,16 @@ class GoodputSearch:
         self._serves_enough: dict[float, bool] = {}
 
     def record(self, rate: float, attainment: float) -> None:
-        """Tell what a run brought; of two at the same rate the later one counts.
+        """Add a run at any rate, asked for or not; a later run at the same rate replaces it.
 
         Args:
-            rate: in requests a second; any, asked for or not.
+            rate: in requests per second.
             attainment: the share of its requests that met all targets.
         """
         self._serves_enough[rate] = attainment >= self._attainment
 
     def next_rate(self) -> float | None:
-        """The rate to serve at next, in requests a second; None: the search is over."""
+        """The next rate to serve at, in requests per second; None: the search is over."""
         if not self._serves_enough:
             return self._first_rate
         if len(self._serves_enough) >= self._max_runs:
@@ -81,7 +79,7 @@ class GoodputSearch:
         if good is not None and bad is not None:
             middle = (good + bad) / 2
             return middle if bad - good > self._tolerance * good and good < middle < bad else None
-        # One of the two is there, since something was recorded.
+        # Something was recorded, so one of the two is known.
         rate = good * self._factor() if good is not None else (bad or 0.0) / self._factor()
         return rate if SLOWEST_RATE <= rate <= FASTEST_RATE else None
 

@@ -1,19 +1,20 @@
-"""What a request experienced: times to and between its tokens."""
+"""Times of one request, and the summary of many."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 
-@dataclass(slots=True)  # not frozen: each token brings one, as of CompletionOutput
+
+@dataclass(slots=True)  # not frozen: one is made per token, like CompletionOutput
 class RequestMetrics:
-    """Times of one request, on one monotonic clock, in seconds; derived figures in milliseconds.
+    """Times of one request, on one monotonic clock, in seconds; derived figures are in milliseconds.
 
     Attributes:
         arrival_s: when the request was added.
         first_scheduled_s: when its first prefill chunk was launched, or None while it waits.
-        times_s: see :attr:`token_times_s`; may go on, since a copy for each token of a long output would cost as much
-            as all else that is done for it.
+        times_s: times of tokens; may keep growing, since a copy per token would cost as much as all other work on it.
         num_tokens: how many of ``times_s`` count; None: all of them.
     """
 
@@ -28,7 +29,7 @@ class RequestMetrics:
         return self.token_times_from(0)
 
     def token_times_from(self, index: int) -> tuple[float, ...]:
-        """The same from one of the tokens on."""
+        """The same, from one of the tokens on."""
         return tuple(self.times_s[index : self.num_tokens])
 
     @property
@@ -58,3 +59,31 @@ class RequestMetrics:
     def itl_ms(self) -> tuple[float, ...]:
         """Inter-token latencies: the gaps between one token and the next."""
         return tuple((b - a) * 1e3 for a, b in itertools.pairwise(self.token_times_s))
+
+
+@dataclass(frozen=True, slots=True)
+class PercentileSummary:
+    """Summary of a sample, in the sample's own unit (milliseconds throughout).
+
+    Attributes:
+        mean: arithmetic mean.
+        std: population standard deviation.
+        p50: median; percentiles between two values are interpolated linearly.
+        p90: 90th percentile.
+        p99: 99th percentile.
+    """
+
+    mean: float
+    std: float
+    p50: float
+    p90: float
+    p99: float
+
+
+def summarize_ms(values: Iterable[float | None]) -> PercentileSummary | None:
+    """Summarize the times, in milliseconds, that are not None; None where there are none."""
+    sample = np.array([value for value in values if value is not None], dtype=np.float64)
+    if sample.size == 0:
+        return None
+    p50, p90, p99 = (float(p) for p in np.percentile(sample, (50, 90, 99)))
+    return PercentileSummary(float(sample.mean()), float(sample.std()), p50, p90, p99)

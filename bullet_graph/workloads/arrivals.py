@@ -1,26 +1,62 @@
 """When the requests of a replayed workload arrive."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from bullet_graph.errors import ConfigError, WorkloadError
-from bullet_graph.workloads.request import Workload
+from bullet_graph.workloads.workload import Workload
 
 Times = npt.NDArray[np.float64]
 
 
-def arrival_times(num_requests: int, *, request_rate: float, burstiness: float = 1.0, seed: int = 0) -> Times:
-    """Random arrivals at a mean rate, defined as vLLM's serving benchmark does.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """How the requests of a workload arrive.
 
-    The gaps, that before the first request included, follow a gamma distribution of shape ``burstiness``. They are
-    then scaled by one factor so that the last request arrives at exactly ``num_requests / request_rate``: every
-    seed has the same mean rate, and one seed at two rates has the same pattern.
+    Attributes:
+        request_rate: requests per second; infinite lets all arrive at 0, None takes the recorded times.
+        burstiness: shape of random gaps; see :func:`arrival_times`.
+        time_scale: factor on recorded times: 0.5 replays at twice the recorded rate.
+        max_concurrency: most requests under way at once; None is no limit.
+        seed: of random gaps and random prompts, at least 0.
+    """
+
+    request_rate: float | None
+    burstiness: float = 1.0
+    time_scale: float = 1.0
+    max_concurrency: int | None = None
+    seed: int = 0
+
+    def times(self, workload: Workload) -> Times:
+        """Arrival times: float64 [number of requests], seconds after the start, not decreasing.
+
+        Raises:
+            ConfigError: a number is out of range.
+            WorkloadError: recorded times are asked for, and the workload has none.
+        """
+        if self.request_rate is None:
+            return trace_times(workload, scale=self.time_scale)
+        return arrival_times(
+            len(workload.requests),
+            request_rate=self.request_rate,
+            burstiness=self.burstiness,
+            seed=self.seed,
+        )
+
+
+def arrival_times(num_requests: int, *, request_rate: float, burstiness: float = 1.0, seed: int = 0) -> Times:
+    """Draw random arrivals at a mean rate, as vLLM's serving benchmark does.
+
+    The gaps, the first one included, follow a gamma distribution of shape ``burstiness``. One factor then scales
+    them so that the last request arrives at exactly ``num_requests / request_rate``. Every seed thus has the same
+    mean rate, and one seed has the same pattern at every rate.
 
     Args:
         num_requests: at least 1.
-        request_rate: requests a second; infinite lets all arrive at 0.
+        request_rate: requests per second; infinite lets all arrive at 0.
         burstiness: 1 is a Poisson process, less is burstier, more is steadier, infinite has equal gaps.
         seed: at least 0.
 
@@ -42,26 +78,19 @@ def arrival_times(num_requests: int, *, request_rate: float, burstiness: float =
     if math.isinf(burstiness):
         gaps = np.ones(num_requests)
     else:
-        # PCG64 by name: numpy may change what its default generator is.
+        # PCG64 by name: numpy may change its default generator.
         gaps = np.random.Generator(np.random.PCG64(seed)).gamma(burstiness, size=num_requests)
     times = np.cumsum(gaps)
     if times[-1] == 0:
         raise ConfigError(
-            f"burstiness={burstiness} leaves no gap between {num_requests} requests: take more of it"
+            f"burstiness={burstiness} leaves no gap between {num_requests} requests: raise the burstiness"
         )
     scaled: Times = times / times[-1] * (num_requests / request_rate)
     return scaled
 
 
 def trace_times(workload: Workload, *, scale: float = 1.0) -> Times:
-    """The arrivals that the workload recorded.
-
-    Args:
-        workload: a trace with times.
-        scale: factor on the times: 0.5 replays at twice the recorded rate.
-
-    Returns:
-        float64 [number of requests], seconds after the first request, not decreasing.
+    """Return the recorded arrivals times ``scale``: float64 [number of requests], seconds, not decreasing.
 
     Raises:
         ConfigError: the scale is not a finite number above 0.

@@ -1,19 +1,31 @@
-"""One way in: from what a user types after ``--trace`` to a workload."""
+"""Loads what a user gives as ``--trace``: a trace file, a shipped excerpt, or a synthetic workload.
 
-from dataclasses import replace
+Readers skip blank lines. They refuse a row with an empty prompt or no output, because no engine can replay it.
+"""
+
+import csv
+import itertools
+import json
+import re
+import reprlib
+from collections.abc import Iterator
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 
 from bullet_graph.errors import WorkloadError
-from bullet_graph.workloads.request import Tokenize, Workload
 from bullet_graph.workloads.synthetic import SYNTHETIC_NAMES, synthetic_workload
-from bullet_graph.workloads.traces import read_azure_csv, read_mooncake_jsonl, read_sharegpt_json
+from bullet_graph.workloads.workload import Tokenize, Workload, WorkloadRequest
 
 AZURE_EXCERPTS = ("conv", "code")
 """Names after ``azure:``; each is the first 1,000 requests of a trace, shipped with the package."""
 
 DEFAULT_SYNTHETIC_REQUESTS = 1000
-"""Length of a synthetic workload when the caller names none."""
+
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_MOST_TOKENS = 10**9
+# Beyond this a float no longer holds whole milliseconds.
+_LATEST_TIMESTAMP_MS = 2**53
 
 
 def load_workload(
@@ -22,17 +34,17 @@ def load_workload(
     """Load a workload by name or from a file.
 
     Args:
-        spec: ``azure:conv`` or ``azure:code`` (the shipped excerpts); ``synthetic:conv``, ``synthetic:code``
-            or ``synthetic:longdoc``; or a file: ``.csv`` (Azure), ``.json`` (ShareGPT) or ``.jsonl``
+        spec: ``azure:conv`` or ``azure:code`` (shipped excerpts); ``synthetic:conv``, ``synthetic:code`` or
+            ``synthetic:longdoc``; or a file: ``.csv`` (Azure LLM inference trace), ``.json`` (ShareGPT) or ``.jsonl``
             (Mooncake).
-        num_requests: take the first so many; None takes all that a trace holds, and
+        num_requests: take the first N, and read no further; None takes the whole trace, or
             ``DEFAULT_SYNTHETIC_REQUESTS`` of a synthetic workload.
-        seed: of a synthetic workload, at least 0; a trace does not depend on it.
+        seed: of a synthetic workload, at least 0.
         tokenize: counts the tokens of a ShareGPT file; the other sources need none.
 
     Raises:
-        WorkloadError: for an unknown name, a file that cannot be read, a malformed row (with its line), or
-            more requests asked for than the source holds.
+        WorkloadError: an unknown name, an unreadable file, a malformed row (with its line), or fewer requests than
+            asked for.
     """
     if num_requests is not None and num_requests < 1:
         raise WorkloadError(f"the number of requests must be at least 1, got {num_requests}")
@@ -40,25 +52,195 @@ def load_workload(
     if family == "synthetic":
         return synthetic_workload(name, num_requests or DEFAULT_SYNTHETIC_REQUESTS, seed)
     if family == "azure":
-        return _load_excerpt(name, num_requests)
+        if name not in AZURE_EXCERPTS:
+            raise WorkloadError(f"unknown excerpt {spec!r}: use azure:{' or azure:'.join(AZURE_EXCERPTS)}")
+        with resources.as_file(resources.files(__package__) / "data" / f"azure_{name}.csv") as path:
+            return Workload(spec, _take(_azure_requests(path), num_requests, path))
     path = Path(spec)
     match path.suffix.lower():
         case ".csv":
-            return read_azure_csv(path, num_requests)
-        case ".json":
-            return read_sharegpt_json(path, num_requests, tokenize=tokenize)
+            requests = _azure_requests(path)
         case ".jsonl":
-            return read_mooncake_jsonl(path, num_requests)
-    names = [f"azure:{name}" for name in AZURE_EXCERPTS] + [f"synthetic:{name}" for name in SYNTHETIC_NAMES]
-    raise WorkloadError(
-        f"{spec!r} is no workload: give a file ending in .csv (Azure), .json (ShareGPT) or .jsonl "
-        f"(Mooncake), or one of {', '.join(names)}"
-    )
+            requests = _mooncake_requests(path)
+        case ".json":
+            if tokenize is None:
+                raise WorkloadError(
+                    f"{path}: a ShareGPT file holds text, so a tokenizer is required to count its tokens and none "
+                    "was given; use a model folder with a tokenizer.json"
+                )
+            requests = _sharegpt_requests(path, tokenize)
+        case _:
+            names = [f"azure:{n}" for n in AZURE_EXCERPTS] + [f"synthetic:{n}" for n in SYNTHETIC_NAMES]
+            raise WorkloadError(
+                f"{spec!r} is no workload: give a file ending in .csv (Azure), .json (ShareGPT) or .jsonl "
+                f"(Mooncake), or one of {', '.join(names)}"
+            )
+    return Workload(path.name, _take(requests, num_requests, path))
 
 
-def _load_excerpt(name: str, num_requests: int | None) -> Workload:
-    if name not in AZURE_EXCERPTS:
-        raise WorkloadError(f"unknown excerpt 'azure:{name}': use azure:{' or azure:'.join(AZURE_EXCERPTS)}")
-    data = resources.files("bullet_graph.workloads") / "data" / f"azure_{name}.csv"
-    with resources.as_file(data) as path:
-        return replace(read_azure_csv(path, num_requests), name=f"azure:{name}")
+def _take(
+    requests: Iterator[WorkloadRequest], num_requests: int | None, path: Path
+) -> tuple[WorkloadRequest, ...]:
+    taken = tuple(itertools.islice(requests, num_requests))
+    if not taken:
+        raise WorkloadError(f"{path}: at least one request is required, the file holds none")
+    if num_requests is not None and len(taken) < num_requests:
+        raise WorkloadError(
+            f"{path}: {num_requests} requests were asked for, the file holds {len(taken)}; ask for fewer"
+        )
+    return taken
+
+
+def _azure_requests(path: Path) -> Iterator[WorkloadRequest]:
+    """Rows of Azure's traces of 2023 and 2024; ``fromisoformat`` drops digits beyond the microsecond."""
+    rows = _csv_rows(path)
+    where, header = next(rows, (f"{path}, line 1", []))
+    columns = ",".join(_AZURE_COLUMNS)
+    if tuple(header) != _AZURE_COLUMNS:
+        raise WorkloadError(f"{where}: the header {columns} is required, found {_shorten(','.join(header))}")
+    first: datetime | None = None
+    previous_s = 0.0
+    for where, row in rows:
+        if len(row) != len(_AZURE_COLUMNS):
+            raise WorkloadError(
+                f"{where}: {len(_AZURE_COLUMNS)} columns ({columns}) are required, found {len(row)}"
+            )
+        try:
+            time = datetime.fromisoformat(row[0])
+            first = first or time
+            arrival_s = (time - first).total_seconds()
+        except (ValueError, TypeError) as error:
+            # TypeError: a time with an offset from UTC beside one without.
+            raise WorkloadError(
+                f"{where}: TIMESTAMP must be a time such as 2023-11-16 18:17:03.9799600, found {_shorten(row[0])} "
+                f"({error})"
+            ) from error
+        previous_s = _in_order(arrival_s, previous_s, "TIMESTAMP", where)
+        # int() also takes signs, underscores and the digits of other scripts.
+        lengths = [int(text) if re.fullmatch(r"[0-9]{1,10}", text) else text for text in row[1:]]
+        prompt, output = map(_tokens, lengths, _AZURE_COLUMNS[1:], (where, where))
+        yield WorkloadRequest(prompt, output, arrival_s)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
+    reader = csv.reader((line for _, line in _lines(path)), strict=True)
+    try:
+        for row in reader:
+            fields = [field.strip() for field in row]
+            if fields not in ([], [""]):
+                yield f"{path}, line {reader.line_num}", fields
+    except csv.Error as error:
+        raise WorkloadError(f"{path}, line {reader.line_num}: a row of CSV is required ({error})") from error
+
+
+def _mooncake_requests(path: Path) -> Iterator[WorkloadRequest]:
+    """A JSON object per line with ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens)."""
+    names = ("timestamp", "input_length", "output_length")
+    first_ms: float | None = None
+    previous_s = 0.0
+    for where, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise WorkloadError(
+                f"{where}: a JSON object is required, found {_shorten(line)} ({error})"
+            ) from error
+        if not isinstance(row, dict):
+            raise WorkloadError(f"{where}: a JSON object is required, found {_shorten(row)}")
+        missing = [name for name in names if name not in row]
+        if missing:
+            raise WorkloadError(f"{where}: {', '.join(missing)} required, found {_shorten(list(row))}")
+        time_ms = row["timestamp"]
+        if type(time_ms) not in (int, float) or not 0 <= time_ms <= _LATEST_TIMESTAMP_MS:
+            raise WorkloadError(
+                f"{where}: timestamp must be milliseconds from 0 to {_LATEST_TIMESTAMP_MS}, found {_shorten(time_ms)}"
+            )
+        first_ms = time_ms if first_ms is None else first_ms
+        previous_s = _in_order((time_ms - first_ms) / 1e3, previous_s, "timestamp", where)
+        prompt, output = (_tokens(row[name], name, where) for name in names[1:])
+        yield WorkloadRequest(prompt, output, previous_s)
+
+
+def _sharegpt_requests(path: Path, tokenize: Tokenize) -> Iterator[WorkloadRequest]:
+    """The first ``human`` turn and the first ``gpt`` turn after it, of every conversation that has both.
+
+    The published data set has thousands of conversations without such a pair, or with an empty text in it.
+    """
+    text = "".join(line for _, line in _lines(path))
+    try:
+        records = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WorkloadError(f"{path}: a JSON list of conversations is required ({error})") from error
+    if not isinstance(records, list):
+        raise WorkloadError(f"{path}: a JSON list of conversations is required, found {_shorten(records)}")
+    for number, record in enumerate(records, 1):
+        where = f"{path}, record {number}"
+        turns = iter(_turns(record, where))
+        prompt = next((text for speaker, text in turns if speaker == "human"), "")
+        output = next((text for speaker, text in turns if speaker == "gpt"), "")
+        if not prompt or not output:
+            continue
+        try:
+            prompt_ids, output_tokens = tuple(tokenize(prompt)), len(tokenize(output))
+        except UnicodeEncodeError as error:
+            raise WorkloadError(f"{where}: text that UTF-8 can hold is required ({error})") from error
+        if prompt_ids and output_tokens:
+            yield WorkloadRequest(len(prompt_ids), output_tokens, None, prompt, prompt_ids)
+
+
+def _turns(record: object, where: str) -> list[tuple[str, str]]:
+    """The (speaker, text) pairs of a ShareGPT record."""
+    turns = record.get("conversations") if isinstance(record, dict) else None
+    if not isinstance(turns, list):
+        raise WorkloadError(
+            f"{where}: an object with a list named conversations is required, found {_shorten(record)}"
+        )
+    pairs = []
+    for turn in turns:
+        match turn:
+            case {"from": str(speaker), "value": str(value)}:
+                pairs.append((speaker, value))
+            case _:
+                raise WorkloadError(
+                    f"{where}: a turn must have the texts from and value, found {_shorten(turn)}"
+                )
+    return pairs
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Each line, line end included, after the words that name its place in an error."""
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                where = f"{path}, line {number}"
+                try:
+                    yield where, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise WorkloadError(f"{where}: UTF-8 text is required ({error})") from error
+    except OSError as error:
+        raise WorkloadError(f"{path}: a readable file is required ({error.strerror})") from error
+
+
+def _tokens(value: object, name: str, where: str) -> int:
+    if type(value) is not int or not 1 <= value <= _MOST_TOKENS:
+        raise WorkloadError(
+            f"{where}: {name} must be a whole number of tokens from 1 to {_MOST_TOKENS}, found {_shorten(value)}"
+        )
+    return value
+
+
+def _in_order(arrival_s: float, previous_s: float, name: str, where: str) -> float:
+    if arrival_s < previous_s:
+        raise WorkloadError(
+            f"{where}: {name} must not be earlier than in the row before, found {previous_s - arrival_s:g} s "
+            "earlier; sort the file by it"
+        )
+    return arrival_s
+
+
+def _shorten(value: object) -> str:
+    short = reprlib.Repr()
+    short.maxstring = 80
+    return short.repr(value)

@@ -1,19 +1,18 @@
-"""Synthetic workloads: ``conv`` and ``code`` follow the Azure traces' lengths, ``longdoc`` is long documents.
+"""Synthetic workloads: ``conv`` and ``code`` follow the lengths of the Azure traces, ``longdoc`` is long documents.
 
 Request i depends on the seed and i alone, so a longer workload begins with the shorter one.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bullet_graph.errors import WorkloadError
-from bullet_graph.workloads.request import Workload, WorkloadRequest
+from bullet_graph.workloads.workload import Workload, WorkloadRequest
 
 SYNTHETIC_NAMES = ("conv", "code", "longdoc")
 """Names after ``synthetic:``."""
@@ -26,16 +25,15 @@ _LONGDOC_MAX_TOKENS = np.array([32_000, 2_000])
 
 @dataclass(frozen=True, slots=True)
 class LengthTables:
-    """Joint distribution of prompt and output lengths, as quantiles to interpolate between on a log scale.
+    """Joint distribution of prompt and output lengths, as quantiles that are interpolated on a log scale.
 
-    Outputs have a table for each equal share of the requests in order of prompt length. The dependence is
-    thereby kept whatever its shape: in the conv trace prompts of about 1,100 tokens have the longest outputs
-    and those above 2,700 the shortest, which a correlation coefficient cannot say.
+    Requests are divided into equal shares by prompt length, and each share has its own table of outputs. This keeps
+    any dependence between the two: in the conv trace, prompts of about 1,100 tokens have the longest outputs.
 
     Attributes:
         probabilities: ascending, from 0 to 1.
         prompt_tokens: the prompt length at each probability.
-        output_tokens: a row for each share, shortest prompts first: the output length at each probability.
+        output_tokens: a row per share, shortest prompts first: the output length at each probability.
     """
 
     probabilities: tuple[float, ...]
@@ -46,13 +44,7 @@ class LengthTables:
     def fit(
         cls, requests: Sequence[WorkloadRequest], probabilities: Sequence[float], num_shares: int
     ) -> "LengthTables":
-        """Measure the tables of recorded requests.
-
-        Args:
-            requests: at least ``num_shares`` of them.
-            probabilities: ascending, from 0 to 1; close together where the tail is to be right.
-            num_shares: number of output tables.
-        """
+        """Measure the tables of at least ``num_shares`` recorded requests."""
         lengths = np.array([(request.prompt_tokens, request.output_tokens) for request in requests])
         by_prompt = lengths[np.argsort(lengths[:, 0], kind="stable")]
         shares = np.array_split(by_prompt[:, 1], num_shares)
@@ -60,15 +52,6 @@ class LengthTables:
             probabilities=tuple(probabilities),
             prompt_tokens=_quantiles(lengths[:, 0], probabilities),
             output_tokens=tuple(_quantiles(share, probabilities) for share in shares),
-        )
-
-    @classmethod
-    def from_json(cls, tables: Mapping[str, Any]) -> "LengthTables":
-        """The tables held by an object with this class's fields as keys."""
-        return cls(
-            probabilities=tuple(tables["probabilities"]),
-            prompt_tokens=tuple(tables["prompt_tokens"]),
-            output_tokens=tuple(tuple(row) for row in tables["output_tokens"]),
         )
 
     def lengths(self, uniforms: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
@@ -91,7 +74,7 @@ class LengthTables:
 
 
 def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
-    """Generate a synthetic workload; its requests have lengths and neither prompts nor arrival times.
+    """Generate a synthetic workload, whose requests have lengths but neither prompts nor arrival times.
 
     Args:
         name: one of ``SYNTHETIC_NAMES``. ``longdoc`` has lognormal lengths: prompts of mean 7,000 (at most
@@ -100,7 +83,7 @@ def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
         seed: at least 0.
 
     Raises:
-        WorkloadError: for an unknown name, or a number out of range.
+        WorkloadError: an unknown name, or a number out of range.
     """
     if name not in SYNTHETIC_NAMES:
         raise WorkloadError(
@@ -111,25 +94,18 @@ def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
             f"a synthetic workload needs at least 1 request and a seed of at least 0, got {num_requests} "
             f"requests and seed {seed}"
         )
-    # PCG64 by name: numpy may change what its default generator is.
+    # PCG64 by name: numpy may change its default generator.
     generator = np.random.Generator(np.random.PCG64(seed))
     if name == "longdoc":
-        lengths = _longdoc_lengths(generator.standard_normal((num_requests, 2)))
+        sigma = np.sqrt(2 * np.log(_LONGDOC_MEAN_TOKENS / _LONGDOC_MEDIAN_TOKENS))
+        drawn = _round(_LONGDOC_MEDIAN_TOKENS * np.exp(sigma * generator.standard_normal((num_requests, 2))))
+        lengths = np.clip(drawn, 1, _LONGDOC_MAX_TOKENS)
     else:
-        lengths = _load_azure_tables(name).lengths(generator.random((num_requests, 2)))
+        data = resources.files(__package__) / "data" / "azure_lengths.json"
+        tables = LengthTables(**json.loads(data.read_text(encoding="utf-8"))[name])
+        lengths = tables.lengths(generator.random((num_requests, 2)))
     requests = tuple(WorkloadRequest(prompt, output, arrival_s=None) for prompt, output in lengths.tolist())
     return Workload(name=f"synthetic:{name}", requests=requests)
-
-
-def _longdoc_lengths(normals: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    sigma = np.sqrt(2 * np.log(_LONGDOC_MEAN_TOKENS / _LONGDOC_MEDIAN_TOKENS))
-    lengths = _round(_LONGDOC_MEDIAN_TOKENS * np.exp(sigma * normals))
-    return np.clip(lengths, 1, _LONGDOC_MAX_TOKENS)
-
-
-def _load_azure_tables(name: str) -> LengthTables:
-    data = resources.files("bullet_graph.workloads") / "data" / "azure_lengths.json"
-    return LengthTables.from_json(json.loads(data.read_text(encoding="utf-8"))[name])
 
 
 def _quantiles(lengths: npt.NDArray[np.int64], probabilities: Sequence[float]) -> tuple[int, ...]:

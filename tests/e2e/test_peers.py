@@ -120,7 +120,7 @@ def test_searches_side_by_side_go_on_after_an_interruption(
 
     from bench.peers import comparison  # noqa: PLC0415 - the module is patched
 
-    real, calls = comparison.replay, iter(range(6))
+    real, calls = comparison.replay_async, iter(range(6))
 
     async def dies(*arguments: Any, **keywords: Any) -> Any:
         # Two warm-ups and three runs go well.
@@ -128,14 +128,14 @@ def test_searches_side_by_side_go_on_after_an_interruption(
             raise EngineDeadError("the device is gone")
         return await real(*arguments, **keywords)
 
-    monkeypatch.setattr(comparison, "replay", dies)
+    monkeypatch.setattr(comparison, "replay_async", dies)
     first = run(f"{trace}@{EASY}", path, *options, systems=systems)
     assert "the device is gone" in refused(first).split("Error: ")[1]
     before = read_sweep(path)
     assert [len(cell.runs) for cell in before.cells] == [2, 1]
     assert not before.finished
 
-    monkeypatch.setattr(comparison, "replay", real)
+    monkeypatch.setattr(comparison, "replay_async", real)
     again = run(f"{trace}@{EASY}", path, *options, systems=systems)
     assert again.exit_code == 0, again.stderr
     assert len(order_of_runs(again)) == 3

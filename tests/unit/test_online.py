@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.cli.bench.online import Arrivals, OnlineRun
+from bullet_graph.cli.bench.online import OnlineRun
 from bullet_graph.cli.bench.online_policies import config_for
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.replay import timed_requests
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.perf.energy import DeviceReport, SampleRange
 from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.serving import ServedRequest, summarize_serving
+from bullet_graph.perf.replay_metrics import ServedRequest, summarize_replay
 from bullet_graph.slo import Slo
-from bullet_graph.workloads import Workload, WorkloadRequest
+from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest
 
 TARGETS = Slo(ttft_ms=500, tpot_ms=15)
 LENGTHS = ((30, 5), (7, 12), (100, 1))
@@ -120,7 +120,7 @@ def test_the_engine_can_serve_as_each_policy(
 
 def make_run(policy: str = "auto", energy_joules: float | None = 31.0) -> OnlineRun:
     served = [ServedRequest(30, 2, RequestMetrics(0.0, 0.0, (0.4, 0.41)), TARGETS)]
-    result = summarize_serving(
+    result = summarize_replay(
         served,
         duration_s=0.41,
         started=datetime(2025, 1, 2),

@@ -12,14 +12,13 @@ from bench.peers import comparison
 from bench.peers.comparison import Comparison, Load
 from bench.peers.systems import Candidate
 from bullet_graph.cli.bench.sweep_file import CellKey, SweepFile
-from bullet_graph.engine.replay import TimedRequest
-from bullet_graph.engine.replay_async import AsyncReplay
+from bullet_graph.engine.replay import Replay, TimedRequest
 from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.serving import ServedRequest
+from bullet_graph.perf.replay_metrics import ServedRequest
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload
-from bullet_graph.workloads.request import WorkloadRequest
+from bullet_graph.workloads.workload import WorkloadRequest
 
 NUM_REQUESTS = 40
 TPOT_MS = 10.0
@@ -52,13 +51,13 @@ async def open_served(_: Sequence[Candidate]) -> Served:
     return Served()
 
 
-async def replayed(system: Served, requests: Sequence[TimedRequest]) -> AsyncReplay:
+async def replayed(system: Served, requests: Sequence[TimedRequest]) -> Replay:
     """All in time, or none."""
     rate = NUM_REQUESTS / requests[-1].arrival_s
     tpot_ms = TPOT_MS if rate < GOODPUTS[system.setting] else 2 * TPOT_MS
     metrics = RequestMetrics(0.0, 0.0, (0.0, tpot_ms / 1e3))
     served = tuple(ServedRequest(1, 2, metrics, slo=request.slo) for request in requests)
-    return AsyncReplay(served, 0.0, requests[-1].arrival_s)
+    return Replay(served, 0.0, requests[-1].arrival_s)
 
 
 def compare(
@@ -98,7 +97,7 @@ def compare(
 
 @pytest.fixture(autouse=True)
 def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "replay", replayed)
+    monkeypatch.setattr(comparison, "replay_async", replayed)
 
 
 def test_every_setting_is_searched(tmp_path: Path) -> None:

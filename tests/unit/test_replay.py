@@ -8,6 +8,7 @@ from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutp
 from bullet_graph.engine.replay import Replay, TimedRequest, replay
 from bullet_graph.errors import ConfigError, EngineDeadError, PromptError
 from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.perf.replay_metrics import ServedRequest
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
@@ -90,14 +91,14 @@ def test_requests_are_sent_when_their_time_has_come() -> None:
     result = replay(engine, [request(0.0), request(0.25), request(0.25), request(3.5)])
     assert arrivals_s(engine) == [0, 0.25, 0.25, 3.5]
     assert [added_s - 50 for _, _, added_s, _ in engine.added] == [0, 0.25, 0.25, 3.5]
-    assert [output.metrics.ttft_ms for output in result.outputs] == pytest.approx([1000] * 4)
+    assert [r.metrics.ttft_ms for r in result.served] == pytest.approx([1000] * 4)
     assert (result.start_s, result.end_s, result.duration_s) == (50, 54.5, 4.5)
 
 
 def test_a_wait_before_the_first_request_counts() -> None:
     result = replay(FakeEngine(), [request(2.0)])
     assert result.duration_s == 3.0
-    assert result.outputs[0].metrics.ttft_ms == pytest.approx(1000)
+    assert result.served[0].metrics.ttft_ms == pytest.approx(1000)
 
 
 def test_latency_counts_from_arrival_though_the_loop_was_busy() -> None:
@@ -105,7 +106,7 @@ def test_latency_counts_from_arrival_though_the_loop_was_busy() -> None:
     result = replay(engine, [request(0.0), request(0.2)])
     assert arrivals_s(engine) == pytest.approx([0, 0.2])
     assert engine.added[1][2] == pytest.approx(50.5)
-    assert result.outputs[1].metrics.ttft_ms == pytest.approx(1300)
+    assert result.served[1].metrics.ttft_ms == pytest.approx(1300)
 
 
 def test_concurrency_is_limited_and_waiting_for_a_place_is_not_latency() -> None:
@@ -114,7 +115,7 @@ def test_concurrency_is_limited_and_waiting_for_a_place_is_not_latency() -> None
     result = replay(engine, requests, max_concurrency=1)
     assert engine.most_under_way == 1
     assert arrivals_s(engine) == [0, 1, 2, 5]
-    assert [output.metrics.ttft_ms for output in result.outputs] == pytest.approx([1000] * 4)
+    assert [r.metrics.ttft_ms for r in result.served] == pytest.approx([1000] * 4)
     assert result.duration_s == 6
 
 
@@ -126,21 +127,19 @@ def test_a_limit_above_the_load_changes_nothing() -> None:
 
 def test_outputs_are_in_the_order_of_the_requests() -> None:
     engine = FakeEngine()
-    seen: list[str] = []
+    seen: list[ServedRequest] = []
     requests = [request(0.0, max_tokens=3), request(0.0, prompt=(-1,)), request(0.5, max_tokens=5)]
-    result = replay(engine, requests, on_output=lambda output: seen.append(output.request_id))
-    assert [output.request_id for output in result.outputs] == ["0", "1", "2"]
-    assert seen == ["1", "0", "2"]
-    assert [len(o.outputs[0].token_ids) for o in result.outputs if o.outputs] == [3, 5]
+    result = replay(engine, requests, on_done=seen.append, id_prefix="warmup-")
+    assert [added[0] for added in engine.added] == ["warmup-0", "warmup-2"]
+    assert [result.served.index(one) for one in seen] == [1, 0, 2]
+    assert [one.output_tokens for one in result.served] == [3, 0, 5]
 
 
 def test_a_refused_request_fails_alone() -> None:
     engine = FakeEngine()
     requests = [request(0.0, prompt=(-1,)), request(0.0, max_tokens=98), request(0.0, max_tokens=97)]
     result = replay(engine, requests, max_concurrency=1)
-    assert [type(output.error) for output in result.outputs] == [PromptError, PromptError, type(None)]
-    assert "3 + 98 tokens" in str(result.outputs[1].error)
-    assert [row.error for row in result.served(requests)] == [
+    assert [row.error for row in result.served] == [
         "negative token",
         "prompt and output have 3 + 98 tokens, more than max_model_len=100",
         None,
@@ -150,7 +149,7 @@ def test_a_refused_request_fails_alone() -> None:
 def test_nothing_served_takes_no_time() -> None:
     result = replay(FakeEngine(), [request(0.0, prompt=(-1,))])
     assert result.duration_s == 0
-    assert result.outputs[0].finished
+    assert result.served[0].error == "negative token"
     assert replay(FakeEngine(), []) == Replay((), 50.0, 50.0)
 
 
@@ -158,7 +157,7 @@ def test_targets_reach_engine_and_result() -> None:
     engine = FakeEngine()
     slo = Slo(ttft_ms=100)
     requests = [TimedRequest(0.0, (4,), SamplingParams(max_tokens=7), slo), request(0.0)]
-    first, second = replay(engine, requests).served(requests)
+    first, second = replay(engine, requests).served
     assert [added[3] for added in engine.added] == [slo, NO_TARGETS]
     assert (first.input_tokens, first.output_tokens, first.slo, first.meets_slo) == (1, 7, slo, False)
     assert (second.input_tokens, second.output_tokens, second.slo, second.meets_slo) == (

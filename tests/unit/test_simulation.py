@@ -44,13 +44,13 @@ def run(
 
 
 def output_lens(simulation: Simulation) -> list[int]:
-    return [row.output_tokens for row in simulation.replay.served(simulation.requests)]
+    return [row.output_tokens for row in simulation.replay.served]
 
 
 @pytest.mark.parametrize("policy", ["serial", "mixed", "auto"])
 def test_a_request_alone_takes_the_predicted_times(policy: str) -> None:
     simulation = run([(1000, 3)], [2.0], policy=Policy.parse(policy))
-    (output,) = simulation.replay.outputs
+    (output,) = simulation.replay.served
     prefill_ms = MODEL.prefill(1000, attention_pairs(1000)).ms
     first_ms, second_ms = MODEL.decode(1, 1001).ms, MODEL.decode(1, 1002).ms
     assert output.metrics.arrival_s == 2.0
@@ -62,7 +62,7 @@ def test_a_request_alone_takes_the_predicted_times(policy: str) -> None:
 
 def test_the_hosts_time_is_told_apart_from_the_devices() -> None:
     free, costly = (run([(1000, 50)], [0.0], host_overhead_ms=ms).replay for ms in (0.0, 1.0))
-    ttft_ms, free_ttft_ms = (r.outputs[0].metrics.ttft_ms or 0.0 for r in (costly, free))
+    ttft_ms, free_ttft_ms = (r.served[0].metrics.ttft_ms or 0.0 for r in (costly, free))
     # A launch before the prefill; later ones hide behind the device's work.
     assert ttft_ms == pytest.approx(free_ttft_ms + 1)
     assert costly.duration_s == pytest.approx(free.duration_s + 0.001)
@@ -80,7 +80,7 @@ def test_every_policy_serves_every_request_to_its_end(policy: str, slo: Slo) -> 
     assert output_lens(first) == [request.output_tokens for request in conv.requests]
     assert first == again, "the same arguments give the same result"
     assert first.stats.kv_blocks_used == 0
-    assert {output.slo for output in first.replay.outputs} == {slo}
+    assert {output.slo for output in first.replay.served} == {slo}
     forced = policy.partition(":")[0]
     assert forced == "auto" or set(first.stats.policy_seconds) <= {forced, "solo"}
 
@@ -136,8 +136,8 @@ def test_deadlines_count_from_arrival() -> None:
     soon, late = (
         simulate(MODEL, conv, np.full(20, at_s), SETTINGS, slo=slo).replay for at_s in (0.0, 1000.0)
     )
-    assert [o.metrics.ttft_ms for o in late.outputs] == pytest.approx(
-        [o.metrics.ttft_ms for o in soon.outputs]
+    assert [o.metrics.ttft_ms for o in late.served] == pytest.approx(
+        [o.metrics.ttft_ms for o in soon.served]
     )
 
 
@@ -150,7 +150,7 @@ def test_a_full_cache_preempts_and_still_serves_all() -> None:
 
 def test_what_does_not_fit_is_refused_and_the_rest_is_served() -> None:
     simulation = run([(8000, 192), (8000, 193), (9000, 1)], [0.0, 0.0, 0.1])
-    served = simulation.replay.served(simulation.requests)
+    served = simulation.replay.served
     assert [row.error is None for row in served] == [True, False, False]
     assert output_lens(simulation) == [192, 0, 0]
 
@@ -160,21 +160,21 @@ def test_concurrency_is_limited() -> None:
     requests = workload(*[(100, 50)] * 4)
     single = simulate(MODEL, requests, np.zeros(4), SETTINGS, max_concurrency=1)
     assert single.replay.duration_s > 3 * free.replay.duration_s
-    ends = [output.metrics.token_times_s[-1] for output in single.replay.outputs]
-    arrivals = [output.metrics.arrival_s for output in single.replay.outputs]
+    ends = [output.metrics.token_times_s[-1] for output in single.replay.served]
+    arrivals = [output.metrics.arrival_s for output in single.replay.served]
     assert arrivals == [0.0, *ends[:-1]]
 
 
 def test_progress_is_told() -> None:
-    seen: list[str] = []
+    seen: list[str | None] = []
     simulate(
         MODEL,
         workload((10, 2), (10, 9000)),
         np.zeros(2),
         SETTINGS,
-        on_output=lambda output: seen.append(output.request_id),
+        on_done=lambda served: seen.append(served.error),
     )
-    assert sorted(seen) == ["0", "1"]
+    assert seen == ["prompt and output have 10 + 9000 tokens, more than max_model_len=8192", None]
 
 
 def test_the_engine_can_be_driven_by_hand() -> None:
@@ -263,7 +263,7 @@ def test_whatever_comes_is_served_within_the_caches_bounds(
     assert output_lens(simulation) == [output for _, output in lengths]
     assert simulation.stats.kv_blocks_peak <= simulation.stats.kv_blocks_total
     assert simulation.stats.kv_blocks_used == 0
-    for output in simulation.replay.outputs:
+    for output in simulation.replay.served:
         times = (output.metrics.arrival_s, *output.metrics.token_times_s)
         assert list(times) == sorted(times)
         # No token can come sooner than weights are read.

@@ -113,9 +113,9 @@ def online(
     check_result_file(output_json, overwrite=overwrite)
     if trace_decisions is not None and len(policies) > 1:
         raise ConfigError("--trace-decisions writes one run: give one --policy")
-    from bullet_graph.cli.bench.online import Arrivals  # noqa: PLC0415
     from bullet_graph.cli.bench.online_policies import run_online  # noqa: PLC0415
     from bullet_graph.cli.bench.online_report import comparison_fields, print_comparison  # noqa: PLC0415
+    from bullet_graph.workloads import Arrivals  # noqa: PLC0415
 
     comparison = run_online(
         config,

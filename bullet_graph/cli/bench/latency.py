@@ -15,8 +15,7 @@ from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
-from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.summary import PercentileSummary, summarize_ms
+from bullet_graph.perf.metrics import PercentileSummary, RequestMetrics, summarize_ms
 from bullet_graph.perf.traffic import decode_step_bytes
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.sampling_params import SamplingParams

@@ -10,55 +10,18 @@ from typing import Any
 from bullet_graph.cli.engine_run import watch_device
 from bullet_graph.config import Policy
 from bullet_graph.engine.engine import Engine
-from bullet_graph.engine.output import RequestOutput
 from bullet_graph.engine.replay import replay, timed_requests
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.perf.energy import DeviceReport
-from bullet_graph.perf.serving import ServingResult, summarize_serving
+from bullet_graph.perf.replay_metrics import ReplayResult, ServedRequest, summarize_replay
 from bullet_graph.slo import Slo
-from bullet_graph.workloads import Workload
-from bullet_graph.workloads.arrivals import Times, arrival_times, trace_times
+from bullet_graph.workloads import Arrivals, Workload
 
 BACKEND = "bullet_graph"
 
 WARMUP_OUTPUT_TOKENS = 64
 WARMUP_GAP_S = 0.02
 """Between warm-up requests, so that some come while others decode: other kernels run than for all at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals:
-    """How the requests of a workload come.
-
-    Attributes:
-        request_rate: requests a second, infinite for all at once, None for the trace's own times.
-        burstiness: of random arrivals; see :func:`~bullet_graph.workloads.arrivals.arrival_times`.
-        time_scale: factor on the trace's own times.
-        max_concurrency: most requests under way at once; None is no limit.
-        seed: of random arrivals and random prompts, at least 0.
-    """
-
-    request_rate: float | None
-    burstiness: float = 1.0
-    time_scale: float = 1.0
-    max_concurrency: int | None = None
-    seed: int = 0
-
-    def times(self, workload: Workload) -> Times:
-        """When each request comes: float64 [number of requests], seconds after the start, not decreasing.
-
-        Raises:
-            ConfigError: a number is out of range.
-            WorkloadError: recorded times are asked for, and the workload has none.
-        """
-        if self.request_rate is None:
-            return trace_times(workload, scale=self.time_scale)
-        return arrival_times(
-            len(workload.requests),
-            request_rate=self.request_rate,
-            burstiness=self.burstiness,
-            seed=self.seed,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +42,7 @@ class OnlineRun:
         joules_per_token: the same over prompt and output tokens.
     """
 
-    result: ServingResult
+    result: ReplayResult
     policy: Policy
     slo: Slo
     policy_shares: Mapping[str, float]
@@ -114,7 +77,7 @@ def serve_online(
     *,
     policy: Policy,
     slo: Slo,
-    on_output: Callable[[RequestOutput], object] = lambda _: None,
+    on_done: Callable[[ServedRequest], object] = lambda _: None,
 ) -> OnlineRun:
     """Serve a workload as its requests come; one engine serves many runs.
 
@@ -127,7 +90,7 @@ def serve_online(
         arrivals: when they come.
         policy: how prefill and decode share the device.
         slo: targets of every request.
-        on_output: told of each request's last output as it comes.
+        on_done: called with each request's outcome.
 
     Raises:
         ConfigError: arrivals out of range, or a policy that the engine cannot serve.
@@ -145,9 +108,9 @@ def serve_online(
     engine.set_policy(policy, slo)
     started = datetime.now()
     with watch_device(engine) as monitor:
-        run = replay(engine, requests, max_concurrency=arrivals.max_concurrency, on_output=on_output)
-    result = summarize_serving(
-        run.served(requests),
+        run = replay(engine, requests, max_concurrency=arrivals.max_concurrency, on_done=on_done)
+    result = summarize_replay(
+        run.served,
         duration_s=run.duration_s,
         started=started,
         backend=BACKEND,

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bullet_graph.cli.bench.online import Arrivals, OnlineRun, serve_online, warm_up
+from bullet_graph.cli.bench.online import OnlineRun, serve_online, warm_up
 from bullet_graph.cli.engine_run import RunRecord, describe_run, load_requests, open_engine
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import WorkloadError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.slo import Slo
+from bullet_graph.workloads import Arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def run_online(
             ) as advance:
                 runs.append(
                     serve_online(
-                        engine, workload, arrivals, policy=policy, slo=slo, on_output=lambda _: advance(1)
+                        engine, workload, arrivals, policy=policy, slo=slo, on_done=lambda _: advance(1)
                     )
                 )
         stats = engine.stats()

@@ -7,7 +7,7 @@ from bullet_graph.cli.bench.latency import LatencyResult
 from bullet_graph.cli.bench.throughput import ThroughputResult
 from bullet_graph.cli.engine_run import RunRecord
 from bullet_graph.perf.energy import DeviceReport, SampleRange
-from bullet_graph.perf.summary import PercentileSummary
+from bullet_graph.perf.metrics import PercentileSummary
 
 _MOST_REASONS_SHOWN = 3
 

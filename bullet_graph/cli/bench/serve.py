@@ -11,18 +11,17 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from bullet_graph.cli.bench.online import WARMUP_GAP_S, WARMUP_OUTPUT_TOKENS, Arrivals
+from bullet_graph.cli.bench.online import WARMUP_GAP_S, WARMUP_OUTPUT_TOKENS
 from bullet_graph.cli.serving.table import figure, print_serving
-from bullet_graph.engine.replay import timed_requests
-from bullet_graph.engine.replay_async import AsyncReplay, event_loop_factory, replay
+from bullet_graph.engine.replay import Replay, event_loop_factory, replay_async, timed_requests
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.perf.serving import ServingResult, summarize_serving
+from bullet_graph.perf.replay_metrics import ReplayResult, summarize_replay
 from bullet_graph.serve.client import OpenAiServer
 from bullet_graph.slo import Slo
-from bullet_graph.workloads import Workload, load_workload
+from bullet_graph.workloads import Arrivals, Workload, load_workload
 
 _ENGINE_ONLY = (
     "policy", "policy_shares", "num_steps", "num_preemptions", "kv_blocks_peak", "kv_blocks_total", "device",
@@ -44,7 +43,7 @@ class ServerRun:
         told: what it told of the run, by the names of ``bench online``.
     """
 
-    result: ServingResult
+    result: ReplayResult
     trace: str
     slo: Slo
     seed: int
@@ -120,7 +119,7 @@ def run_against_server(
             started = datetime.now()
             show = not quiet and sys.stderr.isatty()
             with progress_bar(show, total=len(requests), unit="req", leave=False) as advance:
-                replayed = await replay(
+                replayed = await replay_async(
                     server, requests, max_concurrency=arrivals.max_concurrency, on_done=lambda _: advance(1)
                 )
             after = await server.own_counters()
@@ -153,14 +152,14 @@ async def _warm_up(
     requests = timed_requests(
         Workload(workload.name, short), times, vocab_size=vocab_size, slo=slo, seed=seed + 1
     )
-    _require_some(await replay(server, requests), workload)
+    _require_some(await replay_async(server, requests), workload)
 
 
 def _summarize(
-    replayed: AsyncReplay, arrivals: Arrivals, model: str, started: datetime, workload: Workload
-) -> ServingResult:
+    replayed: Replay, arrivals: Arrivals, model: str, started: datetime, workload: Workload
+) -> ReplayResult:
     _require_some(replayed, workload)
-    return summarize_serving(
+    return summarize_replay(
         replayed.served,
         duration_s=replayed.duration_s,
         started=started,
@@ -172,7 +171,7 @@ def _summarize(
     )
 
 
-def _require_some(replayed: AsyncReplay, workload: Workload) -> None:
+def _require_some(replayed: Replay, workload: Workload) -> None:
     errors = [request.error for request in replayed.served if request.error is not None]
     if len(errors) == len(replayed.served):
         raise WorkloadError(
@@ -180,7 +179,7 @@ def _require_some(replayed: AsyncReplay, workload: Workload) -> None:
         )
 
 
-def _told(before: Mapping[str, float], after: Mapping[str, float], result: ServingResult) -> dict[str, Any]:
+def _told(before: Mapping[str, float], after: Mapping[str, float], result: ReplayResult) -> dict[str, Any]:
     """What a ``bullet-graph serve`` counted meanwhile; nothing of another server."""
     if not after:
         return {}

@@ -75,8 +75,8 @@ def serve(
         raise ConfigError(
             "bench serve needs aiohttp, which is not installed: pip install 'bullet-graph[bench]'"
         )
-    from bullet_graph.cli.bench.online import Arrivals  # noqa: PLC0415
     from bullet_graph.cli.bench.serve import print_server_run, run_against_server  # noqa: PLC0415
+    from bullet_graph.workloads import Arrivals  # noqa: PLC0415
 
     run = run_against_server(
         base_url,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bullet_graph.cli.bench.online import Arrivals, serve_online, warm_up
+from bullet_graph.cli.bench.online import serve_online, warm_up
 from bullet_graph.cli.bench.online_policies import config_for
 from bullet_graph.cli.bench.sweep_cells import SYSTEM, Cell, WorkloadSpec, make_cells
 from bullet_graph.cli.bench.sweep_file import CellKey, Sweep, SweepCell, SweepFile
@@ -28,7 +28,7 @@ from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.performance import find_performance
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.slo import Slo
-from bullet_graph.workloads import Workload
+from bullet_graph.workloads import Arrivals, Workload
 from bullet_graph.workloads.arrivals import arrival_times
 
 
@@ -173,7 +173,7 @@ class GoodputSweep:
                 arrivals,
                 policy=cell.policy,
                 slo=cell.slo,
-                on_output=lambda _: advance(1),
+                on_done=lambda _: advance(1),
             )
         return run.fields()
 

@@ -13,8 +13,7 @@ from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.engine.replay import recorded_length, require_forced_length
 from bullet_graph.errors import RequestError, WorkloadError
-from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.summary import PercentileSummary, summarize_ms
+from bullet_graph.perf.metrics import PercentileSummary, RequestMetrics, summarize_ms
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.workloads import Workload, WorkloadRequest, make_prompt_token_ids

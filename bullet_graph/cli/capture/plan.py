@@ -133,7 +133,7 @@ def plan(
     )
     budget = Budget(memory_gb * _GB, time_s)
     with progress_bar(not as_json and sys.stderr.isatty(), unit="req") as advance:
-        study = study_captures(Simulator(spec), budget, against=against, on_output=lambda _: advance(1))
+        study = study_captures(Simulator(spec), budget, against=against, on_done=lambda _: advance(1))
     text = format_plan(study.proposal.plan, plan_notes(study))
     if output is not None:
         write_result_file(output, text.rstrip("\n"))

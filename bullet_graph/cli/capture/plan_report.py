@@ -171,8 +171,8 @@ def _outcome_fields(study: CaptureStudy, outcome: PlanOutcome) -> dict[str, Any]
         "lost_ms": outcome.lost_ms,
         "lost_percent": 100 * outcome.lost_ms / study.device_ms if study.device_ms else 0.0,
         "met_percent": None if attainment is None else 100 * attainment,
-        "p90_ttft_ms": None if run is None else run.result.p90_ttft_ms,
-        "p90_tpot_ms": None if run is None else run.result.p90_tpot_ms,
+        "p90_ttft_ms": None if run is None else run.result.fields()["p90_ttft_ms"],
+        "p90_tpot_ms": None if run is None else run.result.fields()["p90_tpot_ms"],
         "groups": [_group_fields(group) for group in outcome.groups],
     }
 

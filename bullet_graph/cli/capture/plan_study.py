@@ -68,14 +68,14 @@ def study_captures(
     budget: Budget,
     *,
     against: str | None,
-    on_output: Callable[[object], object],
+    on_done: Callable[[object], object],
 ) -> CaptureStudy:
     """Record the workload with everything captured, propose a plan, and serve the workload with it.
 
     Args:
         simulator: with one policy.
         against: a plan's file or name to hold the proposal against; None: what an engine without a plan captures.
-        on_output: told of each finished request, of up to three runs.
+        on_done: told of each finished request, of up to three runs.
 
     Raises:
         ConfigError: the plan cannot be used here, or the budget affords nothing.
@@ -102,7 +102,7 @@ def study_captures(
             policy,
             spec.request_rate,
             capture_plan=plan,
-            on_output=on_output,
+            on_done=on_done,
             on_step=usage.note if record else lambda _: None,
         )
 

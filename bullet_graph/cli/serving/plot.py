@@ -8,13 +8,13 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from bullet_graph.perf.serving import ServingResult
+from bullet_graph.perf.replay_metrics import ReplayResult
 from bullet_graph.slo import Slo
 
 COLOURS = ("#1f6f8b", "#d1603d", "#4f9d69", "#7d5ba6", "#e0b13c", "#8c6d46", "#c2649a", "#444444")
 TARGET_COLOUR = "#999999"
 
-RunFields = ServingResult | Mapping[str, Any]
+RunFields = ReplayResult | Mapping[str, Any]
 """A run's figures, or the fields that a JSON file has of them."""
 
 
@@ -75,7 +75,7 @@ def plot_style() -> AbstractContextManager[None]:
 
 def run_fields(run: RunFields) -> Mapping[str, Any]:
     """A run's flat fields by name."""
-    return run.fields() if isinstance(run, ServingResult) else run
+    return run.fields() if isinstance(run, ReplayResult) else run
 
 
 def ttft_line_ms(slo: Slo) -> float | None:

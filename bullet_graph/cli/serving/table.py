@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bullet_graph.perf.serving import ServingResult
+from bullet_graph.perf.replay_metrics import ReplayResult
 
 _LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "e2e": "e2el"}
 _LABELS = ("median", "p90", "p99")
@@ -42,7 +42,7 @@ def usage_rows(runs: Sequence[Usage]) -> dict[str, list[str]]:
 
 
 def print_serving(
-    title: str, results: Mapping[str, ServingResult], extra: Mapping[str, Sequence[str]]
+    title: str, results: Mapping[str, ReplayResult], extra: Mapping[str, Sequence[str]]
 ) -> None:
     """Show results side by side on stdout.
 
@@ -68,7 +68,7 @@ def print_serving(
     add("total tokens/s", [figure(run.total_token_throughput, 0) for run in runs])
     for name, field in _LATENCIES.items():
         for label in _LABELS:
-            add(f"{name}, {label}, ms", [figure(getattr(run, f"{label}_{field}_ms"), 2) for run in runs])
+            add(f"{name}, {label}, ms", [figure(run.fields()[f"{label}_{field}_ms"], 2) for run in runs])
     for label, values in extra.items():
         add(label, values)
     console = Console()

@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bullet_graph.cli.serving.table import figure, print_serving, usage_rows
-from bullet_graph.cli.simulate.run import PolicyRun, Simulator
-from bullet_graph.perf.serving import RateSearch
+from bullet_graph.cli.simulate.run import PolicyRun, RateSearch, Simulator
 
 
 def report_runs(
@@ -86,7 +85,7 @@ def _goodput_table(searches: Mapping[str, RateSearch]) -> Table:
     ):
         table.add_column(name, justify="right")
     for policy, search in searches.items():
-        best = next((r for r in search.results if r.request_rate == search.goodput), None)
+        best = next((r.fields() for r in search.results if r.request_rate == search.goodput), None)
         if best is None:
             rate = search.results[0].request_rate
             table.add_row(Text(policy), f"none, down to {rate:.3g}", "", "", "", "", str(len(search.results)))
@@ -94,10 +93,10 @@ def _goodput_table(searches: Mapping[str, RateSearch]) -> Table:
         table.add_row(
             Text(policy),
             f"{search.goodput:.2f}",
-            f"{100 * (best.slo_attainment or 0.0):.1f}",
-            f"{figure(best.median_ttft_ms)} / {figure(best.p99_ttft_ms)}",
-            f"{figure(best.median_tpot_ms)} / {figure(best.p99_tpot_ms)}",
-            figure(best.p99_itl_ms),
+            f"{100 * (best['slo_attainment'] or 0.0):.1f}",
+            f"{figure(best['median_ttft_ms'])} / {figure(best['p99_ttft_ms'])}",
+            f"{figure(best['median_tpot_ms'])} / {figure(best['p99_tpot_ms'])}",
+            figure(best["p99_itl_ms"]),
             str(len(search.results)),
         )
     return table

@@ -15,8 +15,9 @@ from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.perf.padded import PaddedModel
-from bullet_graph.perf.serving import RateSearch, ServingResult, find_goodput, summarize_serving
+from bullet_graph.perf.replay_metrics import ReplayResult, summarize_replay
 from bullet_graph.runtime.step_work import StepRecord
 from bullet_graph.workloads import Workload, load_workload
 from bullet_graph.workloads.arrivals import arrival_times, trace_times
@@ -66,8 +67,16 @@ class PolicyRun:
         stats: the engine's counters at the end.
     """
 
-    result: ServingResult
+    result: ReplayResult
     stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class RateSearch:
+    """The rates tried in a search: results in order of rate, and the goodput (None: no rate served enough)."""
+
+    goodput: float | None
+    results: tuple[ReplayResult, ...]
 
 
 class Simulator:
@@ -95,7 +104,7 @@ class Simulator:
         request_rate: float | None,
         *,
         trace: DecisionTrace | None = None,
-        on_output: Callable[[object], object] = lambda _: None,
+        on_done: Callable[[object], object] = lambda _: None,
         on_step: Callable[[StepRecord], object] = lambda _: None,
         capture_plan: CapturePlan | None = None,
     ) -> PolicyRun:
@@ -141,10 +150,10 @@ class Simulator:
             max_concurrency=spec.max_concurrency,
             trace=trace,
             on_step=on_step,
-            on_output=on_output,
+            on_done=on_done,
         )
-        result = summarize_serving(
-            simulation.replay.served(simulation.requests),
+        result = summarize_replay(
+            simulation.replay.served,
             duration_s=simulation.replay.duration_s,
             started=started,
             backend=BACKEND,
@@ -170,7 +179,7 @@ class Simulator:
                 trace = None if trace_file is None else self._open_trace(trace_file, policy, overwrite)
                 try:
                     runs[str(policy)] = self.run(
-                        policy, self.spec.request_rate, trace=trace, on_output=lambda _: advance(1)
+                        policy, self.spec.request_rate, trace=trace, on_done=lambda _: advance(1)
                     )
                 finally:
                     if trace is not None:
@@ -182,15 +191,13 @@ class Simulator:
         searches: dict[str, RateSearch] = {}
         with progress_bar(progress, unit="run") as advance:
             for policy in self.spec.policies:
-
-                def run(rate: float, policy: Policy = policy) -> ServingResult:
-                    result = self.run(policy, rate).result
+                search = GoodputSearch(first_rate=first_rate, attainment=self.spec.attainment)
+                tried: dict[float, ReplayResult] = {}
+                while (rate := search.next_rate()) is not None:
+                    tried[rate] = self.run(policy, rate).result
+                    search.record(rate, tried[rate].slo_attainment or 0.0)
                     advance(1)
-                    return result
-
-                searches[str(policy)] = find_goodput(
-                    run, first_rate=first_rate, attainment=self.spec.attainment
-                )
+                searches[str(policy)] = RateSearch(search.goodput, tuple(tried[key] for key in sorted(tried)))
         return searches
 
     def describe(self) -> dict[str, Any]:

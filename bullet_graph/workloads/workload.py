@@ -1,4 +1,4 @@
-"""What a workload asks of an engine: lengths, arrivals and, where the source has them, prompts."""
+"""A workload: the lengths of its requests and, where the source has them, arrival times and prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class WorkloadRequest:
         output_tokens: length of the output, at least 1; a benchmark forces it.
         arrival_s: seconds after the workload's first request, or None where the source has no times.
         prompt_text: the prompt, where the source has it.
-        prompt_token_ids: ``prompt_text`` as token ids (``prompt_tokens`` of them).
+        prompt_token_ids: ``prompt_text`` as ``prompt_tokens`` token ids.
     """
 
     prompt_tokens: int
@@ -31,12 +31,7 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival.
-
-    Attributes:
-        name: the spec or file name it was loaded from, for reports.
-        requests: at least one.
-    """
+    """At least one request, in order of arrival; reports call the workload by its ``name``."""
 
     name: str
     requests: tuple[WorkloadRequest, ...]
@@ -45,19 +40,18 @@ class Workload:
 def make_prompt_token_ids(
     request: WorkloadRequest, index: int, vocab_size: int, seed: int
 ) -> npt.NDArray[np.int32]:
-    """Token ids for a request: its own where it has them, else random ones of the length it asks for.
+    """Return a request's own token ids, or random ones of its length.
 
-    Random ids follow from (seed, index) alone and differ between indices, so that no two prompts share a
-    prefix that a cache could reuse.
+    Random ids depend on (seed, index) alone and differ between indices, so no two prompts share a prefix.
 
     Args:
         request: the request to make a prompt for.
         index: its place in the workload, at least 0.
-        vocab_size: ids are drawn uniformly from [0, vocab_size).
+        vocab_size: random ids are uniform in [0, vocab_size).
         seed: at least 0.
 
     Returns:
-        int32 array of shape [request.prompt_tokens].
+        int32 [request.prompt_tokens].
     """
     if request.prompt_token_ids is not None:
         return np.asarray(request.prompt_token_ids, dtype=np.int32)

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph import ConfigError, EngineDeadError, PromptError, SamplingParams, Slo
-from bullet_graph.engine.replay import TimedRequest
-from bullet_graph.engine.replay_async import AsyncReplay, replay
+from bullet_graph.engine.replay import Replay, TimedRequest, replay_async
 
 
 class VirtualTime:
@@ -72,10 +71,12 @@ def request(name: int, arrival_s: float, num_tokens: int, slo: Slo = Slo()) -> T
     return TimedRequest(arrival_s, [name, 7, 7], SamplingParams(max_tokens=num_tokens), slo)
 
 
-async def run(system: Scripted, requests: Sequence[TimedRequest], **options: object) -> AsyncReplay:
+async def run(system: Scripted, requests: Sequence[TimedRequest], **options: object) -> Replay:
     mover = asyncio.create_task(system.time.run())
     try:
-        return await replay(system, requests, clock=system.time.clock, sleep=system.time.sleep, **options)  # type: ignore[arg-type]
+        return await replay_async(
+            system, requests, clock=system.time.clock, sleep=system.time.sleep, **options
+        )  # type: ignore[arg-type]
     finally:
         mover.cancel()
 

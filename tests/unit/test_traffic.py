@@ -1,11 +1,10 @@
-"""Percentiles, byte counts and copy bandwidth against numbers worked by hand."""
+"""Byte counts and copy bandwidth against numbers worked by hand."""
 
 from dataclasses import dataclass, replace
 
 import pytest
 
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
-from bullet_graph.perf.summary import PercentileSummary, summarize_ms
 from bullet_graph.perf.traffic import decode_step_bytes, decode_weight_bytes, kv_cache_bytes_per_token
 
 
@@ -22,22 +21,6 @@ class Shape:
     head_dim: int = 5
     qkv_bias: bool = False
     qk_norm: bool = False
-
-
-def test_summary_by_hand() -> None:
-    summary = summarize_ms([4.0, 2.0, 8.0, 6.0, 10.0])
-    assert summary is not None
-    # Ranks of p90 and p99 among 5 values are 3.6 and 3.96; variance = (16 + 4 + 0 + 4 + 16) / 5 = 8.
-    assert summary.mean == 6.0
-    assert summary.std == pytest.approx(8**0.5)
-    assert summary.p50 == 6.0
-    assert summary.p90 == pytest.approx(9.2)
-    assert summary.p99 == pytest.approx(9.92)
-
-
-def test_summary_of_one_and_of_none() -> None:
-    assert summarize_ms([7.0]) == PercentileSummary(7.0, 0.0, 7.0, 7.0, 7.0)
-    assert summarize_ms(iter(())) is None
 
 
 def test_weight_bytes_by_hand() -> None:

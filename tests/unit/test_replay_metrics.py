@@ -1,14 +1,13 @@
-"""A serving benchmark's figures against numbers worked by hand."""
+"""Times of a request, their summary, and the figures of a replay, against numbers worked by hand."""
 
 import json
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
 import pytest
 
-from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.serving import ServedRequest, ServingResult, find_goodput, summarize_serving
+from bullet_graph.perf.metrics import PercentileSummary, RequestMetrics, summarize_ms
+from bullet_graph.perf.replay_metrics import ReplayResult, ServedRequest, summarize_replay
 from bullet_graph.slo import NO_TARGETS, Slo
 
 TIGHT = Slo(ttft_ms=500, tpot_ms=15)
@@ -22,7 +21,7 @@ def served(
     )
 
 
-def summarize(*requests: ServedRequest, **changes: Any) -> ServingResult:
+def summarize(*requests: ServedRequest, **changes: Any) -> ReplayResult:
     settings: dict[str, Any] = {
         "duration_s": 4.0,
         "started": datetime(2026, 3, 4, 5, 6, 7),
@@ -31,7 +30,7 @@ def summarize(*requests: ServedRequest, **changes: Any) -> ServingResult:
         "request_rate": 2.0,
         "burstiness": 1.0,
     }
-    return summarize_serving(requests, **(settings | changes))
+    return summarize_replay(requests, **(settings | changes))
 
 
 def test_every_figure_by_hand() -> None:
@@ -144,7 +143,8 @@ def test_targets_may_differ_between_requests() -> None:
 def test_figures_of_nothing_are_none() -> None:
     result = summarize(served(0.0, error="no"), served(1.0, error="no"), duration_s=0.0)
     assert result.completed == result.request_throughput == result.output_throughput == 0
-    assert result.mean_ttft_ms is result.median_tpot_ms is result.p99_itl_ms is result.std_e2el_ms is None
+    assert result.ttft is result.tpot is result.itl is result.e2el is None
+    assert result.fields()["p99_itl_ms"] is None
     json.dumps(result.fields(detailed=True), allow_nan=False)
 
 
@@ -155,48 +155,59 @@ def test_what_json_has_no_number_for_is_text() -> None:
     assert (recorded.request_rate, recorded.burstiness) == ("trace", None)
 
 
-def served_up_to(limit: float, rates: list[float]) -> Callable[[float], ServingResult]:
-    """A server that meets the targets of all requests up to a rate, and of none beyond."""
-
-    def run(rate: float) -> ServingResult:
-        rates.append(rate)
-        ttft_s = 0.4 if rate <= limit else 0.6
-        return summarize(served(0.0, ttft_s, slo=TIGHT), request_rate=rate)
-
-    return run
-
-
-@pytest.mark.parametrize("limit", [0.3, 1.0, 7.7, 23.0])
-@pytest.mark.parametrize("first_rate", [1.0, 10.0])
-def test_the_search_finds_the_highest_good_rate(limit: float, first_rate: float) -> None:
-    rates: list[float] = []
-    search = find_goodput(served_up_to(limit, rates), first_rate=first_rate)
-    assert search.goodput is not None
-    assert search.goodput <= limit <= search.goodput * 1.021
-    assert [result.request_rate for result in search.results] == sorted(rates)
-    assert len(set(rates)) == len(rates) <= 20
+def test_metrics_by_hand() -> None:
+    # Arrives at 10 s, launched 50 ms later; tokens at 10.2, 10.25, 10.35 and 10.5 s.
+    metrics = RequestMetrics(10.0, 10.05, (10.2, 10.25, 10.35, 10.5))
+    assert metrics.queue_ms == pytest.approx(50)
+    assert metrics.ttft_ms == pytest.approx(200)
+    assert metrics.e2e_ms == pytest.approx(500)
+    # (500 − 200) / (4 − 1)
+    assert metrics.tpot_ms == pytest.approx(100)
+    assert metrics.itl_ms == pytest.approx((50, 100, 150))
 
 
-def test_the_search_ends_where_there_is_nothing_to_find() -> None:
-    rates: list[float] = []
-    assert find_goodput(served_up_to(0.0, rates), first_rate=8.0, max_runs=5).goodput is None
-    assert rates == [8, 4, 2, 1, 0.5]
-    rates.clear()
-    assert find_goodput(served_up_to(1e9, rates), first_rate=8.0, max_runs=3).goodput == 32
-    assert rates == [8, 16, 32]
-    rates.clear()
-    assert find_goodput(served_up_to(0.0, rates), first_rate=0.05).goodput is None
-    assert rates == [0.05, 0.025, 0.0125]
-    rates.clear()
-    assert find_goodput(served_up_to(1e9, rates), first_rate=3e3).goodput == 6e3
-    assert rates == [3e3, 6e3]
+def test_one_token_has_no_time_per_further_token() -> None:
+    metrics = RequestMetrics(1.0, 1.0, (1.5,))
+    assert metrics.ttft_ms == metrics.e2e_ms == pytest.approx(500)
+    assert metrics.queue_ms == 0
+    assert metrics.tpot_ms is None
+    assert metrics.itl_ms == ()
 
 
-def test_attainment_decides() -> None:
-    def run(rate: float) -> ServingResult:
-        # Of 10 requests, as many as the rate miss their target.
-        late = [served(0.0, 0.6, slo=TIGHT)] * min(round(rate), 10)
-        return summarize(*late, *[served(0.0, 0.1, slo=TIGHT)] * (10 - len(late)), request_rate=rate)
+def test_a_waiting_request_has_no_times_yet() -> None:
+    metrics = RequestMetrics(1.0, None, ())
+    assert metrics.queue_ms is metrics.ttft_ms is metrics.tpot_ms is metrics.e2e_ms is None
+    assert metrics.itl_ms == ()
 
-    assert find_goodput(run, first_rate=1.0).goodput == pytest.approx(1.5, rel=0.03)
-    assert find_goodput(run, first_rate=1.0, attainment=0.5).goodput == pytest.approx(5.5, rel=0.03)
+
+def test_a_prompt_under_way_has_a_queue_time_only() -> None:
+    metrics = RequestMetrics(2.0, 2.25, ())
+    assert metrics.queue_ms == 250
+    assert metrics.ttft_ms is None
+
+
+def test_times_that_come_later_do_not_count() -> None:
+    times = [1.25, 1.5]
+    metrics = RequestMetrics(1.0, 1.0, times, len(times))
+    times.append(9.0)
+    assert metrics.token_times_s == (1.25, 1.5)
+    assert metrics.token_times_from(1) == (1.5,)
+    assert (metrics.ttft_ms, metrics.tpot_ms, metrics.e2e_ms) == (250, 250, 500)
+    assert metrics.itl_ms == (250,)
+
+
+def test_summary_by_hand() -> None:
+    summary = summarize_ms([4.0, 2.0, 8.0, 6.0, 10.0])
+    assert summary is not None
+    # Ranks of p90 and p99 among 5 values are 3.6 and 3.96; variance = (16 + 4 + 0 + 4 + 16) / 5 = 8.
+    assert summary.mean == 6.0
+    assert summary.std == pytest.approx(8**0.5)
+    assert summary.p50 == 6.0
+    assert summary.p90 == pytest.approx(9.2)
+    assert summary.p99 == pytest.approx(9.92)
+
+
+def test_summary_of_one_and_of_none() -> None:
+    assert summarize_ms([7.0]) == PercentileSummary(7.0, 0.0, 7.0, 7.0, 7.0)
+    assert summarize_ms([7.0, None]) == summarize_ms([7.0])
+    assert summarize_ms(iter(())) is None
