@@ -60,7 +60,7 @@ def test_the_pattern_follows_from_the_seed_and_scales_with_the_rate() -> None:
         ({"request_rate": math.nan}, "request_rate"),
         ({"burstiness": 0.0}, "burstiness"),
         ({"burstiness": math.nan}, "burstiness"),
-        ({"burstiness": 1e-9}, "take more of it"),
+        ({"burstiness": 1e-9}, "raise the burstiness"),
         ({"num_requests": 0}, "at least 1 request"),
         ({"seed": -1}, "seed"),
     ],
