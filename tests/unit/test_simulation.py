@@ -136,9 +136,7 @@ def test_deadlines_count_from_arrival() -> None:
     soon, late = (
         simulate(MODEL, conv, np.full(20, at_s), SETTINGS, slo=slo).replay for at_s in (0.0, 1000.0)
     )
-    assert [o.metrics.ttft_ms for o in late.served] == pytest.approx(
-        [o.metrics.ttft_ms for o in soon.served]
-    )
+    assert [o.metrics.ttft_ms for o in late.served] == pytest.approx([o.metrics.ttft_ms for o in soon.served])
 
 
 def test_a_full_cache_preempts_and_still_serves_all() -> None:
