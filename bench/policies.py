@@ -34,8 +34,8 @@ SETTINGS = (
     "azure:code 400 10 ttft:500 tpot:15",
     "azure:code 400 10 ttft:500 tpot:8",
 )
-POLICIES = "serial,mixed,mixed:2048,sliced,split,auto"
-STEADY_POLICIES = ("mixed:2048", "auto", "sliced", "split", "mixed")
+POLICIES = "serial,mixed,mixed:2048,split,auto"
+STEADY_POLICIES = ("mixed:2048", "auto", "split", "mixed")
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -247,7 +247,7 @@ def main(
     ) as engine:
         report["partition_backend"] = engine.partition_backend
         # Kernels are loaded on first use, and the card gets warm.
-        for policy in ("auto", "split", "sliced", "mixed"):
+        for policy in ("auto", "split", "mixed"):
             serve(engine, "azure:conv 40 40 ttft:500 tpot:15", policy, seed=1)
         if does_steady:
             for policy in STEADY_POLICIES:

@@ -14,7 +14,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 SelfCheckChoice = Literal["off", "sample", "all"]
 ReadyName = Literal["hot", "all"]
 PromptOrder = Literal["arrival", "longest-output"]
-PolicyChoice = Literal["serial", "sliced", "mixed", "split", "auto"]
+PolicyChoice = Literal["serial", "mixed", "split", "auto"]
 
 KV_BLOCK_TOKENS = 16
 """Tokens in a KV-cache block (a page in FlashInfer's words)."""
@@ -25,8 +25,8 @@ class Policy:
     """How prefill and decode share the device: the policy that the planner follows.
 
     ``serial`` runs whole prompts and decode steps in turn. ``mixed`` puts prefill chunks and decode rows into one
-    forward. ``sliced`` takes turns a few layers of prefill at a time. ``split`` runs both at once on disjoint SMs.
-    ``auto`` chooses among them at every step, by measured performance and latency targets.
+    forward. ``split`` runs both at once on disjoint SMs. ``auto`` chooses among them at every step, by measured
+    performance and latency targets.
 
     Attributes:
         name: the policy.
@@ -69,7 +69,7 @@ class Policy:
             colon and not (name in sized and number.isdecimal() and int(number) >= 1)
         ):
             raise ConfigError(
-                f"unknown policy {text!r}: use serial, sliced, mixed, split or auto, serial:CHUNK or mixed:CHUNK "
+                f"unknown policy {text!r}: use serial, mixed, split or auto, serial:CHUNK or mixed:CHUNK "
                 "(in tokens, ≥ 1), or split:NUM_SMS (SMs of the decode lane)"
             )
         choice = cast(PolicyChoice, name)
@@ -78,7 +78,7 @@ class Policy:
     @property
     def uses_prefill_lane(self) -> bool:
         """Whether prompts may run on a lane of their own."""
-        return self.name in ("sliced", "split", "auto")
+        return self.name in ("split", "auto")
 
     def __str__(self) -> str:
         number = self.chunk_tokens or self.decode_sms

@@ -13,7 +13,7 @@ from bullet_graph.planner.planner import Planner
 
 LAYERS = 32
 MAX_CHUNK = 8192
-POLICIES = ("serial", "serial:512", "sliced", "mixed", "mixed:512", "split", "split:48", "auto")
+POLICIES = ("serial", "serial:512", "mixed", "mixed:512", "split", "split:48", "auto")
 
 
 @cache

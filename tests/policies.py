@@ -9,7 +9,7 @@ from bullet_graph import Engine, Slo
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.step import Placement, Step
 
-POLICIES = ("serial", "mixed", "mixed:16", "sliced", "auto")
+POLICIES = ("serial", "mixed", "mixed:16", "auto")
 LENGTHS = (4, 1, 40, 90, 17, 33)
 PROMPTS = [[(7 * i + 3 * j) % 300 for j in range(length)] for i, length in enumerate(LENGTHS)]
 PROMPT = PROMPTS[2]
@@ -21,7 +21,7 @@ Launches = list[tuple[Step, Placement]]
 short_slices = pytest.mark.usefixtures("one_layer_at_a_time")
 
 
-def make(model: Model | str | Path = "tiny", policy: str = "sliced", **settings: object) -> Engine:
+def make(model: Model | str | Path = "tiny", policy: str = "auto", **settings: object) -> Engine:
     folder = model.folder if isinstance(model, Model) else model
     return make_engine(folder, policy=policy, perf_table="roofline", **settings)
 

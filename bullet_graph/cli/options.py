@@ -106,7 +106,7 @@ def engine_options(
             "--policy",
             default=str(defaults["policy"]),
             show_default=True,
-            metavar="serial|sliced|mixed|mixed:CHUNK|split|split:NUM_SMS|auto",
+            metavar="serial|mixed|mixed:CHUNK|split|split:NUM_SMS|auto",
             help="How prefill and decode share the device; CHUNK: most tokens of one forward; auto: chosen at every "
             "step from measured performance.",
         ),

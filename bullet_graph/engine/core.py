@@ -205,14 +205,6 @@ class EngineCore:
         """Launch the next layers of the chunk under way, or of a new chunk, if the plan says so."""
         if plan.prefill_lane != "prefill":
             return False
-        decode, slices = self._in_flight["decode"], self._in_flight["prefill"]
-        if (
-            plan.takes_turns
-            and plan.decode
-            and slices
-            and (not decode or decode[-1].ticket < slices[-1].ticket)
-        ):
-            return False  # it is decode's turn
         if self._chunk is None:
             if not plan.chunk_tokens:
                 return False
@@ -245,7 +237,7 @@ class EngineCore:
         decision: int,
     ) -> None:
         lane, partition = placement.lane, placement.partition
-        takes_turns = plan.takes_turns or not self._in_flight.fit_beside(lane, partition)
+        takes_turns = not self._in_flight.fit_beside(lane, partition)
         placement = replace(placement, takes_turns=takes_turns)
         now = self.executor.now()
         self.tracker.note_scheduled(scheduled, now)

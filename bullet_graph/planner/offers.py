@@ -32,22 +32,12 @@ class Offers:
         mixed = outlook.mixed_sizes() if load.chunk is None else []
         if not self._has_lane(load):
             return mixed
-        return [outlook.sliced(), *mixed, *self.splits(outlook)]
+        return [*mixed, *self.splits(outlook)]
 
     def splits(self, outlook: Outlook) -> list[Option]:
         """One for each size of the decode lane that has a graph for the batch."""
         rows = outlook.batch_size
         return [outlook.split(sms) for sms in self._decode_sms if rows <= self.max_batch_sizes.get(sms, rows)]
-
-    def rescue(self, outlook: Outlook, load: Load) -> Option | None:
-        """One slice as long as the slack allows, if that saves the deadline which asks for the most."""
-        if not self._has_lane(load):
-            return None
-        option = outlook.sliced(outlook.slack_ms)
-        if not outlook.demand.tokens or option.interval_ms > outlook.slack_ms:
-            return None
-        done = (option.interval_ms - outlook.decode_ms) / outlook.prefill_ms_per_token
-        return option if done >= outlook.demand.tokens else None
 
     def _has_lane(self, load: Load) -> bool:
         return load.chunk is not None or not self._lane_waits_for_host

@@ -13,7 +13,7 @@ ROW_STEP = 16
 """Mixed chunks are multiples of it, and never smaller while prompts wait."""
 
 LEAST_CHUNK_TOKENS = 256
-"""Chunks made smaller for shorter slices are multiples of it: with fewer rows, reading weights takes all the time."""
+"""Mixed chunks worth weighing without a limit are no smaller: with fewer rows, reading weights takes all the time."""
 
 BUDGET_CAP = 1.15
 """Intervals are planned up to so many times the tightest TPOT target, however far ahead the sequences are: what they
@@ -37,10 +37,6 @@ took 1.5 % longer a row than 1,024: bench/LOG.md)."""
 LEAST_PACED_PROMPT_ROWS = 512
 """However many rows decode, so that the batch goes on growing."""
 
-DECODES_PER_SLICE = 2.0
-"""Without a TPOT target, a slice lasts as long as so many decode steps: prefill, which lets the batch grow and its
-steps pay off, gets two thirds of the time."""
-
 
 class Outlook:
     """Predictions, corrected, for sequences that decode while prompts wait or a chunk is under way.
@@ -59,7 +55,6 @@ class Outlook:
         decode_ms: a decode step alone on the whole GPU.
         budget_ms: longest interval between decode steps that holds the TPOT targets and is planned with.
         infeasible: decode alone on the whole GPU misses the targets, now and for good.
-        slack_ms: longest wait for the next tokens that decode alone can make good for.
         limit_ms: interval to size options for: the budget, or no limit where nothing can hold it.
     """
 
@@ -86,7 +81,6 @@ class Outlook:
         self.decode_ms = self._step.ms * corrections["solo", "step"]
         self.budget_ms = min(decode.budget_ms, BUDGET_CAP * decode.target_ms)
         self.infeasible = self.decode_ms > max(decode.budget_ms, decode.target_ms)
-        self.slack_ms = decode.slack_ms
         self.limit_ms = math.inf if self.infeasible else self.budget_ms
 
     @property
@@ -130,35 +124,6 @@ class Outlook:
         """A whole chunk on the whole GPU, decode paused."""
         tokens, prediction = self._whole_chunk
         return self._option("solo", tokens, math.inf, 1 / self.prefill_ms_per_token, prediction.measured)
-
-    def sliced(self, interval_ms: float | None = None) -> Option:
-        """Turns on the whole GPU with the longest slices that keep to an interval; a layer, if none does.
-
-        Args:
-            interval_ms: None takes the limit, or ``DECODES_PER_SLICE`` where there is none.
-        """
-        step_ms = self._step.ms * self._corrections["sliced", "step"]
-        if interval_ms is None:
-            interval_ms = self.limit_ms if self.limit_ms < math.inf else (1 + DECODES_PER_SLICE) * step_ms
-        room_ms = interval_ms - step_ms
-        tokens = self._backlog.lane_chunk(self._sizes.lane)
-        ms, measured = self._lane_prefill(tokens)
-        layer_ms = ms / self._model.num_layers
-        while 0 < room_ms < layer_ms and tokens > LEAST_CHUNK_TOKENS and self._load.chunk is None:
-            tokens = _multiple(tokens * room_ms / layer_ms)
-            ms, measured = self._lane_prefill(tokens)
-            layer_ms = ms / self._model.num_layers
-        most = self._backlog.layers_left
-        layers = most if room_ms >= most * layer_ms else max(int(room_ms / layer_ms), 1)
-        interval_ms = step_ms + layers * layer_ms
-        return self._option(
-            "sliced",
-            tokens,
-            interval_ms,
-            tokens * layers / self._model.num_layers / interval_ms,
-            measured and self._step.measured,
-            slice_layers=layers,
-        )
 
     def mixed(self, tokens: int) -> Option:
         """One forward with decode rows and so many prompt rows, fewer where fewer wait or fit."""
@@ -225,19 +190,12 @@ class Outlook:
 
     def lane_ms(self, option: Option) -> tuple[float, float | None]:
         """Predicted times of an option's next decode-lane step and of its next slice, None where it has none."""
-        if option.policy == "sliced":
-            step_ms = self._step.ms * self._corrections["sliced", "step"]
-            return step_ms, option.interval_ms - step_ms
         if option.policy == "split":
             forward_ms = option.chunk_tokens * 1e3 / option.prefill_tokens_per_s
             return option.interval_ms, forward_ms * option.slice_layers / self._model.num_layers
         if option.interval_ms == math.inf:
             return option.chunk_tokens * 1e3 / option.prefill_tokens_per_s, None
         return option.interval_ms, None
-
-    def _lane_prefill(self, tokens: int) -> tuple[float, bool]:
-        prediction = self._model.prefill(tokens, self._backlog.pairs(tokens))
-        return prediction.ms * self._corrections["sliced", "slice"], prediction.measured
 
     def _option(
         self,
@@ -264,7 +222,3 @@ class Outlook:
             interval_ms <= self.budget_ms,
             tokens_per_ms >= self.demand.tokens_per_ms and chunk_ms <= self.demand.first_ms,
         )
-
-
-def _multiple(tokens: float) -> int:
-    return max(int(tokens) // LEAST_CHUNK_TOKENS, 1) * LEAST_CHUNK_TOKENS

@@ -5,7 +5,7 @@ from typing import Literal
 
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 
-PolicyName = Literal["serial", "solo", "sliced", "mixed", "split"]
+PolicyName = Literal["serial", "solo", "mixed", "split"]
 """How a tick shares the GPU: ``solo`` has one phase only, ``serial`` takes turns of whole prefills and steps."""
 
 Bound = Literal["forced", "tpot", "ttft", "throughput", "nothing"]
@@ -95,7 +95,7 @@ class Option:
         policy: its policy.
         decode_sms: SMs of the decode lane in ``split``; None for the whole GPU.
         chunk_tokens: rows of the prefill chunk.
-        slice_layers: layers of a slice in ``sliced`` and ``split``; 0 elsewhere.
+        slice_layers: layers of a slice in ``split``; 0 elsewhere.
         interval_ms: predicted time from one decode step to the next; 0 without decode.
         prefill_tokens_per_s: predicted prefill rate; 0 without prefill.
         throughput: rates of both phases as shares of what each reaches alone on the whole GPU, added up; more
@@ -126,11 +126,10 @@ class Plan:
         decode: decode steps may be launched.
         prefill_lane: where prompt rows go: ``decode`` puts whole chunks into the decode lane's forwards
             (``serial``, ``solo``, ``mixed``), ``prefill`` runs them in slices of layers on a lane of their own
-            (``sliced``, ``split``).
+            (``split``, and ``solo`` while a chunk is under way there).
         chunk_tokens: most prompt rows of the next chunk; 0 starts none.
         slice_layers: layers of each slice launched on the prefill lane.
         partition: of both lanes.
-        takes_turns: a launch waits on the device for what the other lane was given before (``sliced``).
         decode_ms: predicted time of the decode lane's next step on the device; None without a prediction.
         slice_ms: predicted time of the next slice on the device; None without a prediction.
         bound: what decided.
@@ -143,7 +142,6 @@ class Plan:
     chunk_tokens: int = 0
     slice_layers: int = 0
     partition: SmPartition = WHOLE_GPU
-    takes_turns: bool = False
     decode_ms: float | None = None
     slice_ms: float | None = None
     bound: Bound = "nothing"

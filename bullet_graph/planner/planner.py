@@ -164,6 +164,9 @@ class Planner:
             corrections=self._corrections,
             max_chunk_tokens=self._max_chunk_tokens,
         )
+        if load.chunk is not None and not self._offers.splits(outlook):
+            # No lane has a graph for so many rows: decode waits until the chunk is done.
+            return self._prefill_only(load, backlog, self.model)
         if name == "auto":
             return self._best(outlook, load)
         return self._plan_of(self._forced(outlook, load), outlook, load, "forced")
@@ -186,24 +189,15 @@ class Planner:
         return Plan("mixed", decode=True, chunk_tokens=rows, bound="forced")
 
     def _prefill_only(self, load: Load, backlog: Backlog, model: PerformanceModel) -> Plan:
-        """Whole chunks on the decode lane; slices where ``sliced`` is forced or a chunk is on the prefill lane."""
-        sliced = self.policy.name == "sliced"
-        if load.chunk is None and not sliced:
+        """Whole chunks on the decode lane; slices of layers where a chunk is on the prefill lane."""
+        if load.chunk is None:
             tokens = min(backlog.lane_chunk(self._sizes.whole), self.max_rows)
             ms = self._prefill_ms(backlog, tokens, "solo", model)
             return Plan("solo", decode=False, chunk_tokens=tokens, decode_ms=ms)
-        policy: PolicyName = "sliced" if sliced else "solo"
-        tokens = backlog.lane_chunk(self._sizes.lane)
-        layer_ms = self._prefill_ms(backlog, tokens, policy, model) / self._num_layers
+        layer_ms = self._prefill_ms(backlog, backlog.tokens, "solo", model) / self._num_layers
         layers = min(max(round(SOLO_SLICE_MS / layer_ms), 1), backlog.layers_left)
         return Plan(
-            policy,
-            decode=False,
-            prefill_lane="prefill",
-            chunk_tokens=tokens if load.chunk is None else 0,
-            slice_layers=layers,
-            takes_turns=sliced,
-            slice_ms=layers * layer_ms,
+            "solo", decode=False, prefill_lane="prefill", slice_layers=layers, slice_ms=layers * layer_ms
         )
 
     def _prefill_ms(
@@ -214,15 +208,11 @@ class Planner:
         return ms
 
     def _forced(self, outlook: Outlook, load: Load) -> Option:
-        """``sliced``, ``mixed`` or ``split`` as well as they can."""
-        if self.policy.name == "sliced":
-            return outlook.sliced()
-        if self.policy.name == "split":
-            options = self._offers.splits(outlook)
-            if not options:  # no lane has a graph for so many rows: turns, until there are fewer
-                return outlook.sliced()
+        """``mixed`` or ``split`` as well as they can; ``mixed`` as well while no lane has a graph for so many rows."""
+        splits = self._offers.splits(outlook) if self.policy.name == "split" else []
+        if splits:
             # The fewest SMs that hold the target; where none do, what is fastest for decode.
-            return next((o for o in options if o.holds_tpot), None) or min(options, key=interval_of)
+            return next((o for o in splits if o.holds_tpot), None) or min(splits, key=interval_of)
         if self.policy.chunk_tokens is not None:
             return outlook.mixed(self.max_rows - outlook.batch_size)
         largest = outlook.largest_mixed()
@@ -252,9 +242,6 @@ class Planner:
                 on_time, rate_worth if outlook.demand.some_late else throughput_worth
             )
             bound = "throughput" if outlook.limit_ms == math.inf else "tpot"
-        elif (rescue := self._offers.rescue(outlook, load)) is not None:
-            option = rescue
-            weighed.append(rescue)
         elif holding:
             option = self._preference.pick(holding, rate_worth)
         elif self._may_pause(load):
@@ -276,7 +263,7 @@ class Planner:
         self._preference.note(option)
         if option.prefill_tokens_per_s:
             self._note_rate(option.prefill_tokens_per_s / 1e3)
-        on_prefill_lane = load.chunk is not None or option.policy in ("sliced", "split")
+        on_prefill_lane = load.chunk is not None or option.policy == "split"
         decode_ms, slice_ms = outlook.lane_ms(option)
         return Plan(
             option.policy,
@@ -285,7 +272,6 @@ class Planner:
             chunk_tokens=0 if load.chunk is not None else option.chunk_tokens,
             slice_layers=option.slice_layers,
             partition=partition_of(option.decode_sms, num_sms=outlook.num_sms),
-            takes_turns=option.policy == "sliced",
             decode_ms=decode_ms,
             slice_ms=slice_ms,
             bound=bound,

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from engines import Model, make_engine
 from policies import PROMPTS, Launches
 
 from bullet_graph import Engine
+from bullet_graph.planner.plan import Load, Plan
+from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.step import Placement, Step
 
@@ -91,6 +94,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 @pytest.fixture
 def one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices as short as they can be: by themselves, prompts this short end in their first slice."""
-    monkeypatch.setattr("bullet_graph.planner.planner.SOLO_SLICE_MS", 0.0)
-    monkeypatch.setattr("bullet_graph.planner.options.DECODES_PER_SLICE", 0.0)
+    """``auto`` runs all prompts on the prefill lane, one layer at a time; by itself it would not without partitions."""
+    choose = Planner.plan
+
+    def plan(self: Planner, load: Load) -> Plan:
+        plan = choose(self, load)
+        if self.policy.name == "auto" and (plan.chunk_tokens or load.chunk):
+            decode = load.decode is not None
+            plan = replace(plan, decode=decode, prefill_lane="prefill", slice_layers=1, slice_ms=None)
+        return plan
+
+    monkeypatch.setattr(Planner, "plan", plan)

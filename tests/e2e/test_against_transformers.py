@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from policies import short_slices
 
 from bullet_graph import Engine, EngineStats, SamplingParams, Slo
 from bullet_graph.slo import NO_TARGETS
@@ -67,18 +68,16 @@ def test_greedy_tokens_and_logprobs_equal(oracle: Oracle, policy: str, chunk: in
     check(oracle, outputs)
 
 
-@pytest.mark.parametrize("policy", ["sliced", "auto"])
+@short_slices
 @pytest.mark.parametrize("chunk", [7, 64, 8192])
 @pytest.mark.parametrize(
     "slo", [NO_TARGETS, Slo(ttft_ms=1e6, tpot_ms=50), Slo(ttft_ms=1e-3, tpot_ms=1e-3)], ids=str
 )
-def test_greedy_tokens_and_logprobs_equal_under_a_planner(
-    oracle: Oracle, policy: str, chunk: int, slo: Slo
-) -> None:
+def test_greedy_tokens_and_logprobs_equal_under_a_planner(oracle: Oracle, chunk: int, slo: Slo) -> None:
     outputs, _ = generate(
         oracle,
         16,
-        policy=policy,
+        policy="auto",
         max_num_batched_tokens=chunk,
         max_num_seqs=6,
         slo=slo,
@@ -93,7 +92,7 @@ def test_batches_of_other_sizes(oracle: Oracle, count: int) -> None:
     check(oracle, outputs)
 
 
-@pytest.mark.parametrize("policy", ["serial", "mixed:7", "sliced", "auto"])
+@pytest.mark.parametrize("policy", ["serial", "mixed:7", "auto"])
 def test_forced_preemption_changes_nothing(oracle: Oracle, policy: str) -> None:
     block_bytes = 0
     with Engine(str(oracle.folder), device="cpu", max_model_len=112) as probe:

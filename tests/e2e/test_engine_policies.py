@@ -62,7 +62,6 @@ def test_a_change_of_policy_keeps_what_was_learned_of_the_device() -> None:
     [
         ("serial", {"serial", "solo"}),
         ("mixed", {"mixed", "solo"}),
-        ("sliced", {"sliced", "solo"}),
     ],
 )
 def test_the_time_spent_in_each_policy(policy: PolicyName, seen: set[str]) -> None:
@@ -86,15 +85,14 @@ def test_a_policy_takes_the_place_of_another(
     model: Model, launches: Launches, expected: list[tuple[int, ...]]
 ) -> None:
     with make(model, "serial", slo=EASY) as engine:
-        for policy, slo in (("sliced", IMPOSSIBLE), ("auto", Slo()), ("mixed:16", EASY), ("serial:7", Slo())):
+        for policy, slo in (("auto", IMPOSSIBLE), ("auto", Slo()), ("mixed:16", EASY), ("serial:7", Slo())):
             engine.set_policy(policy, slo)
             del launches[:]
             (output,) = engine.generate([PROMPTS[3]], GREEDY, use_tqdm=False)
             assert tokens_of(output) == [expected[3]]
             assert (str(engine.config.policy), output.slo) == (policy, slo)
             prefills = [(step, placement) for step, placement in launches if step.prefill is not None]
-            lane = "prefill" if policy == "sliced" else "decode"
-            assert {placement.lane for _, placement in prefills} == {lane}
+            assert {placement.lane for _, placement in prefills} == {"decode"}
             rows = {"mixed:16": 16, "serial:7": 7}.get(policy, 90)
             assert max(len(step.prefill.token_ids) for step, _ in prefills if step.prefill) == rows
 
@@ -146,21 +144,20 @@ def test_a_policy_cannot_change_under_requests(
 def test_a_policy_that_cannot_be_leaves_the_old_one(
     model: Model, expected: list[tuple[int, ...]], policy: str, message: str
 ) -> None:
-    with make(model, "sliced", slo=EASY) as engine:
+    with make(model, "mixed", slo=EASY) as engine:
         with pytest.raises(ConfigError, match=message):
             engine.set_policy(policy)
-        assert (str(engine.config.policy), engine.config.slo) == ("sliced", EASY)
+        assert (str(engine.config.policy), engine.config.slo) == ("mixed", EASY)
         (output,) = engine.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
         assert tokens_of(output) == [expected[2]]
         assert output.slo == EASY
-        assert set(engine.stats().policy_seconds) == {"sliced", "solo"}
+        assert set(engine.stats().policy_seconds) == {"solo"}
 
 
 def test_a_policy_that_predicts_needs_a_table() -> None:
     with make_engine(policy="mixed") as engine:
-        for policy in ("sliced", "auto"):
-            with pytest.raises(ConfigError, match="needs a performance table"):
-                engine.set_policy(policy)
+        with pytest.raises(ConfigError, match="needs a performance table"):
+            engine.set_policy("auto")
         assert str(engine.config.policy) == "mixed"
 
 

@@ -14,7 +14,7 @@ from bullet_graph.runtime.cpu import CpuExecutor
 
 
 @short_slices
-@pytest.mark.parametrize("policy", ["mixed", "sliced", "auto"])
+@pytest.mark.parametrize("policy", ["mixed", "auto"])
 def test_a_trace_holds_all_that_happened(
     model: Model, launches: Launches, tmp_path: Path, policy: str
 ) -> None:
@@ -81,7 +81,7 @@ def test_a_trace_goes_on_under_another_policy_and_after_an_interrupt(
         engine.generate([PROMPTS[3]], GREEDY, use_tqdm=False)
     trace = read_trace(path)
     assert [request.prompt_tokens for request in trace.requests if request.reason == "length"] == [4, 1, 90]
-    assert {decision.policy for decision in trace.decisions} == {"sliced", "solo"}
+    assert {decision.policy for decision in trace.decisions} == {"solo"}
 
 
 def test_a_trace_never_takes_the_place_of_a_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from core_loop import MODEL, NUM_LAYERS, CheckedExecutor, CoreLoop
 from fakes.perf_tables import LLAMA_8B, h200_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_loads import chosen, decoding, load_of
+from planner_loads import chosen, chunk_of, decoding, load_of
 
 from bullet_graph import Engine
 from bullet_graph.config import EngineConfig, Policy
@@ -229,11 +229,18 @@ def test_a_split_is_weighed_only_where_a_graph_holds_the_batch() -> None:
     assert {option.decode_sms for option in plan.options} == {None, *MODEL.decode_sms}
 
 
-def test_a_forced_split_takes_turns_while_no_graph_holds_the_batch() -> None:
+def test_a_forced_split_mixes_while_no_graph_holds_the_batch() -> None:
     planner = make_planner("split", dict.fromkeys(MODEL.decode_sms, 8))
     assert chosen(planner.plan(load_of(decoding(8), 2048))).policy == "split"
     plan = planner.plan(load_of(decoding(9), 2048))
-    assert (plan.policy, plan.partition, plan.takes_turns) == ("sliced", WHOLE_GPU, True)
+    assert (plan.policy, plan.partition, plan.prefill_lane) == ("mixed", WHOLE_GPU, "decode")
+    # A chunk that is on the prefill lane ends there, and decode waits for it.
+    for policy in ("split", "auto"):
+        planner = make_planner(policy, dict.fromkeys(MODEL.decode_sms, 8))
+        plan = planner.plan(load_of(decoding(9, tpot=20.0), 500, chunk=chunk_of(2048, 30)))
+        assert (plan.policy, plan.decode, plan.prefill_lane) == ("solo", False, "prefill")
+        assert plan.partition == WHOLE_GPU
+        assert 0 < plan.slice_layers < 30
 
 
 @given(

@@ -20,7 +20,6 @@ from bullet_graph.errors import BulletGraphError, ConfigError
         ("mixed:1", Policy("mixed", 1)),
         ("mixed:2048", Policy("mixed", 2048)),
         ("serial:64", Policy("serial", 64)),
-        ("sliced", Policy("sliced")),
         ("split", Policy("split")),
         ("split:48", Policy("split", decode_sms=48)),
         ("auto", Policy("auto")),
@@ -35,7 +34,7 @@ def test_policies_are_read_and_written(text: str, policy: Policy) -> None:
     "text",
     [
         "",
-        "sliced:3",
+        "sliced",
         "auto:1",
         "split:x",
         "solo",
@@ -50,7 +49,7 @@ def test_policies_are_read_and_written(text: str, policy: Policy) -> None:
     ],
 )
 def test_other_policies_are_refused_with_the_forms_allowed(text: str) -> None:
-    with pytest.raises(ConfigError, match="serial, sliced, mixed, split or auto") as caught:
+    with pytest.raises(ConfigError, match="serial, mixed, split or auto") as caught:
         Policy.parse(text)
     assert repr(text) in str(caught.value)
 
@@ -68,7 +67,7 @@ def test_an_policy_s_chunk_is_checked_however_it_is_made(chunk_tokens: object) -
 
 
 def test_an_policy_s_name_is_checked_however_it_is_made() -> None:
-    with pytest.raises(ConfigError, match="sliced, mixed, split, auto, got 'solo'"):
+    with pytest.raises(ConfigError, match="serial, mixed, split, auto, got 'solo'"):
         Policy("solo")  # type: ignore[arg-type]
 
 

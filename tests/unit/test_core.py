@@ -15,7 +15,7 @@ from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner
 from bullet_graph.slo import NO_TARGETS, Slo
 
-POLICIES = ("serial", "serial:100", "sliced", "mixed", "mixed:64", "split", "split:48", "auto")
+POLICIES = ("serial", "serial:100", "mixed", "mixed:64", "split", "split:48", "auto")
 TARGETS = (
     NO_TARGETS,
     Slo(ttft_ms=500, tpot_ms=15),
@@ -65,19 +65,18 @@ class _Wayward(Planner):
         choice = self._choices[self._next % len(self._choices)]
         prefilling = bool(load.prompts or load.chunk)
         tokens = (16, 48, 300, 5000)[choice % 4] if load.prompts and load.chunk is None else 0
-        kinds = ["solo", "serial", "mixed", "sliced", "split"]
-        policy = kinds[choice % 5] if prefilling and load.decode is not None else "solo"
-        if load.chunk is not None or policy in ("sliced", "split") or (prefilling and choice % 3 == 0):
+        kinds = ["solo", "serial", "mixed", "split"]
+        policy = kinds[choice % 4] if prefilling and load.decode is not None else "solo"
+        if load.chunk is not None or policy == "split" or (prefilling and choice % 3 == 0):
             split = policy == "split"
             sms = MODEL.decode_sms[choice % len(MODEL.decode_sms)] if split else None
             return Plan(
-                "split" if split else "sliced",
+                "split" if split else "solo",
                 decode=load.decode is not None,
                 prefill_lane="prefill",
                 chunk_tokens=tokens,
                 slice_layers=(1, 5, 20, NUM_LAYERS)[choice % 4],
                 partition=partition_of(sms, num_sms=MODEL.num_sms),
-                takes_turns=not split,
             )
         return Plan(
             policy,  # type: ignore[arg-type]
@@ -159,7 +158,7 @@ def test_no_planner_can_break_the_books(
 @settings(max_examples=60, deadline=None)
 @given(
     requests=requests,
-    policy=st.sampled_from(["sliced", "split", "auto"]),
+    policy=st.sampled_from(["split", "auto"]),
     aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=12),
 )
 def test_aborts_at_any_moment(
@@ -213,16 +212,6 @@ def test_a_split_runs_both_lanes_at_once_and_gives_the_whole_gpu_back() -> None:
     assert set(loop.core.stats().policy_seconds) == {"split", "solo"}
 
 
-def test_slices_take_turns_with_decode_steps() -> None:
-    launches = both_phases("sliced").executor.launches
-    slices = [launch for launch in launches if launch.placement.lane == "prefill"]
-    assert len(slices) > 6
-    assert all(launch.placement.takes_turns for launch in slices)
-    assert {launch.placement.partition for launch in launches} == {WHOLE_GPU}
-    first, last = slices[1].ticket, slices[-1].ticket
-    assert any(first < launch.ticket < last for launch in launches if launch.step.decode is not None)
-
-
 @pytest.mark.parametrize("policy", ["serial", "mixed"])
 def test_other_policies_use_the_decode_lane_alone(policy: str) -> None:
     launches = both_phases(policy).executor.launches
@@ -269,11 +258,10 @@ def test_a_prompt_decodes_as_soon_as_its_last_slice_is_done() -> None:
 # ---- aborts between two slices ----
 
 
-@pytest.mark.parametrize("policy", ["sliced", "split:48"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_abort_between_slices_gives_the_blocks_back(policy: str, depth: int) -> None:
+def test_an_abort_between_slices_gives_the_blocks_back(depth: int) -> None:
     executor = CheckedExecutor(max_in_flight=depth)
-    loop = CoreLoop(make_planner(policy), max_model_len=4096, num_kv_blocks=600, executor=executor)
+    loop = CoreLoop(make_planner("split:48"), max_model_len=4096, num_kv_blocks=600, executor=executor)
     loop.add(20, 500)
     while not any(s.decoding for s in loop.sequences.values()):
         loop.step()
@@ -287,7 +275,7 @@ def test_an_abort_between_slices_gives_the_blocks_back(policy: str, depth: int) 
 
 def test_an_abort_between_slices_with_nothing_in_flight() -> None:
     executor = CheckedExecutor(max_in_flight=1)
-    loop = CoreLoop(make_planner("sliced"), max_model_len=4096, num_kv_blocks=600, executor=executor)
+    loop = CoreLoop(_Wayward([18]), max_model_len=4096, num_kv_blocks=600, executor=executor)
     loop.add(1000, 5)
     loop.step()
     assert executor.launches[-1].placement.last_layer is not None

@@ -92,7 +92,7 @@ def test_recorded_times_that_are_not_there() -> None:
         ("serial mixed", "mixed", ()),
         ("serial mixed:64", "serial", ()),
         ("mixed:64 mixed:2048", "mixed:2048", ()),
-        ("mixed sliced", "auto", ()),
+        ("mixed auto", "auto", ()),
         ("mixed split:48 split:64", "auto", (48, 64)),
         # Preparing the one named would leave auto and split no other to choose.
         ("auto split:48", "auto", ()),

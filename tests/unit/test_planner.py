@@ -38,23 +38,12 @@ class TestWithoutChoice:
         pairs = attention_pairs(1000) + attention_pairs(2000)
         assert plan.decode_ms == model().prefill(3000, pairs).ms
 
-    def test_prompts_only_in_slices(self) -> None:
-        plan = planner("sliced").plan(load_of(None, 2000))
-        assert (plan.policy, plan.decode, plan.prefill_lane, plan.takes_turns) == (
-            "sliced",
-            False,
-            "prefill",
-            True,
-        )
-        assert plan.slice_ms == pytest.approx(8.0, abs=1.0)
-
     @pytest.mark.parametrize("policy", ["split", "auto"])
     def test_a_chunk_under_way_goes_on_alone(self, policy: str) -> None:
         plan = planner(policy).plan(load_of(None, 500, chunk=chunk_of(2048, 3)))
         assert (plan.policy, plan.prefill_lane, plan.chunk_tokens) == ("solo", "prefill", 0)
         assert plan.slice_layers == 3
         assert plan.partition == WHOLE_GPU
-        assert not plan.takes_turns
 
 
 class TestWithoutModel:
@@ -83,7 +72,7 @@ class TestWithoutModel:
     def test_no_rate_is_known(self) -> None:
         assert modelless("mixed").prefill_ms_per_token == 0.0
 
-    @pytest.mark.parametrize("policy", ["sliced", "split", "split:48", "auto"])
+    @pytest.mark.parametrize("policy", ["split", "split:48", "auto"])
     def test_other_policies_ask_for_a_table(self, policy: str) -> None:
         with pytest.raises(ConfigError, match=f"policy {policy} needs a performance table.*profile"):
             modelless(policy)
@@ -107,7 +96,7 @@ class TestBadSplits:
     def test_auto_does_without_splits(self) -> None:
         lone = Planner(Policy("auto"), max_chunk_tokens=2048, decode_sms=(), num_layers=32, model=model())
         plan = lone.plan(load_of(decoding(64, tpot=20.0), 4000))
-        assert {o.policy for o in plan.options} == {"solo", "sliced", "mixed"}
+        assert {o.policy for o in plan.options} == {"solo", "mixed"}
 
 
 class TestSerialAndMixed:
@@ -171,34 +160,6 @@ class TestSerialAndMixed:
         assert FLOOR_TOKENS in rows[5:]
 
 
-class TestSliced:
-    @given(st.integers(1, 256), st.floats(5.0, 80.0), st.integers(1, 20000))
-    def test_the_longest_slice_that_fits(self, batch_size: int, tpot: float, tokens: int) -> None:
-        decode = decoding(batch_size, tpot=tpot)
-        plan = planner("sliced").plan(load_of(decode, tokens))
-        step_ms = model().decode(batch_size, decode.kv_tokens).ms
-        layer_ms = model().prefill(plan.chunk_tokens, attention_pairs(plan.chunk_tokens)).ms / LAYERS
-        assert (plan.prefill_lane, plan.takes_turns) == ("prefill", True)
-        assert plan.decode_ms == step_ms
-        assert plan.slice_ms == pytest.approx(plan.slice_layers * layer_ms)
-        if step_ms > tpot:
-            return  # no slice fits, and none is any worse
-        if plan.slice_layers > 1:
-            assert step_ms + plan.slice_ms <= tpot + 1e-9
-        if plan.slice_layers < LAYERS:
-            assert step_ms + plan.slice_ms + layer_ms > tpot - 1e-9
-
-    def test_a_small_rest_joins_the_chunk(self) -> None:
-        assert planner("sliced").plan(load_of(decoding(8), 2400)).chunk_tokens == 2400
-        assert planner("sliced").plan(load_of(decoding(8), 4000)).chunk_tokens <= 2048
-
-    def test_a_tight_target_takes_a_smaller_chunk(self) -> None:
-        plan = planner("sliced").plan(load_of(decoding(64, tpot=8.0), 8000))
-        assert plan.slice_layers == 1
-        assert 256 <= plan.chunk_tokens < 1024
-        assert plan.decode_ms + plan.slice_ms <= 8.0
-
-
 class TestSplit:
     @given(st.integers(1, 256), st.floats(5.0, 80.0))
     def test_the_fewest_sms_that_hold_the_target(self, batch_size: int, tpot: float) -> None:
@@ -222,7 +183,11 @@ class TestSplit:
         plan = planner("split:48").plan(load_of(decoding(64, tpot=1.0), 8000))
         assert plan.partition == partition_of(48, num_sms=132)
         assert plan.prefill_lane == "prefill"
-        assert not plan.takes_turns
+
+    def test_a_small_rest_joins_the_chunk(self) -> None:
+        rows = planner("split:48")._sizes.beside[48]
+        assert planner("split:48").plan(load_of(decoding(8), int(1.2 * rows))).chunk_tokens == int(1.2 * rows)
+        assert planner("split:48").plan(load_of(decoding(8), 2 * rows)).chunk_tokens == rows
 
     def test_slices_are_short_and_chunks_follow_the_sms(self) -> None:
         few, many = (planner(f"split:{sms}").plan(load_of(decoding(64), 8000)) for sms in (96, 16))

@@ -81,9 +81,12 @@ class TestAuto:
         assert plan.bound == "tpot"
 
     def test_where_no_mixed_step_holds_the_target_another_policy_must(self) -> None:
-        plan = planner().plan(load_of(decoding(64, tpot=7.7), 2000))
+        slow = planner()
+        for _ in range(20):  # mixed steps take twice as long as the table says
+            slow.observe("mixed", "step", 10.0, 20.0)
+        plan = slow.plan(load_of(decoding(64, tpot=12.0), 2000))
         assert not next(o for o in plan.options if o.policy == "mixed").holds_tpot
-        assert plan.policy == "sliced"
+        assert plan.policy == "split"
         assert chosen(plan).holds_tpot
 
     def test_a_nearing_deadline_takes_sms_back(self) -> None:
@@ -124,17 +127,6 @@ class TestAuto:
             assert plan.prefill_lane == "decode"
         # A chunk that is on the lane ends there.
         assert small.plan(load_of(decoding(64), chunk=chunk_of(2048, 3))).prefill_lane == "prefill"
-
-    def test_slack_saves_a_deadline(self) -> None:
-        tight = decoding(64, tpot=8.0, slack=60.0)
-        plan = planner().plan(load_of(tight, 1500, ttft_ms=60.0))
-        assert (plan.policy, plan.bound) == ("sliced", "ttft")
-        assert plan.slice_layers == LAYERS
-        assert chosen(plan).interval_ms <= 60.0
-        # Not where the deadline is lost anyway, nor where there is no such slack.
-        assert planner().plan(load_of(tight, 1500, ttft_ms=20.0)).slice_layers < LAYERS
-        short = decoding(64, tpot=8.0, slack=30.0)
-        assert chosen(planner().plan(load_of(short, 1500, ttft_ms=60.0))).holds_tpot
 
     def test_targets_that_nothing_holds_count_for_nothing(self) -> None:
         plan = planner().plan(load_of(decoding(64, tpot=4.0), 8192))
@@ -177,14 +169,14 @@ class TestAuto:
         """A short prompt that is due soon shares a lane's chunk with a long one."""
         prompts = (PromptLoad(200, 0, 50.040), PromptLoad(2000, 0, math.inf))
         plan = planner().plan(Load(50.0, decoding(16, tpot=20.0), prompts, 2200, None))
-        sliced = next(o for o in plan.options if o.policy == "sliced")
-        assert sliced.chunk_tokens == 2200
-        assert sliced.prefill_tokens_per_s > 200 / 0.038
-        assert not sliced.holds_ttft
+        lane = next(o for o in plan.options if o.decode_sms == 16)
+        assert lane.chunk_tokens == 2200
+        assert lane.prefill_tokens_per_s > 200 / 0.038
+        assert not lane.holds_ttft
         # Once all but one of its layers are done, the same chunk ends in time.
         chunk = chunk_of(2200, 1, 50.040)
         ending = planner().plan(load_of(decoding(16, tpot=20.0), chunk=chunk, now_s=50.0))
-        assert next(o for o in ending.options if o.policy == "sliced").holds_ttft
+        assert next(o for o in ending.options if o.decode_sms == 16).holds_ttft
 
     def test_small_differences_do_not_change_the_policy(self) -> None:
         auto = planner()
@@ -224,7 +216,7 @@ class TestAuto:
         paid = auto.plan(load)
         assert (paid.policy, paid.decode) == ("mixed", True)
         first = next(option for option in paid.options if option.interval_ms == math.inf)
-        for policy in ("mixed", "sliced", "split"):
+        for policy in ("mixed", "split"):
             beside = max((o for o in paid.options if o.policy == policy), key=lambda o: o.throughput)
             slower = 1.01 * beside.throughput / (BESIDE_GAIN * first.throughput)
             for kind in ("step", "slice"):
@@ -298,22 +290,17 @@ def test_plans_are_consistent(policy: str, load: Load) -> None:
     assert plan.chunk_tokens <= max(sum(p.tokens_left for p in load.prompts), 0)
     if load.chunk is not None:
         assert (plan.prefill_lane, plan.chunk_tokens) == ("prefill", 0)
-        assert plan.policy in ("sliced", "split", "solo")
+        assert plan.policy in ("split", "solo")
     if plan.chunk_tokens:
         assert waits
     left = LAYERS if load.chunk is None else load.chunk.layers_left
     assert 0 <= plan.slice_layers <= left
     if plan.prefill_lane == "prefill" and (plan.chunk_tokens or load.chunk) and plan.bound != "tpot":
         assert plan.slice_layers >= 1
-    if plan.policy == "sliced":
-        assert plan.prefill_lane == "prefill"
-        assert plan.takes_turns
-        assert plan.slice_layers >= 1
     if plan.policy == "split":
         assert plan.partition in [partition_of(sms, num_sms=132) for sms in model().decode_sms]
         assert plan.prefill_lane == "prefill"
         assert plan.slice_layers >= 1
-        assert not plan.takes_turns
     else:
         assert plan.partition == WHOLE_GPU
     if plan.policy == "mixed":

@@ -150,7 +150,7 @@ requests = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests=requests, policy=st.sampled_from(["serial", "mixed", "sliced", "split", "auto"]))
+@given(requests=requests, policy=st.sampled_from(["serial", "mixed", "split", "auto"]))
 def test_nothing_is_lost_and_no_step_lacks_its_graph(
     requests: list[tuple[float, int, int, Slo]], policy: str
 ) -> None:

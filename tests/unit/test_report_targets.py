@@ -91,7 +91,7 @@ def test_durations_are_medians_of_the_quickest_setting(tmp_path: Path) -> None:
         offline(CONV, 600, 21.0, "serial"),
         offline(CONV, 600, 25.0, "serial"),
         offline(CONV, 600, 22.0, "mixed:2048"),
-        offline(CONV, 600, 1.0, "sliced", num_failed=3),
+        offline(CONV, 600, 1.0, "split", num_failed=3),
         offline(CONV, 599, 1.0),
         offline(CODE, 400, 21.6),
     )

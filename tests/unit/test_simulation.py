@@ -25,7 +25,7 @@ from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload, WorkloadRequest, load_workload
 from bullet_graph.workloads.arrivals import arrival_times
 
-POLICIES = ("serial", "serial:512", "sliced", "mixed", "mixed:256", "split", "split:32", "auto")
+POLICIES = ("serial", "serial:512", "mixed", "mixed:256", "split", "split:32", "auto")
 MODEL = Roofline(DEVICE_SPECS["NVIDIA H200"], LLAMA_8B)
 SETTINGS = SimulationSettings(
     policy=Policy("auto"), kv_cache_tokens=100_000, max_model_len=8192, max_num_seqs=64, host_overhead_ms=0.0

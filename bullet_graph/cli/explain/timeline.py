@@ -15,7 +15,6 @@ DECODE, PREFILL, BOTH, QUEUE = "#1f6f8b", "#d1603d", "#7d5ba6", "#444444"
 POLICY_COLOURS = {
     "solo": "#9aa5b1",
     "serial": "#8c6d46",
-    "sliced": "#e0b13c",
     "mixed": BOTH,
     "split": "#4f9d69",
     IDLE: "#ffffff",

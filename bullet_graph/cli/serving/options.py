@@ -36,7 +36,7 @@ def policies_option(default_policy: str) -> Callable[[Callable[..., None]], Call
         multiple=True,
         default=(default_policy,),
         show_default=default_policy,
-        metavar="serial[:CHUNK]|sliced|mixed[:CHUNK]|split[:NUM_SMS]|auto",
+        metavar="serial[:CHUNK]|mixed[:CHUNK]|split[:NUM_SMS]|auto",
         callback=parse_policies,
         help="How prefill and decode share the GPU; repeat it to compare several.",
     )
