@@ -1,1 +1,1 @@
-"""Benchmarks of single kernels and of a layer's parts; each is a command, run from the repository's root."""
+"""Benchmarks of the engine's kernels on one GPU."""

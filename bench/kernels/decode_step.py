@@ -1,158 +1,241 @@
-"""A whole captured decode step, computed in several ways, and where the time of the product's goes.
+"""The engine's captured decode step: its time, its share of the memory's bandwidth, and where the time goes.
 
-    python bench/kernels/decode_step.py --output-json bench/results/h200/decode_step.json
+    python -m bench.kernels.decode_step --output-json bench/results/h200/decode_step.json
 
-The ways are the ``Halves`` of bullet_graph/graphs/compiled.py; one row is always computed eagerly. Weights, cache and
-tokens are random. For each number of rows the ways take turns, round by round, once the GPU has run long enough to be
-at its power cap; a time is the median over a way's steps, each with its inputs' upload, by events. Logits are compared
-with those of the first way.
+Weights, cache and tokens are random. The bandwidth counts weights, keys and values once, beside that of a large copy.
+torch's profiler gives the time by group of kernels; what each group must move and compute is counted from the model's
+shape, activations once read and once written.
 """
 
-import dataclasses
-import json
-import sys
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
-# Run as a script, only this file's own folder would be looked in.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from bench.kernels.gpu_command import GpuCommand
-from bench.kernels.step_breakdown import breakdown_rows, profile, work_by_group
-from bench.kernels.step_lab import MAX_ERROR, VARIANTS, Bench, inputs_for
-from bullet_graph.cli.options import parse_sizes
-from bullet_graph.cli.result_file import check_result_file, write_result_file
-from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves
-from bullet_graph.graphs.key import batch_size_buckets
+from bench.kernels.harness import (
+    DTYPE,
+    GpuCommand,
+    device_text,
+    open_bench,
+    output_option,
+    parse_counts,
+    watch_gpu,
+)
+from bench.record import write_report
+from bullet_graph.errors import DeviceError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
-from bullet_graph.perf.provenance import collect_provenance
+from bullet_graph.perf.profile_point import ProfilePoint
+from bullet_graph.perf.traffic import decode_step_bytes, decode_weight_bytes, kv_cache_bytes_per_token
 
-BREAKDOWN_ROWS = (64, 256)
-WARM_UP_S = 3.0
+GROUPS = ("products", "attention", "norms", "rope", "swiglu", "head", "sampling", "other")
+_NAMES = {  # parts of kernel names in lower case; Inductor's names say what they fuse; the first that fits
+    "sampling": ("sample_kernel",),
+    "attention": ("decode_attention_kernel", "combine_partials_kernel"),
+    "rope": ("rope_and_cache_kernel",),
+    "norms": ("add_rms_norm_kernel", "rsqrt"),
+    "swiglu": ("silu",),
+    "products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
+}
+_LAST = "sampling"
 
 
-def table(report: dict[str, Any]) -> list[str]:
-    """What was measured, as lines: steps by rows and variant, then groups of kernels."""
-    lines = []
-    for case in report["cases"]:
-        device = case["device"]
-        watts, mhz = (device[key] and round(device[key]["mean"]) for key in ("power_w", "sm_clock_mhz"))
-        lines.append(f"{case['rows']} rows x {report['context']} tokens, {watts} W, {mhz} MHz")
-        base = case["variants"][0]["step_ms"]
-        for one in case["variants"]:
-            if one["same_launches_as"]:
-                continue
-            lines.append(
-                f"  {one['name']:18} {one['step_ms']:8.3f} ms {100 * (one['step_ms'] / base - 1):+6.2f} %  error "
-                f"{one['relative_error']:.1e}, same tokens {100 * one['same_tokens']:.0f} %"
-                f"{'' if one['agrees'] else '  DISAGREES'}"
-            )
-    for part in report["breakdowns"]:
-        if "failed" in part:
-            lines.append(f"{part['rows']} rows by kernel: {part['failed']}")
-            continue
-        lines.append(
-            f"{part['rows']} rows by kernel ({report['cases'][0]['variants'][0]['name']}), copy ceiling "
-            f"{report['copy_gb_per_s']:.0f} GB/s"
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch, times in µs on one clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a group of kernels must move and compute in a step."""
+
+    num_bytes: float
+    flops: float
+
+
+def group_of(name: str) -> str:
+    """The group of a kernel by its name; the output head's product counts as "products" here."""
+    lowered = name.lower()
+    return next((group for group, parts in _NAMES.items() if any(p in lowered for p in parts)), "other")
+
+
+def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+    """The launches of each whole step; a step ends with sampling."""
+    steps: list[list[Kernel]] = []
+    current: list[Kernel] = []
+    for kernel in sorted(kernels, key=lambda one: one.start):
+        current.append(kernel)
+        if group_of(kernel.name) == _LAST:
+            steps.append(current)
+            current = []
+    return steps
+
+
+def time_by_group(step: Sequence[Kernel]) -> dict[str, float]:
+    """µs of one step by group, and "gaps", in which no kernel runs; together they are the step's span.
+
+    Where kernels overlap, the time is the earlier one's. Products after the last norm are the head's.
+    """
+    groups = [group_of(kernel.name) for kernel in step]
+    last_norm = max((i for i, group in enumerate(groups) if group == "norms"), default=len(step))
+    times = dict.fromkeys((*GROUPS, "gaps"), 0.0)
+    busy_until = step[0].start if step else 0.0
+    for index, (group, kernel) in enumerate(zip(groups, step, strict=True)):
+        times["gaps"] += max(0.0, kernel.start - busy_until)
+        name = "head" if group == "products" and index > last_norm else group
+        times[name] += max(0.0, kernel.end - max(kernel.start, busy_until))
+        busy_until = max(busy_until, kernel.end)
+    return times
+
+
+def work_by_group(config: ModelConfig, rows: int, context: int) -> dict[str, Work]:
+    """What each group must do in a decode step of ``rows`` sequences at ``context`` tokens, in bfloat16."""
+    layers, hidden, intermediate = config.num_layers, config.hidden_size, config.intermediate_size
+    size = DTYPE.itemsize
+    qkv = config.q_size + 2 * config.kv_size
+    head_weights = config.vocab_size * hidden * size
+    norm_weights = (2 * layers + 1) * hidden * size
+    layer_weights = decode_weight_bytes(config, batch_size=0, dtype_bytes=size) - head_weights - norm_weights
+    kv_bytes = kv_cache_bytes_per_token(config, dtype_bytes=size)
+
+    def activations(columns: float) -> float:
+        return rows * columns * size
+
+    def product(weight_bytes: float) -> float:
+        return 2 * rows * weight_bytes / size
+
+    in_and_out = 3 * hidden + qkv + config.q_size + 3 * intermediate
+    return {
+        "products": Work(layer_weights + layers * activations(in_and_out), product(layer_weights)),
+        "attention": Work(
+            rows * context * kv_bytes + layers * activations(2 * config.q_size),
+            4.0 * rows * context * config.q_size * layers,
+        ),
+        "norms": Work(norm_weights + (2 * layers + 1) * activations(4 * hidden), 0.0),
+        "rope": Work(layers * activations(2 * qkv), 0.0),
+        "swiglu": Work(layers * activations(3 * intermediate), 0.0),
+        "head": Work(head_weights + activations(hidden + config.vocab_size), product(head_weights)),
+        "sampling": Work(activations(config.vocab_size), 0.0),
+        "other": Work(activations(3 * hidden), 0.0),
+    }
+
+
+def breakdown(times: dict[str, float], work: dict[str, Work], copy_gb_per_s: float) -> list[dict[str, Any]]:
+    """A row per group, the longest first, and the whole step's at the end."""
+    span = sum(times.values())
+    total = Work(sum(w.num_bytes for w in work.values()), sum(w.flops for w in work.values()))
+
+    def row(name: str, us: float, of: Work) -> dict[str, Any]:
+        gb_per_s = of.num_bytes / us / 1e3 if us else 0.0
+        return {
+            "group": name,
+            "us": round(us, 2),
+            "share_of_step": round(us / span, 4),
+            **asdict(of),
+            "gb_per_s": round(gb_per_s, 1),
+            "share_of_copy": round(gb_per_s / copy_gb_per_s, 4),
+            "tflops": round(of.flops / us / 1e6, 1) if us else 0.0,
+        }
+
+    rows = [row(name, us, work.get(name, Work(0.0, 0.0))) for name, us in times.items() if us or name in work]
+    return [*sorted(rows, key=lambda one: -one["us"]), row("step", span, total)]
+
+
+def profile(run: Callable[[], object]) -> dict[str, float]:
+    """Median µs by group over the decode steps of a run, by torch's profiler.
+
+    Raises:
+        DeviceError: the profiler saw no whole step.
+    """
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
+        run()
+        torch.cuda.synchronize()
+    launched = [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Memcpy")
+    ]
+    steps = [time_by_group(one) for one in split_steps(launched)]
+    if not steps:
+        raise DeviceError(
+            f"torch's profiler saw {len(launched)} kernels and no whole decode step: check that CUPTI may be used here"
         )
-        for row in part["groups"]:
-            lines.append(
-                f"  {row['group']:10} {row['us']:9.1f} us {100 * row['share_of_step']:5.1f} %"
-                f" {row['num_bytes'] / 1e6:9.1f} MB {row['gb_per_s']:7.0f} GB/s"
-                f" {100 * row['share_of_copy']:5.1f} % of copy {row['tflops']:6.1f} TFLOP/s"
-            )
-    return lines
+    return {name: statistics.median(one[name] for one in steps) for name in steps[0]}
 
 
-def breakdown(bench: Bench, config: ModelConfig, rows: int, copy_gb_per_s: float) -> dict[str, Any]:
-    """By kernel, of the first variant, which has been captured; the profiler's own cost is in it."""
-    name = bench.variants[0]
-    inputs = inputs_for(rows, bench.context, bench.num_blocks)
-    try:
-        times = profile(lambda: bench.step(name, inputs))
-    except Exception as error:  # what the profiler cannot do must not lose the steps' times
-        return {"rows": rows, "failed": repr(error)[:300]}
-    work = work_by_group(config, rows, bench.context)
-    return {"rows": rows, "groups": breakdown_rows(times, work, copy_gb_per_s)}
-
-
-def parse_rows(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """An option's callback: read numbers of rows such as ``1,64``, which steps are captured for."""
-    rows = parse_sizes(context, parameter, value)
-    captured = batch_size_buckets(max(rows, default=1))
-    if not rows or min(rows) < 1 or set(rows) - set(captured):
-        raise click.BadParameter(f"{value!r}: write numbers that steps are captured for: {captured}")
-    return rows
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print a breakdown."""
+    for row in rows:
+        click.echo(
+            f"  {row['group']:10} {row['us']:9.1f} us {100 * row['share_of_step']:5.1f} %"
+            f" {row['num_bytes'] / 1e6:9.1f} MB {row['gb_per_s']:7.0f} GB/s"
+            f" {100 * row['share_of_copy']:5.1f} % of a copy {row['tflops']:6.1f} TFLOP/s"
+        )
 
 
 @click.command(cls=GpuCommand)
 @click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
+@click.option("--rows", default="1,8,16,32,64,128,256", show_default=True, callback=parse_counts)
 @click.option(
-    "--rows", default="1,8,16,32,64,128,192,256", show_default=True, callback=parse_rows, help="Of a step."
+    "--context", type=click.IntRange(min=1), default=1000, show_default=True, help="Tokens per row."
 )
-@click.option(
-    "--context",
-    type=click.IntRange(min=1),
-    default=1000,
-    show_default=True,
-    help="Tokens that a row attends to.",
-)
-@click.option(
-    "--variant",
-    "names",
-    type=click.Choice(VARIANTS),
-    multiple=True,
-    help="Only this, or these, besides the product's; otherwise all.",
-)
-@click.option("--rounds", type=click.IntRange(min=1), default=4, show_default=True, help="Turns of each.")
-@click.option("--output-json", type=click.Path(path_type=Path, dir_okay=False, writable=True), required=True)
-@click.pass_context
-@torch.inference_mode()
+@click.option("--profiled-rows", default="64,256", show_default=True, callback=parse_counts)
+@click.option("--seconds", type=click.FloatRange(min=0.05), default=1.0, show_default=True, help="Per step.")
+@output_option
 def main(
-    ctx: click.Context,
     model: str,
     rows: tuple[int, ...],
     context: int,
-    names: tuple[Halves, ...],
-    rounds: int,
+    profiled_rows: tuple[int, ...],
+    seconds: float,
     output_json: Path,
 ) -> None:
-    """Measure, print a table and write the JSON; exit with 1 if logits disagree."""
-    check_result_file(output_json, overwrite=True)
-    torch.manual_seed(0)
-    config, largest = PRESETS[model], max(rows)
+    """Measure every batch size, and profile some."""
+    config = PRESETS[model]
     copy_gb_per_s = measure_copy_gb_per_s("cuda")
     torch.cuda.empty_cache()
-    wanted = [name for name in VARIANTS if name == DEFAULT_HALVES or not names or name in names]
-    bench = Bench(config, wanted, largest, context)
-    bench.capture(DEFAULT_HALVES, largest)
-    bench.times_ms(DEFAULT_HALVES, inputs_for(largest, context, bench.num_blocks), WARM_UP_S)
-    report: dict[str, Any] = {
-        "model": model,
-        "context": context,
-        "rounds": rounds,
-        "max_error": MAX_ERROR,
-        "copy_gb_per_s": round(copy_gb_per_s, 1),
-        "cases": [],
-        "breakdowns": [],
-    }
-    try:
-        for count in sorted(set(rows), reverse=True):
-            report["cases"].insert(0, bench.case(count, rounds))
-            click.echo(f"{count} rows done", err=True)
-        for count in sorted(set(rows) & set(BREAKDOWN_ROWS)):
-            report["breakdowns"].append(breakdown(bench, config, count, copy_gb_per_s))
-    finally:
-        report["provenance"] = dataclasses.asdict(collect_provenance("cuda"))
-        write_result_file(output_json, json.dumps(report, indent=1))
-        click.echo("\n".join(table(report)))
-    if not all(one["agrees"] for case in report["cases"] for one in case["variants"]):
-        ctx.exit(1)
+    points = [
+        ProfilePoint("decode", batch_size=count, context_tokens=context) for count in sorted(rows)[::-1]
+    ]
+    report: dict[str, Any] = {"model": model, "context": context, "copy_gb_per_s": round(copy_gb_per_s, 1)}
+    cases, breakdowns = [], []
+    with open_bench(model, points) as opened:
+        for point in points:
+            with watch_gpu() as monitor:
+                (ms,) = opened.bench.measure(point, seconds)
+            num_bytes = decode_step_bytes(
+                config, batch_size=point.batch_size, context_tokens=context, dtype_bytes=DTYPE.itemsize
+            )
+            gb_per_s = num_bytes / ms / 1e6
+            click.echo(
+                f"{point.batch_size:4} rows x {context} tokens: {ms:7.3f} ms, {gb_per_s:5.0f} GB/s, "
+                f"{100 * gb_per_s / copy_gb_per_s:.0f} % of a copy's {copy_gb_per_s:.0f}, {device_text(monitor.report)}"
+            )
+            cases.append(
+                {"rows": point.batch_size, "step_ms": round(ms, 4), "gb_per_s": round(gb_per_s, 1)}
+                | {"device": asdict(monitor.report)}
+            )
+        for point in (point for point in points if point.batch_size in profiled_rows):
+            click.echo(f"{point.batch_size} rows by group of kernels, profiled:")
+            try:
+                times = profile(lambda point=point: opened.bench.measure(point, 0.02))  # type: ignore[misc]
+            except Exception as error:  # what the profiler cannot do must not lose the steps' times
+                click.echo(f"  {error}")
+                continue
+            found = breakdown(times, work_by_group(config, point.batch_size, context), copy_gb_per_s)
+            show(found)
+            breakdowns.append({"rows": point.batch_size, "groups": found})
+    write_report(output_json, report | {"cases": cases, "breakdowns": breakdowns})
 
 
 if __name__ == "__main__":

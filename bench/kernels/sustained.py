@@ -1,160 +1,145 @@
-"""Figures of work that goes on until the GPU is at its power cap: time, power, clock and energy."""
+"""What the forwards of a whole workload take by themselves, sustained under the power cap: a measured limit.
 
-import itertools
-import json
+    python -m bench.kernels.sustained --output-json bench/results/h200/sustained.json
+
+The engine's own forwards follow one another without a scheduler. Each has as many prompt rows, decode rows, keys and
+values as the workload has on average. The limit is the time of a forward times the number of forwards. One continued
+chunk stands for all prompt rows of a forward, so the limit holds within some percent.
+"""
+
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
+import click
 
-from bullet_graph.errors import DeviceError
-from bullet_graph.perf.energy import NvmlProbe
+from bench.kernels.harness import (
+    GpuCommand,
+    device_text,
+    open_bench,
+    output_option,
+    parse_counts,
+    product_ceiling_tflops,
+    watch_gpu,
+)
+from bench.record import write_report
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.perf.profile_point import ProfilePoint
+from bullet_graph.perf.waves import layer_matrices
+from bullet_graph.workloads import WorkloadRequest, load_workload
 
-MAX_ERROR = 1e-2
-"""Relative, Frobenius, of an output against its reference."""
-
-Run = Callable[[], object]
-
-
-def relative_error(out: Tensor, reference: Tensor) -> float:
-    """Frobenius norm of the difference from a float32 reference, over the reference's."""
-    return float((out.float() - reference).norm() / reference.norm())
-
-
-def figures(
-    ms: float, watts: float, mhz: float, *, rows: int, layers: int, flops: float
-) -> dict[str, float | int]:
-    """What a run of ``ms`` milliseconds comes to.
-
-    Args:
-        ms: time of a run.
-        watts: the board's power.
-        mhz: clock of the SMs.
-        rows: tokens of a run.
-        layers: whose work a run does, over all rows.
-        flops: of a run.
-    """
-    return {
-        "us_per_layer": round(1e3 * ms / layers, 1),
-        "ns_per_token_layer": round(1e6 * ms / layers / rows, 2),
-        "tflops": round(flops / ms / 1e9, 1),
-        "watts": round(watts),
-        "mhz": round(mhz),
-        "mj_per_token_layer": round(watts * ms / layers / rows, 4),
-    }
+WORKLOADS = (("azure:conv", 600), ("azure:code", 400))
 
 
-class Lab:
-    """Measures runs and keeps their rows, until the time is spent.
+@dataclass(frozen=True, slots=True)
+class AverageForward:
+    """The forward that stands for all forwards of a workload.
 
-    Args:
-        seconds: a figure, of which the first third is not measured.
-        budget_s: no new figure is begun after this.
-
-    Raises:
-        DeviceError: NVML, or the GPU in it, is not found.
+    Attributes:
+        rows: prompt rows and decode rows.
+        decode_rows: of them.
+        context: tokens that a decode row attends to.
+        cached: tokens before the prompt rows, so that these attend to as many keys as prompts do on average.
+        repeats: forwards of the whole workload.
     """
 
-    def __init__(self, seconds: float, budget_s: float) -> None:
-        self.seconds, self.end = seconds, time.perf_counter() + budget_s
-        probe = NvmlProbe.open(str(torch.cuda.get_device_properties(0).uuid))
-        if probe is None:
-            raise DeviceError(
-                "the energy counter needs NVML, which was not found for this GPU: install nvidia-ml-py and check "
-                "`nvidia-smi`"
-            )
-        self.probe = probe
-        self.rows: list[dict[str, Any]] = []
+    rows: int
+    decode_rows: int
+    context: int
+    cached: int
+    repeats: float
 
-    def note(self, **row: Any) -> None:
-        """Keep a row and print it."""
-        self.rows.append(row)
-        print(json.dumps(row), flush=True)
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of the one prompt chunk."""
+        return self.rows - self.decode_rows
 
-    def check(self, part: str, name: str, out: Tensor, run: Run, reference: Tensor) -> bool:
-        """Run into a poisoned output and compare; notes what failed."""
-        out.fill_(torch.nan)
-        try:
-            run()
-            torch.cuda.synchronize()
-        except Exception as error:  # one candidate that fails must not lose the others' figures
-            self.note(part=part, name=name, failed=repr(error)[:300])
-            return False
-        error_size = relative_error(out, reference)
-        if not error_size <= MAX_ERROR:
-            self.note(part=part, name=name, failed=f"relative error {error_size:.3g}")
-        return error_size <= MAX_ERROR
-
-    def measure(
-        self, part: str, name: str, rows: int, run: Run, flops: float, layers: int, seconds: float = 0.0
-    ) -> float:
-        """Sustained figures of a run of ``layers`` layers' work over ``rows`` rows; returns ms a run, inf if none."""
-        if time.perf_counter() > self.end:
-            self.note(part=part, name=name, rows=rows, skipped="out of time")
-            return math.inf
-        try:
-            run()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run()
-            ms, watts, mhz = self._sustain(graph.replay, seconds or self.seconds)
-        except Exception as error:  # as above
-            self.note(part=part, name=name, rows=rows, failed=repr(error)[:300])
-            return math.inf
-        self.note(
-            part=part, name=name, rows=rows, **figures(ms, watts, mhz, rows=rows, layers=layers, flops=flops)
+    @property
+    def point(self) -> ProfilePoint:
+        """As the workbench measures it."""
+        return ProfilePoint(
+            "mixed",
+            batch_size=self.decode_rows,
+            context_tokens=self.context,
+            tokens=self.prompt_rows,
+            cached_tokens=self.cached,
         )
-        return ms
 
-    def _sustain(self, replay: Run, seconds: float) -> tuple[float, float, float]:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        replay()
-        torch.cuda.synchronize()
-        batch = max(1, round(0.03 / (time.perf_counter() - begin)))
-        fences: list[torch.cuda.Event] = []
-        samples: list[tuple[float, float, float]] = []
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < seconds:
-            for _ in range(batch):
-                replay()
-            fences.append(torch.cuda.Event(enable_timing=True))
-            fences[-1].record()
-            if len(fences) > 2:
-                fences[-3].synchronize()
-            clock = self.probe.sample().sm_clock_mhz or 0
-            samples.append((time.perf_counter() - begin, self.probe.total_energy_mj() or 0, clock))
-        torch.cuda.synchronize()
-        first = next(i for i, s in enumerate(samples) if s[0] >= seconds / 3 or i == max(0, len(samples) - 4))
-        ms = fences[first].elapsed_time(fences[-1]) / (batch * (len(fences) - 1 - first))
-        times, energies, clocks = np.array(samples[first:]).T
-        return ms, float(np.polyfit(times, energies, 1)[0]) / 1e3, float(clocks.mean())
+    def flops(self, config: ModelConfig) -> float:
+        """Operations of the layers' products, the output head and attention."""
+        products = 2.0 * self.rows * sum(map(math.prod, layer_matrices(config)))
+        pairs = self.decode_rows * self.context + attention_pairs(self.prompt_rows, self.cached)
+        head = 2.0 * (self.decode_rows + 1) * config.hidden_size * config.vocab_size
+        return config.num_layers * (products + 4.0 * config.q_size * pairs) + head
 
 
-def burst_ms(run: Run) -> float:
-    """Time of a run by itself, of three; the GPU is too briefly at work for the power cap."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-    run()
-    for event in events[:-1]:
-        event.record()
-        run()
-    events[-1].record()
-    torch.cuda.synchronize()
-    return min(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+def average_forward(requests: Sequence[WorkloadRequest], rows: int) -> AverageForward:
+    """Spread the tokens of a workload evenly over forwards of ``rows`` rows.
+
+    The first token of an output comes from the prompt's forward; each other token is a decode row.
+    """
+    prompt_tokens = sum(request.prompt_tokens for request in requests)
+    decode_tokens = sum(request.output_tokens - 1 for request in requests)
+    repeats = (prompt_tokens + decode_tokens) / rows
+    decode_rows = int(decode_tokens / repeats)
+    # Output token k + 1 attends to the prompt and k tokens, its own included.
+    kv_tokens = sum((r.output_tokens - 1) * (r.prompt_tokens + r.output_tokens / 2) for r in requests)
+    depth = sum(attention_pairs(request.prompt_tokens) for request in requests) / prompt_tokens
+    return AverageForward(
+        rows=rows,
+        decode_rows=decode_rows,
+        context=max(1, int(kv_tokens / max(decode_tokens, 1))),
+        cached=max(0, int(depth - (rows - decode_rows + 1) / 2)),
+        repeats=repeats,
+    )
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print what was measured, a line each."""
-    print(f"{'':8} {'rows':>5} {'ns/tok-layer':>12} {'TFLOP/s':>8} {'W':>4} {'MHz':>5} {'mJ/tok-layer':>12}")
-    for r in rows:
-        if "tflops" in r:
-            print(
-                f"{r['part']:8} {r['rows']:5} {r['ns_per_token_layer']:12.2f} {r['tflops']:8.1f} "
-                f"{r['watts']:4} {r['mhz']:5} {r['mj_per_token_layer']:12.4f} {r['name']}"
+@click.command(cls=GpuCommand)
+@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
+@click.option(
+    "--rows", default="512,1024,2048", show_default=True, callback=parse_counts, help="Per forward."
+)
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.05), default=2.4, show_default=True, help="Per figure."
+)
+@output_option
+def main(model: str, rows: tuple[int, ...], seconds: float, output_json: Path) -> None:
+    """Measure every workload in forwards of every size."""
+    config = PRESETS[model]
+    forwards = [
+        (f"{name}={count}", average_forward(load_workload(name, num_requests=count).requests, number))
+        for name, count in WORKLOADS
+        for number in rows
+    ]
+    ceiling = product_ceiling_tflops(3.0)
+    cases: list[dict[str, Any]] = []
+    with open_bench(model, [forward.point for _, forward in forwards]) as opened:
+        for workload, forward in forwards:
+            opened.bench.measure(forward.point, seconds / 2)  # to the power cap
+            with watch_gpu() as monitor:
+                (ms,) = opened.bench.measure(forward.point, seconds)
+            total_s = ms * forward.repeats / 1e3
+            tflops = forward.flops(config) / ms / 1e9
+            click.echo(
+                f"{workload:16} {forward.repeats:6.0f} forwards of {forward.rows:5} rows: {ms:7.3f} ms each, "
+                f"{total_s:6.2f} s in all, {tflops:.0f} TFLOP/s, {100 * tflops / ceiling:.0f} % of {ceiling:.0f}, "
+                f"{device_text(monitor.report)}"
             )
-        else:
-            print(*(f"{value}" if key in ("part", "name") else f"{key}={value}" for key, value in r.items()))
+            cases.append(
+                {
+                    "workload": workload,
+                    **asdict(forward),
+                    "step_ms": round(ms, 4),
+                    "seconds": round(total_s, 4),
+                }
+                | {"tflops": round(tflops, 1), "device": asdict(monitor.report)}
+            )
+    write_report(output_json, {"model": model, "product_tflops": ceiling, "cases": cases})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,14 @@
-"""The kernel benchmarks as far as they go without a GPU: their options, their inputs and their arithmetic."""
+"""The kernel benchmarks as far as they go without a GPU: options, inputs, arithmetic, and what they write."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import click
 import numpy as np
@@ -15,28 +20,62 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
+from bench import record
 from bench.kernels import (
-    bare_work,
     decode_attention,
     decode_step,
+    harness,
+    layer_products,
+    partitions,
     prefill_attention,
-    prefill_gemm,
+    sustained,
 )
-from bench.kernels.cublaslt import library_path
-from bench.kernels.decode_inputs import Cache, lengths, scattered_blocks
-from bench.kernels.prefill_layers import LAYERS, SHAPES, flops_of
-from bench.kernels.sustained import figures, print_table, relative_error
-from bullet_graph.errors import ConfigError
+from bench.kernels.decode_step import (
+    GROUPS,
+    Kernel,
+    Work,
+    breakdown,
+    group_of,
+    split_steps,
+    time_by_group,
+    work_by_group,
+)
+from bench.kernels.harness import blocks_for, lengths, scattered_blocks
+from bullet_graph.errors import ConfigError, DeviceError
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, SampleRange
+from bullet_graph.perf.profile_point import ProfilePoint
+from bullet_graph.perf.provenance import collect_provenance
+from bullet_graph.perf.traffic import decode_step_bytes
+from bullet_graph.workloads import WorkloadRequest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = {
-    "bare_work": bare_work.main,
-    "prefill_gemm": prefill_gemm.main,
-    "prefill_attention": prefill_attention.main,
-    "decode_attention": decode_attention.main,
-    "decode_step": decode_step.main,
+LLAMA = PRESETS["llama-3.1-8b"]
+COMMANDS: dict[str, click.Command] = {
+    module.__name__.rpartition(".")[2]: module.main
+    for module in (
+        decode_attention,
+        decode_step,
+        layer_products,
+        partitions,
+        prefill_attention,
+        sustained,
+    )
 }
+STEP = [
+    Kernel("void at::native::vectorized_gather_kernel<16, long>", 0, 2),
+    Kernel("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", 3, 5),
+    Kernel("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", 6, 16),
+    Kernel("rope_and_cache_kernel", 17, 18),
+    Kernel("decode_attention_kernel", 19, 29),
+    Kernel("combine_partials_kernel", 20, 31),  # begins while its predecessor runs
+    Kernel("void cublasLt::splitKreduce_kernel<32, 16>", 31, 32),
+    Kernel("triton_poi_fused_mul_silu_1", 33, 34),
+    Kernel("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", 34, 36),
+    Kernel("add_rms_norm_kernel", 37, 39),
+    Kernel("gemv_kernel", 40, 45),
+    Kernel("sample_kernel", 46, 48),
+]
 
 
 def run(command: click.Command, *arguments: object) -> Result:
@@ -50,11 +89,11 @@ def test_without_a_gpu_one_line_says_so(name: str, monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 2
     assert "needs a GPU" in result.output
     assert not (tmp_path / "r.json").exists()
+    assert run(COMMANDS[name]).exit_code == 2
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_run_as_a_script(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, f"bench/kernels/{name}.py", "--output-json", str(tmp_path / "r.json")]
+def test_run_as_a_module(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.kernels.decode_step", "--output-json", str(tmp_path / "r.json")]
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=120)
     assert process.returncode == 2, process.stderr
@@ -62,198 +101,251 @@ def test_run_as_a_script(name: str, tmp_path: Path) -> None:
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize("rows", ["512,x", "0", "-16", "520", ""])
-@pytest.mark.parametrize("option", ["--rows", "--product-rows"])
-def test_rows_that_fill_no_blocks(option: str, rows: str) -> None:
-    result = run(prefill_gemm.main, option, rows, "--output-json", "r.json")
-    assert result.exit_code == 2
-    assert f"Invalid value for '{option}'" in result.output
-
-
 @pytest.mark.parametrize(
-    "arguments", [("--part", "elementwise"), ("--seconds", "0.1"), ("--algos", "0"), ("--budget-s", "soon")]
-)
-def test_bad_options_of_prefill(arguments: tuple[str, str]) -> None:
-    result = run(prefill_gemm.main, *arguments, "--output-json", "r.json")
-    assert result.exit_code == 2
-    assert f"Invalid value for '{arguments[0]}'" in result.output
-
-
-@pytest.mark.parametrize(
-    "arguments",
+    ("name", "option", "value"),
     [
-        ("--rows", "2040"),
-        ("--decode-rows", "x"),
-        ("--way", "alone"),
-        ("--seconds", "0.1"),
-        ("--budget-s", "soon"),
+        ("layer_products", "--rows", "512,x"),
+        ("layer_products", "--seconds", "0.1"),
+        ("decode_step", "--rows", "0"),
+        ("decode_step", "--context", "0"),
+        ("sustained", "--rows", ""),
+        ("prefill_attention", "--layers", "0"),
+        ("decode_attention", "--model", "nonesuch"),
+        ("partitions", "--decode-sms", "-16"),
     ],
 )
-def test_bad_options_of_bare_work(arguments: tuple[str, str]) -> None:
-    result = run(bare_work.main, *arguments, "--output-json", "r.json")
+def test_bad_options(name: str, option: str, value: str) -> None:
+    result = run(COMMANDS[name], option, value, "--output-json", "r.json")
     assert result.exit_code == 2
-    assert f"Invalid value for '{arguments[0]}'" in result.output
-
-
-@pytest.mark.parametrize("arguments", [("--layers", "0"), ("--seconds", "0")])
-def test_bad_options_of_prefill_attention(arguments: tuple[str, str]) -> None:
-    result = run(prefill_attention.main, *arguments, "--output-json", "r.json")
-    assert result.exit_code == 2
-    assert f"Invalid value for '{arguments[0]}'" in result.output
-
-
-def test_bad_model_of_decode() -> None:
-    result = run(decode_attention.main, "--model", "nonesuch", "--output-json", "r.json")
-    assert result.exit_code == 2
-    assert "Invalid value for '--model'" in result.output
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_result_needs_a_name(name: str) -> None:
-    result = run(COMMANDS[name])
-    assert result.exit_code == 2
-    assert "--output-json" in result.output
+    assert f"Invalid value for '{option}'" in result.output
 
 
 def test_a_result_that_cannot_be_written_is_refused_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    result = run(prefill_gemm.main, "--output-json", tmp_path / "none" / "r.json")
+    result = run(decode_step.main, "--output-json", tmp_path / "none" / "r.json")
     assert result.exit_code == 2
     assert "does not exist" in result.output
 
 
-def test_rows_are_read() -> None:
-    context, option = click.Context(prefill_gemm.main), prefill_gemm.main.params[0]
-    assert prefill_gemm.parse_rows(context, option, "512,1024") == (512, 1024)
+def test_the_command_line_names_no_absolute_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [f"{ROOT}/bench/offline.py", "--model", f"{Path.home()}/m", "--slo", "ttft:500 tpot:15"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert record.command_line() == "python bench/offline.py --model '~/m' --slo 'ttft:500 tpot:15'"
+    monkeypatch.setattr(sys, "argv", [f"{ROOT}/bench/kernels/sustained.py", "--rows", "512"])
+    assert record.command_line() == "python bench/kernels/sustained.py --rows 512"
 
 
-def test_figures_by_hand() -> None:
-    # 8 layers of 1,000 rows in 4 ms at 700 W: 500 µs a layer, 500 ns and 0.35 mJ a token of each.
-    assert figures(4.0, 700.2, 1450.4, rows=1000, layers=8, flops=2.4e12) == {
-        "us_per_layer": 500.0,
-        "ns_per_token_layer": 500.0,
-        "tflops": 600.0,
-        "watts": 700,
-        "mhz": 1450,
-        "mj_per_token_layer": 0.3501,
-    }
-
-
-def test_flops_of_a_layer_of_llama_8b() -> None:
-    weights = 4096 * (6144 + 4096 + 2 * 14336 + 14336)
-    assert flops_of(*SHAPES, rows=10) == 2 * weights * 10 * LAYERS
-    assert flops_of("o", rows=1) == 2 * 4096 * 4096 * LAYERS
-
-
-def test_table_tells_figures_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"part": "layer", "name": "engine", "rows": 512}
-    print_table([row | figures(1.0, 700, 1400, rows=512, layers=8, flops=1e12), row | {"failed": "why"}])
-    _, measured, failed = capsys.readouterr().out.splitlines()
-    assert measured.startswith("layer")
-    assert measured.endswith("engine")
-    assert "1000.0" in measured
-    assert failed == "layer engine rows=512 failed=why"
-
-
-def test_flops_of_causal_attention() -> None:
-    # Two prompts of 3 tokens: 1 + 2 + 3 pairs each, in 32 heads of 128, two multiply-adds an element.
-    assert prefill_attention.attention_flops(PRESETS["llama-3.1-8b"], 2, 3) == 2 * 6 * 32 * 128 * 4
-
-
-def test_prompts_of_prefill_attention_are_fresh_and_share_no_block() -> None:
-    rows = prefill_attention.prompts_of(3, 40, 1 + 9)
-    assert rows.num_prefill == 3
-    assert rows.num_continued == 0
-    assert rows.kv_lens.tolist() == [40, 40, 40]
-    assert sorted(rows.kv_indices.tolist()) == list(range(1, 10))
-    continued = prefill_attention.prompts_of(1, 40, 1 + 9, cached=100)
-    assert continued.num_continued == 1
-    assert continued.kv_lens.tolist() == [140]
-    assert continued.positions.tolist() == list(range(100, 140))
-
-
-def test_both_ways_stand_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    config, case = PRESETS["llama-3.1-8b"], (1, 1023)
-    times = {"paged": 3.2, "ragged": 1.6}  # of 32 layers: 100 and 50 µs each
-    rows = [prefill_attention.figures(config, part, case, times, 1e-3) for part in ("attention", "forward")]
-    assert (rows[0]["paged_us_per_layer"], rows[0]["ragged_us_per_layer"]) == (100.0, 50.0)
-    assert rows[0]["ragged_tflops"] == pytest.approx(4 * 4096 * 1023 * 512 / 50e-6 / 1e12, abs=0.06)
-    assert rows[1]["speedup"] == 2.0
-    assert "ragged_tflops" not in rows[1]
-    cached = prefill_attention.figures(config, "cached", (1, 2), {"fa3": 6.4, "fa2": 3.2}, 1e-3, 5)
-    # Two rows see 6 and 7 tokens, in 200 and 100 µs.
-    assert cached["fa2_tflops"] == pytest.approx(4 * 4096 * 13 / 100e-6 / 1e12, abs=0.06)
-    prefill_attention.print_table([*rows, cached])
-    _, attention, forward, last = capsys.readouterr().out.splitlines()
-    assert attention.split()[:9] == ["attention", "1", "x", "1023", "0", "paged", "100.0,", "ragged", "50.0"]
-    assert last.split()[:9] == ["cached", "1", "x", "2", "5", "fa3", "200.0,", "fa2", "100.0"]
-    assert forward.split()[-1] == "2.000"
-
-
-def test_relative_error() -> None:
-    reference = torch.tensor([3.0, 4.0])
-    assert relative_error(reference.bfloat16(), reference) == 0
-    assert relative_error(torch.tensor([3.0, 4.5]), reference) == pytest.approx(0.1)
-    assert not relative_error(torch.tensor([torch.nan, 4.0]), reference) <= 1
-
-
-def test_the_fastest_of_each_tile_and_cluster() -> None:
-    def entry(ms: float, tile: int, cluster: int) -> tuple[float, dict[str, int], str]:
-        return ms, {"tile": tile, "cluster": cluster}, f"{ms}"
-
-    screened = [entry(3.0, 1, 2), entry(1.0, 1, 3), entry(2.0, 1, 2), entry(2.0, 4, 2), entry(1.5, 1, 3)]
-    assert [algo for _, _, algo in prefill_gemm.fastest_of_each_tile(screened)] == ["1.0", "2.0", "2.0"]
-    assert prefill_gemm.fastest_of_each_tile([]) == []
-
-
-def test_library_that_is_loaded() -> None:
-    line = "7f00-7f01 r-xp 00000000 08:01 42                 /lib/libcublasLt.so.13"
-    assert library_path(f"7e00-7e01 r-xp 0 0 0 /lib/libc.so.6\n{line}\n") == "/lib/libcublasLt.so.13"
-    with pytest.raises(RuntimeError, match="cublasLt is not loaded"):
-        library_path("7e00-7e01 r-xp 0 0 0 /lib/libc.so.6\n")
+# ---- inputs and operations ----
 
 
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=20).map(lambda kv: np.array(kv, dtype=np.int32)),
-    st.sampled_from([1, 16, 64]),
     st.integers(0, 5),
 )
-def test_blocks_are_enough_and_nobody_elses(kv_lens: np.ndarray, block_tokens: int, spare: int) -> None:
-    needed = sum(-(-int(n) // block_tokens) for n in kv_lens)
-    indptr, indices = scattered_blocks(kv_lens, needed + spare, block_tokens)
+def test_blocks_are_enough_and_nobody_elses(kv_lens: np.ndarray, spare: int) -> None:
+    needed = blocks_for(kv_lens)
+    indptr, indices = scattered_blocks(kv_lens, needed + spare)
     assert indptr.dtype == indices.dtype == np.int32
-    assert indptr[0] == 0
-    assert indptr[-1] == len(indices) == needed
-    held = np.diff(indptr) * block_tokens
+    assert indptr[-1] == len(indices) == needed == len(set(indices.tolist()))
+    held = np.diff(indptr) * 16
     assert (held >= kv_lens).all()
-    assert (held - kv_lens < block_tokens).all()
-    assert len(set(indices.tolist())) == needed
+    assert (held - kv_lens < 16).all()
     assert indices.max() < needed + spare
     with pytest.raises(ConfigError, match=f"needs {needed} blocks, the cache holds {needed - 1}"):
-        scattered_blocks(kv_lens, needed - 1, block_tokens)
+        scattered_blocks(kv_lens, needed - 1)
 
 
 def test_lengths() -> None:
     assert lengths(3, 1000, False).tolist() == [1000] * 3
     drawn = lengths(256, 1000, True)
-    assert drawn.min() >= 1
-    assert drawn.max() <= 16384
+    assert 1 <= drawn.min() <= drawn.max() <= 16384
     assert 900 < drawn.mean() < 1010
     assert len(set(drawn.tolist())) > 100
 
 
-def test_turned_cache_is_the_same_memory() -> None:
-    k, v = torch.zeros(5, 2, 16, 8), torch.zeros(5, 2, 16, 8)
-    turned = Cache(16, [(k, v)]).turned().layer(0)
-    turned[0][4, 15, 1, 7] = 1.0
-    assert turned[0].shape == (5, 16, 2, 8)
-    assert k[4, 1, 15, 7] == 1.0
+def test_operations_by_hand() -> None:
+    weights = 4096 * (6144 + 4096 + 2 * 14336 + 14336)
+    assert layer_products.product_flops(LLAMA, 10, *layer_products.NAMES) == 2 * weights * 10
+    assert layer_products.product_flops(LLAMA, 1, "o") == 2 * 4096 * 4096
+    # Two prompts of 3 tokens: 1 + 2 + 3 pairs each, in 32 heads of 128, two multiply-adds an element.
+    assert prefill_attention.attention_flops(LLAMA, 2, 3) == 2 * 6 * 32 * 128 * 4
 
 
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "tiny"])
-def test_candidates_are_distinct_layouts_for_the_model(model: str) -> None:
-    chosen = decode_attention.candidates(PRESETS[model])
-    assert len(set(chosen)) == len(chosen) >= 8
-    assert all(PRESETS[model].num_kv_heads % settings.kv_heads == 0 for settings in chosen)
+@given(
+    st.lists(st.tuples(st.integers(1, 9000), st.integers(1, 800)), min_size=1, max_size=30),
+    st.sampled_from([512, 1024, 2048]),
+)
+def test_average_forward(pairs: list[tuple[int, int]], rows: int) -> None:
+    requests = [WorkloadRequest(prompt, output, None) for prompt, output in pairs]
+    forward = sustained.average_forward(requests, rows)
+    tokens = sum(prompt + output - 1 for prompt, output in pairs)
+    assert forward.rows * forward.repeats == pytest.approx(tokens)
+    assert 0 <= forward.decode_rows < rows
+    assert 1 <= forward.context <= max(prompt + output for prompt, output in pairs)
+    assert 0 <= forward.cached <= max(prompt for prompt, _ in pairs)
+
+
+# ---- a decode step by group of kernels ----
+
+
+def test_kernels_by_name() -> None:
+    groups = "other norms products rope attention attention products swiglu products norms products sampling"
+    assert [group_of(kernel.name) for kernel in STEP] == groups.split()
+
+
+def test_times_add_up_to_the_span() -> None:
+    times = time_by_group(STEP)
+    by_hand = {"other": 2, "norms": 4, "products": 13, "rope": 1, "attention": 12, "swiglu": 1, "head": 5}
+    assert times == by_hand | {"sampling": 2, "gaps": 8}
+    assert sum(times.values()) == 48
+    assert set(times) == {*GROUPS, "gaps"}
+
+
+def test_steps_end_with_sampling() -> None:
+    later = [Kernel(kernel.name, kernel.start + 100, kernel.end + 100) for kernel in STEP]
+    unfinished = [Kernel("gemv_kernel", 300, 301)]
+    assert split_steps([*unfinished, *later, *STEP]) == [STEP, later]
+    assert split_steps(unfinished) == []
+
+
+def test_what_a_step_must_move() -> None:
+    rows, context = 64, 1000
+    work = work_by_group(LLAMA, rows, context)
+    assert set(work) == set(GROUPS)
+    # By hand: K and V of 8 heads of 128 in 32 layers; q in and out.
+    assert work["attention"].num_bytes == rows * (context * 131_072 + 32 * 2 * 2 * 4096)
+    assert work["head"].num_bytes == 2 * (4096 * 128_256 + rows * (4096 + 128_256))
+    assert work["head"].flops == 2 * rows * 4096 * 128_256
+    assert work["products"].flops == 2 * rows * 32 * 4096 * (6144 + 4096 + 3 * 14336)
+    # Without the activations that go from kernel to kernel, it is what the package counts.
+    activations = (
+        32 * (2 * 4096 + 6144 + 4096 + 3 * 14336 + 4096) + 32 * 2 * 4096 + 65 * 4 * 4096 + 32 * 2 * 6144
+    )
+    activations += 32 * 3 * 14336 + 4096 + 2 * 128_256 + 3 * 4096
+    counted = decode_step_bytes(LLAMA, batch_size=rows, context_tokens=context - 1, dtype_bytes=2)
+    embedding = rows * 4096 * 2
+    assert sum(w.num_bytes for w in work.values()) - 2 * rows * activations == counted - embedding
+
+
+def test_rows_of_the_breakdown() -> None:
+    times = {"products": 100.0, "rope": 0.0, "head": 300.0, "gaps": 100.0}
+    work = {"products": Work(4e8, 1e9), "rope": Work(1e3, 0.0), "head": Work(6e8, 3e9)}
+    head, products, gaps, rope, step = breakdown(times, work, 4000.0)
+    assert [row["group"] for row in (head, products, gaps, rope)] == ["head", "products", "gaps", "rope"]
+    assert head["share_of_step"] == 0.6
+    assert (products["gb_per_s"], products["share_of_copy"]) == (4000.0, 1.0)
+    assert head["tflops"] == 10.0
+    assert gaps["num_bytes"] == rope["gb_per_s"] == 0
+    assert (step["us"], step["num_bytes"], step["gb_per_s"]) == (500.0, 1_000_001_000.0, 2000.0)
+
+
+# ---- whole commands, with a bench of known times in the GPU's place ----
+
+DEVICE_REPORT = DeviceReport(
+    num_samples=1,
+    sm_clock_mhz=SampleRange(1500.0, 1500.0, 1500.0),
+    power_w=SampleRange(690.0, 690.0, 690.0),
+    temperature_c=None,
+    energy_joules=None,
+)
+
+
+class FakeBench:
+    """Steps whose time is their number of rows in ms; prefill beside decode takes twice as long."""
+
+    def measure(self, point: ProfilePoint, _: float) -> tuple[float, ...]:
+        times = {"decode": (1.0 * point.batch_size,), "prefill": (1.0 * point.tokens,)}
+        times["mixed"] = (1.0 * (point.batch_size + point.tokens),)
+        return times.get(point.kind, (2.0 * point.batch_size, 2.0 * point.tokens))
+
+
+@pytest.fixture
+def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def fake_bench(_: str, points: Sequence[ProfilePoint], **__: Any) -> Iterator[SimpleNamespace]:
+        assert points
+        yield SimpleNamespace(bench=FakeBench(), partition_backend="fake: for a test")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="u", multi_processor_count=132)
+    )
+    monkeypatch.setattr(DeviceMonitor, "report", DEVICE_REPORT)
+    for module in (decode_step, partitions, sustained):
+        monkeypatch.setattr(module, "open_bench", fake_bench)
+        monkeypatch.setattr(module, "watch_gpu", lambda: DeviceMonitor(None))
+    monkeypatch.setattr(sustained, "product_ceiling_tflops", lambda _: 600.0)
+    monkeypatch.setattr(decode_step, "measure_copy_gb_per_s", lambda _: 4000.0)
+    monkeypatch.setattr(decode_step, "profile", lambda _: time_by_group(STEP))
+    provenance = collect_provenance("cpu")
+    monkeypatch.setattr(record, "collect_provenance", lambda _: provenance)
+
+
+def written(command: click.Command, path: Path, *arguments: object) -> tuple[dict[str, Any], str]:
+    result = run(command, *arguments, "--output-json", path)
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert {"argv", "provenance"} <= report.keys()
+    return report, result.output
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_decode_steps_beside_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--rows", "1,64", "--profiled-rows", "64")
+    report, output = written(decode_step.main, tmp_path / "r.json", *options)
+    assert [(case["rows"], case["step_ms"]) for case in report["cases"]] == [(64, 64.0), (1, 1.0)]
+    assert report["breakdowns"][0]["groups"][-1]["us"] == 48
+    assert "% of a copy's 4000, 690 W 1500 MHz" in output
+
+    def failing(_: object) -> None:
+        raise DeviceError("no CUPTI")
+
+    monkeypatch.setattr(decode_step, "profile", failing)
+    report, output = written(decode_step.main, tmp_path / "r.json", *options)
+    assert "no CUPTI" in output
+    assert (len(report["cases"]), report["breakdowns"]) == (2, [])
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_partitions_add_their_shares(tmp_path: Path) -> None:
+    plot = tmp_path / "p.svg"
+    report, output = written(partitions.main, tmp_path / "r.json", "--decode-sms", "32,64", "--plot", plot)
+    assert [(p["decode_sms"], p["prefill_sms"]) for p in report["points"]] == [
+        *((132, None), (None, 132), (32, None), (None, 100), (32, 100)),
+        *((64, None), (None, 68), (64, 68)),
+    ]
+    assert report["points"][-1]["prefill_tokens_per_s"] == 500.0
+    assert output.count("shares add up to 1.00") == 2
+    assert plot.read_text().startswith("<?xml")
+
+
+@pytest.mark.usefixtures("no_gpu_needed")
+def test_a_workload_takes_its_forwards(tmp_path: Path) -> None:
+    report, output = written(sustained.main, tmp_path / "r.json", "--rows", "1024")
+    conv, code = report["cases"]
+    assert conv["workload"] == "azure:conv=600"
+    # A forward takes a millisecond per row here, so a workload takes one per token.
+    assert conv["seconds"] == pytest.approx(conv["repeats"] * 1.024, rel=1e-3)
+    assert code["step_ms"] == 1024.0
+    assert "% of 600, 690 W" in output
+
+
+def test_heat_comes_before_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bench captures what the points need, and runs until clocks are sustained, before it is handed out."""
+    calls: list[str] = []
+    bench = SimpleNamespace(
+        capture=lambda *_, **__: calls.append("capture"), measure=lambda *_: calls.append("heat")
+    )
+
+    @contextmanager
+    def opened(prepared: Any, *, progress: bool) -> Iterator[SimpleNamespace]:  # noqa: ARG001
+        assert (prepared.max_num_seqs, prepared.max_num_batched_tokens) == (64, 2048)
+        yield SimpleNamespace(bench=bench)
+
+    monkeypatch.setattr(harness, "prepare_profile", lambda config: config)
+    monkeypatch.setattr(harness, "open_workbench", opened)
+    points = [ProfilePoint("decode", batch_size=64), ProfilePoint("prefill", tokens=2048)]
+    with harness.open_bench("tiny", points):
+        assert calls == ["capture", "heat"]

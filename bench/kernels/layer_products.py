@@ -1,0 +1,108 @@
+"""A layer's four matrix products by number of rows, sustained under the power cap.
+
+    python -m bench.kernels.layer_products --output-json bench/results/h200/layer_products.json
+
+"engine" calls them as the engine does: SwiGLU fused from some rows on, cuBLAS or cublasLt by rows. The other ways
+time each product alone. Weights are those of eight distinct layers, so no product finds its weights in the L2.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from bench.kernels.harness import (
+    GpuCommand,
+    Run,
+    device_text,
+    output_option,
+    parse_counts,
+    product_ceiling_tflops,
+    random_tensor,
+    sustained_ms,
+)
+from bench.record import write_report
+from bullet_graph.graphs.cublas import fitting_blas
+from bullet_graph.kernels.triton_ops import TritonOps
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.perf.waves import layer_matrices
+
+LAYERS = 8
+NAMES = ("qkv", "o", "gate_up", "down")
+
+
+def product_flops(config: ModelConfig, rows: int, *names: str) -> float:
+    """Operations of the named products of one layer."""
+    shapes = dict(zip(NAMES, layer_matrices(config), strict=True))
+    return 2.0 * rows * sum(math.prod(shapes[name]) for name in names)
+
+
+def ways(config: ModelConfig, layers: list[dict[str, Tensor]], rows: int) -> dict[str, tuple[Run, float]]:
+    """What is measured by name: a run over all layers, and its operations per layer."""
+    shapes = dict(zip(NAMES, layer_matrices(config), strict=True))
+    inputs = {name: random_tensor(rows, columns) for name, (_, columns) in shapes.items()}
+
+    def over_layers(step: Callable[[dict[str, Tensor]], object]) -> Run:
+        def run() -> None:
+            for layer in layers:
+                step(layer)
+
+        return run
+
+    def engine(layer: dict[str, Tensor]) -> None:
+        TritonOps.linear(inputs["qkv"], layer["qkv"])
+        TritonOps.linear(inputs["o"], layer["o"])
+        TritonOps.swiglu(inputs["gate_up"], layer["gate_up"])
+        TritonOps.linear(inputs["down"], layer["down"])
+
+    def single(name: str, layer: dict[str, Tensor]) -> None:
+        TritonOps.linear(inputs[name], layer[name])
+
+    return {"engine": (over_layers(engine), product_flops(config, rows, *NAMES))} | {
+        name: (over_layers(partial(single, name)), product_flops(config, rows, name)) for name in NAMES
+    }
+
+
+@click.command(cls=GpuCommand)
+@click.option("--model", type=click.Choice(sorted(PRESETS)), default="llama-3.1-8b", show_default=True)
+@click.option("--rows", default="64,128,256,512,640,1024,2048,4096", show_default=True, callback=parse_counts)
+@click.option("--seconds", type=click.FloatRange(min=0.3), default=0.9, show_default=True, help="Per figure.")
+@output_option
+def main(model: str, rows: tuple[int, ...], seconds: float, output_json: Path) -> None:
+    """Measure, and print each rate beside that of a large square product."""
+    config = PRESETS[model]
+    layers = [
+        {
+            name: random_tensor(*shape, std=shape[1] ** -0.5)
+            for name, shape in zip(NAMES, layer_matrices(config), strict=True)
+        }
+        for _ in range(LAYERS)
+    ]
+    ceiling = product_ceiling_tflops(3.0)
+    cases: list[dict[str, Any]] = []
+    for count in rows:
+        for name, (run, flops) in ways(config, layers, count).items():
+            with fitting_blas(count, None):
+                ms, device = sustained_ms(run, seconds)
+            us = 1e3 * ms / LAYERS
+            tflops = flops / us / 1e6
+            click.echo(
+                f"{count:5} rows {name:8} {us:8.1f} us a layer, {tflops:6.1f} TFLOP/s, "
+                f"{100 * tflops / ceiling:.0f} % of {ceiling:.0f}, {device_text(device)}"
+            )
+            cases.append(
+                {"rows": count, "name": name, "us_per_layer": round(us, 2), "tflops": round(tflops, 1)}
+                | {"watts": device.power_w and round(device.power_w.mean)}
+            )
+        torch.cuda.empty_cache()
+    write_report(output_json, {"model": model, "product_tflops": ceiling, "cases": cases})
+
+
+if __name__ == "__main__":
+    main()
