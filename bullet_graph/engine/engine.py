@@ -1,12 +1,17 @@
-"""The engine: the one loop that sees requests, scheduler, executor and outputs."""
+"""The engine: takes requests, steps the loop, and owns the executor."""
 
 import dataclasses
+import gc
 import itertools
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from bullet_graph._imports import BEGAN_S
+from bullet_graph._version import __version__
 from bullet_graph.config import (
     DeviceName,
     DtypeName,
@@ -18,21 +23,30 @@ from bullet_graph.config import (
     ReadyName,
     SelfCheckChoice,
 )
-from bullet_graph.engine.admission import Prompt, normalise_batch
-from bullet_graph.engine.opening import open_engine
-from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.engine.request_loop import RequestLoop
-from bullet_graph.errors import ConfigError, RequestError
+from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
+from bullet_graph.engine.core import EngineCore
+from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
+from bullet_graph.engine.preparation import PREPARE_MS
+from bullet_graph.engine.request import Request, Sample
+from bullet_graph.engine.stall import stalled_launches
+from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
 from bullet_graph.models.progress import progress_bar
+from bullet_graph.partition.masks import SMS_PER_TPC
 from bullet_graph.perf.start_report import StartClock, StartReport
+from bullet_graph.planner.corrections import Corrections
+from bullet_graph.planner.planner import Planner
+from bullet_graph.runtime.build import build_executor
+from bullet_graph.runtime.executor import Executor, keep_for_ever, max_batch_sizes
 from bullet_graph.runtime.memory import MemoryLedger
+from bullet_graph.runtime.resolve import load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
 _IMPORTED_S = time.perf_counter()
 
 
-class Engine(RequestLoop):
+class Engine:
     """An LLM inference engine in this process, on one device.
 
     It installs no signal handlers, changes no global logging, environment or torch defaults, and starts no
@@ -110,16 +124,208 @@ class Engine(RequestLoop):
         if trace_path is not None and trace_path.exists():
             # Known now rather than after the weights are loaded.
             raise ConfigError(f"the trace file {trace_decisions} exists: give another name, or remove it")
-        opened = open_engine(config, clock=start, progress=use_tqdm, on_ledger=on_ledger or (lambda _: None))
-        super().__init__(config, opened, start=start, trace_path=trace_path)
+        with start.phase("device"):
+            runtime = resolve(config)
+        with start.phase("tokenizer"):
+            self.tokenizer = load_tokenizer(runtime)
+        try:
+            built = build_executor(
+                config, runtime, progress=use_tqdm, on_ledger=on_ledger or (lambda _: None), clock=start
+            )
+        except BaseException as error:
+            # Its frames would hold the device's memory for as long as the caller holds the error.
+            traceback.clear_frames(error.__traceback__)
+            raise
+        self.config = config
+        self.model_config = runtime.model
+        self.max_model_len = runtime.max_model_len
+        self.device_name = runtime.device.type
+        self.memory = built.memory
+        self.partition_backend = built.partition_backend
+        self.capture = built.capture
+        self.compiles = built.compiles
+        self.cache_use = built.cache_use
+        self.num_sms = built.executor.num_sms
+        self._start = start
+        self._admission = Admission(
+            self.model_config, self.tokenizer, max_model_len=self.max_model_len, seed=config.seed
+        )
+        self._executor: Executor | None = built.executor
+        self._lane_sms = built.lane_sms
+        self._performance = built.performance
+        # They belong to the device, so they outlive a change of policy.
+        self._corrections = Corrections()
+        self._failure: BaseException | None = None
+        self._trace: DecisionTrace | None = None
+        self._aborted: list[RequestOutput] = []
         self._names = itertools.count()
+        try:
+            self._core = self._new_core(built.executor)
+            if trace_path is not None:
+                self._trace = self._core.trace.file = self._open_trace(trace_path)
+        except BaseException:
+            # The same here.
+            built.executor.shutdown()
+            raise
         start.ready()
+
+    def _new_core(self, executor: Executor) -> EngineCore:
+        """A loop without requests whose blocks are all free.
+
+        Raises:
+            ConfigError: the policy needs a performance table, partitions or a lane that the executor does not have.
+        """
+        config, num_layers = self.config, self.model_config.num_layers
+        if config.policy.uses_prefill_lane and not executor.has_prefill_lane:
+            raise ConfigError(
+                f"the policy {config.policy} needs a prefill lane, but the engine was made for one that has none: "
+                "make it with policy=auto, which can serve as any other"
+            )
+        planner = Planner(
+            config.policy,
+            max_chunk_tokens=config.chunk_tokens,
+            decode_sms=[
+                SMS_PER_TPC * p.decode_tpcs for p in executor.partitions if p.decode_tpcs is not None
+            ],
+            max_batch_sizes=max_batch_sizes(executor),
+            num_layers=num_layers,
+            model=self._performance,
+            corrections=self._corrections,
+        )
+        return EngineCore(
+            executor,
+            planner,
+            num_kv_blocks=self.memory.num_kv_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_layers=num_layers,
+            prompt_order=config.prompt_order,
+            trace=self._trace,
+        )
+
+    def _open_trace(self, path: Path) -> DecisionTrace:
+        header = TraceHeader(
+            model=self.config.model,
+            device=self.device_name,
+            num_sms=self.num_sms,
+            num_layers=self.model_config.num_layers,
+            policy=str(self.config.policy),
+            slo=str(self.config.slo),
+            version=__version__,
+        )
+        return DecisionTrace.open(path, header=header, overwrite=False)
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
+
+    # ---- requests one by one ----
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        output_kind: OutputKind = OutputKind.CUMULATIVE,
+        arrival_s: float | None = None,
+        slo: Slo | None = None,
+    ) -> None:
+        """Queue a request; :meth:`step` runs it.
+
+        Args:
+            arrival_s: the arrival time on the clock of :meth:`now`; None for now.
+            slo: its latency targets; the engine's replace those that are missing.
+
+        Raises:
+            RequestError: the request is invalid (see the subclasses); the engine is unaffected.
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        executor = self._alive()
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a str, got {request_id!r:.80}")
+        if request_id in self._core.tracker:
+            raise RequestError(f"request id {request_id!r} is in use")
+        params = SamplingParams() if sampling_params is None else sampling_params
+        token_ids = self._admission.token_ids(prompt)
+        arrival = executor.now() if arrival_s is None else arrival_s
+        self._start.first_request(arrival)
+        targets = self.config.slo if slo is None else slo.or_else(self.config.slo)
+        sequences = self._admission.sequences(request_id, token_ids, params, slo=targets, arrival_s=arrival)
+        samples = [Sample(s, None if self.tokenizer is None else self.tokenizer.stream()) for s in sequences]
+        self._core.add(Request(request_id, token_ids, samples, output_kind, arrival, targets))
+
+    def now(self) -> float:
+        """Seconds on the clock of the requests' metrics; :class:`EngineDeadError` once the engine is dead."""
+        return self._alive().now()
+
+    def sleep_until(self, time_s: float) -> None:
+        """Sleep until this time of :meth:`now`; missing CUDA graphs are captured meanwhile."""
+        executor = self._alive()
+        while executor.now() + PREPARE_MS / 1e3 <= time_s and self.prepare_next():
+            pass
+        executor.sleep_until(time_s)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; the next :meth:`step` reports it. An unknown id is ignored."""
+        output = self._core.abort(request_id)
+        if output is not None:
+            self._aborted.append(output)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether :meth:`step` has something to do or to report."""
+        return bool(self._core.has_work() or self._aborted)
+
+    def step(self, until_s: float | None = None) -> list[RequestOutput]:
+        """Launch work, wait for one launch to finish, and return the new outputs.
+
+        Args:
+            until_s: latest time of :meth:`now` to wait for.
+
+        Raises:
+            EngineDeadError: the engine was shut down, or the device has failed (the error is its cause); all requests
+                are lost.
+            KeyboardInterrupt: or another interrupt; all requests are lost, but the engine can go on.
+        """
+        executor = self._alive()
+        outputs, self._aborted = self._aborted, []
+        try:
+            if self._core.has_work():
+                # Outputs that are ready are handed out before anything is waited for.
+                outputs += self._core.step(executor.now() if outputs else until_s)
+                if self._core.counters.first_token_s is not None:
+                    self._start.first_token(self._core.counters.first_token_s)
+        except BaseException as error:
+            self._failure = error
+            if isinstance(error, Exception):
+                raise EngineDeadError(f"the engine failed while running a step: {error}") from error
+            # An interrupt may strike anywhere, so the scheduler's books cannot be trusted.
+            self._core.drain()
+            self._core = self._new_core(executor)
+            self._aborted = []
+            self._failure = None
+            raise
+        return outputs
+
+    def prepare_next(self) -> bool:
+        """Capture the next missing CUDA graph of an engine with ``ready="hot"``; meant for idle time.
+
+        :meth:`sleep_until` calls it, :class:`AsyncEngine` does while it is idle, and :meth:`step` now and then.
+
+        Returns:
+            False if no graph is missing any more.
+
+        Raises:
+            EngineDeadError: the engine was shut down, or the device has failed.
+        """
+        self._alive()
+        try:
+            return self._core.prepare_next()
+        except Exception as error:
+            self._failure = error
+            raise EngineDeadError(f"the engine failed while capturing a graph: {error}") from error
 
     # ---- whole batches ----
 
@@ -134,15 +340,15 @@ class Engine(RequestLoop):
 
         Args:
             prompts: text, token ids, or a list of either.
-            sampling_params: one for all, or one a prompt.
+            sampling_params: one for all prompts, or one per prompt.
             use_tqdm: show a progress bar.
 
         Returns:
-            One output a prompt, in order. In a list, a request that is wrong fails alone: its output has
-            ``error`` set and no ``outputs``.
+            One output per prompt, in order. An invalid prompt of a list fails alone: its output has ``error`` set and
+            no ``outputs``.
 
         Raises:
-            RequestError: a single prompt is wrong, or requests added one by one are still under way.
+            RequestError: a single prompt is invalid, or requests added one by one are still under way.
         """
         self._alive()
         if len(self._core.tracker):
@@ -178,20 +384,19 @@ class Engine(RequestLoop):
 
     @property
     def start_report(self) -> StartReport:
-        """What the start took; the first token is in it once it is out."""
+        """The phases of the start and their times; holds the first token's time once there is one."""
         return self._start.report()
 
     def set_policy(
         self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
     ) -> None:
-        """Serve under another policy and other targets from now on, with the graphs and partitions there are.
+        """Change the policy and the targets; the graphs and partitions stay.
 
-        Counters begin anew; what the planner has learned of the device stays. So does the order of prompts where
-        ``prompt_order`` is None.
+        Counters restart at 0. The planner's corrections stay, and so does the prompt order if ``prompt_order`` is None.
 
         Raises:
             RequestError: requests are under way.
-            ConfigError: the policy needs a performance table or partitions that this engine was not made with.
+            ConfigError: the policy needs a performance table or partitions that this engine does not have.
         """
         executor = self._alive()
         if self.has_unfinished_requests():
@@ -205,3 +410,55 @@ class Engine(RequestLoop):
         except BaseException:
             self.config = before
             raise
+
+    def stats(self) -> EngineStats:
+        """Counters and state now."""
+        return self._core.stats()
+
+    def num_running(self) -> int:
+        """Sequences that hold KV blocks. Safe in any thread."""
+        return self._core.scheduler.num_running
+
+    def stalled_launches(self, limit_s: float) -> tuple[str, ...]:
+        """Descriptions of the launches that have blocked a lane for more than ``limit_s`` seconds, oldest first.
+
+        Safe in any thread, even while :meth:`step` is stuck in another.
+        """
+        executor = self._executor
+        if executor is None:
+            return ()
+        return stalled_launches(
+            self._core, now_s=executor.now(), limit_s=limit_s, config=self.config, lane_sms=self._lane_sms
+        )
+
+    def shutdown(self) -> None:
+        """Free the memory. Requests under way are lost; a second call does nothing.
+
+        On a GPU, torch keeps a cuBLAS workspace (32 MiB on Hopper) for each stream that it has used.
+        """
+        executor, self._executor = self._executor, None
+        if executor is None:
+            return
+        trace, self._trace = self._trace, None
+        self._core.close()
+        device_lives = executor.shutdown()
+        del executor
+        if trace is not None:
+            trace.close()
+        if not device_lives:
+            # The driver frees its memory when the process ends.
+            keep_for_ever(self._failure)
+            return
+        if self._failure is not None:
+            # Its traceback keeps the frames of the failed step alive, and they keep weights and cache.
+            traceback.clear_frames(self._failure.__traceback__)
+        gc.collect()
+        if self.device_name == "cuda":
+            torch.cuda.empty_cache()
+
+    def _alive(self) -> Executor:
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine has failed: {self._failure}") from self._failure
+        if self._executor is None:
+            raise EngineDeadError("the engine was shut down: make a new one")
+        return self._executor
