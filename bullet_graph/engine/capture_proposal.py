@@ -1,10 +1,16 @@
-"""Chooses what to capture for a workload under budgets of memory and time. No torch."""
+"""Proposes what an engine should capture for a workload, under budgets of memory and time. No torch.
+
+A recorded run says which steps came up. Each captured size saves them time: less padding, no turns with prefill, fewer
+launches one by one. The proposal takes the size that saves the most time for its cost, again and again.
+"""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
 
-from bullet_graph.engine.capture_usage import CaptureUsage
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import (
     DECODE_GRAPH_BYTES,
@@ -14,47 +20,116 @@ from bullet_graph.graphs.capture_plan import (
     CapturePlan,
     DecodeSizes,
 )
-from bullet_graph.graphs.key import FINE_ROWS, batch_size_buckets, smallest_holding
-from bullet_graph.graphs.size_choice import Choice, Demand, best_choices, lost_ms
+from bullet_graph.graphs.key import EAGER_LAYER_MS, batch_size_buckets, smallest_holding
+from bullet_graph.partition.masks import SMS_PER_TPC
+from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.runtime.step_work import StepRecord
+
+CAPTURED_LAYER_MS = 0.08
+"""Host time of a layer of a forward that runs as piecewise graphs: 2.5 ms for 32 layers (bench/LOG.md)."""
+
+SINGLE_ROW_LOSS = 0.146
+"""Least share of a step that padding a single row costs: 4.86 ms instead of 4.24 ms, since one row has a matrix kernel
+of its own (bench/LOG.md). Tables do not show it: they are interpolated from one row to the next size."""
+
+LEAST_SPLIT_GAIN = 0.05
+"""Least share of its step that a split gains over taking turns: the planner chose it for throughput or for a target."""
+
+UNSEEN_SHARE = 0.01
+"""Weight of all batch sizes together that never came up, as a share of the whole GPU's decode steps: a burst may bring
+them, and must not be padded to the very largest size."""
 
 BATCH_STEP = 8
-"""Batch sizes are chosen among 1, 2, 4 and multiples of it: the matrix kernels work in tiles."""
+"""Batch sizes are chosen among 1, 2, 4 and multiples of it: matrix kernels work in tiles."""
 
 ROW_STEP = 16
-"""Rows of short forwards are chosen among multiples of it up to 1,024; above, among those captured without a plan: the
-time of the choice grows with the cube of the candidates."""
+"""Rows of piecewise graphs are chosen among multiples of it."""
+
+PIECEWISE: Literal["piecewise"] = "piecewise"
+GroupKey = int | Literal["piecewise"] | None
+"""What is captured: decode steps of the whole GPU (None) or beside a partition's SMs, or piecewise graphs."""
+
+_NEGLIGIBLE = 1e-12
+"""Share of a group's time that is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What capturing may take; infinite for no limit.
+    """Limits of capturing; infinite for none.
 
     Attributes:
-        memory_bytes: of the device.
-        time_s: at every start, compiling left out.
+        memory_bytes: device memory of the graphs.
+        time_s: seconds of capturing at each start, without compiling.
     """
 
     memory_bytes: float = math.inf
     time_s: float = math.inf
 
-    def affords(self, item_bytes: float, item_s: float) -> int:
-        """How many graphs of such a cost; infinite budgets afford more than any engine has."""
-        return int(min(self.memory_bytes / item_bytes, self.time_s / item_s, 1e6) + 1e-9)
+    def affords(self, num_bytes: float, seconds: float) -> bool:
+        """Whether graphs of these costs fit, rounding aside."""
+        return num_bytes <= self.memory_bytes * (1 + 1e-9) and seconds <= self.time_s * (1 + 1e-9)
 
-    def less(self, num_bytes: float, seconds: float) -> "Budget":
-        """What is left of it."""
-        return Budget(self.memory_bytes - num_bytes, self.time_s - seconds)
+    def share(self, num_bytes: float, seconds: float) -> float:
+        """The larger share of the two limits that a cost takes; seconds where there is no limit."""
+        if math.isinf(self.memory_bytes) and math.isinf(self.time_s):
+            return seconds
+        return max(num_bytes / self.memory_bytes, seconds / self.time_s)
+
+
+@dataclass(slots=True)
+class StepSums:
+    """Steps with the same number of rows, added up: their count, prompt rows, (query, key) pairs, decode rows, the
+    tokens these attend to, and the time on the device."""
+
+    num_steps: int = 0
+    tokens: int = 0
+    pairs: float = 0.0
+    batch_size: int = 0
+    kv_tokens: int = 0
+    device_ms: float = 0.0
+
+    def add(self, record: StepRecord) -> None:
+        """Add one step."""
+        work = record.work
+        self.num_steps += 1
+        self.tokens += work.tokens
+        self.pairs += work.pairs
+        self.batch_size += work.batch_size
+        self.kv_tokens += work.kv_tokens
+        self.device_ms += record.device_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Steps of one size.
+
+    Attributes:
+        size: their rows.
+        num_steps: number of steps seen; 0 for a size that may yet come up.
+        padded_ms: time that all of them lose together when padded to a size that holds them.
+        unserved_ms: the same when no captured size holds them; infinite where that must not be.
+    """
+
+    size: int
+    num_steps: int
+    padded_ms: Callable[[int], float]
+    unserved_ms: float
+
+    def lost_ms(self, sizes: Sequence[int]) -> float:
+        """Time lost with these sizes captured, which rise."""
+        held = smallest_holding(self.size, sizes)
+        return self.unserved_ms if held is None else self.padded_ms(held)
 
 
 @dataclass(frozen=True, slots=True)
 class SizeUse:
-    """What one captured size does.
+    """Work of one captured size.
 
     Attributes:
         size: rows.
         num_steps: steps that it serves.
-        num_exact: those of them that need no padding.
-        worth_ms: time lost without it, by batches as well that did not come up but may; infinite where it must be.
+        num_exact: those of them without padding.
+        worth_ms: time lost without it, also by sizes that may yet come up; infinite where it is required.
     """
 
     size: int
@@ -64,167 +139,235 @@ class SizeUse:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupUse:
-    """Steps that the same captured sizes serve, and what these do.
+class Group:
+    """Steps that share their captured sizes.
 
     Attributes:
-        name: ``whole GPU``, ``N SMs``, or ``short forwards``.
-        num_steps: steps that were seen.
-        num_unserved: those of them that no size holds.
-        lost_ms: time lost by all that were seen.
-        sizes: those captured.
+        name: ``whole GPU``, ``N SMs``, or ``piecewise graphs``.
+        demands: the steps, by rising size.
+        candidates: sizes to choose from, rising: those that some step would be padded to.
+        num_bytes: device memory of one captured size.
+        seconds: time to capture it.
     """
 
     name: str
-    num_steps: int
-    num_unserved: int
-    lost_ms: float
-    sizes: tuple[SizeUse, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The steps that a run asked for, as demands.
-
-    Attributes:
-        decode: by SMs of the decode lane, None (the whole GPU) always among them, as the first.
-        forwards: with prompt tokens, on the whole GPU, of as many rows as may be captured.
-        num_layers: of the model.
-        max_num_seqs: that the whole GPU must hold.
-    """
-
-    decode: dict[int | None, list[Demand]]
-    forwards: list[Demand]
-    num_layers: int
-    max_num_seqs: int
+    demands: tuple[Demand, ...]
+    candidates: tuple[int, ...]
+    num_bytes: float = DECODE_GRAPH_BYTES
+    seconds: float = DECODE_GRAPH_S
 
     @classmethod
-    def of(cls, usage: CaptureUsage, like: CapturePlan) -> "Workload":
-        """What a run has collected that captured graphs of such an engine may serve."""
-        partitions = sorted(sms for sms in usage.decode if sms is not None)
-        decode: dict[int | None, list[Demand]] = {
-            None: usage.whole_gpu_demands(unseen=batch_size_buckets(like.max_num_seqs))
-        }
-        decode |= {sms: usage.partition_demands(sms) for sms in partitions}
-        max_rows = like.piecewise_rows[-1] if like.piecewise_rows else 0
-        forwards = usage.forward_demands(max_rows)
-        return cls(decode, forwards, usage.model.num_layers, like.max_num_seqs)
+    def of(
+        cls, name: str, demands: Sequence[Demand], grid: Iterable[int], layers: int | None = None
+    ) -> "Group":
+        """A group whose candidates are the sizes of a rising grid that steps reach; ``layers`` of piecewise graphs."""
+        sizes = tuple(grid)
+        reached = {smallest_holding(demand.size, sizes) for demand in demands}
+        candidates = tuple(size for size in sizes if size in reached)
+        ordered = tuple(sorted(demands, key=lambda demand: demand.size))
+        if layers is None:
+            return cls(name, ordered, candidates)
+        return cls(name, ordered, candidates, layers * PIECE_BYTES, layers * PIECE_S)
 
-    def batch_candidates(self, decode_sms: int | None) -> tuple[int, ...]:
-        """Batch sizes worth capturing for so many SMs, rising: where the batches that were seen are padded to."""
-        grid = [size for size in (1, 2, 4) if size < self.max_num_seqs]
-        grid += [*range(BATCH_STEP, self.max_num_seqs, BATCH_STEP), self.max_num_seqs]
-        return _reached(grid, self.decode[decode_sms])
+    def lost_ms(self, sizes: Sequence[int], *, seen: bool = False) -> float:
+        """Time lost with these sizes captured; ``seen`` leaves out steps that only may come up."""
+        return math.fsum(demand.lost_ms(sizes) for demand in self.demands if demand.num_steps or not seen)
 
-    def row_candidates(self, like: CapturePlan) -> tuple[int, ...]:
-        """Rows of short forwards worth capturing, rising, none above those of ``like``; see :data:`ROW_STEP`."""
-        most = max(like.piecewise_rows, default=0)
-        fine = range(ROW_STEP, min(most, FINE_ROWS) + 1, ROW_STEP)
-        coarse = [rows for rows in like.piecewise_rows if rows > FINE_ROWS]
-        return _reached([*fine, *coarse], self.forwards)
+    def saved_ms(self, size: int, sizes: Sequence[int]) -> float:
+        """Time that one more size saves beside ``sizes``, which rise."""
+        index = bisect_left(sizes, size)
+        below = sizes[index - 1] if index else 0
+        return math.fsum(
+            demand.lost_ms(sizes) - demand.padded_ms(size)
+            for demand in self.demands
+            if below < demand.size <= size
+        )
 
-    def everything(self, *, like: CapturePlan) -> CapturePlan:
-        """Every candidate captured: the least time lost that there can be."""
-        decode = {sms: self.batch_candidates(sms) for sms in self.decode}
-        return _plan(like, decode, self.row_candidates(like))
+    def uses(self, sizes: Sequence[int]) -> tuple[SizeUse, ...]:
+        """What each captured size does for the steps."""
+        total_ms = self.lost_ms(sizes)
+        found = []
+        for size in sizes:
+            served = [demand for demand in self.demands if smallest_holding(demand.size, sizes) == size]
+            found.append(
+                SizeUse(
+                    size,
+                    sum(demand.num_steps for demand in served),
+                    sum(demand.num_steps for demand in served if demand.size == size),
+                    self.lost_ms([other for other in sizes if other != size]) - total_ms,
+                )
+            )
+        return tuple(found)
 
-    def uses(self, plan: CapturePlan) -> tuple[GroupUse, ...]:
-        """What each size of a plan would do for these steps."""
-        sizes = {entry.decode_sms: entry.batch_sizes for entry in plan.decode}
-        names = dict.fromkeys((*self.decode, *sizes))
-        groups = [
-            _use("whole GPU" if sms is None else f"{sms} SMs", self.decode.get(sms, []), sizes.get(sms, ()))
-            for sms in names
-        ]
-        return (*groups, _use("short forwards", self.forwards, plan.piecewise_rows))
+
+@dataclass(slots=True)
+class CaptureUsage:
+    """Collects the steps of a run.
+
+    Attributes:
+        model: predicts the device's times; pads nothing.
+        decode: decode steps by SMs of the decode lane (None: the whole GPU), then by batch size.
+        forwards: whole forwards with prompt tokens on the decode lane, by rows.
+        beside_ms: by SMs of the decode lane: time of prefill on the other SMs, and its time on the whole GPU.
+    """
+
+    model: PerformanceModel
+    decode: dict[int | None, dict[int, StepSums]] = field(default_factory=dict)
+    forwards: dict[int, StepSums] = field(default_factory=dict)
+    beside_ms: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def note(self, record: StepRecord) -> None:
+        """Add a launch. Those on the prefill lane are never captured."""
+        placement, work = record.placement, record.work
+        tpcs = placement.partition.decode_tpcs
+        decode_sms = None if tpcs is None else SMS_PER_TPC * tpcs
+        if placement.lane == "prefill":
+            if decode_sms is not None:
+                self._note_prefill(decode_sms, record)
+        elif work.tokens:
+            self.forwards.setdefault(work.tokens + work.batch_size, StepSums()).add(record)
+        else:
+            self.decode.setdefault(decode_sms, {}).setdefault(work.batch_size, StepSums()).add(record)
+
+    def _note_prefill(self, decode_sms: int, record: StepRecord) -> None:
+        num_layers, placement = self.model.num_layers, record.placement
+        last = num_layers if placement.last_layer is None else placement.last_layer
+        alone_ms = self.model.prefill(record.work.tokens, record.work.pairs).ms
+        alone_ms *= (last - placement.first_layer) / num_layers
+        beside_ms, whole_ms = self.beside_ms.get(decode_sms, (0.0, 0.0))
+        self.beside_ms[decode_sms] = beside_ms + record.device_ms, whole_ms + alone_ms
+
+    @property
+    def device_ms(self) -> float:
+        """Time of all steps on the decode lane."""
+        decode = (sums for sizes in self.decode.values() for sums in sizes.values())
+        return math.fsum(sums.device_ms for sums in (*decode, *self.forwards.values()))
+
+    def groups(self, like: CapturePlan) -> dict[GroupKey, Group]:
+        """The steps by what captures them: None (the whole GPU), SMs of a partition, or :data:`PIECEWISE`.
+
+        Args:
+            like: a plan of the same model and engine; piecewise graphs end where its own do.
+        """
+        most = like.max_num_seqs
+        grid = [size for size in (1, 2, 4) if size < most] + [*range(BATCH_STEP, most, BATCH_STEP), most]
+        found: dict[GroupKey, Group] = {None: Group.of("whole GPU", self._whole_gpu(most), grid)}
+        for sms in sorted(sms for sms in self.decode if sms is not None):
+            demands = [self._beside_prefill(sms, *item) for item in self.decode[sms].items()]
+            found[sms] = Group.of(f"{sms} SMs", demands, grid)
+        rows = range(ROW_STEP, max(like.piecewise_rows, default=0) + 1, ROW_STEP)
+        forwards = [self._forward(*item) for item in self.forwards.items() if rows and item[0] <= rows[-1]]
+        found[PIECEWISE] = Group.of("piecewise graphs", forwards, rows, self.model.num_layers)
+        return found
+
+    def _whole_gpu(self, max_num_seqs: int) -> list[Demand]:
+        """Decode steps on the whole GPU, which must be served, and sizes that may yet come up."""
+        seen = self.decode.get(None, {})
+        demands = [Demand(n, s.num_steps, self._padded_decode(None, n, s), math.inf) for n, s in seen.items()]
+        num_steps = sum(sums.num_steps for sums in seen.values())
+        depth = sum(s.kv_tokens for s in seen.values()) // max(sum(s.batch_size for s in seen.values()), 1)
+        unseen = set(batch_size_buckets(max_num_seqs)) - seen.keys()
+        for size in unseen:
+            one = StepSums(num_steps=1, batch_size=size, kv_tokens=size * max(depth, 1))
+            weight = UNSEEN_SHARE * max(num_steps, 1) / len(unseen)
+            demands.append(Demand(size, 0, self._padded_decode(None, size, one, weight), math.inf))
+        return demands
+
+    def _beside_prefill(self, decode_sms: int, size: int, sums: StepSums) -> Demand:
+        """Decode steps beside prefill.
+
+        Without a graph they take turns with prefill on the whole GPU, which costs what both take there in turn.
+        """
+        beside_ms, whole_ms = self.beside_ms.get(decode_sms, (1.0, 0.0))
+        split_ms = sums.device_ms / sums.num_steps
+        turns_ms = (
+            self.model.decode(size, sums.kv_tokens // sums.num_steps).ms + split_ms * whole_ms / beside_ms
+        )
+        lost_ms = sums.num_steps * max(turns_ms - split_ms, LEAST_SPLIT_GAIN * split_ms)
+        return Demand(size, sums.num_steps, self._padded_decode(decode_sms, size, sums), lost_ms)
+
+    def _forward(self, size: int, sums: StepSums) -> Demand:
+        """Forwards with prompt tokens: padded to piecewise graphs, or launched kernel by kernel.
+
+        The longer host time of the latter is lost in full: meanwhile the host launches nothing else.
+        """
+        n = sums.num_steps
+
+        @cache
+        def ms(rows: int) -> float:
+            # Rows of padding attend to nothing.
+            tokens, pairs = max(round(sums.tokens / n), 1) + rows - size, sums.pairs / n
+            if not sums.batch_size:
+                return self.model.prefill(tokens, pairs).ms
+            return self.model.mixed(tokens, pairs, max(round(sums.batch_size / n), 1), sums.kv_tokens // n).ms
+
+        eager_ms = (EAGER_LAYER_MS - CAPTURED_LAYER_MS) * self.model.num_layers
+        return Demand(size, n, lambda padded: n * max(ms(padded) - ms(size), 0.0), n * eager_ms)
+
+    def _padded_decode(
+        self, decode_sms: int | None, size: int, sums: StepSums, weight: float = 1.0
+    ) -> Callable[[int], float]:
+        @cache
+        def ms(rows: int) -> float:
+            return self.model.decode(rows, sums.kv_tokens // sums.num_steps, decode_sms).ms
+
+        def padded_ms(padded: int) -> float:
+            least = SINGLE_ROW_LOSS * ms(size) if size == 1 < padded else 0.0
+            return weight * sums.num_steps * max(ms(padded) - ms(size), least)
+
+        return padded_ms
 
 
-def propose(workload: Workload, budget: Budget, *, like: CapturePlan) -> CapturePlan:
-    """The plan within a budget that loses these steps, and those that may yet come up, the least time.
-
-    First the best sizes for each partition, for every number of them; then the best numbers for all partitions together
-    (a knapsack whose items all cost the same); and the same against every number of sizes of short forwards.
+def propose(groups: dict[GroupKey, Group], budget: Budget, *, like: CapturePlan) -> CapturePlan:
+    """A plan within a budget: greedily, the size that saves the most time for its share of the budget.
 
     Args:
-        like: a plan of the same model and engine; its rows of short forwards end where such a forward may.
+        groups: of :meth:`CaptureUsage.groups`.
+        like: a plan of the same model and engine.
 
     Raises:
-        ConfigError: the budget affords not even one graph.
+        ConfigError: the budget does not allow a single graph.
     """
-    most = budget.affords(DECODE_GRAPH_BYTES, DECODE_GRAPH_S)
-    if most < 1:
+    if not budget.affords(DECODE_GRAPH_BYTES, DECODE_GRAPH_S):
         raise ConfigError(
-            f"the whole GPU needs a graph of max_num_seqs={workload.max_num_seqs} rows, about "
+            f"the whole GPU needs a graph of max_num_seqs={like.max_num_seqs} rows, about "
             f"{DECODE_GRAPH_BYTES / 1e9:.3f} GB and {DECODE_GRAPH_S:.3f} s, but the budget is "
             f"{budget.memory_bytes / 1e9:g} GB and {budget.time_s:g} s: raise --memory-gb or --time-s"
         )
-    choices = {}
-    for sms, demands in workload.decode.items():
-        candidates = workload.batch_candidates(sms)
-        choices[sms] = best_choices(candidates, demands, most=min(most, len(candidates)))
-    by_count = _share_out(choices, most)
-    rows = workload.row_candidates(like)
-    best: tuple[float, dict[int | None, Choice], Choice] | None = None
-    for count, forwards in enumerate(best_choices(rows, workload.forwards, most=len(rows))):
-        pieces = count * workload.num_layers
-        left = budget.less(pieces * PIECE_BYTES, pieces * PIECE_S)
-        affordable = left.affords(DECODE_GRAPH_BYTES, DECODE_GRAPH_S)
-        if affordable < 1:
+    chosen: dict[GroupKey, list[int]] = {name: [] for name in groups}
+    chosen[None] = [like.max_num_seqs]
+    num_bytes, seconds = float(DECODE_GRAPH_BYTES), DECODE_GRAPH_S
+
+    def savings(name: GroupKey) -> list[tuple[float, int]]:
+        group, sizes = groups[name], chosen[name]
+        share = budget.share(group.num_bytes, group.seconds)
+        least = _NEGLIGIBLE * max(sum(d.unserved_ms for d in group.demands if d.unserved_ms < math.inf), 1.0)
+        found = [(group.saved_ms(size, sizes), size) for size in group.candidates if size not in sizes]
+        return [(saved / share, size) for saved, size in found if saved > least]
+
+    ratings = {name: savings(name) for name in groups}
+    while True:
+        affordable = [
+            (max(rated), name)
+            for name, rated in ratings.items()
+            if rated and budget.affords(num_bytes + groups[name].num_bytes, seconds + groups[name].seconds)
+        ]
+        if not affordable:
             break
-        decode = by_count[min(affordable, len(by_count) - 1)]
-        lost = sum(choice.lost_ms for choice in decode.values()) + forwards.lost_ms
-        if best is None or lost < best[0] * (1 - 1e-12):
-            best = lost, decode, forwards
-    assert best is not None  # no pieces at all are affordable
-    _, decode, forwards = best
-    return _plan(like, {sms: choice.sizes for sms, choice in decode.items()}, forwards.sizes)
-
-
-def _share_out(choices: dict[int | None, tuple[Choice, ...]], most: int) -> list[dict[int | None, Choice]]:
-    """By number of graphs in all: the choice for each partition that loses the least time together."""
-    shared: list[dict[int | None, Choice]] = [{}]
-    totals = [0.0]
-    for sms, own in choices.items():
-        room = min(most, len(totals) + len(own) - 2)
-        splits = []
-        for count in range(room + 1):
-            ways = range(max(count - len(totals) + 1, 0), min(count, len(own) - 1) + 1)
-            splits.append(min(ways, key=lambda k, n=count: own[k].lost_ms + totals[n - k]))  # type: ignore[misc]
-        shared = [shared[count - k] | {sms: own[k]} for count, k in enumerate(splits)]
-        totals = [own[k].lost_ms + totals[count - k] for count, k in enumerate(splits)]
-    return shared
-
-
-def _reached(grid: Iterable[int], demands: Sequence[Demand]) -> tuple[int, ...]:
-    """The sizes of a grid that some step is padded to, rising; between two of them, a size would serve none better."""
-    sizes = tuple(grid)
-    reached = {smallest_holding(demand.size, sizes) for demand in demands}
-    return tuple(sorted(size for size in reached if size is not None))
-
-
-def _plan(like: CapturePlan, decode: dict[int | None, tuple[int, ...]], rows: tuple[int, ...]) -> CapturePlan:
+        (_, size), name = max(affordable, key=lambda item: item[0])
+        chosen[name] = sorted([*chosen[name], size])
+        num_bytes += groups[name].num_bytes
+        seconds += groups[name].seconds
+        ratings[name] = savings(name)
     return CapturePlan(
         model=like.model,
         dtype=like.dtype,
         num_sms=like.num_sms,
         max_num_seqs=like.max_num_seqs,
-        decode=tuple(DecodeSizes(sms, sizes) for sms, sizes in decode.items() if sizes),
-        piecewise_rows=rows,
+        decode=tuple(
+            DecodeSizes(name, tuple(sizes))
+            for name, sizes in chosen.items()
+            if not isinstance(name, str) and sizes
+        ),
+        piecewise_rows=tuple(chosen[PIECEWISE]),
     )
-
-
-def _use(name: str, demands: Sequence[Demand], sizes: Sequence[int]) -> GroupUse:
-    expected = lost_ms(demands, sizes)
-    served = {size: [d for d in demands if smallest_holding(d.size, sizes) == size] for size in sizes}
-    uses = tuple(
-        SizeUse(
-            size,
-            sum(d.num_steps for d in served[size]),
-            sum(d.num_steps for d in served[size] if d.size == size),
-            lost_ms(demands, [other for other in sizes if other != size]) - expected,
-        )
-        for size in sizes
-    )
-    total = sum(d.num_steps for d in demands)
-    lost = lost_ms([d for d in demands if d.num_steps], sizes)
-    return GroupUse(name, total, total - sum(use.num_steps for use in uses), lost, uses)

@@ -1,38 +1,48 @@
-"""What an engine captures at its start: batch sizes for each partition, and rows of short forwards. No torch."""
+"""Capture plans: what an engine captures at its start, as a value and as a TOML file. No torch."""
 
+import json
+import tomllib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from bullet_graph.config import DtypeName
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.key import batch_size_buckets, row_buckets
 from bullet_graph.partition.masks import SMS_PER_TPC, SmPartition, partition_of
+from bullet_graph.perf.shipped import shipped_folder
 from bullet_graph.perf.traffic import DecoderShape
 
 DECODE_GRAPH_BYTES = 8 * 1024**2
-"""A captured decode step of 32 layers: 2.5 to 7 MiB measured (bench/results/h200/partitions.json)."""
+"""Memory of a captured decode step of 32 layers: 2.5 to 7 MiB measured (bench/results/h200/partitions.json)."""
 
 DECODE_GRAPH_S = 0.022
-"""Capturing it: 0.021 to 0.022 s measured (the same file)."""
+"""Time to capture it: 0.021 to 0.022 s measured (the same file)."""
 
 PIECE_BYTES = 512 * 1024
-"""A captured piece of a short forward: 1,024 of them and 39 decode steps took 845 MB (llama-3.1-8b on an H200)."""
+"""Memory of one layer's piecewise graph: 1,024 of them and 39 decode steps took 845 MB (llama-3.1-8b on an H200)."""
 
 PIECE_S = 0.005
-"""Capturing it: these took 5.8 s together (bench/LOG.md)."""
+"""Time to capture it: these took 5.8 s together (bench/LOG.md)."""
 
 PLAN_DTYPES = tuple(name for name in get_args(DtypeName) if name != "auto")
+FORMAT = "bullet_graph capture plan"
+VERSION = 1
+
+_LINE_CHARS = 100
+_OLD_ROWS = "short_forward_rows"
+"""The name that earlier releases gave ``piecewise_rows``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSizes:
-    """Batch sizes that are captured for one size of the decode lane.
+    """Batch sizes captured for one size of the decode lane.
 
     Attributes:
-        decode_sms: SMs of the decode lane, the prefill lane has the others; None for the whole GPU.
-        batch_sizes: rows of the captured steps, rising; a step is padded up to the next of them.
+        decode_sms: number of SMs of the decode lane, the prefill lane has the others; None for the whole GPU.
+        batch_sizes: rows of the captured steps, rising; a batch is padded up to the next of them.
     """
 
     decode_sms: int | None
@@ -43,20 +53,17 @@ class DecodeSizes:
 class CapturePlan:
     """What an engine captures at its start, no more and no less.
 
-    Chunks of prefill decide nothing here but through the rows of short forwards: longer ones, and those of the prefill
-    lane, are launched kernel by kernel.
-
     Attributes:
         model: a preset's name, or the name of a model folder.
         dtype: of weights and KV cache.
         num_sms: SMs of the GPU that the partitions divide.
-        max_num_seqs: most sequences running at once; the whole GPU has a graph of so many rows.
+        max_num_seqs: most sequences running at once; also the largest batch size of the whole GPU.
         decode: the whole GPU, then partitions by rising size of the decode lane.
-        piecewise_rows: rows, prompt and decode ones together, of the forwards with prompt tokens that run in
-            captured pieces on the whole GPU, rising. Longer forwards are launched kernel by kernel.
+        piecewise_rows: rows, prompt and decode rows together, of forwards with prompt tokens that run as piecewise
+            CUDA graphs on the whole GPU, rising. Longer forwards are launched kernel by kernel.
 
     Raises:
-        ConfigError: at construction, naming the entry, what was found and what to do.
+        ConfigError: at construction; names the entry, the value found and what to do.
     """
 
     model: str
@@ -67,51 +74,38 @@ class CapturePlan:
     piecewise_rows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(
-            isinstance(self.model, str) and self.model != "" and self.model.isprintable(),
-            "model",
-            self.model,
-            "the name of a preset or of a model folder",
-        )
+        is_name = isinstance(self.model, str) and self.model != "" and self.model.isprintable()
+        _require(is_name, "model", self.model, "the name of a preset or of a model folder")
         _require(self.dtype in PLAN_DTYPES, "dtype", self.dtype, f"one of {', '.join(PLAN_DTYPES)}")
         _require_count("num_sms", self.num_sms, "an integer of at least 2: the GPU's SMs", least=2)
         _require_count("max_num_seqs", self.max_num_seqs, "an integer of at least 1")
         self._check_partitions()
+        most = self.max_num_seqs
         for index, entry in enumerate(self.decode):
-            key = f"decode[{index}].batch_sizes"
-            _require_rising(key, entry.batch_sizes)
-            _require(bool(entry.batch_sizes), key, [], "at least one size; or leave out the partition")
-            _require(
-                entry.batch_sizes[-1] <= self.max_num_seqs,
-                key,
-                entry.batch_sizes[-1],
-                f"sizes up to max_num_seqs={self.max_num_seqs}: lower it, or raise max_num_seqs",
-            )
-        _require(
-            self.decode[0].batch_sizes[-1] == self.max_num_seqs,
-            "decode[0].batch_sizes",
-            self.decode[0].batch_sizes[-1],
-            f"max_num_seqs={self.max_num_seqs} as the largest size: the whole GPU serves every batch; add it",
-        )
+            key, sizes = f"decode[{index}].batch_sizes", entry.batch_sizes
+            _require_rising(key, sizes)
+            _require(bool(sizes), key, [], "at least one size; or leave out the partition")
+            required = f"sizes up to max_num_seqs={most}: lower it, or raise max_num_seqs"
+            _require(sizes[-1] <= most, key, sizes[-1], required)
+            if index == 0:
+                required = (
+                    f"max_num_seqs={most} as the largest size: the whole GPU serves every batch; add it"
+                )
+                _require(sizes[-1] == most, key, sizes[-1], required)
         _require_rising("piecewise_rows", self.piecewise_rows)
 
     def _check_partitions(self) -> None:
-        sizes = [entry.decode_sms for entry in self.decode]
-        _require(
-            sizes[:1] == [None] and None not in sizes[1:],
-            "decode",
-            [size or "the whole GPU" for size in sizes],
-            "the whole GPU (an entry without decode_sms) first, and once",
-        )
-        before = 0
-        for index, entry in enumerate(self.decode[1:], 1):
-            key, sms = f"decode[{index}].decode_sms", entry.decode_sms
+        lanes = [entry.decode_sms for entry in self.decode]
+        required = "the whole GPU (an entry without decode_sms) first, and once"
+        whole_first = lanes[:1] == [None] and None not in lanes[1:]
+        _require(whole_first, "decode", [sms or "the whole GPU" for sms in lanes], required)
+        most, before = self.num_sms - SMS_PER_TPC, 0
+        for index, sms in enumerate(lanes[1:], 1):
+            key = f"decode[{index}].decode_sms"
             _require_count(key, sms, "a number of SMs of at least 2", least=SMS_PER_TPC)
             assert sms is not None
-            _require(
-                sms % SMS_PER_TPC == 0, key, sms, f"a multiple of {SMS_PER_TPC} SMs (a TPC): take {sms + 1}"
-            )
-            most = self.num_sms - SMS_PER_TPC
+            required = f"a multiple of {SMS_PER_TPC} SMs (a TPC): take {sms + 1}"
+            _require(sms % SMS_PER_TPC == 0, key, sms, required)
             _require(sms <= most, key, sms, f"at most {most} of the GPU's {self.num_sms} SMs: lower it")
             _require(sms > before, key, sms, "more SMs than the entry before: sort them, each once")
             before = sms
@@ -132,7 +126,7 @@ class CapturePlan:
         return {partition: entry.batch_sizes[-1] for partition, entry in self._by_partition()}
 
     def padded(self, batch_size: int, decode_sms: int | None = None) -> int:
-        """Rows of the graph that serves a batch; as they are, where none does."""
+        """Rows of the graph that serves a batch; the batch's own size where none does."""
         for entry in self.decode:
             if entry.decode_sms == decode_sms and batch_size <= entry.batch_sizes[-1]:
                 return entry.batch_sizes[bisect_left(entry.batch_sizes, batch_size)]
@@ -144,15 +138,15 @@ class CapturePlan:
         return sum(len(entry.batch_sizes) for entry in self.decode)
 
     def graph_bytes(self, num_layers: int) -> int:
-        """Estimate of the captured graphs' memory, of a model with so many layers.
+        """Estimated device memory of the captured graphs.
 
-        What pieces of short forwards compute in comes on top (``graphs.piecewise.piecewise_scratch_bytes``).
+        Buffers of piecewise graphs come on top (``models.workspaces.piece_scratch_bytes``).
         """
         pieces = len(self.piecewise_rows) * num_layers
         return self.num_decode_graphs * DECODE_GRAPH_BYTES + pieces * PIECE_BYTES
 
     def capture_s(self, num_layers: int) -> float:
-        """Estimate of the seconds that capturing takes; compiling, once for all sizes, is not in it."""
+        """Estimated seconds of capturing, without compiling."""
         pieces = len(self.piecewise_rows) * num_layers
         return self.num_decode_graphs * DECODE_GRAPH_S + pieces * PIECE_S
 
@@ -171,7 +165,7 @@ def default_plan(
     shape: DecoderShape,
     decode_sms: Sequence[int],
 ) -> CapturePlan:
-    """What an engine captures that no plan was named for: all buckets, for the whole GPU and each partition.
+    """The plan of an engine that names none: all sizes, for the whole GPU and each partition.
 
     Args:
         max_rows: most rows of a forward.
@@ -179,7 +173,7 @@ def default_plan(
         decode_sms: sizes of the decode lane besides the whole GPU, rising.
 
     Raises:
-        ConfigError: as :class:`CapturePlan` says.
+        ConfigError: see :class:`CapturePlan`.
     """
     sizes = batch_size_buckets(max_num_seqs)
     return CapturePlan(
@@ -190,6 +184,128 @@ def default_plan(
         decode=tuple(DecodeSizes(sms, sizes) for sms in (None, *decode_sms)),
         piecewise_rows=row_buckets(max_rows, shape),
     )
+
+
+# ---- files ----
+
+
+def format_plan(plan: CapturePlan, notes: Sequence[str] = ()) -> str:
+    """A plan as TOML, with ``notes`` as comments at its top."""
+    lines = [f"# {note}".rstrip() for text in notes for note in text.splitlines()]
+    lines += [
+        f"format = {_quoted(FORMAT)}",
+        f"version = {VERSION}",
+        f"model = {_quoted(plan.model)}",
+        f"dtype = {_quoted(plan.dtype)}",
+        f"num_sms = {plan.num_sms}",
+        f"max_num_seqs = {plan.max_num_seqs}",
+        "# Forwards with prompt tokens run as piecewise CUDA graphs, padded to one of these row counts.",
+        *_list_lines("piecewise_rows", plan.piecewise_rows),
+    ]
+    for entry in plan.decode:
+        if entry.decode_sms is None:
+            lines += ["", "[[decode]]  # the whole GPU"]
+        else:
+            lines += ["", "[[decode]]  # a partition", f"decode_sms = {entry.decode_sms}"]
+        lines += _list_lines("batch_sizes", entry.batch_sizes)
+    return "\n".join(lines) + "\n"
+
+
+def parse_plan(text: str) -> CapturePlan:
+    """Read a plan from TOML.
+
+    Raises:
+        ConfigError: it is not valid TOML, keys are unknown or missing, or the plan is impossible; names the key.
+    """
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as cause:
+        raise ConfigError(f"it is not valid TOML ({cause}): mend it, or write it again") from cause
+    if (content.pop("format", None), content.pop("version", None)) != (FORMAT, VERSION):
+        raise ConfigError(
+            f"format and version must be {FORMAT!r} and {VERSION}; found others: make a plan with "
+            "`bullet-graph capture plan`"
+        )
+    rows = content.pop(_OLD_ROWS, None)
+    if rows is not None:
+        content.setdefault("piecewise_rows", rows)
+    _check_keys(
+        "", content, {"model", "dtype", "num_sms", "max_num_seqs", "decode"}, optional={"piecewise_rows"}
+    )
+    entries = content["decode"]
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"decode must be tables, each written [[decode]]; found {entries!r:.80}")
+    decode = []
+    for index, entry in enumerate(entries):
+        _check_keys(f"decode[{index}].", entry, {"batch_sizes"}, optional={"decode_sms"})
+        sizes = _sizes(f"decode[{index}].batch_sizes", entry["batch_sizes"])
+        decode.append(DecodeSizes(entry.get("decode_sms"), sizes))
+    rows = _sizes("piecewise_rows", content.pop("piecewise_rows", []))
+    return CapturePlan(**content | {"decode": tuple(decode), "piecewise_rows": rows})
+
+
+def load_plan(name_or_path: str) -> CapturePlan:
+    """Read a plan: a path that ends in ``.toml``, or the name of one that comes with the package.
+
+    Raises:
+        ConfigError: there is no such plan, or it is wrong; names the file and the key.
+    """
+    shipped = {path.stem: path for path in list_plans()}
+    names = ", ".join(shipped) or "none"
+    path = Path(name_or_path) if name_or_path.endswith(".toml") else shipped.get(name_or_path)
+    if path is None:
+        raise ConfigError(
+            f"no capture plan {name_or_path!r} comes with the package (there: {names}): give one of these, or the "
+            "path of a file that ends in .toml"
+        )
+    try:
+        return parse_plan(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise ConfigError(
+            f"cannot read the capture plan {path} ({cause.strerror}): name an existing file, or a plan that comes "
+            f"with the package ({names})"
+        ) from cause
+    except UnicodeDecodeError as cause:
+        raise ConfigError(f"the capture plan {path} is no text in UTF-8: write it again") from cause
+    except ConfigError as error:
+        raise ConfigError(f"cannot use the capture plan {path}: {error}") from error
+
+
+def list_plans() -> tuple[Path, ...]:
+    """Files of the plans that come with the package, by name."""
+    return tuple(sorted(shipped_folder().glob("*.toml")))
+
+
+def _quoted(text: str) -> str:
+    # TOML quotes printable text as JSON does.
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _list_lines(name: str, sizes: Sequence[int]) -> list[str]:
+    line = f"{name} = [{', '.join(map(str, sizes))}]"
+    if len(line) <= _LINE_CHARS:
+        return [line]
+    lines, row = [f"{name} = ["], "   "
+    for size in sizes:
+        if len(row) + len(f" {size},") > _LINE_CHARS:
+            lines.append(row)
+            row = "   "
+        row += f" {size},"
+    return [*lines, row, "]"]
+
+
+def _check_keys(where: str, found: dict[str, Any], required: set[str], *, optional: set[str]) -> None:
+    if missing := sorted(required - found.keys()):
+        raise ConfigError(f"{where}{missing[0]} is missing: add it")
+    known = sorted(required | optional)
+    if unknown := sorted(found.keys() - set(known)):
+        raise ConfigError(f"{where}{unknown[0]} is no key of a capture plan (they are {', '.join(known)})")
+
+
+def _sizes(key: str, value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ConfigError(f"{key} must be a list of sizes, such as [1, 2, 4]; found {value!r:.80}")
+    return tuple(value)
 
 
 def _require(good: bool, key: str, found: object, required: str) -> None:
@@ -205,10 +321,6 @@ def _require_rising(key: str, sizes: Sequence[Any]) -> None:
     before = 0
     for index, size in enumerate(sizes):
         _require_count(f"{key}[{index}]", size, "an integer of at least 1")
-        _require(
-            size > before,
-            f"{key}[{index}]",
-            size,
-            f"more than the size before, {before}: sort them, each once",
-        )
+        required = f"more than the size before, {before}: sort them, each once"
+        _require(size > before, f"{key}[{index}]", size, required)
         before = size

@@ -25,7 +25,7 @@ from bullet_graph.runtime.artifacts.opening import CapturesOpener, open_captures
 from bullet_graph.runtime.artifacts.plan import cpu_plan, gpu_plan
 from bullet_graph.runtime.artifacts.start import SelfCheckHook, cached_table_for, start_with_captures
 from bullet_graph.runtime.artifacts.use import NO_CACHE, CacheUse, Captures
-from bullet_graph.runtime.captures import max_forward_rows, named_plan
+from bullet_graph.runtime.capture_plan import max_forward_rows, named_plan
 from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.launcher import Launcher

@@ -15,7 +15,7 @@ from bullet_graph.perf.roofline import Roofline, device_spec
 from bullet_graph.perf.shipped import list_tables
 from bullet_graph.perf.table import PerfTable, require_match
 from bullet_graph.perf.table_file import read_table
-from bullet_graph.runtime.captures import named_plan
+from bullet_graph.runtime.capture_plan import named_plan
 from bullet_graph.runtime.perf_tables import table_key, user_table_file
 from bullet_graph.runtime.resolve import Runtime
 

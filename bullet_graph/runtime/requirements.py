@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError, UnsupportedModelError
-from bullet_graph.runtime.captures import named_plan
+from bullet_graph.runtime.capture_plan import named_plan
 from bullet_graph.runtime.resolve import Runtime
 
 FLASHINFER_RELEASE = "0.6.12"

@@ -16,7 +16,7 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.calibrate import calibrate
 from bullet_graph.partition.offsets import lookup
 from bullet_graph.partition.smctrl import identify_driver
-from bullet_graph.runtime.captures import max_forward_rows
+from bullet_graph.runtime.capture_plan import max_forward_rows
 
 pytestmark = pytest.mark.gpu
 

@@ -148,8 +148,7 @@ def test_explain_a_miss(store: CaptureStore, foreign: Entry) -> None:
 
 
 def test_explain_compares_the_plan(store: CaptureStore, tmp_path: Path) -> None:
-    from bullet_graph.graphs.capture_plan import default_plan  # noqa: PLC0415
-    from bullet_graph.graphs.plan_file import format_plan  # noqa: PLC0415
+    from bullet_graph.graphs.capture_plan import default_plan, format_plan  # noqa: PLC0415
     from bullet_graph.runtime.fingerprint import plan_mapping  # noqa: PLC0415
 
     plan = default_plan(

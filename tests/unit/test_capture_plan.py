@@ -17,9 +17,12 @@ from bullet_graph.graphs.capture_plan import (
     CapturePlan,
     DecodeSizes,
     default_plan,
+    format_plan,
+    list_plans,
+    load_plan,
+    parse_plan,
 )
 from bullet_graph.graphs.key import batch_size_buckets, row_buckets
-from bullet_graph.graphs.plan_file import format_plan, list_plans, load_plan, parse_plan, read_plan
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.shipped import load_table
@@ -183,7 +186,7 @@ def test_a_bad_file_is_refused_with_its_name_and_key(
     assert old in TEXT
     path.write_text(TEXT.replace(old, new, 1))
     with pytest.raises(ConfigError) as refused:
-        read_plan(path)
+        load_plan(str(path))
     assert str(refused.value).startswith(f"cannot use the capture plan {path}: ")
     assert message in str(refused.value)
 

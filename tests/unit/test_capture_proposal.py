@@ -1,24 +1,33 @@
 """Proposals of what to capture: usage, budgets, and the best use of them."""
 
 import math
-from itertools import combinations, product
 
 import pytest
 from fakes.perf_tables import LLAMA_8B, h200_table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.engine.capture_proposal import Budget, Workload, propose
-from bullet_graph.engine.capture_usage import (
+from bullet_graph.engine.capture_proposal import (
     CAPTURED_LAYER_MS,
     LEAST_SPLIT_GAIN,
+    PIECEWISE,
     SINGLE_ROW_LOSS,
+    Budget,
     CaptureUsage,
+    Demand,
+    Group,
+    GroupKey,
+    propose,
 )
 from bullet_graph.errors import ConfigError
-from bullet_graph.graphs.capture_plan import DECODE_GRAPH_BYTES, DECODE_GRAPH_S, CapturePlan, default_plan
-from bullet_graph.graphs.key import EAGER_LAYER_MS, FINE_ROWS, batch_size_buckets
-from bullet_graph.graphs.size_choice import Demand, lost_ms
+from bullet_graph.graphs.capture_plan import (
+    DECODE_GRAPH_BYTES,
+    DECODE_GRAPH_S,
+    PIECE_S,
+    CapturePlan,
+    default_plan,
+)
+from bullet_graph.graphs.key import EAGER_LAYER_MS, batch_size_buckets
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.predict import TableModel
@@ -60,8 +69,12 @@ def usage_of(*records: StepRecord) -> CaptureUsage:
     return usage
 
 
-def sizes_of(plan: CapturePlan, decode_sms: int | None = None) -> tuple[int, ...]:
+def sizes_of(plan: CapturePlan, decode_sms: GroupKey = None) -> tuple[int, ...]:
     return next((entry.batch_sizes for entry in plan.decode if entry.decode_sms == decode_sms), ())
+
+
+def seen(usage: CaptureUsage, key: GroupKey) -> list[Demand]:
+    return [demand for demand in usage.groups(LIKE)[key].demands if demand.num_steps]
 
 
 # ---- what was seen, and what it costs ----
@@ -80,7 +93,7 @@ def test_steps_are_told_apart() -> None:
 
 
 def test_padding_costs_what_the_padded_rows_cost() -> None:
-    whole = usage_of(decode(40), decode(40)).whole_gpu_demands(unseen=())
+    whole = seen(usage_of(decode(40), decode(40)), None)
     (demand,) = whole
     assert demand.padded_ms(40) == 0
     expected = 2 * (MODEL.decode(64, 40_000).ms - MODEL.decode(40, 40_000).ms)
@@ -90,7 +103,7 @@ def test_padding_costs_what_the_padded_rows_cost() -> None:
 
 
 def test_one_row_has_kernels_of_its_own() -> None:
-    (one,) = usage_of(decode(1)).whole_gpu_demands(unseen=())
+    (one,) = seen(usage_of(decode(1)), None)
     assert one.padded_ms(1) == 0
     assert one.padded_ms(2) >= SINGLE_ROW_LOSS * MODEL.decode(1, 1000).ms
 
@@ -98,23 +111,23 @@ def test_one_row_has_kernels_of_its_own() -> None:
 def test_a_split_that_has_no_graph_takes_turns_instead() -> None:
     prefill_ms = MODEL.prefill(2048, 204800.0).ms
     usage = usage_of(decode(64, SPLIT, ms=12.0), chunk(2048, 1.5 * prefill_ms))
-    (demand,) = usage.partition_demands(48)
+    (demand,) = seen(usage, 48)
     # Beside decode, prefill has two thirds of its rate: in 12 ms what takes 8 alone.
     expected = MODEL.decode(64, 64_000).ms + 8.0 - 12.0
     assert expected > 0.7
     assert demand.unserved_ms == pytest.approx(expected)
-    slow = usage_of(decode(64, SPLIT, ms=14.0), chunk(2048, 100 * prefill_ms)).partition_demands(48)
+    slow = seen(usage_of(decode(64, SPLIT, ms=14.0), chunk(2048, 100 * prefill_ms)), 48)
     assert slow[0].unserved_ms == pytest.approx(LEAST_SPLIT_GAIN * 14.0)
 
 
 def test_a_forward_without_pieces_costs_the_hosts_time() -> None:
-    (demand,) = usage_of(forward(100, 20), forward(900, 0)).forward_demands(max_rows=256)
+    (demand,) = seen(usage_of(forward(100, 20), forward(900, 0)), PIECEWISE)
     assert demand.size == 120
     assert demand.unserved_ms == pytest.approx((EAGER_LAYER_MS - CAPTURED_LAYER_MS) * 32)
     assert demand.padded_ms(128) == pytest.approx(
         MODEL.mixed(108, 10_000.0, 20, 20_000).ms - MODEL.mixed(100, 10_000.0, 20, 20_000).ms
     )
-    (alone,) = usage_of(forward(100, 0)).forward_demands(max_rows=256)
+    (alone,) = seen(usage_of(forward(100, 0)), PIECEWISE)
     assert alone.padded_ms(112) == pytest.approx(MODEL.prefill(112, 1e4).ms - MODEL.prefill(100, 1e4).ms)
 
 
@@ -123,14 +136,14 @@ def test_a_forward_without_pieces_costs_the_hosts_time() -> None:
 
 def test_without_limits_all_that_came_up_is_captured() -> None:
     usage = usage_of(*[decode(37)] * 9, *[decode(16, SPLIT)] * 9, *[forward(90, 20)] * 9, chunk(512, 1000.0))
-    plan = propose(Workload.of(usage, LIKE), Budget(), like=LIKE)
+    plan = propose(usage.groups(LIKE), Budget(), like=LIKE)
     assert 40 in sizes_of(plan)
     assert set(sizes_of(plan)) >= set(batch_size_buckets(64)[3:]), "room is left for batches that may come"
     assert sizes_of(plan, 48) == (16,)
     assert plan.piecewise_rows == (112,)
 
 
-def test_long_forwards_of_a_small_model_are_chosen_among_those_captured_without_a_plan() -> None:
+def test_piecewise_graphs_end_where_those_without_a_plan_do() -> None:
     like = default_plan(
         model="m",
         dtype="bfloat16",
@@ -140,18 +153,17 @@ def test_long_forwards_of_a_small_model_are_chosen_among_those_captured_without_
         shape=PRESETS["qwen3-0.6b"],
         decode_sms=(),
     )
-    rows = range(1, 5000, 7)
-    workload = Workload.of(usage_of(decode(3), *(forward(n, 0) for n in rows)), like)
-    assert {demand.size for demand in workload.forwards} == {n for n in rows if n <= 3840}
-    candidates = workload.row_candidates(like)
-    assert [n for n in candidates if n > FINE_ROWS] == [n for n in like.piecewise_rows if n > FINE_ROWS]
-    assert [n for n in candidates if n <= FINE_ROWS] == list(range(16, FINE_ROWS + 1, 16))
-    assert propose(workload, Budget(), like=like).piecewise_rows[-1] == 3840
+    rows = range(1, 5000, 37)
+    groups = usage_of(decode(3), *(forward(n, 0) for n in rows)).groups(like)
+    assert {demand.size for demand in groups[PIECEWISE].demands} == {n for n in rows if n <= 3840}
+    assert propose(groups, Budget(), like=like).piecewise_rows[-1] == 3824, (
+        "the longest, padded to a multiple of 16"
+    )
 
 
 def test_the_whole_gpu_always_holds_the_largest_batch() -> None:
     usage = usage_of(decode(3), decode(20, SPLIT), forward(30, 2))
-    plan = propose(Workload.of(usage, LIKE), Budget(time_s=DECODE_GRAPH_S), like=LIKE)
+    plan = propose(usage.groups(LIKE), Budget(time_s=DECODE_GRAPH_S), like=LIKE)
     assert plan.decode[0].batch_sizes == (64,)
     assert (len(plan.decode), plan.piecewise_rows) == (1, ())
 
@@ -159,7 +171,7 @@ def test_the_whole_gpu_always_holds_the_largest_batch() -> None:
 @pytest.mark.parametrize("budget", [Budget(memory_bytes=DECODE_GRAPH_BYTES - 1), Budget(time_s=0.001)])
 def test_a_budget_for_nothing_is_refused(budget: Budget) -> None:
     with pytest.raises(ConfigError, match="the whole GPU needs a graph of max_num_seqs=64 rows"):
-        propose(Workload.of(usage_of(decode(3)), LIKE), budget, like=LIKE)
+        propose(usage_of(decode(3)).groups(LIKE), budget, like=LIKE)
 
 
 records = st.lists(
@@ -170,72 +182,44 @@ records = st.lists(
 
 
 @given(records, st.floats(0.01, 1.0), st.floats(0.03, 4.0))
-def test_a_proposal_keeps_to_its_budget_and_is_never_worse_than_less_of_it(
-    steps: list[StepRecord], memory_gb: float, time_s: float
-) -> None:
-    workload = Workload.of(usage_of(*steps, chunk(512, 100.0)), LIKE)
-    plan = propose(workload, Budget(memory_gb * 1e9, time_s), like=LIKE)
+def test_a_proposal_keeps_to_its_budget(steps: list[StepRecord], memory_gb: float, time_s: float) -> None:
+    usage = usage_of(*steps, chunk(512, 100.0))
+    groups = usage.groups(LIKE)
+    plan = propose(groups, Budget(memory_gb * 1e9, time_s), like=LIKE)
     assert plan.graph_bytes(32) <= memory_gb * 1e9
     assert plan.capture_s(32) <= time_s * (1 + 1e-9)
-    more = propose(workload, Budget(2 * memory_gb * 1e9, 2 * time_s), like=LIKE)
-    assert expected_ms(workload, more) <= expected_ms(workload, plan) * (1 + 1e-9)
-    for group in workload.uses(plan):
-        assert group.num_steps == group.num_unserved + sum(use.num_steps for use in group.sizes)
-        assert all(use.worth_ms >= -1e-9 for use in group.sizes)
+    assert plan.max_batch_sizes[WHOLE_GPU] == 64
+    for key, group in groups.items():
+        sizes = plan.piecewise_rows if key == PIECEWISE else sizes_of(plan, key)
+        uses = group.uses(sizes)
+        unserved = sum(d.num_steps for d in group.demands if not sizes or d.size > sizes[-1])
+        assert sum(d.num_steps for d in group.demands) == unserved + sum(use.num_steps for use in uses)
+        assert all(use.worth_ms >= -1e-9 for use in uses)
 
 
-def expected_ms(workload: Workload, plan: CapturePlan) -> float:
-    decode_ms = (lost_ms(demands, sizes_of(plan, sms)) for sms, demands in workload.decode.items())
-    return sum(decode_ms) + lost_ms(workload.forwards, plan.piecewise_rows)
+@given(records)
+def test_without_limits_no_other_size_saves_time(steps: list[StepRecord]) -> None:
+    groups = usage_of(*steps, chunk(512, 100.0)).groups(LIKE)
+    plan = propose(groups, Budget(), like=LIKE)
+    for key, group in groups.items():
+        sizes = plan.piecewise_rows if key == PIECEWISE else sizes_of(plan, key)
+        assert group.lost_ms(sizes) <= group.lost_ms(group.candidates) * (1 + 1e-9) + 1e-9
 
 
-@st.composite
-def small_workloads(draw: st.DrawFn) -> Workload:
-    def demand(size: int, unserved_ms: float) -> Demand:
-        losses = draw(st.lists(st.integers(0, 50), min_size=4, max_size=4))
-        # As padding does, losing more the farther it goes.
-        return Demand(size, 1, lambda to: float(sum(losses[: (to - size) // 8])), unserved_ms)
+def test_the_size_that_saves_most_for_its_cost_comes_first() -> None:
+    def padded(size: int, count: int, unserved_ms: float = math.inf) -> Demand:
+        """Each row of padding costs each step 1 ms."""
+        return Demand(size, count, lambda to: count * float(to - size), unserved_ms)
 
-    missing = st.integers(0, 60).map(float)
-    whole = [demand(size, math.inf) for size in draw(st.sets(st.sampled_from([8, 16, 24])))]
-    return Workload(
-        {
-            None: [*whole, demand(32, math.inf)],
-            16: [demand(size, draw(missing)) for size in draw(st.sets(st.sampled_from([8, 16, 32])))],
-        },
-        [demand(size, draw(missing)) for size in draw(st.sets(st.sampled_from([16, 32])))],
-        num_layers=2,
-        max_num_seqs=32,
-    )
-
-
-@given(small_workloads(), st.integers(1, 8))
-def test_no_other_plan_within_the_budget_loses_less(workload: Workload, count: int) -> None:
-    like = default_plan(
-        model="m",
-        dtype="bfloat16",
-        num_sms=132,
-        max_num_seqs=32,
-        max_rows=32,
-        shape=LLAMA_8B,
-        decode_sms=(16,),
-    )
-    budget = Budget(time_s=count * DECODE_GRAPH_S)
-    plan = propose(workload, budget, like=like)
-
-    def subsets(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [chosen for k in range(len(sizes) + 1) for chosen in combinations(sizes, k)]
-
-    tried = [
-        lost_ms(workload.decode[None], whole)
-        + lost_ms(workload.decode[16], part)
-        + lost_ms(workload.forwards, rows)
-        for whole, part, rows in product(
-            subsets(workload.batch_candidates(None)),
-            subsets(workload.batch_candidates(16)),
-            subsets(workload.row_candidates(like)),
-        )
-        # A piece of each of 2 layers takes 0.01 s together.
-        if (len(whole) + len(part)) * DECODE_GRAPH_S + len(rows) * 0.01 <= budget.time_s * (1 + 1e-9)
-    ]
-    assert expected_ms(workload, plan) == pytest.approx(min(tried))
+    whole = Group.of("whole GPU", [padded(8, 10), padded(16, 1), padded(64, 1)], (8, 16, 64))
+    pieces = Group.of("piecewise graphs", [padded(16, 1, unserved_ms=300.0)], (16,), layers=2)
+    assert (whole.saved_ms(8, [64]), whole.saved_ms(16, [64])) == (560.0, 528.0)
+    assert whole.saved_ms(16, [8, 64]) == 48.0
+    two = DECODE_GRAPH_S + 2 * PIECE_S
+    for budget, expected in (
+        (Budget(time_s=two), ((64,), (16,))),  # a graph more does not fit
+        (Budget(time_s=two + DECODE_GRAPH_S), ((8, 64), (16,))),
+        (Budget(time_s=two + 2 * DECODE_GRAPH_S), ((8, 16, 64), (16,))),
+    ):
+        plan = propose({None: whole, PIECEWISE: pieces}, budget, like=LIKE)
+        assert (sizes_of(plan), plan.piecewise_rows) == expected

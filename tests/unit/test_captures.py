@@ -16,11 +16,10 @@ from planner_loads import chosen, chunk_of, decoding, load_of
 from bullet_graph import Engine
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import ConfigError, PartitionError
-from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
+from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes, format_plan
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import GraphKey, largest_first, smallest_holding
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
-from bullet_graph.graphs.plan_file import format_plan
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, partition_of
 from bullet_graph.perf.padded import PaddedModel
@@ -29,7 +28,7 @@ from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime import requirements
 from bullet_graph.runtime.build import capture_plan_of, plan_ledger
-from bullet_graph.runtime.captures import check_plan
+from bullet_graph.runtime.capture_plan import check_plan
 from bullet_graph.runtime.memory import GIB
 from bullet_graph.runtime.resolve import Runtime
 from bullet_graph.slo import NO_TARGETS, Slo

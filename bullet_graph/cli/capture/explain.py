@@ -103,7 +103,7 @@ def _this_machine(config: EngineConfig, plan_name: str | None) -> tuple[Fingerpr
     # Libraries that greet on stdout when they are imported would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         # They need torch, which --help must not wait for.
-        from bullet_graph.graphs.plan_file import load_plan  # noqa: PLC0415
+        from bullet_graph.graphs.capture_plan import load_plan  # noqa: PLC0415
         from bullet_graph.runtime.fingerprint import fingerprint_of, plan_mapping  # noqa: PLC0415
         from bullet_graph.runtime.resolve import resolve  # noqa: PLC0415
 

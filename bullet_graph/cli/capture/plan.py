@@ -1,5 +1,6 @@
 """``bullet-graph capture plan``: what an engine should capture for a workload."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -7,15 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from bullet_graph.cli.options import parse_slo
 from bullet_graph.cli.result_file import check_result_file, write_result_file
 from bullet_graph.cli.serving.options import burstiness_option, num_prompts_option, parse_rate, trace_option
 from bullet_graph.cli.simulate.options import capacity_options
+from bullet_graph.cli.simulate.run import SimulationSpec, Simulator
 from bullet_graph.config import EngineConfig, Policy
+from bullet_graph.engine.capture_proposal import PIECEWISE, Budget, CaptureUsage, GroupKey, SizeUse, propose
+from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, format_plan
+from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.models.progress import progress_bar
+from bullet_graph.runtime.capture_plan import max_forward_rows
 
 _GB = 1e9
+_ROW_BINS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @click.command()
@@ -64,12 +73,7 @@ _GB = 1e9
     type=click.FloatRange(min=0, min_open=True),
     default=math.inf,
     show_default="no limit",
-    help="Most seconds that capturing may take at a start, compiling left out.",
-)
-@click.option(
-    "--against",
-    metavar="FILE.toml|NAME",
-    help="Hold the proposal against this plan.  [default: all that an engine without a plan captures]",
+    help="Most seconds of capturing at a start, without compiling.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the arrivals.")
 @click.option(
@@ -89,17 +93,15 @@ def plan(
     policy: str,
     memory_gb: float,
     time_s: float,
-    against: str | None,
     output: Path | None,
     overwrite: bool,
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Propose what to capture for a workload, within budgets of memory and time.
+    """Propose a capture plan for a workload, within budgets of memory and time.
 
-    The workload is served in virtual time, by the engine's own scheduler and planner. Of the batch sizes, partitions
-    and short forwards that come up, those are chosen that lose the least time to padding. The proposal is then
-    served as well, beside what it is held against.
+    The workload is served in virtual time, by the engine's own scheduler and planner. Of the sizes that come up, the
+    proposal takes those that save the most time: less padding, fewer launches one by one.
 
     \b
     Examples:
@@ -110,13 +112,6 @@ def plan(
     """
     config = EngineConfig(policy=Policy.parse(policy), **settings)
     check_result_file(output, overwrite=overwrite, option="--output")
-    # Here: torch takes seconds to import, and --help must not wait for it.
-    from bullet_graph.cli.capture.plan_report import plan_fields, plan_notes, show_plan  # noqa: PLC0415
-    from bullet_graph.cli.capture.plan_study import study_captures  # noqa: PLC0415
-    from bullet_graph.cli.simulate.run import SimulationSpec, Simulator  # noqa: PLC0415
-    from bullet_graph.engine.capture_proposal import Budget  # noqa: PLC0415
-    from bullet_graph.graphs.plan_file import format_plan  # noqa: PLC0415
-
     spec = SimulationSpec(
         gpu=gpu,
         config=config,
@@ -131,14 +126,182 @@ def plan(
         time_noise=0.0,
         attainment=0.9,
     )
-    budget = Budget(memory_gb * _GB, time_s)
     with progress_bar(not as_json and sys.stderr.isatty(), unit="req") as advance:
-        study = study_captures(Simulator(spec), budget, against=against, on_done=lambda _: advance(1))
-    text = format_plan(study.proposal.plan, plan_notes(study))
+        proposal = Proposal.make(Simulator(spec), Budget(memory_gb * _GB, time_s), lambda _: advance(1))
+    text = format_plan(proposal.plan, proposal.notes())
     if output is not None:
         write_result_file(output, text.rstrip("\n"))
     if as_json:
-        click.echo(json.dumps(plan_fields(study, text), indent=2, allow_nan=False))
+        click.echo(json.dumps(proposal.fields(text), indent=2, allow_nan=False))
         return
-    show_plan(study, to_stderr=output is None)
+    console = Console(stderr=output is None)
+    console.print(proposal.title, markup=False, soft_wrap=True)
+    console.print(proposal.seen_table())
+    console.print(proposal.size_table())
+    for note in proposal.notes()[2:]:
+        console.print(note, markup=False, soft_wrap=True)
     click.echo(text if output is None else f"wrote {output}", nl=output is not None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Proposal:
+    """A plan, and the steps it was made for."""
+
+    simulator: Simulator
+    budget: Budget
+    usage: CaptureUsage
+    default: CapturePlan
+    plan: CapturePlan
+
+    @classmethod
+    def make(cls, simulator: Simulator, budget: Budget, on_done: Any) -> "Proposal":
+        """Serve the workload with everything captured, and choose what its steps ask for.
+
+        Raises:
+            ConfigError: the budget does not allow a single graph.
+        """
+        spec, device, config = simulator.spec, simulator.device, simulator.spec.config
+        (policy,) = spec.policies
+        lanes = device.performance.decode_sms if policy.name in ("auto", "split") else ()
+        default = default_plan(
+            model=Path(config.model).name,
+            dtype=device.dtype,
+            num_sms=device.performance.num_sms,
+            max_num_seqs=config.max_num_seqs,
+            max_rows=max_forward_rows(config),
+            shape=device.model,
+            decode_sms=lanes if policy.decode_sms is None else (policy.decode_sms,),
+        )
+        usage = CaptureUsage(device.unpadded)
+        simulator.run(
+            policy, spec.request_rate, capture_plan=default, on_done=on_done, on_step=usage.note
+        )
+        return cls(simulator, budget, usage, default, propose(usage.groups(default), budget, like=default))
+
+    @property
+    def title(self) -> str:
+        """The workload and the device."""
+        spec, device = self.simulator.spec, self.simulator.device
+        rate = {None: "its own times", math.inf: "once"}.get(
+            spec.request_rate, f"{spec.request_rate or 0:g} requests/s"
+        )
+        table = "a measured table" if device.is_measured else "roofline"
+        served = f"{self.simulator.workload.name} at {rate}, {spec.config.slo}"
+        return f"{served}, {spec.config.model} on {device.gpu} ({table})"
+
+    def notes(self) -> tuple[str, ...]:
+        """Comments for the top of the plan's file."""
+        num_layers = self.usage.model.num_layers
+        return (
+            "What an engine captures at its start; written by `bullet-graph capture plan` for",
+            f"{self.title}, policy {self.simulator.spec.policies[0]}.",
+            f"About {self.plan.graph_bytes(num_layers) / _GB:.2f} GB and {self.plan.capture_s(num_layers):.1f} s. "
+            f"Padding and missing sizes cost {self._lost_percent(self.plan):.2f} %",
+            f"of the device's time, and {self._lost_percent(self.default):.2f} % without a plan.",
+        )
+
+    def uses(self, plan: CapturePlan) -> dict[str, tuple[SizeUse, ...]]:
+        """What each captured size does, by group."""
+        return {
+            group.name: group.uses(_sizes(plan, key))
+            for key, group in self.usage.groups(self.default).items()
+        }
+
+    def fields(self, text: str) -> dict[str, Any]:
+        """The JSON's fields; a limit that is none, and the worth of a required size, are null."""
+        spec = self.simulator.spec
+        total = self._num_steps()
+        decode = [
+            {"decode_sms": sms, "batch_size": size, "num_steps": n, "share": n / total}
+            for sms, sizes in sorted(self.usage.decode.items(), key=lambda item: item[0] or 0)
+            for size, n in sorted((size, sums.num_steps) for size, sums in sizes.items())
+        ]
+        forwards = [
+            {"rows": rows, "num_steps": sums.num_steps, "share": sums.num_steps / total}
+            for rows, sums in sorted(self.usage.forwards.items())
+        ]
+        groups = [
+            {"name": name, "sizes": [_finite_fields(use) for use in uses]}
+            for name, uses in self.uses(self.plan).items()
+        ]
+        num_layers = self.usage.model.num_layers
+        return self.simulator.describe() | {
+            "model": spec.config.model,
+            "policy": str(spec.policies[0]),
+            "request_rate": "trace" if spec.request_rate is None else _finite(spec.request_rate, "inf"),
+            "budget": {
+                "memory_gb": _finite(self.budget.memory_bytes / _GB),
+                "time_s": _finite(self.budget.time_s),
+            },
+            "device_ms": self.usage.device_ms,
+            "seen": {"decode": decode, "forwards": forwards},
+            "plan": dataclasses.asdict(self.plan),
+            "num_decode_graphs": self.plan.num_decode_graphs,
+            "memory_gb": self.plan.graph_bytes(num_layers) / _GB,
+            "time_s": self.plan.capture_s(num_layers),
+            "lost_percent": self._lost_percent(self.plan),
+            "lost_percent_without_plan": self._lost_percent(self.default),
+            "groups": groups,
+            "toml": text,
+        }
+
+    def seen_table(self) -> Table:
+        """Shares of the steps by rows: decode steps of each partition, and forwards with prompt tokens."""
+        counts = {
+            "whole GPU" if sms is None else f"{sms} SMs": {n: sums.num_steps for n, sums in sizes.items()}
+            for sms, sizes in sorted(self.usage.decode.items(), key=lambda item: item[0] or 0)
+        }
+        counts["with prompt tokens"] = {rows: sums.num_steps for rows, sums in self.usage.forwards.items()}
+        most = self.plan.max_num_seqs
+        bins = [size for size in batch_size_buckets(most) if size in (1, 8) or size % 32 == 0]
+        total = self._num_steps()
+        table = Table("rows", title=f"{total:,} steps on the decode lane, %", title_justify="left")
+        for name in counts:
+            table.add_column(name, justify="right")
+        before = 0.0
+        for end in (*sorted({*bins, most, *_ROW_BINS}), math.inf):
+            cells = [sum(n for size, n in sizes.items() if before < size <= end) for sizes in counts.values()]
+            if any(cells):
+                label = f"{before + 1:,.0f}–{end:,.0f}" if end < math.inf else f"more than {before:,.0f}"
+                table.add_row(
+                    "1" if end == 1 else label, *(f"{100 * n / total:.1f}" if n else "" for n in cells)
+                )
+            before = end
+        return table
+
+    def size_table(self) -> Table:
+        """The proposal's sizes: the steps that each serves, and the time lost without it."""
+        table = Table("captured for", title="The proposal", title_justify="left")
+        for name in ("rows", "steps", "unpadded, %", "worth, ms"):
+            table.add_column(name, justify="right")
+        for name, uses in self.uses(self.plan).items():
+            for use in uses:
+                exact = f"{100 * use.num_exact / use.num_steps:.0f}" if use.num_steps else ""
+                worth = "required" if math.isinf(use.worth_ms) else f"{use.worth_ms:,.1f}"
+                table.add_row(name, str(use.size), f"{use.num_steps:,}", exact, worth)
+            table.add_section()
+        return table
+
+    def _num_steps(self) -> int:
+        decode = sum(sums.num_steps for sizes in self.usage.decode.values() for sums in sizes.values())
+        return decode + sum(sums.num_steps for sums in self.usage.forwards.values())
+
+    def _lost_percent(self, plan: CapturePlan) -> float:
+        groups = self.usage.groups(self.default)
+        lost_ms = sum(group.lost_ms(_sizes(plan, key), seen=True) for key, group in groups.items())
+        return 100 * lost_ms / self.usage.device_ms if self.usage.device_ms else 0.0
+
+
+def _sizes(plan: CapturePlan, key: GroupKey) -> tuple[int, ...]:
+    if key == PIECEWISE:
+        return plan.piecewise_rows
+    return next((entry.batch_sizes for entry in plan.decode if entry.decode_sms == key), ())
+
+
+def _finite_fields(use: SizeUse) -> dict[str, Any]:
+    return dataclasses.asdict(use) | {"worth_ms": _finite(use.worth_ms)}
+
+
+def _finite(value: float, infinite: str | None = None) -> float | str | None:
+    """JSON has no infinity."""
+    return infinite if math.isinf(value) else value

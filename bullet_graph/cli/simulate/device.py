@@ -7,8 +7,7 @@ from types import MappingProxyType
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import ConfigError, PerfTableError
-from bullet_graph.graphs.capture_plan import CapturePlan
-from bullet_graph.graphs.plan_file import load_plan
+from bullet_graph.graphs.capture_plan import CapturePlan, load_plan
 from bullet_graph.kernels.shapes import kv_block_bytes
 from bullet_graph.models.config import DTYPE_BYTES, ModelConfig
 from bullet_graph.models.presets import resolve_model
@@ -17,7 +16,7 @@ from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import DEVICE_SPECS, Roofline
 from bullet_graph.perf.shipped import gpu_nickname, load_table
-from bullet_graph.runtime.captures import check_plan
+from bullet_graph.runtime.capture_plan import check_plan
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
 from bullet_graph.runtime.performance import table_model
 

@@ -30,7 +30,7 @@ from bullet_graph.runtime.artifacts.measured import (
 )
 from bullet_graph.runtime.artifacts.use import Captures, flashinfer_artifact
 from bullet_graph.runtime.build import BuiltRuntime, artifact_plan, build_executor
-from bullet_graph.runtime.captures import max_forward_rows
+from bullet_graph.runtime.capture_plan import max_forward_rows
 from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.performance import find_performance
 from bullet_graph.runtime.resolve import Runtime, resolve

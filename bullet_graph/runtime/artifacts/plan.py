@@ -5,7 +5,7 @@ from typing import Any
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.graphs.capture_plan import CapturePlan
-from bullet_graph.runtime.captures import max_forward_rows
+from bullet_graph.runtime.capture_plan import max_forward_rows
 from bullet_graph.runtime.fingerprint import plan_mapping
 from bullet_graph.runtime.resolve import Runtime
 

@@ -6,8 +6,7 @@ import torch
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
-from bullet_graph.graphs.capture_plan import CapturePlan
-from bullet_graph.graphs.plan_file import load_plan
+from bullet_graph.graphs.capture_plan import CapturePlan, load_plan
 from bullet_graph.runtime.resolve import Runtime
 
 
