@@ -173,9 +173,7 @@ class Proposal:
             decode_sms=lanes if policy.decode_sms is None else (policy.decode_sms,),
         )
         usage = CaptureUsage(device.unpadded)
-        simulator.run(
-            policy, spec.request_rate, capture_plan=default, on_done=on_done, on_step=usage.note
-        )
+        simulator.run(policy, spec.request_rate, capture_plan=default, on_done=on_done, on_step=usage.note)
         return cls(simulator, budget, usage, default, propose(usage.groups(default), budget, like=default))
 
     @property
