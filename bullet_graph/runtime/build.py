@@ -1,7 +1,7 @@
 """Plans the memory of a resolved configuration and builds its executor."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,16 @@ from typing import Any
 import psutil
 import torch
 
-from bullet_graph.config import EngineConfig
+from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounts
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
 from bullet_graph.graphs.report import CaptureReport
+from bullet_graph.kernels.memory import KVCache
+from bullet_graph.models.checkpoint import WeightLoading, open_checkpoint, weights_bar
+from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.weights import fill_dummy, zero_weights
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, partition_of
 from bullet_graph.perf.performance import PerformanceModel
@@ -28,16 +32,13 @@ from bullet_graph.runtime.artifacts.use import NO_CACHE, CacheUse, Captures
 from bullet_graph.runtime.capture_plan import max_forward_rows, named_plan
 from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu
 from bullet_graph.runtime.executor import Executor
-from bullet_graph.runtime.launcher import Launcher
-from bullet_graph.runtime.loading import decoder_while_loading
 from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory, workspace_bytes
 from bullet_graph.runtime.performance import find_performance
-from bullet_graph.runtime.requirements import check_device
-from bullet_graph.runtime.resolve import Runtime
+from bullet_graph.runtime.resolve import Runtime, check_device
 from bullet_graph.runtime.self_check import step_logits
 
 CPU_KV_CACHE_BYTES = 1024**3
-"""The KV cache's size on the CPU unless ``kv_cache_bytes`` says otherwise: host memory is not ours to fill."""
+"""Size of the KV cache on the CPU unless ``kv_cache_bytes`` is set; host memory is left to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +180,65 @@ def capture_plan_of(
     return default_plan(
         model=Path(config.model).name,
         dtype=str(runtime.dtype).removeprefix("torch."),
-        num_sms=torch.cuda.get_device_properties(runtime.device).multi_processor_count,
+        num_sms=runtime.num_sms,
         max_num_seqs=config.max_num_seqs,
         max_rows=max_forward_rows(config),
         shape=runtime.model,
         decode_sms=[SMS_PER_TPC * p.decode_tpcs for p in partitions if p.decode_tpcs is not None],
     )
+
+
+def build_decoder(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, progress: bool) -> Decoder:
+    """Weights, loaded, and a KV cache of the ledger's blocks, on the runtime's device.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+    """
+    with decoder_while_loading(config, runtime, ledger, StartClock(), progress=progress) as (decoder, join):
+        join()
+    return decoder
+
+
+@contextmanager
+def decoder_while_loading(
+    config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, clock: StartClock, *, progress: bool
+) -> Iterator[tuple[Decoder, Callable[[], None]]]:
+    """Allocate weights and KV cache on the runtime's device; a thread fills the weights during the block.
+
+    Yields:
+        The decoder, and a function that waits for its weights and raises any error of their loading.
+
+    Raises:
+        CheckpointError: the weights cannot be read by the files' headers; nothing was allocated.
+    """
+    with ExitStack() as stack:
+        checkpoint = None
+        if runtime.folder is not None and config.load_format != "dummy":
+            checkpoint = stack.enter_context(open_checkpoint(runtime.folder, runtime.model))
+        with clock.phase("allocation"):
+            cache = KVCache(
+                runtime.model,
+                num_blocks=ledger.num_kv_blocks,
+                block_tokens=KV_BLOCK_TOKENS,
+                dtype=runtime.dtype,
+                device=runtime.device,
+            )
+            weights = zero_weights(runtime.model, dtype=runtime.dtype, device=runtime.device)
+            cos_sin = cos_sin_table(runtime.model, runtime.max_model_len, runtime.device)
+            decoder = Decoder(runtime.model, weights, cache, cos_sin)
+        if checkpoint is None:
+            loading = WeightLoading(weights, fill_dummy(runtime.model, weights, seed=config.seed))
+        else:
+            advance = stack.enter_context(weights_bar(progress, checkpoint.num_bytes))
+            loading = WeightLoading(weights, checkpoint.fill(weights), advance)
+        stack.enter_context(loading)
+
+        def join_weights() -> None:
+            loading.join()
+            if loading.ended_s is not None:
+                clock.add("weights", loading.started_s, loading.ended_s)
+
+        yield decoder, join_weights
 
 
 def _build_cpu(
@@ -221,21 +275,18 @@ def _build_cuda(
     captures: Captures,
 ) -> BuiltRuntime:
     plan = capture_plan_of(config, runtime, performance)
-    # Before the weights: a partition that does not hold should not cost their loading, and nothing may run beside
-    # what proves it.
+    # Before the weights are loaded: a partition that does not hold should fail early, and the proof needs an idle GPU.
     with clock.phase("partitions"):
         backend, why = open_backend(
-            config.partition_backend, tuple(plan.batch_sizes), device=torch.cuda.current_device()
+            config.partition_backend, tuple(plan.batch_sizes), device=runtime.device.index
         )
-    launcher = Launcher(backend, runtime.device)
     with ExitStack() as undo, triton_hashed_meanwhile():
-        undo.callback(launcher.close)
+        undo.callback(backend.close)
         decoder, join_weights = undo.enter_context(
             decoder_while_loading(config, runtime, ledger, clock, progress=progress)
         )
         with clock.phase("imports"):
-            # Imported here because it needs triton, which a machine without a GPU does not have; and only now, since
-            # weights are read meanwhile.
+            # Here, since a machine without a GPU has no triton, and weights are loaded meanwhile.
             from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
         with clock.phase("kernels"):
             captures.load_attention(runtime)
@@ -244,7 +295,7 @@ def _build_cuda(
             max_num_seqs=config.max_num_seqs,
             max_rows=max_forward_rows(config),
             num_kv_blocks=ledger.num_kv_blocks,
-            launcher=launcher,
+            backend=backend,
             plan=plan,
             cuda_graphs=config.cuda_graphs,
             prefill_lane=config.policy.uses_prefill_lane,
@@ -265,11 +316,10 @@ def _build_cuda(
 def partitions_of(
     config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None = None
 ) -> tuple[SmPartition, ...]:
-    """The whole GPU, and a partition for each size of the decode lane that is wanted or that the policy may choose."""
-    num_sms = torch.cuda.get_device_properties(runtime.device).multi_processor_count
+    """The whole GPU, and a partition for each decode lane size that is configured or that the policy may choose."""
     sizes: Sequence[int] = config.decode_sms
     if config.policy.decode_sms is not None:
         sizes = (*sizes, config.policy.decode_sms)
     elif not sizes and config.policy.name in ("auto", "split") and config.partition_backend != "none":
         sizes = () if performance is None else performance.decode_sms
-    return tuple(partition_of(size, num_sms=num_sms) for size in (None, *sorted(set(sizes))))
+    return tuple(partition_of(size, num_sms=runtime.num_sms) for size in (None, *sorted(set(sizes))))

@@ -17,14 +17,13 @@ from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.progress import progress_bar
-from bullet_graph.partition.backend import open_backend
-from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, partition_of
+from bullet_graph.partition.backend import PartitionBackend, open_backend
+from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition, partition_of
 from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S
 from bullet_graph.perf.profile_point import ProfileLimits, ProfilePoint
-from bullet_graph.runtime.build import partitions_of
+from bullet_graph.runtime.build import build_decoder, partitions_of
+from bullet_graph.runtime.cuda import lane_stream
 from bullet_graph.runtime.eager_lane import EagerLane
-from bullet_graph.runtime.launcher import Launcher
-from bullet_graph.runtime.loading import build_decoder
 from bullet_graph.runtime.profile_setup import Prepared
 from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
@@ -110,18 +109,25 @@ class Workbench:
 
     Args:
         decoder: weights and cache on the GPU; the cache is filled with random numbers.
-        launcher: the lanes' streams.
+        backend: gives the lanes their streams.
         num_kv_blocks: blocks of the cache.
         limits: of the points that will be measured.
         seed: of the prompts and of the order of the blocks.
     """
 
     def __init__(
-        self, decoder: Decoder, launcher: Launcher, *, num_kv_blocks: int, limits: ProfileLimits, seed: int
+        self,
+        decoder: Decoder,
+        backend: PartitionBackend,
+        *,
+        num_kv_blocks: int,
+        limits: ProfileLimits,
+        seed: int,
     ) -> None:
         device = decoder.cos_sin.device
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._launcher = launcher
+        self._backend = backend
+        self._device = device
         max_batch_size = limits.max_batch_size
         for layer in range(decoder.config.num_layers):
             for half in decoder.cache.layer(layer):
@@ -160,7 +166,7 @@ class Workbench:
         """Compile, and capture the decode graphs that these points replay; returns how many."""
 
         def stream_for(partition: SmPartition) -> torch.cuda.Stream:
-            return self._launcher.stream("decode", partition)
+            return self._stream("decode", partition)
 
         keys = {
             GraphKey(bucket_for(point.batch_size, self._graphs.batch_sizes), self._partition(point))
@@ -190,12 +196,12 @@ class Workbench:
         lanes: list[FedLane] = []
         if point.kind in ("decode", "split"):
             inputs = self._decode_inputs(point)
-            stream = self._launcher.stream("decode", partition)
+            stream = self._stream("decode", partition)
             lanes.append(FedLane(stream, lambda: self._graphs.run(inputs, partition)))
         if point.kind == "mixed":
             # A forward with decode rows in it runs on the decode lane, as in the engine.
             rows = lay_out(self._chunk(point), self._decode_batch(point), KV_BLOCK_TOKENS)
-            stream = self._launcher.stream("decode", partition)
+            stream = self._stream("decode", partition)
             lanes.append(FedLane(stream, lambda: self._eager.run(rows)))
         if point.kind in ("prefill", "split"):
             lanes.append(self.prefill_lane([point], partition))
@@ -211,7 +217,10 @@ class Workbench:
                 # On the whole GPU as the decode lane runs it, whose short forwards are captured.
                 self._eager.run(rows, whole_gpu=whole_gpu)
 
-        return FedLane(self._launcher.stream("prefill", partition), launch)
+        return FedLane(self._stream("prefill", partition), launch)
+
+    def _stream(self, lane: Lane, partition: SmPartition) -> torch.cuda.Stream:
+        return lane_stream(self._backend, lane, partition, self._device)
 
     def _partition(self, point: ProfilePoint) -> SmPartition:
         if point.sms is None:
@@ -271,11 +280,11 @@ def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[OpenWorkbe
     config, runtime, ledger = prepared.config, prepared.runtime, prepared.ledger
     partitions = partitions_of(config, runtime)
     # Before the weights: a partition that does not hold should not cost their loading.
-    backend, why = open_backend(config.partition_backend, partitions, device=torch.cuda.current_device())
-    with closing(Launcher(backend, runtime.device)) as launcher:
+    backend, why = open_backend(config.partition_backend, partitions, device=runtime.device.index)
+    with closing(backend):
         bench = Workbench(
             build_decoder(config, runtime, ledger, progress),
-            launcher,
+            backend,
             num_kv_blocks=ledger.num_kv_blocks,
             limits=prepared.limits,
             seed=config.seed,

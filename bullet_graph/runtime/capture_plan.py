@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import torch
-
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import CapturePlan, load_plan
@@ -23,14 +21,9 @@ def named_plan(config: EngineConfig, runtime: Runtime) -> CapturePlan | None:
     """
     if config.capture_plan is None:
         return None
-    if runtime.device.type == "cpu":
-        raise ConfigError(
-            "a capture plan says which CUDA graphs to capture, but the device is the CPU: leave out capture_plan"
-        )
-    num_sms = torch.cuda.get_device_properties(runtime.device).multi_processor_count
     plan = load_plan(config.capture_plan)
     dtype = str(runtime.dtype).removeprefix("torch.")
-    check_plan(plan, config, name=config.capture_plan, dtype=dtype, num_sms=num_sms)
+    check_plan(plan, config, name=config.capture_plan, dtype=dtype, num_sms=runtime.num_sms)
     return plan
 
 

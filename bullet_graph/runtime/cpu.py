@@ -1,4 +1,4 @@
-"""The CPU executor: the same model code with reference attention, each launch run to its end."""
+"""The CPU executor: the same model code with reference attention; each launch runs to its end."""
 
 import time
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ from bullet_graph.kernels.sampler import SamplingState, sample, token_logprobs
 from bullet_graph.models.decoder import Decoder, Hidden, LayerFunctions, SampledRows, eager_functions
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.runtime.artifacts.use import Captures
-from bullet_graph.runtime.rows import Rows, lay_out
-from bullet_graph.runtime.slots import settings_row
+from bullet_graph.runtime.rows import Rows, lay_out, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, Step, StepLogprobs, StepResult
 
 
@@ -31,11 +30,7 @@ class _Forward:
 
 @torch.inference_mode()
 def compiled_for_cpu(decoder: Decoder, max_rows: int, captures: Captures) -> LayerFunctions:
-    """Layer functions for up to ``max_rows`` rows; the halves of forwards of two or more are compiled.
-
-    Args:
-        captures: may have them.
-    """
+    """Layer functions for up to ``max_rows`` rows, compiled for forwards of two or more rows."""
     compiler = captures.compiler_for(f"cpu-{max_rows}")
     compiled = compiled_functions(decoder, TorchOps(), TorchOps(), max_rows, compiler)
     return by_rows(eager_functions(TorchOps()), compiled)
@@ -47,7 +42,7 @@ class CpuExecutor:
     Args:
         decoder: weights and cache on the CPU.
         max_num_seqs: slots.
-        functions: how a layer is computed; None for operation by operation.
+        functions: compute a layer; None runs it operation by operation.
     """
 
     max_in_flight = 1
@@ -67,20 +62,16 @@ class CpuExecutor:
         self._next_ticket = 0
 
     def max_batch_size(self, partition: SmPartition) -> int | None:  # noqa: ARG002 - the protocol's
-        """See :meth:`Executor.max_batch_size`."""
         return None
 
     def padded_rows(self, rows: int) -> int:
-        """Nothing is padded; see :meth:`Executor.padded_rows`."""
         return rows
 
     def prepare_next(self) -> bool:
-        """Nothing is captured; see :meth:`Executor.prepare_next`."""
         return False
 
     @torch.inference_mode()
     def launch(self, step: Step, placement: Placement) -> int:
-        """Run the step, or the next of its layers; see :meth:`Executor.launch`."""
         start_s = time.perf_counter()
         if placement.first_layer == 0:
             self._forwards[placement.lane] = self._begin(step)
@@ -147,28 +138,22 @@ class CpuExecutor:
         return token_ids.numpy(), logprobs
 
     def done(self, ticket: int) -> bool:
-        """See :meth:`Executor.done`."""
         return ticket in self._results
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
-        """See :meth:`Executor.wait_any`."""
         del until_s  # all launches have finished
         return tickets[0]
 
     def wait(self, ticket: int) -> StepResult:
-        """See :meth:`Executor.wait`."""
         return self._results.pop(ticket)
 
     def now(self) -> float:
-        """See :meth:`Executor.now`."""
         return time.perf_counter()
 
     def sleep_until(self, time_s: float) -> None:
-        """See :meth:`Executor.sleep_until`."""
         time.sleep(max(time_s - time.perf_counter(), 0.0))
 
     def shutdown(self) -> bool:
-        """See :meth:`Executor.shutdown`."""
         del self._decoder, self._state
         self._forwards.clear()
         return True

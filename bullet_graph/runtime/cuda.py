@@ -1,12 +1,15 @@
-"""The CUDA executor: decode from captured graphs, all else eagerly, on two lanes that run at the same time."""
+"""The CUDA executor: decode steps from captured graphs, other forwards eagerly, on two lanes at the same time."""
 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bullet_graph.config import ReadyName
 from bullet_graph.errors import ConfigError
@@ -15,44 +18,139 @@ from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.engine_graphs import EngineGraphs
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.graphs.report import CaptureReport
-from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.memory import Uploader
+from bullet_graph.kernels.sampler import SamplingState, token_logprobs
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.decoder import Decoder
+from bullet_graph.partition.backend import PartitionBackend
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.use import Captures
-from bullet_graph.runtime.cuda_lane import CudaLane
+from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
 from bullet_graph.runtime.executor import keep_for_ever
-from bullet_graph.runtime.launcher import Launcher
-from bullet_graph.runtime.pending import PendingLaunch
-from bullet_graph.runtime.rows import lay_out
+from bullet_graph.runtime.rows import lay_out, settings_row
 from bullet_graph.runtime.self_check import SelfCheckStep
-from bullet_graph.runtime.step import Placement, Step, StepResult
+from bullet_graph.runtime.step import Placement, SlotInit, Step, StepLogprobs, StepResult
 
 _POLL_S = 20e-6
-"""Between two looks at the device; sleeping lets other threads run, and with work ahead nothing waits for it."""
+"""Time between two queries of the device. Sleeping lets other threads run; with work queued, nothing waits for it."""
+
+
+def lane_stream(
+    backend: PartitionBackend, lane: Lane, partition: SmPartition, device: torch.device
+) -> torch.cuda.Stream:
+    """The lane's stream, bound to the partition by this call.
+
+    Ask right before a capture or an eager launch: the next call for the lane may bind the same stream to other SMs.
+    Captured graphs keep the SMs of their capture, whichever stream replays them.
+
+    Raises:
+        PartitionError: the back end cannot make this partition.
+    """
+    return torch.cuda.ExternalStream(backend.stream(lane, partition), device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingLaunch:
+    """A launch under way, and the copies of its results to the host, complete once ``finished`` has passed.
+
+    Attributes:
+        started: recorded before the launch.
+        finished: recorded after the launch and the copies.
+        token_ids: [sampled rows] int32 in pinned memory; None where nothing is sampled.
+        logprobs: chosen, top ids and top ones, likewise; None where they are not asked for.
+    """
+
+    started: torch.cuda.Event
+    finished: torch.cuda.Event
+    token_ids: Tensor | None
+    logprobs: tuple[Tensor, Tensor, Tensor] | None
+
+    @classmethod
+    def sampling(
+        cls,
+        started: torch.cuda.Event,
+        finished: torch.cuda.Event,
+        step: Step,
+        logits: Tensor,
+        token_ids: Tensor,
+    ) -> Self:
+        """Start the copies of a step's sampled tokens on the current stream."""
+        logprobs = None
+        if step.num_logprobs is not None:
+            chosen, top_ids, top = token_logprobs(logits, token_ids, step.num_logprobs)
+            logprobs = _to_host(chosen), _to_host(top_ids), _to_host(top)
+        return cls(started, finished, _to_host(token_ids), logprobs)
+
+    def wait(self) -> StepResult:
+        self.finished.synchronize()
+        device_ms = self.started.elapsed_time(self.finished)
+        if self.token_ids is None:
+            return StepResult(np.empty(0, dtype=np.int32), None, device_ms)
+        logprobs = None
+        if self.logprobs is not None:
+            chosen, top_ids, top = self.logprobs
+            logprobs = StepLogprobs(chosen.numpy(), top_ids.int().numpy(), top.numpy())
+        return StepResult(self.token_ids.numpy(), logprobs, device_ms)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Start a copy into pinned memory on the current stream."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The parts of one lane.
+
+    Attributes:
+        stream: bound to the partition of the lane's last launch.
+        eager: runs eager forwards in buffers of its own.
+        slots: uploads slot settings.
+        forward: the forward that was stopped between two layers.
+        last: passed once all the lane's launches are done.
+    """
+
+    stream: torch.cuda.Stream
+    eager: EagerLane
+    slots: Uploader
+    forward: EagerForward | None = None
+    last: torch.cuda.Event | None = None
+
+    def write_slots(self, admitted: tuple[SlotInit, ...], settings: Tensor) -> None:
+        """Enqueue the settings of sequences that enter their slots, on the current stream.
+
+        Args:
+            admitted: at least one.
+            settings: the sampler's, [slots, columns] int32.
+        """
+        slots = np.array([init.slot for init in admitted], dtype=np.int32)
+        table = np.concatenate([settings_row(init) for init in admitted])
+        device_slots, device_table = self.slots.upload(slots, table)
+        settings[device_slots] = device_table.view(len(admitted), -1)
 
 
 class CudaExecutor:
     """Runs a decoder on one NVIDIA GPU.
 
     Args:
-        decoder: weights and cache on the GPU.
-        max_num_seqs: slots; one more is kept for padded rows.
+        decoder: weights and KV cache, whose GPU the executor uses.
+        max_num_seqs: number of slots; one more is added for padded rows.
         max_rows: most rows of a forward.
-        num_kv_blocks: blocks of the cache.
-        launcher: the lanes' streams; closed with the executor.
-        plan: whose partitions steps may be placed on, and what is captured for them.
-        cuda_graphs: capture what the plan says; else all is launched kernel by kernel.
-        prefill_lane: there will be steps on the prefill lane.
-        ready: capture ``all`` of it here, or what is ``hot``, and the rest by :meth:`prepare_next`.
-        join_weights: waits until the decoder's weights are filled, which may go on meanwhile.
-        clock: told of each phase.
+        num_kv_blocks: blocks of the KV cache.
+        backend: gives the lanes their streams; closed with the executor.
+        plan: the partitions for steps, and the graphs to capture for them.
+        cuda_graphs: capture the plan's graphs; otherwise every step is launched kernel by kernel.
+        prefill_lane: whether steps will be placed on the prefill lane.
+        ready: capture ``all`` graphs here, or the ``hot`` ones here and the rest in :meth:`prepare_next`.
+        join_weights: waits until the decoder's weights are loaded; they may still be loading when this is called.
+        clock: records each phase.
         progress: show a progress bar while capturing.
-        artifacts: gives compiled halves and what was tuned before; None: there is nothing of it.
+        artifacts: compiled code and tuning from a capture cache, or None.
 
     Attributes:
-        capture: what capturing cost here, or None.
+        capture: the cost of capturing here, or None.
     """
 
     max_in_flight = 2
@@ -64,7 +162,7 @@ class CudaExecutor:
         max_num_seqs: int,
         max_rows: int,
         num_kv_blocks: int,
-        launcher: Launcher,
+        backend: PartitionBackend,
         plan: CapturePlan,
         cuda_graphs: bool,
         prefill_lane: bool,
@@ -80,16 +178,17 @@ class CudaExecutor:
             plan = dataclasses.replace(plan, piecewise_rows=worthwhile)
         device = decoder.cos_sin.device
         self._decoder = decoder
-        self._launcher = launcher
+        self._backend = backend
+        self._device = device
         self._padding_slot = max_num_seqs
-        self._pending: dict[int, PendingLaunch] = {}
+        self._pending: dict[int, _PendingLaunch] = {}
         self._next_ticket = 0
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.partitions = tuple(plan.batch_sizes)
         self.has_prefill_lane = prefill_lane
-        # Weights and cache were made on the default stream; the device as a whole is busy with filling the weights.
+        # Weights and cache were made on the default stream. The other streams are still loading the weights.
         torch.cuda.default_stream(device).synchronize()
-        stream = launcher.stream("decode", WHOLE_GPU)
+        stream = self._stream("decode", WHOLE_GPU)
         with torch.cuda.stream(stream), torch.inference_mode():
             self._state = SamplingState(max_num_seqs + 1, device)
 
@@ -98,19 +197,22 @@ class CudaExecutor:
             with torch.cuda.stream(stream), torch.inference_mode():
                 self._layer_graphs = PiecewiseGraphs(decoder, TritonOps(), buckets=plan.piecewise_rows)
 
-        def lane(name: Lane, graphs: PiecewiseGraphs | None) -> CudaLane:
-            return CudaLane.open(
-                launcher.stream(name, WHOLE_GPU),
-                decoder,
-                self._state,
-                max_num_seqs=max_num_seqs,
-                max_rows=max_rows,
-                num_kv_blocks=num_kv_blocks,
-                graphs=graphs,
-            )
+        def lane(name: Lane, graphs: PiecewiseGraphs | None) -> _Lane:
+            stream = self._stream(name, WHOLE_GPU)
+            with torch.cuda.stream(stream), torch.inference_mode():
+                eager = EagerLane(
+                    decoder,
+                    self._state,
+                    max_num_seqs=max_num_seqs,
+                    max_rows=max_rows,
+                    num_kv_blocks=num_kv_blocks,
+                    graphs=graphs,
+                )
+                slots = Uploader(max_num_seqs * (self._state.settings.shape[1] + 1) + 8, device)
+            return _Lane(stream, eager, slots)
 
         with clock.phase("kernels"):  # FlashInfer's are compiled, or loaded, here
-            self._lanes: dict[Lane, CudaLane] = {"decode": lane("decode", self._layer_graphs)}
+            self._lanes: dict[Lane, _Lane] = {"decode": lane("decode", self._layer_graphs)}
             if prefill_lane:
                 self._lanes["prefill"] = lane("prefill", None)
         self._graphs: DecodeGraphs | None = None
@@ -134,30 +236,30 @@ class CudaExecutor:
                     is_tuned=worthwhile is not None,
                 )
                 self.capture = self._captures.capture_first(
-                    ready, partial(launcher.stream, "decode"), clock, progress=progress
+                    ready, partial(self._stream, "decode"), clock, progress=progress
                 )
         join_weights()
-        torch.cuda.synchronize(device)  # the lanes begin with all that both of them need
+        torch.cuda.synchronize(device)  # both lanes need all of the above
         if self._layer_graphs is not None:
             with torch.cuda.stream(stream), torch.inference_mode():
-                self._layer_graphs.pieces.clear()  # what was run with half of the weights
+                self._layer_graphs.pieces.clear()  # computed while weights were missing
         if ready == "all":
-            with clock.phase("short forwards"):  # only now, with the GPU to themselves, they can be timed
+            with clock.phase("short forwards"):  # timed only now, when nothing else runs on the GPU
                 while self.prepare_next():
                     pass
         torch.cuda.synchronize(device)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
-        """Rows of short forwards that run in captured pieces, rising."""
+        """Sizes, in rows, of forwards that run in piecewise CUDA graphs, rising."""
         return () if self._layer_graphs is None else self._layer_graphs.buckets
 
     @torch.inference_mode()
     def self_check_logits(self, step: SelfCheckStep) -> torch.Tensor:
-        """Logits of a captured decode step, for the self-check; only between the start and the first launch."""
+        """Logits of a captured decode step, for the self-check; call it only before the first launch."""
         if self._graphs is None:
             raise RuntimeError("no decode steps were captured")
-        stream = self._launcher.stream("decode", WHOLE_GPU)
+        stream = self._stream("decode", WHOLE_GPU)
         slots = np.arange(len(step.token_ids), dtype=np.int32)
         with torch.cuda.stream(stream):
             self._state.last_token[: len(slots)] = torch.from_numpy(step.token_ids).to(self._state.last_token)
@@ -170,25 +272,19 @@ class CudaExecutor:
         return logits
 
     def max_batch_size(self, partition: SmPartition) -> int | None:
-        """See :meth:`Executor.max_batch_size`."""
         return None if self._captures is None else self._captures.max_batch_size(partition)
 
     def padded_rows(self, rows: int) -> int:
-        """See :meth:`Executor.padded_rows`."""
         bucket = None if self._layer_graphs is None else self._layer_graphs.bucket(rows)
         return rows if bucket is None else bucket
 
     @property
     def num_missing_graphs(self) -> int:
-        """See :attr:`Executor.num_missing_graphs`."""
         return 0 if self._captures is None else self._captures.num_missing
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:
-        """See :meth:`Executor.prepare_next`.
-
-        A capture runs one layer of its step, on the decode lane and in turn with the prefill lane.
-        """
+        """A capture runs one layer of its step, on the decode lane and in turn with the prefill lane."""
         captures = self._captures
         if captures is None or (partition := captures.next_partition) is None:
             return False
@@ -199,7 +295,7 @@ class CudaExecutor:
         with torch.cuda.stream(lane.stream):
             for last in lasts:
                 lane.stream.wait_event(last)
-            captures.prepare_next(self._launcher.stream("decode", partition))
+            captures.prepare_next(self._stream("decode", partition))
             lane.last = torch.cuda.Event()
             lane.last.record()
         return True
@@ -209,12 +305,12 @@ class CudaExecutor:
         """See :meth:`Executor.launch`.
 
         Raises:
-            ConfigError: the executor was made without a prefill lane, or without graphs for the partition.
+            ConfigError: the executor has no prefill lane, or no graphs for the partition.
         """
         lane = self._lanes.get(placement.lane)
         if lane is None:
             raise ConfigError("this engine was made without a prefill lane: choose the policy when making it")
-        stream = self._launcher.stream(placement.lane, placement.partition)
+        stream = self._stream(placement.lane, placement.partition)
         if stream != lane.stream:  # green contexts have a stream for each partition
             stream.wait_stream(lane.stream)
             lane.stream = stream
@@ -234,8 +330,8 @@ class CudaExecutor:
         return ticket
 
     def _enqueue(
-        self, step: Step, placement: Placement, lane: CudaLane, started: torch.cuda.Event
-    ) -> PendingLaunch:
+        self, step: Step, placement: Placement, lane: _Lane, started: torch.cuda.Event
+    ) -> _PendingLaunch:
         finished = torch.cuda.Event(enable_timing=True)
         whole_gpu = placement.partition == WHOLE_GPU
         if placement.first_layer == 0:
@@ -248,7 +344,7 @@ class CudaExecutor:
                 )
                 token_ids = self._graphs.run(inputs, placement.partition)
                 logits = self._graphs.logits(len(token_ids))
-                return PendingLaunch.sampling(started, finished, step, logits, token_ids)
+                return _PendingLaunch.sampling(started, finished, step, logits, token_ids)
             lane.forward = lane.eager.begin(rows, whole_gpu=whole_gpu)
         if lane.forward is None:
             raise RuntimeError(f"layer {placement.first_layer} of a forward that was not begun")
@@ -256,17 +352,15 @@ class CudaExecutor:
             lane.forward, placement.first_layer, placement.last_layer, whole_gpu=whole_gpu
         )
         if placement.last_layer is not None:
-            return PendingLaunch(started, finished, None, None)
+            return _PendingLaunch(started, finished, None, None)
         logits, token_ids = lane.eager.finish(lane.forward)
         lane.forward = None
-        return PendingLaunch.sampling(started, finished, step, logits, token_ids)
+        return _PendingLaunch.sampling(started, finished, step, logits, token_ids)
 
     def done(self, ticket: int) -> bool:
-        """See :meth:`Executor.done`."""
         return bool(self._pending[ticket].finished.query())
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
-        """See :meth:`Executor.wait_any`."""
         while True:
             for ticket in tickets:
                 if self.done(ticket):
@@ -276,31 +370,30 @@ class CudaExecutor:
             time.sleep(_POLL_S)
 
     def wait(self, ticket: int) -> StepResult:
-        """See :meth:`Executor.wait`."""
         result = self._pending[ticket].wait()
-        # Not before: a failure's traceback would be all that keeps its pinned memory.
+        # Only now: after a failure, its traceback alone would keep the pinned memory alive.
         del self._pending[ticket]
         return result
 
     def now(self) -> float:
-        """See :meth:`Executor.now`."""
         return time.perf_counter()
 
     def sleep_until(self, time_s: float) -> None:
-        """See :meth:`Executor.sleep_until`."""
         time.sleep(max(time_s - time.perf_counter(), 0.0))
 
     def shutdown(self) -> bool:
-        """See :meth:`Executor.shutdown`."""
         try:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         except RuntimeError:
-            # The device has failed, for good and for the whole process; what of was told when it happened. Graphs and
-            # pinned buffers are kept for ever: the driver takes the memory back when the process ends.
+            # The device has failed for the whole process; the cause was reported when it happened. Graphs and pinned
+            # buffers are kept for ever: the driver takes the memory back when the process ends.
             keep_for_ever(self.__dict__.copy())
             self.__dict__.clear()
             return False
-        launcher = self._launcher
+        backend = self._backend
         self.__dict__.clear()
-        launcher.close()
+        backend.close()
         return True
+
+    def _stream(self, lane: Lane, partition: SmPartition) -> torch.cuda.Stream:
+        return lane_stream(self._backend, lane, partition, self._device)

@@ -10,7 +10,7 @@ from bullet_graph.runtime.cache_folders import CacheFolder
 from bullet_graph.runtime.machine import Asked, Gpu, Machine, MaskOffset
 from bullet_graph.runtime.memory import format_bytes
 from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks
-from bullet_graph.runtime.requirements import FLASHINFER_RELEASE
+from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
 _INSTALL_CUDA = "pip install 'bullet-graph[cuda]'"
 _MIN_CAPABILITY = (7, 5)

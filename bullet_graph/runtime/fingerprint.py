@@ -38,13 +38,7 @@ KERNEL_SOURCES = (
 GRAPH_SOURCES = (
     "graphs/*.py",
     "partition/masks.py",
-    *(
-        "runtime/cuda.py",
-        "runtime/eager_lane.py",
-        "runtime/launcher.py",
-        "runtime/rows.py",
-        "runtime/slots.py",
-    ),
+    *("runtime/cuda.py", "runtime/eager_lane.py", "runtime/rows.py"),
 )
 """What decides, besides, what is captured."""
 

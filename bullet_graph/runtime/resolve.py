@@ -1,29 +1,37 @@
-"""Resolves a configuration against the machine."""
+"""Resolves a configuration against the machine, and refuses what the machine cannot run."""
 
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from bullet_graph.config import EngineConfig
-from bullet_graph.errors import ConfigError, DeviceError
+from bullet_graph.errors import ConfigError, DeviceError, UnsupportedModelError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS_OF_BYTES, resolve_model
 from bullet_graph.models.tokenizer import Tokenizer, byte_tokenizer
 from bullet_graph.models.weights import torch_dtype
 
+FLASHINFER_RELEASE = "0.6.12"
+"""The release whose compiled modules ``kernels.flashinfer_attention`` calls; pyproject.toml pins the same."""
+
+GPU_HEAD_DIMS = (64, 128, 256)
+"""Head sizes that FlashInfer's fa2 and fa3 kernels are written for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What an engine runs on.
+    """A model on a device: the resolved part of a configuration.
 
     Attributes:
         model: the model's shape.
-        folder: where its files are; None for a preset.
-        preset: its name; None for a folder.
-        device: where it runs.
-        dtype: of weights, activations and cache.
-        max_model_len: resolved limit, in tokens.
+        folder: the model's files; None for a preset.
+        preset: name of the preset; None for a folder.
+        device: with its index where it is a GPU. Everything the engine allocates lies there.
+        dtype: of weights, activations and KV cache.
+        max_model_len: longest sequence, in tokens.
     """
 
     model: ModelConfig
@@ -33,9 +41,14 @@ class Runtime:
     dtype: torch.dtype
     max_model_len: int
 
+    @property
+    def num_sms(self) -> int:
+        """SMs of the GPU."""
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
 
 def resolve(config: EngineConfig) -> Runtime:
-    """Find model and device, and settle what the configuration leaves open.
+    """Find model and device, and choose the dtype and length limit that the configuration leaves open.
 
     Raises:
         ModelError: the model cannot be found or used.
@@ -67,7 +80,7 @@ def resolve(config: EngineConfig) -> Runtime:
 
 
 def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
-    """The model's tokenizer: the folder's, or that of a preset which has one; None where there is none.
+    """The tokenizer of the model's folder or preset; None where it has none.
 
     Raises:
         ModelError: the folder's files cannot be used.
@@ -84,4 +97,64 @@ def _resolve_device(config: EngineConfig) -> torch.device:
             f"device=cuda was asked for, but torch {torch.__version__} sees no CUDA device: "
             "check `nvidia-smi` and that torch is a CUDA build, or pass device=cpu"
         )
-    return torch.device("cuda" if config.device != "cpu" and available else "cpu")
+    if config.device == "cpu" or not available:
+        return torch.device("cpu")
+    # Asking for the current device would make a context; before there is one, it is the first GPU.
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+
+
+def check_device(config: EngineConfig, runtime: Runtime) -> None:
+    """Refuse a configuration that the device, its libraries or its kernels cannot run.
+
+    Raises:
+        ConfigError: a setting is for the other kind of device.
+        DeviceError: a library that the GPU path needs is missing.
+        UnsupportedModelError: the GPU path has no kernels for the model.
+    """
+    if runtime.device.type == "cpu":
+        if (
+            config.decode_sms
+            or config.partition_backend not in ("auto", "none")
+            or config.policy.name == "split"
+        ):
+            raise ConfigError(
+                "SM partitions need a GPU, but the device is the CPU: leave out decode_sms, partition_backend and "
+                "the policy split"
+            )
+        if config.capture_plan is not None:
+            raise ConfigError(
+                "a capture plan says which CUDA graphs to capture, but the device is the CPU: leave out capture_plan"
+            )
+        if config.capture_cache is not None and not config.compile:
+            raise ConfigError(
+                "capture_cache keeps what is compiled, and on the CPU nothing is: pass compile=True (--compile), or "
+                "leave out capture_cache"
+            )
+        return
+    if config.compile:
+        raise ConfigError(
+            "compile is for the CPU, and the device is a GPU, whose captured decode steps always are compiled: "
+            "leave it out"
+        )
+    _require_cuda_libraries()
+    if runtime.model.head_dim not in GPU_HEAD_DIMS:
+        raise UnsupportedModelError(
+            f"the GPU's attention kernels need heads of {', '.join(map(str, GPU_HEAD_DIMS))}, the model's have "
+            f"{runtime.model.head_dim}: pass device=cpu"
+        )
+
+
+def _require_cuda_libraries() -> None:
+    """Check the libraries of the ``cuda`` extra; the engine calls FlashInfer's internals, so its release counts."""
+    missing = [name for name in ("triton", "flashinfer", "tvm_ffi") if find_spec(name) is None]
+    if missing:
+        raise DeviceError(
+            f"the GPU path needs {' and '.join(missing)}, not installed here: "
+            "pip install 'bullet-graph[cuda]', or pass device=cpu"
+        )
+    found = version("flashinfer-python")
+    if found != FLASHINFER_RELEASE:
+        raise DeviceError(
+            f"the GPU path needs flashinfer-python {FLASHINFER_RELEASE}, found {found}: "
+            f"pip install flashinfer-python=={FLASHINFER_RELEASE}"
+        )

@@ -1,22 +1,23 @@
-"""Lays a step out as rows of one forward: pure numpy, shared by the executors."""
+"""Lays a step out as rows of one forward, in numpy; shared by the executors."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch
+from bullet_graph.kernels.sampler import pack_settings
+from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, SlotInit
 
 _NONE: Int32Array = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class EndedPrompts:
-    """Prefill chunks whose last row is sampled, e of them.
+    """Prefill chunks that end their prompt, so that their last row is sampled; e of them.
 
     Attributes:
-        sequences: [e], which of a forward's.
+        sequences: [e], their indices among a forward's sequences.
         kv_indptr: [e + 1].
-        kv_indices: block ids, of these alone.
+        kv_indices: block ids of these sequences only.
     """
 
     sequences: Int32Array
@@ -32,18 +33,18 @@ class Rows:
         token_ids: [num_prefill_rows]; decode rows take their slot's last token.
         decode_slots: [decode rows].
         positions: [rows].
-        kv_slots: [rows], where each row's keys and values go: block * block_tokens + offset.
+        kv_slots: [rows], place of each row's keys and values: block * block_tokens + offset.
         q_indptr: [n + 1] over all sequences.
         kv_lens: [n], tokens each sequence attends to.
         kv_indptr: [n + 1].
         kv_indices: block ids.
         sample_rows: [s], rows whose next token is sampled: the last of their sequence.
-        sample_indptr: [n + 1], where each sequence's sampled row, if it has one, stands among them.
+        sample_indptr: [n + 1], place of each sequence's sampled row, if it has one, among them.
         sample_slots: [s].
         sample_positions: [s], position that each sampled token will have.
         num_prefill: how many of the n sequences are prefill chunks.
-        num_continued: how many of those there are up to the last whose prompt was begun by an earlier step. What
-            follows it begins here, and needs no cache; what is urgent and begins here ahead of it is counted, too.
+        num_continued: prefill chunks up to the last one whose prompt an earlier step began. Chunks after it begin
+            their prompts here and need no cache. An urgent prompt that begins here but stands before it is counted.
     """
 
     token_ids: Int32Array
@@ -67,7 +68,7 @@ class Rows:
         return len(self.token_ids)
 
     def ended_prompts(self) -> EndedPrompts:
-        """What the last rows of prompts attend to; among the sampled rows they are the first."""
+        """The blocks that the last rows of ended prompts attend to; these rows come first among the sampled ones."""
         sequences = np.flatnonzero(np.diff(self.sample_indptr[: self.num_prefill + 1])).astype(np.int32)
         blocks = [self.kv_indices[self.kv_indptr[i] : self.kv_indptr[i + 1]] for i in sequences]
         return EndedPrompts(
@@ -76,7 +77,7 @@ class Rows:
 
 
 def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_tokens: int) -> Rows:
-    """Join the two halves of a step; at least one must be there."""
+    """Join a step's prefill chunks and decode rows; at least one of the two must be given."""
     parts_slots: list[Int32Array] = []
     starts: list[Int32Array] = []
     lengths: list[Int32Array] = []
@@ -123,6 +124,19 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
         sample_positions=kv_lens[sampled],
         num_prefill=num_prefill,
         num_continued=int(continued[-1]) + 1 if len(continued) else 0,
+    )
+
+
+def settings_row(init: SlotInit) -> Int32Array:
+    """The packed settings of a sequence that enters a slot; see :func:`pack_settings`."""
+    return pack_settings(
+        temperature=init.temperature,
+        top_k=init.top_k,
+        top_p=init.top_p,
+        min_p=init.min_p,
+        seed=init.seed,
+        masked_until=init.masked_until,
+        masked_token_ids=init.masked_token_ids,
     )
 
 

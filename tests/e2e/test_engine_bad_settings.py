@@ -142,8 +142,8 @@ def test_nothing_is_allocated_for_what_does_not_fit(monkeypatch: pytest.MonkeyPa
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("allocated in spite of the ledger")
 
-    monkeypatch.setattr("bullet_graph.runtime.loading.KVCache", forbidden)
-    monkeypatch.setattr("bullet_graph.runtime.loading.zero_weights", forbidden)
+    monkeypatch.setattr("bullet_graph.runtime.build.KVCache", forbidden)
+    monkeypatch.setattr("bullet_graph.runtime.build.zero_weights", forbidden)
     with pytest.raises(InsufficientMemoryError):
         make_engine(gpu_memory_utilization=1e-9)
 
@@ -155,8 +155,8 @@ def test_the_ledger_is_told_before_anything_is_allocated(monkeypatch: pytest.Mon
         assert told
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr("bullet_graph.runtime.loading.KVCache", check)
-    monkeypatch.setattr("bullet_graph.runtime.loading.zero_weights", check)
+    monkeypatch.setattr("bullet_graph.runtime.build.KVCache", check)
+    monkeypatch.setattr("bullet_graph.runtime.build.zero_weights", check)
     with pytest.raises(RuntimeError, match="far enough"):
         make_engine(on_ledger=told.append)
     assert told[0].kv_cache_bytes > 0

@@ -9,7 +9,7 @@ from bullet_graph.runtime.cache_folders import CacheFolder
 from bullet_graph.runtime.diagnose import Diagnosis, Finding, Level
 from bullet_graph.runtime.machine import Gpu, Machine, MaskOffset
 from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks, SizeCheck
-from bullet_graph.runtime.requirements import FLASHINFER_RELEASE
+from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
 DRIVER = DriverId(13000, "580.159.04", "x86_64")
 GPU = Gpu("NVIDIA H200", (9, 0), 132, 66, 140 * 1024**3, 130 * 1024**3, 1)

@@ -36,10 +36,10 @@ def test_a_prompt_beside_the_most_rows_that_decode(monkeypatch: pytest.MonkeyPat
         config, num_blocks=NUM_BLOCKS, block_tokens=KV_BLOCK_TOKENS, dtype=torch.float32, device=CPU
     )
     weights = dummy_weights(config, dtype=torch.float32, device=CPU, seed=2)
-    launcher: Any = None
+    backend: Any = None
     bench = Workbench(
         Decoder(config, weights, cache, cos_sin_table(config, 64, CPU)),
-        launcher,
+        backend,
         num_kv_blocks=NUM_BLOCKS,
         limits=ProfileLimits(MAX_BATCH_SIZE, 8, 64, NUM_BLOCKS * KV_BLOCK_TOKENS),
         seed=0,

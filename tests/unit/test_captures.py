@@ -26,7 +26,7 @@ from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner
-from bullet_graph.runtime import requirements
+from bullet_graph.runtime import resolve
 from bullet_graph.runtime.build import capture_plan_of, plan_ledger
 from bullet_graph.runtime.capture_plan import check_plan
 from bullet_graph.runtime.memory import GIB
@@ -132,7 +132,7 @@ def test_the_ledger_holds_what_pieces_compute_in(
     model: str, rows: int, h200: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (139 * GIB, 140 * GIB))
-    monkeypatch.setattr(requirements, "_require_cuda_libraries", lambda: None)
+    monkeypatch.setattr(resolve, "_require_cuda_libraries", lambda: None)
     runtime = replace(h200, model=PRESETS[model])
     config = EngineConfig(model=model, max_num_seqs=64, max_num_batched_tokens=8192)
     plan = capture_plan_of(config, runtime)

@@ -14,7 +14,7 @@ from bullet_graph.runtime.partition_checks import (
     PartitionChecks,
     SizeCheck,
 )
-from bullet_graph.runtime.requirements import FLASHINFER_RELEASE
+from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
 AUTO = Asked()
 

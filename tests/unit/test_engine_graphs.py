@@ -19,7 +19,6 @@ from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime import cuda as cuda_module
-from bullet_graph.runtime import cuda_lane
 
 NARROW = SmPartition(16, 50)
 LAYERS = 3
@@ -129,6 +128,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     for name, value in {
         "get_device_properties": lambda _: properties,
         "synchronize": lambda *_: None,
+        "ExternalStream": lambda stream, device: stream,  # noqa: ARG005
         "default_stream": lambda _: SimpleNamespace(synchronize=lambda: None),
         "mem_get_info": lambda: (0, 0),
         "stream": entered,
@@ -145,8 +145,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> ModuleType:
     state = SimpleNamespace(settings=torch.empty(1, 8))
     for module, name, value in (
         (cuda_module, "SamplingState", state),
-        (cuda_lane, "EagerLane", None),
-        (cuda_lane, "Uploader", None),
+        (cuda_module, "EagerLane", None),
+        (cuda_module, "Uploader", None),
     ):
         monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
     for name, fake in (("DecodeGraphs", FakeDecode), ("PiecewiseGraphs", FakePieces)):
@@ -160,7 +160,7 @@ def make(cuda: ModuleType, gpu: FakeGpu, **settings: object) -> Any:
         "max_num_seqs": 64,
         "max_rows": 576,
         "num_kv_blocks": 10,
-        "launcher": gpu,
+        "backend": gpu,
         "plan": PLAN,
         "cuda_graphs": True,
         "prefill_lane": True,

@@ -17,7 +17,7 @@ from bullet_graph.models import checkpoint as checkpoint_module
 from bullet_graph.models.checkpoint import WeightLoading
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import ModelWeights, dummy_weights, fill_dummy, zero_weights
-from bullet_graph.runtime import cpu, loading
+from bullet_graph.runtime import build, cpu
 from bullet_graph.runtime.cpu import CpuExecutor
 
 EMBED = [-0.07249033451080322, 0.034969184547662735, 0.07945303618907928, -0.12271872162818909]
@@ -134,7 +134,7 @@ class SlowLoader:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.executor_made = threading.Event()
-        fill, init = loading.fill_dummy, CpuExecutor.__init__
+        fill, init = build.fill_dummy, CpuExecutor.__init__
 
         def slow(*arguments: object, **settings: object) -> Iterator[int]:
             pieces = list(fill(*arguments, **settings))  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ class SlowLoader:
             init(executor, *arguments, **settings)  # type: ignore[arg-type]
             self.executor_made.set()
 
-        monkeypatch.setattr(loading, "fill_dummy", slow)
+        monkeypatch.setattr(build, "fill_dummy", slow)
         monkeypatch.setattr(cpu.CpuExecutor, "__init__", made)
 
 
@@ -186,7 +186,7 @@ def test_a_read_error_names_file_and_tensor() -> None:
 
 def test_a_failed_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
-    zero = loading.zero_weights
+    zero = build.zero_weights
 
     def noted(*arguments: object, **settings: object) -> ModelWeights:
         weights = zero(*arguments, **settings)  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def test_a_failed_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -
     def failing(*_: object, **__: object) -> None:
         raise RuntimeError("no executor")
 
-    monkeypatch.setattr(loading, "zero_weights", noted)
+    monkeypatch.setattr(build, "zero_weights", noted)
     monkeypatch.setattr("bullet_graph.runtime.build.CpuExecutor", failing)
     with pytest.raises(RuntimeError, match="no executor") as caught:
         Engine("tiny", device="cpu", max_model_len=64, max_num_seqs=2)
