@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bullet_graph.kernels.ops import LayerOps
-from bullet_graph.models.decoder import Decoder, LayerFunctions, attention_input, attention_output
+from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.layers import LayerFunctions, attention_input, attention_output
 
 _MOST_COMPILED = 64
 """Versions of a half that a process keeps, of all its models and settings: Dynamo's own limit is 8."""
@@ -120,7 +121,7 @@ def compiled_functions(
 
     config, layer = decoder.config, decoder.weights.layers[0]
     x, residual, attended = (
-        torch.zeros(max_rows, width, dtype=layer.qkv.dtype, device=layer.qkv.device)
+        torch.zeros(max_rows, width, dtype=layer.input_norm.dtype, device=layer.input_norm.device)
         for width in (config.hidden_size, config.hidden_size, config.q_size)
     )
     eps = config.rms_norm_eps
@@ -128,12 +129,12 @@ def compiled_functions(
         "attention_input",
         compiled_input,
         rows=(x, residual),
-        rest=(layer.input_norm, layer.qkv, layer.qkv_bias, eps),
+        rest=(*layer.input_weights, eps),
     )
     second = LayerHalf(
         "attention_output",
         compiled_output,
         rows=(attended, residual),
-        rest=(layer.o, layer.post_norm, layer.gate_up, layer.down, eps),
+        rest=(*layer.output_weights, eps),
     )
     return LayerFunctions(between, compiler(first), compiler(second))

@@ -20,7 +20,8 @@ from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, Tr
 from bullet_graph.kernels.memory import Uploader, packed_offsets
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import sample
-from bullet_graph.models.decoder import Decoder, LayerFunctions
+from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.layers import LayerFunctions
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from bullet_graph.graphs.compiled import HalfCompiler, compile_now, compiled_functions
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.triton_ops import TritonOps
-from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
+from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.layers import LayerFunctions, eager_functions
 
 Halves = Literal["eager", "compiled", "compiled-norm"]
 """How a layer's two halves are computed:

@@ -18,7 +18,8 @@ from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.kernels.attention import LayerRows
 from bullet_graph.kernels.ops import LayerOps, RowInputs
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder, Hidden, attention_output
+from bullet_graph.models.decoder import Decoder, Hidden
+from bullet_graph.models.layers import attention_output
 from bullet_graph.models.progress import progress_bar
 
 _TIMED_REPLAYS = 5
@@ -114,21 +115,19 @@ class PiecewiseForward:
                 ops,
                 self.attended[:rows].flatten(1),
                 residual,
-                layer.o,
-                layer.post_norm,
-                layer.gate_up,
-                layer.down,
+                *layer.output_weights,
                 eps,
             )
         layer = layers[layer_index]
         normed, _ = ops.add_rms_norm(x, residual, layer.input_norm, eps, summed=self.residual[:rows])
         keys, values = decoder.cache.layer(layer_index)
+        qkv = layer.attention.qkv
         ops.rope_and_cache(
-            ops.linear(normed, layer.qkv, layer.qkv_bias, out=self._qkv[:rows]),
+            ops.linear(normed, qkv.weight, qkv.bias, out=self._qkv[:rows]),
             RowInputs(self._positions[:rows], self._kv_slots[:rows], decoder.cos_sin),
             keys,
             values,
-            layer.head_norms,
+            layer.attention.head_norms,
             config,
             out=self._queries[:rows],
         )

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from bullet_graph.errors import CheckpointError
 from bullet_graph.kernels.memory import PinnedRing
-from bullet_graph.models.config import ModelConfig, read_json_object
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.json_files import read_json_object
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.weights import ModelWeights, checkpoint_views, empty_weights, weight_shapes
 
@@ -187,11 +188,11 @@ def _open_files(folder: Path, stack: ExitStack) -> tuple[Path, Mapping[str, _Sto
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    weight_map = read_json_object(index, CheckpointError).nested("weight_map", CheckpointError)
+    weight_map = read_json_object(index, CheckpointError).nested("weight_map")
     for name, file_name in weight_map.values.items():
         # A shard is a file beside the index: a path to elsewhere would read what the user did not name.
         if not isinstance(file_name, str) or not file_name or Path(file_name).name != file_name:
-            weight_map.fail(name, "the name of a file in the same folder", CheckpointError)
+            weight_map.fail(name, "the name of a file in the same folder")
     return {name: index.parent / file_name for name, file_name in weight_map.values.items()}
 
 

@@ -1,23 +1,19 @@
-"""What a decoder looks like, read from a Hugging Face ``config.json``."""
+"""The shape and constants of a decoder, and what all families read alike from ``config.json``; needs no torch."""
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
-from bullet_graph.errors import ModelError, UnsupportedModelError
+from bullet_graph.errors import UnsupportedModelError
+from bullet_graph.models.json_files import JsonObject, read_json_object
 from bullet_graph.perf.traffic import decode_weight_bytes
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
 DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element, by the name of its type."""
 
-# What Hugging Face's config classes for these architectures take where config.json names no rope_theta.
+# What Hugging Face's config classes take where config.json names no rope_theta.
 _DEFAULT_ROPE_THETA = 10000.0
 
 
@@ -85,141 +81,58 @@ class ModelConfig:
         return decode_weight_bytes(self, batch_size=embedding_rows, dtype_bytes=1)
 
 
-def load_model_config(folder: Path) -> ModelConfig:
-    """Read ``config.json`` of a Hugging Face model folder, as transformers 4 or 5 writes it.
+def read_dense_config(
+    config: JsonObject,
+    architecture: str,
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelConfig:
+    """Read a dense decoder's config, as transformers 4 or 5 writes it.
 
-    The end-of-sequence tokens are those of ``generation_config.json`` where it names any, since instruct
-    models list more of them there, else those of ``config.json``.
+    The end-of-sequence tokens are those of ``generation_config.json`` where it names any, since instruct models list
+    more of them there, else those of ``config.json``.
+
+    Args:
+        qkv_bias: see :class:`ModelConfig`, likewise ``qk_norm``.
 
     Raises:
-        UnsupportedModelError: the architecture, or a feature the file switches on, is not implemented.
-        ModelError: no such folder or file, invalid JSON, a key that is missing, has the wrong type or range,
-            or contradicts another.
+        UnsupportedModelError: a feature that the file switches on is not implemented.
+        ModelError: a key is missing, has the wrong type or range, or contradicts another.
     """
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder; expected a model folder that holds config.json")
-    config = read_json_object(folder / "config.json")
-    architecture = _architecture(config)
-    _reject_unsupported_features(config, architecture)
-
-    hidden_size = config.positive_int("hidden_size")
-    num_heads = config.positive_int("num_attention_heads")
-    num_kv_heads = config.positive_int("num_key_value_heads", default=num_heads)
+    _refuse_unsupported_features(config)
+    hidden_size = config.read("hidden_size", int)
+    num_heads = config.read("num_attention_heads", int)
+    num_kv_heads = config.read("num_key_value_heads", int, default=num_heads)
     if num_heads % num_kv_heads:
         config.fail("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
-    vocab_size = config.positive_int("vocab_size")
+    vocab_size = config.read("vocab_size", int)
     rope = _rope_settings(config)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=config.positive_int("intermediate_size"),
-        num_layers=config.positive_int("num_hidden_layers"),
+        intermediate_size=config.read("intermediate_size", int),
+        num_layers=config.read("num_hidden_layers", int),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(config, architecture, hidden_size, num_heads),
-        max_position_embeddings=config.positive_int("max_position_embeddings"),
-        rms_norm_eps=config.positive_float("rms_norm_eps"),
+        head_dim=_head_dim(config, hidden_size, num_heads),
+        max_position_embeddings=config.read("max_position_embeddings", int),
+        rms_norm_eps=config.read("rms_norm_eps", float),
         rope_theta=_rope_theta(config, rope),
         rope_scaling=_rope_scaling(config, rope),
-        tie_word_embeddings=config.boolean("tie_word_embeddings", default=False),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        tie_word_embeddings=config.read("tie_word_embeddings", bool, default=False),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
         dtype=_dtype(config),
-        eos_token_ids=_eos_token_ids(folder, config, vocab_size),
+        eos_token_ids=_eos_token_ids(config, vocab_size),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class JsonObject:
-    """A JSON object of a model folder, read key by key; null counts as missing, as Hugging Face has it.
-
-    Attributes:
-        path: the file, for messages.
-        values: the object.
-        prefix: what precedes its keys in messages, such as ``rope_scaling.``.
-    """
-
-    path: Path
-    values: Mapping[str, Any]
-    prefix: str = ""
-
-    def get(self, key: str) -> Any:
-        """The value, or None where it is missing or null."""
-        return self.values.get(key)
-
-    def positive_int(self, key: str, default: int | None = None) -> int:
-        """An integer above 0; ModelError for anything else."""
-        value = default if self.get(key) is None else self.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.fail(key, "an integer of at least 1")
-        return value
-
-    def positive_float(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; ModelError for anything else."""
-        value = default if self.get(key) is None else self.get(key)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            self.fail(key, "a finite number above 0")
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        """True or false; ModelError for anything else."""
-        value = default if self.get(key) is None else self.get(key)
-        if not isinstance(value, bool):
-            self.fail(key, "true or false")
-        return value
-
-    def nested(self, key: str, error: type[ModelError] = ModelError) -> "JsonObject":
-        """The object at ``key``; ``error`` for anything else."""
-        value = self.get(key)
-        if not isinstance(value, dict):
-            self.fail(key, "an object", error)
-        return JsonObject(self.path, value, f"{self.prefix}{key}.")
-
-    def fail(self, key: str, required: str, error: type[ModelError] = ModelError) -> NoReturn:
-        """Raise ``error``, naming the file, the key, what it must be and what it is."""
-        found = repr(self.values[key]) if key in self.values else "no such key"
-        raise error(f"{self.path}: {self.prefix}{key} must be {required}; found {found}")
-
-
-def read_json_object(path: Path, error: type[ModelError] = ModelError) -> JsonObject:
-    """Read a JSON file whose top level is an object.
-
-    Raises:
-        ModelError: (or ``error``) the file is missing, unreadable, not JSON, or holds no object.
-    """
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError as cause:
-        raise error(f"{path} is missing; a Hugging Face model folder must hold it") from cause
-    except OSError as cause:
-        raise error(f"{path} cannot be read: {cause}") from cause
-    except ValueError as cause:
-        raise error(f"{path} is not valid JSON ({cause}); download it again") from cause
-    if not isinstance(values, dict):
-        raise error(f"{path} must hold a JSON object; found {type(values).__name__}")
-    return JsonObject(path, values)
-
-
-def _architecture(config: JsonObject) -> str:
-    names = config.get("architectures")
-    supported = f"a list naming one of {', '.join(SUPPORTED_ARCHITECTURES)}"
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        config.fail("architectures", supported)
-    if names[0] not in SUPPORTED_ARCHITECTURES:
-        config.fail("architectures", supported, UnsupportedModelError)
-    return names[0]
-
-
-def _reject_unsupported_features(config: JsonObject, architecture: str) -> None:
+def _refuse_unsupported_features(config: JsonObject) -> None:
     if config.get("hidden_act") not in (None, "silu"):
         config.fail("hidden_act", "silu, the only activation implemented", UnsupportedModelError)
-    switches = ["use_sliding_window", "mlp_bias"]
-    if architecture != "Qwen2ForCausalLM":
-        switches.append("attention_bias")
-    for key in switches:
-        if config.boolean(key, default=False):
-            config.fail(key, "false: it is not implemented", UnsupportedModelError)
+    config.refuse("use_sliding_window", "mlp_bias")
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:
             config.fail(key, "absent: only bf16, fp16 and fp32 weights are read", UnsupportedModelError)
@@ -228,17 +141,12 @@ def _reject_unsupported_features(config: JsonObject, architecture: str) -> None:
         config.fail("layer_types", "full_attention for every layer", UnsupportedModelError)
 
 
-def _head_dim(config: JsonObject, architecture: str, hidden_size: int, num_heads: int) -> int:
-    if config.get("head_dim") is None:
-        if architecture == "Qwen3ForCausalLM":
-            config.fail("head_dim", "given: Qwen3's does not follow from hidden_size")
-        if hidden_size % num_heads:
-            config.fail(
-                "hidden_size", f"a multiple of num_attention_heads ({num_heads}), as there is no head_dim"
-            )
-        head_dim = hidden_size // num_heads
-    else:
-        head_dim = config.positive_int("head_dim")
+def _head_dim(config: JsonObject, hidden_size: int, num_heads: int) -> int:
+    if config.get("head_dim") is None and hidden_size % num_heads:
+        config.fail(
+            "hidden_size", f"a multiple of num_attention_heads ({num_heads}), as there is no head_dim"
+        )
+    head_dim = config.read("head_dim", int, default=hidden_size // num_heads)
     if head_dim % 2:
         config.fail("head_dim", f"even, for RoPE rotates pairs; it is {head_dim}")
     return head_dim
@@ -254,7 +162,7 @@ def _rope_settings(config: JsonObject) -> JsonObject:
 
 def _rope_theta(config: JsonObject, rope: JsonObject) -> float:
     source = config if rope.get("rope_theta") is None else rope
-    return source.positive_float("rope_theta", default=_DEFAULT_ROPE_THETA)
+    return source.read("rope_theta", float, default=_DEFAULT_ROPE_THETA)
 
 
 def _rope_scaling(config: JsonObject, rope: JsonObject) -> Llama3RopeScaling | None:
@@ -269,10 +177,10 @@ def _rope_scaling(config: JsonObject, rope: JsonObject) -> Llama3RopeScaling | N
     if rope_type != "llama3":
         rope.fail(type_key, "default or llama3", UnsupportedModelError)
     scaling = Llama3RopeScaling(
-        factor=rope.positive_float("factor"),
-        low_freq_factor=rope.positive_float("low_freq_factor"),
-        high_freq_factor=rope.positive_float("high_freq_factor"),
-        original_max_position_embeddings=rope.positive_int("original_max_position_embeddings"),
+        factor=rope.read("factor", float),
+        low_freq_factor=rope.read("low_freq_factor", float),
+        high_freq_factor=rope.read("high_freq_factor", float),
+        original_max_position_embeddings=rope.read("original_max_position_embeddings", int),
     )
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         rope.fail("low_freq_factor", f"below high_freq_factor ({scaling.high_freq_factor})")
@@ -289,10 +197,11 @@ def _dtype(config: JsonObject) -> DtypeName:
     return name
 
 
-def _eos_token_ids(folder: Path, config: JsonObject, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(config: JsonObject, vocab_size: int) -> tuple[int, ...]:
     source = config
-    if (folder / "generation_config.json").exists():
-        generation = read_json_object(folder / "generation_config.json")
+    path = config.path.with_name("generation_config.json")
+    if path.exists():
+        generation = read_json_object(path)
         if generation.get("eos_token_id") is not None:
             source = generation
     value = source.get("eos_token_id")

@@ -1,9 +1,7 @@
 """The decoder's forward: one code for Llama, Qwen2 and Qwen3, for the CPU, eager prefill and captured decode."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from bullet_graph.kernels.attention import Attention, LayerRows
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import LayerOps, RowInputs
 from bullet_graph.models.config import Llama3RopeScaling, ModelConfig
+from bullet_graph.models.layers import LayerFunctions
 from bullet_graph.models.weights import ModelWeights
 
 
@@ -41,63 +40,6 @@ class SampledRows:
     rows: Tensor
     attention: Attention | None
     num_padding: int = 0
-
-
-def attention_input(
-    ops: LayerOps,
-    x: Tensor,
-    residual: Tensor,
-    norm: Tensor,
-    qkv: Tensor,
-    qkv_bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Norm and project: everything of a layer before attention.
-
-    Returns:
-        (qkv [rows, q_size + 2 * kv_size], residual).
-    """
-    x, residual = ops.add_rms_norm(x, residual, norm, eps)
-    return ops.linear(x, qkv, qkv_bias), residual
-
-
-def attention_output(
-    ops: LayerOps,
-    attended: Tensor,
-    residual: Tensor,
-    o: Tensor,
-    norm: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Project, norm, MLP: everything of a layer after attention.
-
-    Returns:
-        (x [rows, hidden_size], residual).
-    """
-    x, residual = ops.add_rms_norm(ops.linear(attended, o), residual, norm, eps)
-    return ops.linear(ops.swiglu(x, gate_up), down), residual
-
-
-@dataclass(frozen=True, slots=True)
-class LayerFunctions:
-    """How a layer is computed: eager, or with its two halves compiled.
-
-    Attributes:
-        ops: element-wise operations, for what lies between the halves.
-        attention_input: :func:`attention_input` with the operations bound.
-        attention_output: :func:`attention_output` with the operations bound.
-    """
-
-    ops: LayerOps
-    attention_input: Callable[..., tuple[Tensor, Tensor]]
-    attention_output: Callable[..., tuple[Tensor, Tensor]]
-
-
-def eager_functions(ops: LayerOps) -> LayerFunctions:
-    """A layer computed operation by operation."""
-    return LayerFunctions(ops, partial(attention_input, ops), partial(attention_output, ops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +91,16 @@ class Decoder:
         x, residual = hidden.x, hidden.residual
         for index in range(first, self.config.num_layers if last is None else last):
             layer = self.weights.layers[index]
-            qkv, residual = functions.attention_input(
-                x, residual, layer.input_norm, layer.qkv, layer.qkv_bias, eps
-            )
+            qkv, residual = functions.attention_input(x, residual, *layer.input_weights, eps)
             keys, values = self.cache.layer(index)
-            q = functions.ops.rope_and_cache(qkv, inputs, keys, values, layer.head_norms, self.config)
+            q = functions.ops.rope_and_cache(
+                qkv, inputs, keys, values, layer.attention.head_norms, self.config
+            )
             rows = LayerRows.of(q, qkv, self.config)
             if sampled is not None and index == self.config.num_layers - 1:
                 return self.finish_last_layer(rows, residual, sampled, functions)
             x, residual = functions.attention_output(
-                attention.run(index, rows), residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps
+                attention.run(index, rows), residual, *layer.output_weights, eps
             )
         return Hidden(x, residual)
 
@@ -182,13 +124,7 @@ class Decoder:
                 torch.nn.functional.pad(one, (0, 0, 0, sampled.num_padding)) for one in (attended, residual)
             )
         x, residual = functions.attention_output(
-            attended,
-            residual,
-            layer.o,
-            layer.post_norm,
-            layer.gate_up,
-            layer.down,
-            self.config.rms_norm_eps,
+            attended, residual, *layer.output_weights, self.config.rms_norm_eps
         )
         return Hidden(x, residual)
 

@@ -14,7 +14,7 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
 from bullet_graph.errors import ModelError, PromptError
-from bullet_graph.models.config import JsonObject, read_json_object
+from bullet_graph.models.json_files import JsonObject, read_json_object
 
 _LONG_TEXT = 4096
 """Characters. A text this long takes a millisecond or more, during which the library should not stop other threads:

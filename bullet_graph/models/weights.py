@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bullet_graph.kernels.ops import HeadNorms
 from bullet_graph.models.config import DtypeName, ModelConfig
+from bullet_graph.models.layers import Layer, Linear, Mlp, SelfAttention
 
 _DUMMY_BIAS_STD = 0.02
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -16,31 +17,6 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 def torch_dtype(name: DtypeName) -> torch.dtype:
     """Torch's type of this name."""
     return _DTYPES[name]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Weights of one decoder layer; every matrix is [out_features, in_features], as ``F.linear`` takes it.
-
-    Attributes:
-        input_norm: [hidden_size], RMSNorm before attention.
-        qkv: [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]; rows are q, then k, then v.
-        qkv_bias: [(num_heads + 2 * num_kv_heads) * head_dim] or None.
-        head_norms: RMSNorm over each query and key head (Qwen3) or None.
-        o: [hidden_size, num_heads * head_dim].
-        post_norm: [hidden_size], RMSNorm before the MLP.
-        gate_up: [2 * intermediate_size, hidden_size]; rows are gate, then up.
-        down: [hidden_size, intermediate_size].
-    """
-
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    head_norms: HeadNorms | None
-    o: Tensor
-    post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +31,7 @@ class ModelWeights:
     """
 
     embed: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[Layer, ...]
     final_norm: Tensor
     lm_head: Tensor
 
@@ -111,15 +87,20 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     qkv_size = config.q_size + 2 * config.kv_size
     embed = empty(config.vocab_size, config.hidden_size)
     layers = tuple(
-        LayerWeights(
+        Layer(
             input_norm=empty(config.hidden_size),
-            qkv=empty(qkv_size, config.hidden_size),
-            qkv_bias=empty(qkv_size) if config.qkv_bias else None,
-            head_norms=HeadNorms(empty(config.head_dim), empty(config.head_dim)) if config.qk_norm else None,
-            o=empty(config.hidden_size, config.q_size),
+            attention=SelfAttention(
+                qkv=Linear(empty(qkv_size, config.hidden_size), empty(qkv_size) if config.qkv_bias else None),
+                o=Linear(empty(config.hidden_size, config.q_size)),
+                head_norms=HeadNorms(empty(config.head_dim), empty(config.head_dim))
+                if config.qk_norm
+                else None,
+            ),
             post_norm=empty(config.hidden_size),
-            gate_up=empty(2 * config.intermediate_size, config.hidden_size),
-            down=empty(config.hidden_size, config.intermediate_size),
+            mlp=Mlp(
+                gate_up=Linear(empty(2 * config.intermediate_size, config.hidden_size)),
+                down=Linear(empty(config.hidden_size, config.intermediate_size)),
+            ),
         )
         for _ in range(config.num_layers)
     )
@@ -137,20 +118,21 @@ def checkpoint_views(config: ModelConfig, weights: ModelWeights) -> Iterator[tup
     yield "model.embed_tokens.weight", weights.embed
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
+        attention, mlp = layer.attention, layer.mlp
         yield f"{prefix}.input_layernorm.weight", layer.input_norm
-        for name, view in zip("qkv", torch.split(layer.qkv, qkv_sizes), strict=True):
+        for name, view in zip("qkv", torch.split(attention.qkv.weight, qkv_sizes), strict=True):
             yield f"{prefix}.self_attn.{name}_proj.weight", view
-        if layer.qkv_bias is not None:
-            for name, view in zip("qkv", torch.split(layer.qkv_bias, qkv_sizes), strict=True):
+        if attention.qkv.bias is not None:
+            for name, view in zip("qkv", torch.split(attention.qkv.bias, qkv_sizes), strict=True):
                 yield f"{prefix}.self_attn.{name}_proj.bias", view
-        if layer.head_norms is not None:
-            yield f"{prefix}.self_attn.q_norm.weight", layer.head_norms.q
-            yield f"{prefix}.self_attn.k_norm.weight", layer.head_norms.k
-        yield f"{prefix}.self_attn.o_proj.weight", layer.o
+        if attention.head_norms is not None:
+            yield f"{prefix}.self_attn.q_norm.weight", attention.head_norms.q
+            yield f"{prefix}.self_attn.k_norm.weight", attention.head_norms.k
+        yield f"{prefix}.self_attn.o_proj.weight", attention.o.weight
         yield f"{prefix}.post_attention_layernorm.weight", layer.post_norm
-        for name, view in zip(("gate", "up"), layer.gate_up.chunk(2), strict=True):
+        for name, view in zip(("gate", "up"), mlp.gate_up.weight.chunk(2), strict=True):
             yield f"{prefix}.mlp.{name}_proj.weight", view
-        yield f"{prefix}.mlp.down_proj.weight", layer.down
+        yield f"{prefix}.mlp.down_proj.weight", mlp.down.weight
     yield "model.norm.weight", weights.final_norm
     if weights.lm_head is not weights.embed:
         yield "lm_head.weight", weights.lm_head

@@ -11,7 +11,8 @@ from bullet_graph.graphs.compiled import by_rows, compiled_functions
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState, sample, token_logprobs
-from bullet_graph.models.decoder import Decoder, Hidden, LayerFunctions, SampledRows, eager_functions
+from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
+from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.runtime.artifacts.use import Captures
 from bullet_graph.runtime.rows import Rows, lay_out, settings_row

@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.ops import TorchOps
-from bullet_graph.models.decoder import Decoder, LayerFunctions, eager_functions
+from bullet_graph.models.decoder import Decoder
+from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.runtime.step import Int32Array
 
 TOLERANCES = MappingProxyType({torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4})

@@ -1,7 +1,7 @@
 """Captured decode steps on the GPU: against a float32 reference, and against the same step uncaptured."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -13,12 +13,13 @@ from bullet_graph.graphs.halves import Halves
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.memory import KVCache
-from bullet_graph.kernels.ops import HeadNorms, TorchOps
+from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder, cos_sin_table, eager_functions
+from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import LayerWeights, ModelWeights, dummy_weights
+from bullet_graph.models.weights import ModelWeights, checkpoint_views, dummy_weights, empty_weights
 from bullet_graph.partition.masks import WHOLE_GPU
 
 pytestmark = pytest.mark.gpu
@@ -35,21 +36,12 @@ class Setup:
     state: SamplingState
 
 
-def upcast(weights: ModelWeights) -> ModelWeights:
-    def layer(source: LayerWeights) -> LayerWeights:
-        tensors = {f.name: getattr(source, f.name) for f in fields(source)}
-        norms = tensors.pop("head_norms")
-        return LayerWeights(
-            head_norms=None if norms is None else HeadNorms(norms.q.float(), norms.k.float()),
-            **{name: None if t is None else t.float() for name, t in tensors.items()},
-        )
-
-    return ModelWeights(
-        weights.embed.float(),
-        tuple(layer(one) for one in weights.layers),
-        weights.final_norm.float(),
-        weights.lm_head.float(),
-    )
+def upcast(config: ModelConfig, weights: ModelWeights) -> ModelWeights:
+    wide = empty_weights(config, torch.float32, DEVICE)
+    views = (checkpoint_views(config, one) for one in (wide, weights))
+    for (_, target), (_, source) in zip(*views, strict=True):
+        target.copy_(source)
+    return wide
 
 
 def build_decoder(config: ModelConfig, weights: ModelWeights, dtype: torch.dtype) -> Decoder:
@@ -69,7 +61,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     config = replace(PRESETS[request.param], num_layers=NUM_LAYERS)
     weights = dummy_weights(config, dtype=torch.bfloat16, device=DEVICE, seed=11)
     decoder = build_decoder(config, weights, torch.bfloat16)
-    reference = build_decoder(config, upcast(weights), torch.float32)
+    reference = build_decoder(config, upcast(config, weights), torch.float32)
     generator = torch.Generator(DEVICE).manual_seed(7)
     for index in range(NUM_LAYERS):
         for cache in decoder.cache.layer(index):

@@ -18,7 +18,8 @@ from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, TritonNormOps, de
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import LayerOps, TorchOps
 from bullet_graph.kernels.triton_ops import TritonOps
-from bullet_graph.models.decoder import Decoder, LayerFunctions, cos_sin_table, eager_functions
+from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import dummy_weights
 
@@ -65,10 +66,8 @@ def halves(functions: LayerFunctions, decoder: Decoder, rows: int) -> tuple[torc
     )
     eps = CONFIG.rms_norm_eps
     return (
-        *functions.attention_input(x, residual, layer.input_norm, layer.qkv, layer.qkv_bias, eps),
-        *functions.attention_output(
-            attended, residual, layer.o, layer.post_norm, layer.gate_up, layer.down, eps
-        ),
+        *functions.attention_input(x, residual, *layer.input_weights, eps),
+        *functions.attention_output(attended, residual, *layer.output_weights, eps),
     )
 
 

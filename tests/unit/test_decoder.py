@@ -8,7 +8,8 @@ import torch
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import TorchOps
-from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, cos_sin_table, eager_functions
+from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, cos_sin_table
+from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import dummy_weights
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from bullet_graph.errors import CheckpointError
 from bullet_graph.models import weights as loader
 from bullet_graph.models.checkpoint import load_weights
-from bullet_graph.models.config import load_model_config
+from bullet_graph.models.families import load_model_config
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import (
     ModelWeights,
@@ -34,7 +34,7 @@ def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
         return {name: value}
     parts = dict(enumerate(value)) if isinstance(value, tuple) else {}
     if is_dataclass(value):
-        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        parts = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
     return {k: v for key, part in parts.items() for k, v in tensors_of(part, f"{name}.{key}").items()}
 
 
@@ -82,18 +82,18 @@ def test_fused_tensors_equal_those_of_transformers(tmp_path: Path, family: Famil
     assert not torch.equal(weights.lm_head, weights.embed)
     for index, layer in enumerate(weights.layers):
         assert torch.equal(layer.input_norm, fused(index, ["input_layernorm"]))
-        assert torch.equal(layer.qkv, fused(index, qkv))
-        assert torch.equal(layer.o, fused(index, ["self_attn.o_proj"]))
+        assert torch.equal(layer.attention.qkv.weight, fused(index, qkv))
+        assert torch.equal(layer.attention.o.weight, fused(index, ["self_attn.o_proj"]))
         assert torch.equal(layer.post_norm, fused(index, ["post_attention_layernorm"]))
-        assert torch.equal(layer.gate_up, fused(index, ["mlp.gate_proj", "mlp.up_proj"]))
-        assert torch.equal(layer.down, fused(index, ["mlp.down_proj"]))
-        assert (layer.qkv_bias is not None) == (family == "qwen2")
-        assert (layer.head_norms is not None) == (family == "qwen3")
-        if layer.qkv_bias is not None:
-            assert torch.equal(layer.qkv_bias, fused(index, qkv, "bias"))
-        if layer.head_norms is not None:
-            assert torch.equal(layer.head_norms.q, fused(index, ["self_attn.q_norm"]))
-            assert torch.equal(layer.head_norms.k, fused(index, ["self_attn.k_norm"]))
+        assert torch.equal(layer.mlp.gate_up.weight, fused(index, ["mlp.gate_proj", "mlp.up_proj"]))
+        assert torch.equal(layer.mlp.down.weight, fused(index, ["mlp.down_proj"]))
+        assert (layer.attention.qkv.bias is not None) == (family == "qwen2")
+        assert (layer.attention.head_norms is not None) == (family == "qwen3")
+        if layer.attention.qkv.bias is not None:
+            assert torch.equal(layer.attention.qkv.bias, fused(index, qkv, "bias"))
+        if layer.attention.head_norms is not None:
+            assert torch.equal(layer.attention.head_norms.q, fused(index, ["self_attn.q_norm"]))
+            assert torch.equal(layer.attention.head_norms.k, fused(index, ["self_attn.k_norm"]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -155,7 +155,7 @@ def test_dtype_conversion(tmp_path: Path, stored: torch.dtype, wanted: torch.dty
     assert {tensor.dtype for tensor in tensors_of(weights).values()} == {wanted}
     down = model.state_dict()["model.layers.0.mlp.down_proj.weight"]
     assert down.dtype == stored
-    assert torch.equal(weights.layers[0].down, down.to(wanted))
+    assert torch.equal(weights.layers[0].mlp.down.weight, down.to(wanted))
 
 
 @pytest.mark.parametrize("progress", [False, True])
@@ -364,7 +364,7 @@ def test_dummy_weights_keep_activations_in_proportion() -> None:
     config = PRESETS["tiny"]
     weights = dummy_weights(config, dtype=torch.float32, device=CPU, seed=0)
     assert len(weights.layers) == config.num_layers
-    down = weights.layers[3].down
+    down = weights.layers[3].mlp.down.weight
     inputs = torch.randn(64, config.intermediate_size, generator=torch.Generator().manual_seed(0))
     assert 0.9 < (inputs @ down.T).std().item() < 1.1
 

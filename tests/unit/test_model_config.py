@@ -9,7 +9,8 @@ from checkpoints import FAMILIES, Family, write_checkpoint
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from bullet_graph.errors import ModelError, UnsupportedModelError
-from bullet_graph.models.config import Llama3RopeScaling, ModelConfig, load_model_config
+from bullet_graph.models.config import Llama3RopeScaling, ModelConfig
+from bullet_graph.models.families import load_model_config
 from bullet_graph.models.presets import PRESETS, resolve_model
 
 LLAMA: dict[str, Any] = {

@@ -21,7 +21,7 @@ from bench.peers.residents import group, require_memory
 from bench.peers.systems import Candidate
 from bullet_graph import ConfigError, RequestError
 from bullet_graph.errors import DeviceError
-from bullet_graph.models.config import load_model_config
+from bullet_graph.models.families import load_model_config
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.serve.client import TokenCounter
 

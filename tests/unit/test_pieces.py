@@ -15,7 +15,8 @@ from bullet_graph.kernels.attention import LayerRows, ReferenceAttention
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder, SampledRows, cos_sin_table, eager_functions
+from bullet_graph.models.decoder import Decoder, SampledRows, cos_sin_table
+from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import dummy_weights
 

@@ -9,7 +9,8 @@ import torch
 
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import TorchOps
-from bullet_graph.models.decoder import Decoder, LayerFunctions, cos_sin_table, eager_functions
+from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import dummy_weights
 from bullet_graph.runtime.artifacts.exercise import exercise

@@ -44,11 +44,11 @@ def test_random_weights_are_the_same_as_ever() -> None:
         filling.join()
     expected = dummy_weights(TINY, dtype=torch.float32, device=CPU, seed=7)
     assert torch.equal(weights.embed, expected.embed)
-    assert torch.equal(weights.layers[-1].down, expected.layers[-1].down)
+    assert torch.equal(weights.layers[-1].mlp.down.weight, expected.layers[-1].mlp.down.weight)
     assert torch.equal(weights.lm_head, expected.lm_head)
     # Of the release before weights were filled by a thread.
     assert weights.embed[0, :4].tolist() == pytest.approx(EMBED)
-    assert weights.layers[3].down[-1, -3:].tolist() == pytest.approx(DOWN)
+    assert weights.layers[3].mlp.down.weight[-1, -3:].tolist() == pytest.approx(DOWN)
     assert weights.lm_head[100, 5:8].tolist() == pytest.approx(HEAD)
 
 
@@ -64,7 +64,12 @@ def test_weights_made_in_inference_mode_can_be_filled() -> None:
 def test_unfilled_weights_are_numbers() -> None:
     assert all(
         not tensor.any()
-        for tensor in (zeros().embed, zeros().final_norm, zeros().layers[0].qkv, zeros().layers[3].down)
+        for tensor in (
+            zeros().embed,
+            zeros().final_norm,
+            zeros().layers[0].attention.qkv.weight,
+            zeros().layers[3].mlp.down.weight,
+        )
     )
 
 

@@ -1,0 +1,75 @@
+"""Llama 3.x: no biases; from 3.1 on, RoPE's low frequencies are scaled."""
+
+from dataclasses import replace
+
+from bullet_graph.models.config import Llama3RopeScaling, ModelConfig, read_dense_config
+from bullet_graph.models.json_files import JsonObject
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+
+def read_config(config: JsonObject) -> ModelConfig:
+    """See :func:`~bullet_graph.models.config.read_dense_config`."""
+    config.refuse("attention_bias")
+    return read_dense_config(config, ARCHITECTURE)
+
+
+def _rope_scaling(factor: float) -> Llama3RopeScaling:
+    return Llama3RopeScaling(
+        factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+
+
+LLAMA_3_1_8B = ModelConfig(
+    architecture=ARCHITECTURE,
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    rope_scaling=_rope_scaling(8.0),
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    qk_norm=False,
+    dtype="bfloat16",
+    # Of the instruct models: <|end_of_text|>, <|eom_id|>, <|eot_id|>.
+    eos_token_ids=(128001, 128008, 128009),
+)
+
+LLAMA_3_2_1B = replace(
+    LLAMA_3_1_8B,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=16,
+    head_dim=64,
+    rope_scaling=_rope_scaling(32.0),
+    tie_word_embeddings=True,
+)
+
+TINY = ModelConfig(
+    architecture=ARCHITECTURE,
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=384,
+    num_layers=4,
+    # Heads of 64: the smallest that the GPU's attention kernels come in.
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+    # Long enough for the prompts of the long-document trace.
+    max_position_embeddings=16384,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    qk_norm=False,
+    dtype="float32",
+    eos_token_ids=(),
+)
+"""For CPUs and tests."""

@@ -1,0 +1,47 @@
+"""Qwen3: RMSNorm over each query and key head before RoPE; the size of a head is given, not derived."""
+
+from dataclasses import replace
+
+from bullet_graph.models.config import ModelConfig, read_dense_config
+from bullet_graph.models.json_files import JsonObject
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+
+
+def read_config(config: JsonObject) -> ModelConfig:
+    """See :func:`~bullet_graph.models.config.read_dense_config`."""
+    config.refuse("attention_bias")
+    if config.get("head_dim") is None:
+        config.fail("head_dim", "given: Qwen3's does not follow from hidden_size")
+    return read_dense_config(config, ARCHITECTURE, qk_norm=True)
+
+
+QWEN3_8B = ModelConfig(
+    architecture=ARCHITECTURE,
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    qk_norm=True,
+    dtype="bfloat16",
+    # <|im_end|> and <|endoftext|>.
+    eos_token_ids=(151645, 151643),
+)
+
+QWEN3_0_6B = replace(
+    QWEN3_8B,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_heads=16,
+    tie_word_embeddings=True,
+)
