@@ -1,19 +1,13 @@
 """LLM inference that runs prefill and decode at the same time on one GPU.
 
-``Engine`` and ``AsyncEngine`` need torch, so they are imported when they are first used.
+The engines and their outputs are imported when they are first used: they need torch or numpy.
 """
 
+import warnings
 from typing import TYPE_CHECKING
 
 from bullet_graph._version import __version__
-from bullet_graph.config import EngineConfig, Policy
-from bullet_graph.engine.output import (
-    CompletionOutput,
-    EngineStats,
-    OutputKind,
-    RequestOutput,
-    TokenLogprobs,
-)
+from bullet_graph.config import RENAMED, EngineConfig, Policy
 from bullet_graph.errors import (
     BulletGraphError,
     CacheError,
@@ -33,13 +27,20 @@ from bullet_graph.errors import (
     UnsupportedModelError,
     WorkloadError,
 )
-from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import Slo
 
 if TYPE_CHECKING:
     from bullet_graph.engine.async_engine import AsyncEngine
     from bullet_graph.engine.engine import Engine
+    from bullet_graph.engine.output import (
+        CompletionOutput,
+        EngineStats,
+        OutputKind,
+        RequestOutput,
+        TokenLogprobs,
+    )
+    from bullet_graph.perf.metrics import RequestMetrics
 
 __all__ = [
     "AsyncEngine",
@@ -74,19 +75,27 @@ __all__ = [
     "__version__",
 ]
 
-_NEED_TORCH = {
+_ON_FIRST_USE = {
     "AsyncEngine": "bullet_graph.engine.async_engine",
     "Engine": "bullet_graph.engine.engine",
+    "RequestMetrics": "bullet_graph.perf.metrics",
+    **dict.fromkeys(
+        ("CompletionOutput", "EngineStats", "OutputKind", "RequestOutput", "TokenLogprobs"),
+        "bullet_graph.engine.output",
+    ),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _NEED_TORCH:
+    if name in RENAMED:
+        warnings.warn(f"{name} is now called {RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[RENAMED[name]]
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Here, since the module's import starts the clock of the engine's imports.
     from bullet_graph._imports import load  # noqa: PLC0415
 
-    value = globals()[name] = load(_NEED_TORCH[name], name)
+    value = globals()[name] = load(_ON_FIRST_USE[name], name)
     return value
 
 

@@ -1,8 +1,15 @@
-"""The engine's settings: one frozen value, checked once."""
+"""The engine's settings: one frozen value, checked once. The command line and the engine take theirs from here."""
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, cast, get_args
+import difflib
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import PurePath
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -15,6 +22,9 @@ SelfCheckChoice = Literal["off", "sample", "all"]
 ReadyName = Literal["hot", "all"]
 PromptOrder = Literal["arrival", "longest-output"]
 PolicyChoice = Literal["serial", "mixed", "split", "auto"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 KV_BLOCK_TOKENS = 16
 """Tokens in a KV-cache block (a page in FlashInfer's words)."""
@@ -85,120 +95,223 @@ class Policy:
         return self.name if number is None else f"{self.name}:{number}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Settings of one engine.
+def parse_bytes(text: str) -> int:
+    """Read a size such as ``8GiB``, ``512MB`` or ``1000000``.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b)?\s*", text.lower())
+    if match is None or (match[3] and not match[2]):
+        raise ConfigError(f"{text!r} is no size: write 8GiB, 512MiB, 1.5GB or a number of bytes")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Read numbers such as ``32,48``.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"{text!r} is no list of numbers: write 32,48,64") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is known of a field of :class:`EngineConfig` besides its type and default.
 
     Attributes:
-        model: a Hugging Face model folder, or the name of a preset (see ``bullet_graph.models.presets``).
-        load_format: ``safetensors`` reads the folder's weights, ``dummy`` fills them with seeded random
-            numbers, ``auto`` means dummy for a preset and safetensors for a folder.
-        dtype: of weights, activations and KV cache; ``auto`` is float32 on the CPU; on a GPU config.json's,
-            or bfloat16 where that is float32.
-        device: ``auto`` takes the GPU where there is one.
-        max_model_len: most tokens of a prompt and its output together; None takes the model's own limit.
-        max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: most rows of one forward with prompt tokens in it; one block's worth of them
-            may go beside more decode rows than that.
-        gpu_memory_utilization: share of the device's memory that the engine may fill, in (0, 1].
-        kv_cache_bytes: fixes the KV cache's size instead of taking what memory is left.
-        policy: how prefill and decode share the device.
-        prompt_order: which prompts are prefilled first where none has a target for its first token: ``arrival``, as
-            they came, or ``longest-output``, those with the most ``max_tokens`` first. The latter is for batches
-            of which nothing is needed before the end: the longest outputs then do not end alone, in small batches.
-            Short ones wait for as long as longer ones come.
-        seed: of dummy weights and of requests without a seed of their own.
-        cuda_graphs: capture decode steps; without, they run eagerly (slower; for debugging).
-        partition_backend: what confines a lane to its SMs: ``smctrl``, ``green``, ``none``, or ``auto`` for the
-            first that verifies.
-        decode_sms: sizes of the decode lane, in SMs, to verify and capture graphs for besides the whole GPU; the
-            prefill lane has the rest. None given, ``auto`` and ``split`` take those of the performance table.
-        slo: latency targets of requests that have none of their own.
-        perf_table: the performance model's numbers, for policies and targets that need predictions: a table file of
-            ``bullet-graph profile``, or ``roofline`` for an unmeasured estimate; None looks for a table of this
-            GPU and model among the user's own and those that come with the package.
-        capture_plan: which decode steps and short forwards to capture, for which partitions: a file of
-            ``bullet-graph capture plan`` (ending in ``.toml``), or the name of one that comes with the package; None
-            captures all buckets for all partitions.
-        compile: on the CPU, fuse each layer's halves with torch.compile; a GPU's captured decode steps always are.
-        capture_cache: start from what ``bullet-graph capture build`` has kept in this folder, or ``auto`` for the
-            user's own; what does not fit or does not hold is compiled, with a warning. None compiles everything.
-            A cache is code: take one from a trusted place only.
-        self_check: at which batch sizes a start from a cache compares its logits with the uncompiled model's: ``off``,
-            ``sample`` (the smallest, the middle, the largest) or ``all``.
-        ready: when an engine on a GPU counts as ready: once ``all`` graphs are captured, or the ``hot`` ones, without
-            which it could not serve well. The others then follow while it is idle and, where no latency target
-            suffers, between steps.
+        help: what it does, for the user of the command line.
+        metavar: what the command line calls a value.
+        no_value: what None, or no value, stands for.
+        minimum: the least an integer may be.
+        parse: reads a value from text.
+    """
+
+    help: str
+    metavar: str | None = None
+    no_value: str | None = None
+    minimum: int | None = None
+    parse: Callable[[str], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine: the only place where each is named, described, checked and given its default.
 
     Raises:
         ConfigError: at construction, naming the setting.
     """
 
-    model: str
-    load_format: LoadFormat = "auto"
-    dtype: DtypeName = "auto"
-    device: DeviceName = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    gpu_memory_utilization: float = 0.9
-    kv_cache_bytes: int | None = None
-    policy: Policy = Policy("mixed")
-    prompt_order: PromptOrder = "arrival"
-    seed: int = 0
-    cuda_graphs: bool = True
-    partition_backend: PartitionBackendName = "auto"
-    decode_sms: tuple[int, ...] = ()
-    slo: Slo = NO_TARGETS
-    perf_table: str | None = None
-    capture_plan: str | None = None
-    compile: bool = False
-    capture_cache: str | None = None
-    self_check: SelfCheckChoice = "sample"
-    ready: ReadyName = "all"
+    model: Annotated[str, Setting("A preset's name, or a Hugging Face model folder.")]
+    load_format: Annotated[
+        LoadFormat,
+        Setting("dummy: seeded random weights; auto: dummy for a preset, safetensors for a folder."),
+    ] = "auto"
+    dtype: Annotated[
+        DtypeName,
+        Setting(
+            "Of weights, activations and KV cache. auto: float32 on the CPU; on a GPU config.json's, or bfloat16 "
+            "where that is float32."
+        ),
+    ] = "auto"
+    device: Annotated[DeviceName, Setting("auto: the GPU where there is one.")] = "auto"
+    policy: Annotated[
+        Policy,
+        Setting(
+            "How prefill and decode share the device. CHUNK: most tokens of one forward; NUM_SMS: SMs of the decode "
+            "lane; auto: chosen at every step from measured performance.",
+            metavar="serial[:CHUNK]|mixed[:CHUNK]|split[:NUM_SMS]|auto",
+            parse=Policy.parse,
+        ),
+    ] = Policy("mixed")
+    prompt_order: Annotated[
+        PromptOrder,
+        Setting(
+            "Which prompts go first where none has a target for its first token. longest-output: those with the most "
+            "max_tokens, for batches whose outputs are needed only at the end."
+        ),
+    ] = "arrival"
+    slo: Annotated[
+        Slo,
+        Setting(
+            'Latency targets in ms, such as "ttft:500 tpot:15" or "ttft:0.2ms/token", for requests without their own.',
+            metavar="TARGETS",
+            no_value="none",
+            parse=lambda text: Slo.parse(text.replace(",", " ").split()),
+        ),
+    ] = NO_TARGETS
+    perf_table: Annotated[
+        str | None,
+        Setting(
+            "Performance table of `bullet-graph profile`; roofline: an unmeasured estimate.",
+            metavar="FILE|roofline",
+            no_value="the one that fits this GPU and model",
+        ),
+    ] = None
+    capture_plan: Annotated[
+        str | None,
+        Setting(
+            "Which steps to capture as CUDA graphs: a file of `bullet-graph capture plan`, or the name of a plan that "
+            "comes with the package.",
+            metavar="FILE.toml|NAME",
+            no_value="all batch sizes for all partitions",
+        ),
+    ] = None
+    compile: Annotated[
+        bool,
+        Setting(
+            "On the CPU: fuse the two compiled parts of each layer with torch.compile. Captured steps on a GPU always "
+            "are."
+        ),
+    ] = False
+    capture_cache: Annotated[
+        str | None,
+        Setting(
+            "Start from what `bullet-graph capture build` has put into this folder; auto: your own cache folder. A "
+            "capture cache is code: use only one that you trust.",
+            metavar="DIR|auto|off",
+            no_value="off",
+            parse=lambda text: None if text == "off" else text,
+        ),
+    ] = None
+    self_check: Annotated[
+        SelfCheckChoice,
+        Setting(
+            "At which batch sizes a start from a capture cache compares its logits with the uncompiled model's. "
+            "sample: the smallest, the middle and the largest."
+        ),
+    ] = "sample"
+    ready: Annotated[
+        ReadyName,
+        Setting("Serve once all CUDA graphs are captured, or only the hot ones; others follow in idle time."),
+    ] = "all"
+    max_num_seqs: Annotated[int, Setting("Most sequences running at once.", minimum=1)] = 256
+    max_num_batched_tokens: Annotated[int, Setting("Most tokens of one forward.", minimum=1)] = 8192
+    max_model_len: Annotated[
+        int | None,
+        Setting("Most tokens of a prompt and its output together.", no_value="the model's limit", minimum=1),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, Setting("Share of the device's memory that the engine may fill, in (0, 1].")
+    ] = 0.9
+    kv_cache_bytes: Annotated[
+        int | None,
+        Setting(
+            "Size of the KV cache, such as 8GiB.",
+            metavar="SIZE",
+            no_value="what memory is left",
+            minimum=1,
+            parse=parse_bytes,
+        ),
+    ] = None
+    cuda_graphs: Annotated[
+        bool,
+        Setting("Capture decode steps into CUDA graphs; without, they run eagerly (slower; for debugging)."),
+    ] = True
+    partition_backend: Annotated[
+        PartitionBackendName, Setting("What confines a lane to its SMs; auto: the first that verifies.")
+    ] = "auto"
+    decode_sms: Annotated[
+        tuple[int, ...],
+        Setting(
+            "Sizes of the decode lane, in SMs, to verify and capture besides the whole GPU.",
+            metavar="N,N,…",
+            no_value="those of the performance table, for auto and split",
+            parse=parse_counts,
+        ),
+    ] = ()
+    seed: Annotated[int, Setting("Of dummy weights, synthetic prompts and sampling.", minimum=0)] = 0
+
+    @classmethod
+    def of(cls, model: str, **settings: Any) -> "EngineConfig":
+        """Read settings as users give them: as values, or as texts such as ``policy="mixed:2048"``.
+
+        Raises:
+            ConfigError: a name is unknown, or as the class says.
+        """
+        parsed: dict[str, Any] = {}
+        for name, value in settings.items():
+            setting = SETTINGS.get(name)
+            if setting is None:
+                near = difflib.get_close_matches(name, SETTINGS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(SETTINGS)}"
+                raise ConfigError(f"the engine has no setting {name!r}: {hint}")
+            if isinstance(value, PurePath):
+                value = str(value)
+            if isinstance(value, str) and setting.parse is not None:
+                value = setting.parse(value)
+            parsed[name] = tuple(value) if isinstance(value, list | range) else value
+        return cls(model=model, **parsed)
+
+    def values(self) -> dict[str, Any]:
+        """The settings by name, as :meth:`of` and an engine take them."""
+        return {name: getattr(self, name) for name in SETTINGS}
 
     def __post_init__(self) -> None:
-        choices = {
-            "load_format": ("auto", "safetensors", "dummy"),
-            "dtype": ("auto", "bfloat16", "float16", "float32"),
-            "device": ("auto", "cuda", "cpu"),
-            "partition_backend": ("auto", "smctrl", "green", "none"),
-            "prompt_order": get_args(PromptOrder),
-            "self_check": get_args(SelfCheckChoice),
-            "ready": ("hot", "all"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            _require_count(name, getattr(self, name))
-        for name in ("max_model_len", "kv_cache_bytes"):
-            if getattr(self, name) is not None:
-                _require_count(name, getattr(self, name))
-        if self.perf_table is not None and not self.perf_table:
-            raise ConfigError("perf_table must be a file's name, roofline or None, got ''")
-        if self.capture_plan is not None:
-            if not isinstance(self.capture_plan, str) or not self.capture_plan:
-                raise ConfigError(
-                    f"capture_plan must be a file's name, a shipped plan's or None, got {self.capture_plan!r}"
-                )
-            if self.decode_sms or not self.cuda_graphs:
-                raise ConfigError(
-                    "capture_plan says which partitions and sizes are captured: leave out decode_sms and "
-                    "cuda_graphs=False, or leave out the plan"
-                )
-        if self.capture_cache is not None and (
-            not isinstance(self.capture_cache, str) or not self.capture_cache
-        ):
-            raise ConfigError(f"capture_cache must be a folder, auto or None, got {self.capture_cache!r}")
+        for name, setting in SETTINGS.items():
+            value, hint = getattr(self, name), HINTS[name]
+            if value is None and NoneType in get_args(hint):
+                continue
+            if get_origin(hint) is Literal:
+                if value not in get_args(hint):
+                    raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
+            elif setting.minimum is not None:
+                _require_count(name, value, setting.minimum)
+            elif hint == str | None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name} must be {setting.metavar} or None, got {value!r}")
+        if self.capture_plan is not None and (self.decode_sms or not self.cuda_graphs):
+            raise ConfigError(
+                "capture_plan says which partitions and sizes are captured: leave out decode_sms and "
+                "cuda_graphs=False, or leave out the plan"
+            )
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether ``model`` names an existing folder rather than a preset."""
-        return Path(self.model).is_dir()
 
     @property
     def chunk_tokens(self) -> int:
@@ -208,6 +321,57 @@ class EngineConfig:
         return min(self.policy.chunk_tokens, self.max_num_batched_tokens)
 
 
-def _require_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+SETTINGS: Mapping[str, Setting] = MappingProxyType(
+    {name: hint.__metadata__[0] for name, hint in get_type_hints(EngineConfig, include_extras=True).items()}
+)
+"""What is known of each setting, by name."""
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {each.name: each.default for each in fields(EngineConfig) if each.default is not MISSING}
+)
+"""Their defaults; the model has none."""
+
+HINTS: Mapping[str, Any] = MappingProxyType(get_type_hints(EngineConfig))
+"""Their types."""
+
+EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nSettings:\n" + "\n".join(
+    f"    {name}: {setting.help}" for name, setting in SETTINGS.items()
+)
+
+RENAMED: Mapping[str, str] = MappingProxyType({"arm": "policy", "canary": "self_check", "Arm": "Policy"})
+"""Former names of settings and of the class, and the current ones. The former still work, with a warning."""
+
+
+def former_names_too(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function take settings by their former names, too; a warning tells the current ones.
+
+    The function raises ConfigError where a setting is given under both.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for old in RENAMED.keys() & kwargs.keys():
+            new = RENAMED[old]
+            if new in kwargs:
+                raise ConfigError(f"{old} and {new} are one setting: give {new}, the current name")
+            warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=2)
+            kwargs[new] = kwargs.pop(old)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _require_count(name: str, value: object, minimum: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+def with_settings(signature: inspect.Signature) -> inspect.Signature:
+    """A constructor's signature with its ``**settings`` spelled out."""
+    own = [each for name, each in signature.parameters.items() if name not in ("self", "settings")]
+    spelled = [
+        each
+        for each in inspect.signature(EngineConfig).parameters.values()
+        if each.name not in signature.parameters
+    ]
+    return signature.replace(parameters=[own[0], *spelled, *own[1:]])

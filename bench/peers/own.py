@@ -35,7 +35,7 @@ class OwnEngine:
         )
         config = config_for(config, list(dict.fromkeys(one.policy for one in wanted)), slo)
         engine = Engine(
-            **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
+            **config.values(),
             trace_decisions=decisions,
         )
         self._engine = AsyncEngine(engine)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import sys
-from typing import get_args
 
 import click
 from click.core import ParameterSource
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from bullet_graph.cli.options import parse_sizes
+from bullet_graph.cli.options import parse_sizes, setting_options
 from bullet_graph.config import DeviceName, PartitionBackendName
 from bullet_graph.partition.calibrate import Calibration, calibrate, remember
 from bullet_graph.partition.offsets import lookup
@@ -25,25 +24,11 @@ _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
 
 
 @click.command()
-@click.option(
-    "--device",
-    type=click.Choice(get_args(DeviceName)),
-    default="auto",
-    show_default=True,
-    help="Where the engine is to run; auto: the GPU where there is one.",
-)
-@click.option(
-    "--partition-backend",
-    type=click.Choice(get_args(PartitionBackendName)),
-    default="auto",
-    show_default=True,
-    help="What is to confine a lane to its SMs; auto: all are checked, the first that verifies would be taken.",
-)
+@setting_options("device", "partition_backend")
 @click.option(
     "--decode-sms",
     metavar="N,N,…",
     callback=parse_sizes,
-    default="",
     help="Sizes of the decode lane, in SMs, to verify.  [default: a few that suit the GPU]",
 )
 @click.option("--model", help="Plan the memory of this preset or model folder, under default settings.")

@@ -1,6 +1,5 @@
 """What every measuring command does around its engine: opening it, watching its device, describing it."""
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +68,8 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
     if trace_decisions is not None:
         # Whether it may be replaced, the command has checked.
         trace_decisions.unlink(missing_ok=True)
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     engine = Engine(
-        **settings,
+        **config.values(),
         trace_decisions=trace_decisions,
         on_ledger=None if quiet else _print_ledger,
         use_tqdm=not quiet and sys.stderr.isatty(),
@@ -149,24 +147,9 @@ def describe_run(
 
 def engine_settings(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
     """An engine's settings for a result, those left out that it has fields of its own for."""
-    return {
-        "max_model_len": runtime.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_cache_bytes": config.kv_cache_bytes,
-        "cuda_graphs": config.cuda_graphs,
-        "prompt_order": config.prompt_order,
-        "partition_backend": config.partition_backend,
-        "decode_sms": config.decode_sms,
-        "slo": str(config.slo),
-        "perf_table": config.perf_table,
-        "capture_plan": config.capture_plan,
-        "ready": config.ready,
-        "compile": config.compile,
-        "capture_cache": config.capture_cache,
-        "self_check": config.self_check,
-    }
+    own_fields = ("model", "load_format", "dtype", "device", "policy", "seed")
+    settings = {name: value for name, value in config.values().items() if name not in own_fields}
+    return settings | {"max_model_len": runtime.max_model_len, "slo": str(config.slo)}
 
 
 def _print_ledger(ledger: MemoryLedger) -> None:

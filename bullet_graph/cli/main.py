@@ -7,6 +7,7 @@ import click
 from bullet_graph._version import __version__
 from bullet_graph.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
 from bullet_graph.cli.lazy import LazyGroup
+from bullet_graph.config import RENAMED
 from bullet_graph.errors import BulletGraphError, EngineDeadError
 
 _CLI = "bullet_graph.cli"
@@ -45,6 +46,16 @@ _CAPTURE_COMMANDS = {
 }
 
 
+def _current_name(name: str) -> str:
+    """What an option that was renamed is called today."""
+    new = RENAMED.get(name)
+    if new is None:
+        return name
+    new = new.replace("_", "-")
+    click.echo(f"warning: --{name} is now called --{new}", err=True)
+    return new
+
+
 class _ErrorReportingGroup(LazyGroup):
     """Reports the package's own errors in one line and an exit code; others keep their traceback."""
 
@@ -63,7 +74,9 @@ class _ErrorReportingGroup(LazyGroup):
 
 
 @click.group(
-    cls=_ErrorReportingGroup, lazy=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]}
+    cls=_ErrorReportingGroup,
+    lazy=_COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _current_name},
 )
 @click.version_option(__version__, prog_name="bullet-graph")
 def main() -> None:

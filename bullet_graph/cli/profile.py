@@ -5,15 +5,15 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from bullet_graph.cli.options import parse_sizes
-from bullet_graph.config import DtypeName, EngineConfig, LoadFormat, PartitionBackendName
+from bullet_graph.cli.options import parse_sizes, setting_options
+from bullet_graph.config import EngineConfig
 from bullet_graph.perf.accuracy import ErrorReport, held_back_errors
 from bullet_graph.perf.profile_point import KINDS, ProfilePoint
 from bullet_graph.perf.profile_record import Measured, Outlier, find_outliers, from_points
@@ -49,43 +49,19 @@ class ProfileResult:
 
 
 @click.command()
-@click.option("--model", required=True, help="A preset's name, or a Hugging Face model folder.")
-@click.option(
-    "--load-format",
-    type=click.Choice(get_args(LoadFormat)),
-    default="auto",
-    show_default=True,
-    help="dummy: seeded random weights; auto: dummy for a preset, safetensors for a folder.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(get_args(DtypeName)),
-    default="auto",
-    show_default=True,
-    help="auto: config.json's, or bfloat16 where that is float32.",
-)
-@click.option(
-    "--max-num-seqs", type=click.IntRange(min=1), default=512, show_default=True, help="Largest decode batch."
-)
-@click.option(
-    "--max-num-batched-tokens",
-    type=click.IntRange(min=1),
-    default=8192,
-    show_default=True,
-    help="Largest prompt chunk.",
-)
-@click.option(
-    "--partition-backend",
-    type=click.Choice(get_args(PartitionBackendName)),
-    default="auto",
-    show_default=True,
-    help="What confines a lane to its SMs; auto: the first that verifies.",
+@setting_options(
+    "model",
+    "load_format",
+    "dtype",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "partition_backend",
+    max_num_seqs=512,
 )
 @click.option(
     "--decode-sms",
     metavar="N,N,…",
     callback=parse_sizes,
-    default="",
     help="Sizes of the decode lane.  [default: 16,24,32,48,64,80,96, up to three quarters of the GPU]",
 )
 @click.option(
@@ -95,13 +71,7 @@ class ProfileResult:
     show_default=True,
     help="For the measurements alone; a shorter one means fewer points and shorter bursts.",
 )
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Of dummy weights, of the order of the points and of those held back.",
-)
+@setting_options("seed")
 @click.option(
     "--output", type=click.Path(path_type=Path), help="The table's file.  [default: in your data folder]"
 )

@@ -18,7 +18,6 @@ from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.engine import Engine
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.energy import NvmlProbe
-from bullet_graph.serve.metrics import EnergyMeter
 from bullet_graph.serve.settings import ServeSettings
 
 _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
@@ -129,6 +128,7 @@ def run_serve(
     """
     # The server's libraries are an extra, and --help works without them.
     from bullet_graph.serve.lifecycle import bind, run_server, warm_up  # noqa: PLC0415
+    from bullet_graph.serve.metrics import EnergyMeter  # noqa: PLC0415
 
     listener = bind(settings)
     with listener:

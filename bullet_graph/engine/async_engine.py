@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
 
-from bullet_graph.config import Policy, PromptOrder
+from bullet_graph.config import Policy, PromptOrder, former_names_too
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
@@ -137,6 +137,7 @@ class AsyncEngine:
             if not finished:
                 self._commands.put(lambda: self._abort(stream, name))
 
+    @former_names_too
     async def set_policy(
         self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
     ) -> None:

@@ -2,27 +2,19 @@
 
 import dataclasses
 import gc
+import inspect
 import itertools
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bullet_graph._imports import BEGAN_S
 from bullet_graph._version import __version__
-from bullet_graph.config import (
-    DeviceName,
-    DtypeName,
-    EngineConfig,
-    LoadFormat,
-    PartitionBackendName,
-    Policy,
-    PromptOrder,
-    ReadyName,
-    SelfCheckChoice,
-)
+from bullet_graph.config import EngineConfig, Policy, PromptOrder, former_names_too, with_settings
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
@@ -54,72 +46,29 @@ class Engine:
 
     Args:
         model: a Hugging Face model folder or a preset's name.
+        settings: those of :class:`~bullet_graph.config.EngineConfig`, by name; text such as
+            ``policy="mixed:2048"`` is read as on the command line.
         trace_decisions: write every decision of the planner to this new file, for ``bullet-graph explain``.
         on_ledger: told the memory ledger before anything is allocated.
         use_tqdm: show progress while loading weights and capturing graphs.
-
-    The other arguments are those of :class:`~bullet_graph.config.EngineConfig`; ``policy`` may be text such as
-    ``"mixed:2048"``.
 
     Raises:
         ConfigError, ModelError, DeviceError, InsufficientMemoryError: as their docstrings say.
     """
 
+    @former_names_too
     def __init__(
         self,
         model: str,
         *,
-        dtype: DtypeName = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
-        gpu_memory_utilization: float = 0.9,
-        kv_cache_bytes: int | None = None,
-        device: DeviceName = "auto",
-        load_format: LoadFormat = "auto",
-        seed: int = 0,
-        policy: str | Policy = "mixed",
-        prompt_order: PromptOrder = "arrival",
-        cuda_graphs: bool = True,
-        partition_backend: PartitionBackendName = "auto",
-        decode_sms: Sequence[int] = (),
-        slo: Slo = NO_TARGETS,
-        perf_table: str | None = None,
-        capture_plan: str | None = None,
-        compile: bool = False,
-        capture_cache: str | Path | None = None,
-        self_check: SelfCheckChoice = "sample",
-        ready: ReadyName = "all",
         trace_decisions: str | Path | None = None,
         use_tqdm: bool = False,
         on_ledger: Callable[[MemoryLedger], None] | None = None,
+        **settings: Any,
     ) -> None:
         start = StartClock()
         start.add("imports", BEGAN_S, _IMPORTED_S)
-        config = EngineConfig(
-            model=model,
-            load_format=load_format,
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_bytes=kv_cache_bytes,
-            policy=Policy.parse(policy) if isinstance(policy, str) else policy,
-            prompt_order=prompt_order,
-            seed=seed,
-            cuda_graphs=cuda_graphs,
-            partition_backend=partition_backend,
-            decode_sms=tuple(decode_sms),
-            slo=slo,
-            perf_table=perf_table,
-            capture_plan=capture_plan,
-            compile=compile,
-            capture_cache=str(capture_cache) if isinstance(capture_cache, Path) else capture_cache,
-            self_check=self_check,
-            ready=ready,
-        )
+        config = EngineConfig.of(model, **settings)
         trace_path = None if trace_decisions is None else Path(trace_decisions)
         if trace_path is not None and trace_path.exists():
             # Known now rather than after the weights are loaded.
@@ -168,6 +117,8 @@ class Engine:
             built.executor.shutdown()
             raise
         start.ready()
+
+    __signature__ = with_settings(inspect.signature(__init__))
 
     def _new_core(self, executor: Executor) -> EngineCore:
         """A loop without requests whose blocks are all free.
@@ -387,6 +338,7 @@ class Engine:
         """The phases of the start and their times; holds the first token's time once there is one."""
         return self._start.report()
 
+    @former_names_too
     def set_policy(
         self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
     ) -> None:

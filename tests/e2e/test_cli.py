@@ -228,7 +228,10 @@ def test_a_result_that_cannot_be_written_is_refused_before_the_run(
         (("--trace", "azure:conv", "--policy", "split"), "SM partitions need a GPU"),
         (("--trace", "azure:conv", "--policy", "mixed:0"), "unknown policy 'mixed:0'"),
         (("--trace", "azure:conv", "--dtype", "int8"), "int8"),
-        (("--trace", "azure:conv", "--max-num-seqs", "0"), "max_num_seqs must be an integer of at least 1"),
+        (
+            ("--trace", "azure:conv", "--max-num-seqs", "0"),
+            "'--max-num-seqs': 0 is not in the range x>=1",
+        ),
         (("--trace", "azure:conv", "--gpu-memory-utilization", "nan"), "gpu_memory_utilization"),
         (("--trace", "azure:conv", "--kv-cache-bytes", "8XB"), "8XB"),
         (("--trace", "azure:conv", "--kv-cache-bytes", "1kB"), "kv_cache_bytes"),

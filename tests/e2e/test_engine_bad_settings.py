@@ -164,4 +164,4 @@ def test_the_ledger_is_told_before_anything_is_allocated(monkeypatch: pytest.Mon
 
 def test_reading_a_model_that_is_no_str_path_works_too(folder: Path) -> None:
     with Engine(str(folder), device="cpu", max_model_len=32, max_num_seqs=2) as engine:
-        assert engine.config.is_folder
+        assert engine.config.model == str(folder)

@@ -7,15 +7,17 @@ from typing import Any
 
 import click
 import pytest
+from cli_runner import TINY, run
 from click.testing import CliRunner
 
 from bullet_graph.cli.bench.latency import decode_gaps_ms, prefill_ms
 from bullet_graph.cli.generate import OrderedPrinter
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
-from bullet_graph.config import EngineConfig, Policy
+from bullet_graph.config import DEFAULTS, EngineConfig, Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.metrics import RequestMetrics
+from bullet_graph.slo import Slo
 
 
 def parse_options(*arguments: str, max_num_seqs: int = 100) -> EngineConfig:
@@ -39,25 +41,50 @@ def test_options_default_to_the_engines_own_settings() -> None:
 
 
 def test_every_option_reaches_its_setting() -> None:
-    config = parse_options(
-        *("--load-format", "dummy", "--dtype", "float16", "--device", "cpu", "--policy", "mixed:64"),
-        *("--max-num-seqs", "9", "--max-num-batched-tokens", "128", "--max-model-len", "99", "--seed", "5"),
-        *("--gpu-memory-utilization", "0.5", "--kv-cache-bytes", "2MiB", "--no-cuda-graphs"),
-    )
-    assert config == EngineConfig(
+    config = EngineConfig(
         model="m",
         load_format="dummy",
         dtype="float16",
         device="cpu",
         policy=Policy("mixed", 64),
+        prompt_order="longest-output",
+        slo=Slo(ttft_ms=500),
+        perf_table="roofline",
+        capture_cache="folder",
+        self_check="all",
+        ready="hot",
         max_num_seqs=9,
         max_num_batched_tokens=128,
         max_model_len=99,
         seed=5,
         gpu_memory_utilization=0.5,
         kv_cache_bytes=2 * 1024**2,
-        cuda_graphs=False,
+        partition_backend="green",
+        decode_sms=(32, 48),
     )
+    given = {
+        name: value
+        for name, value in config.values().items()
+        if value != DEFAULTS.get(name) and name not in ("model", "decode_sms")
+    }
+    options = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    assert parse_options(*options, "--decode-sms", "32,48") == config
+    assert parse_options("--capture-plan", "plan.toml").capture_plan == "plan.toml"
+    assert not parse_options("--no-cuda-graphs").cuda_graphs
+    assert parse_options("--compile").compile
+    assert parse_options("--capture-cache", "off").capture_cache is None
+
+
+def test_options_that_were_renamed_still_work_with_a_warning() -> None:
+    result = run(
+        "generate", *TINY, "--prompt-ids", "1", "--max-tokens", "1", "--arm=serial", "--canary", "off"
+    )
+    assert result.exit_code == 0
+    assert (
+        "warning: --arm is now called --policy\nwarning: --canary is now called --self-check\n"
+        in result.stderr
+    )
+    assert "--arm" not in run("generate", "--help").stdout
 
 
 def test_a_small_default_is_not_raised_to_the_number_of_sequences() -> None:

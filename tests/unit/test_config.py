@@ -2,14 +2,15 @@
 
 import math
 from dataclasses import FrozenInstanceError
-from pathlib import Path
+from pathlib import PurePosixPath
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.config import EngineConfig, Policy
+from bullet_graph.config import SETTINGS, EngineConfig, Policy, former_names_too
 from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.slo import Slo
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,50 @@ def test_the_chunk_is_the_smaller_of_the_policy_s_and_the_engine_s(
     assert config.chunk_tokens == chunk
 
 
-def test_folders_and_presets_are_told_apart(tmp_path: Path) -> None:
-    assert EngineConfig(model=str(tmp_path)).is_folder
-    assert not EngineConfig(model="tiny").is_folder
+# ---- as users give them ----
+
+
+def test_texts_are_read_as_on_the_command_line() -> None:
+    config = EngineConfig.of(
+        "tiny",
+        policy="mixed:64",
+        slo="ttft:500, tpot:15",
+        kv_cache_bytes="2MiB",
+        decode_sms="32,48",
+        capture_cache=PurePosixPath("/somewhere"),
+    )
+    assert config == EngineConfig(
+        model="tiny",
+        policy=Policy("mixed", 64),
+        slo=Slo(ttft_ms=500, tpot_ms=15),
+        kv_cache_bytes=2 * 1024**2,
+        decode_sms=(32, 48),
+        capture_cache="/somewhere",
+    )
+    assert EngineConfig.of(**config.values()) == config
+
+
+def test_an_unknown_setting_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no setting 'max_seqs': did you mean max_num_seqs"):
+        EngineConfig.of("tiny", max_seqs=3)
+    with pytest.raises(ConfigError, match="no setting 'zzz': choose among model, load_format"):
+        EngineConfig.of("tiny", zzz=3)
+
+
+def test_every_setting_is_described() -> None:
+    for name, setting in SETTINGS.items():
+        assert setting.help.endswith(".")
+        assert setting.help in (EngineConfig.__doc__ or ""), name
+
+
+@former_names_too
+def take(*, policy: str = "mixed") -> str:
+    return policy
+
+
+def test_former_names_still_work_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="arm is now called policy") as caught:
+        assert take(arm="auto") == "auto"  # type: ignore[call-arg]
+    assert caught[0].filename == __file__
+    with pytest.raises(ConfigError, match="arm and policy are one setting: give policy"):
+        take(arm="auto", policy="split")  # type: ignore[call-arg]

@@ -2,8 +2,11 @@
 
 import inspect
 
+import pytest
+
 import bullet_graph
 from bullet_graph import AsyncEngine, Engine, SamplingParams
+from bullet_graph.config import SETTINGS
 from bullet_graph.errors import BulletGraphError
 
 PUBLIC_NAMES = [
@@ -71,6 +74,7 @@ def test_every_error_of_the_package_is_public_and_has_one_base() -> None:
 
 def test_names_that_vllm_users_know() -> None:
     assert parameters(Engine)[0] == "model"
+    assert set(SETTINGS) <= set(parameters(Engine))
     assert {
         "dtype",
         "max_model_len",
@@ -108,3 +112,10 @@ def test_names_that_vllm_users_know() -> None:
         "logprobs",
         "n",
     ]
+
+
+def test_the_former_name_of_the_policies_class_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match="Arm is now called Policy"):
+        assert bullet_graph.Arm is bullet_graph.Policy
+    with pytest.raises(AttributeError, match="nonesuch"):
+        _ = bullet_graph.nonesuch

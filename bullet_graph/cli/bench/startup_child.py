@@ -22,8 +22,7 @@ PROMPT_TOKENS = 16
 
 def start(config: EngineConfig) -> dict[str, Any]:
     """Start an engine, generate a token, and tell what it took; times are those of ``time.perf_counter``."""
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    with Engine(**settings) as engine:
+    with Engine(**config.values()) as engine:
         prompt = [0] * min(PROMPT_TOKENS, engine.max_model_len - 1)
         engine.generate(
             [prompt], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False

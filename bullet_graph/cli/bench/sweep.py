@@ -190,9 +190,9 @@ class GoodputSweep:
         """All that decides the runs: a sweep goes on under the same settings only."""
         spec, config, runtime = self.spec, self.config, self.runtime
         engine = {
-            field.name: getattr(config, field.name)
-            for field in dataclasses.fields(config)
-            if field.name not in ("model", "policy", "slo", "seed", "device", "dtype", "load_format")
+            name: value
+            for name, value in config.values().items()
+            if name not in ("model", "policy", "slo", "seed", "device", "dtype", "load_format")
         }
         return {
             "model": config.model,

@@ -11,10 +11,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bullet_graph.cli.options import parse_slo
+from bullet_graph.cli.options import setting_options
 from bullet_graph.cli.result_file import check_result_file, write_result_file
 from bullet_graph.cli.serving.options import burstiness_option, num_prompts_option, parse_rate, trace_option
-from bullet_graph.cli.simulate.options import capacity_options
 from bullet_graph.cli.simulate.run import SimulationSpec, Simulator
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.capture_proposal import PIECEWISE, Budget, CaptureUsage, GroupKey, SizeUse, propose
@@ -38,13 +37,7 @@ _ROW_BINS = (64, 128, 256, 512, 1024, 2048, 4096)
     help="Requests a second; inf: all at once; trace: when they were recorded.",
 )
 @burstiness_option
-@click.option(
-    "--slo",
-    metavar="TARGETS",
-    callback=parse_slo,
-    default="",
-    help='Latency targets in ms, such as "ttft:500 tpot:15".',
-)
+@setting_options("slo")
 @click.option(
     "--gpu",
     default="h200",
@@ -52,15 +45,15 @@ _ROW_BINS = (64, 128, 256, 512, 1024, 2048, 4096)
     metavar="NAME|TABLE.json|roofline:NAME",
     help="Whose times to use, as in `bullet-graph simulate`.",
 )
-@click.option("--model", required=True, help="A preset's name, or a Hugging Face model folder.")
-@click.option(
-    "--policy",
-    default="auto",
-    show_default=True,
-    metavar="POLICY",
-    help="How prefill and decode share the GPU.",
+@setting_options(
+    "model",
+    "policy",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "kv_cache_bytes",
+    policy=Policy("auto"),
 )
-@capacity_options(max_num_seqs=256)
 @click.option(
     "--memory-gb",
     type=click.FloatRange(min=0, min_open=True),
@@ -75,7 +68,7 @@ _ROW_BINS = (64, 128, 256, 512, 1024, 2048, 4096)
     show_default="no limit",
     help="Most seconds of capturing at a start, without compiling.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the arrivals.")
+@setting_options("seed")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -90,7 +83,6 @@ def plan(
     request_rate: float | None,
     burstiness: float,
     gpu: str,
-    policy: str,
     memory_gb: float,
     time_s: float,
     output: Path | None,
@@ -110,7 +102,7 @@ def plan(
       bullet-graph capture plan --model llama-3.1-8b --trace azure:code --request-rate 12 \\
           --slo "ttft:500 tpot:8" --memory-gb 0.4 --time-s 3 --json
     """
-    config = EngineConfig(policy=Policy.parse(policy), **settings)
+    config = EngineConfig(**settings)
     check_result_file(output, overwrite=overwrite, option="--output")
     spec = SimulationSpec(
         gpu=gpu,

@@ -8,11 +8,10 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.options import parse_sizes, prompt_order_option, result_options
+from bullet_graph.cli.options import result_options, setting_options
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, write_result_file
 from bullet_graph.cli.serving.goodput import GoodputCommand
 from bullet_graph.cli.serving.options import TRACE_TIMES, serving_options
-from bullet_graph.cli.simulate.options import capacity_options
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import Slo
@@ -36,22 +35,17 @@ _FIRST_RATE = 8.0
     help="A preset's name, or a Hugging Face model folder.",
 )
 @serving_options(default_policy="auto", request_rate_more=" With --sweep, where to begin.")
-@click.option(
-    "--decode-sms", metavar="N,N,…", callback=parse_sizes, default="", help="Sizes of the decode lane."
-)
-@click.option(
-    "--capture-plan",
-    metavar="FILE.toml|NAME",
-    help="What is captured (see `bullet-graph capture plan`).  [default: all batch sizes for all partitions]",
-)
-@prompt_order_option
-@capacity_options(max_num_seqs=1024)
-@click.option(
-    "--gpu-memory-utilization",
-    type=float,
-    default=0.9,
-    show_default=True,
-    help="Share of the GPU's memory to fill.",
+@setting_options(
+    "decode_sms",
+    "capture_plan",
+    "prompt_order",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "kv_cache_bytes",
+    "gpu_memory_utilization",
+    "seed",
+    max_num_seqs=1024,
 )
 @click.option(
     "--host-overhead-ms",
@@ -66,9 +60,6 @@ _FIRST_RATE = 8.0
     default=0.0,
     show_default=True,
     help="How far the device's times are from those predicted: 0.1 is about 10 %.",
-)
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of arrivals and lengths."
 )
 @click.option("--sweep", is_flag=True, help="Find the highest rate at which each policy holds the targets.")
 @click.option(
