@@ -1,30 +1,387 @@
-"""Write the report of what was measured, with its pictures, out of JSON files alone.
+"""Write bench/REPORT.md and its three plots from the JSON files of results alone.
 
-    python bench/report.py            # bench/REPORT.md and bench/report/*.svg
-    python bench/report.py --check    # are they what the files say?
+    python -m bench.report            # bench/REPORT.md and bench/report/*.svg
+    python -m bench.report --check    # exit 1 if the report on disk is not what the files say
 
-Nothing in the report is typed by hand: what no file has is "not measured".
+No figure is typed by hand. A figure that no file has is left out.
 """
 
-import re
+import io
+import math
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-# Run as a script, only this file's own folder would be looked in.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.reporting.document import Report, make_report
-from bench.reporting.evidence import read_evidence
+from bench.evidence import (
+    CLAIMED,
+    OWN,
+    Source,
+    Task,
+    best_of,
+    dicts,
+    figure_of,
+    read_results,
+    runs_of,
+    tasks_of,
+)
 from bullet_graph.cli.exits import EXIT_ERROR
-from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.workloads import load_workload
 
 BENCH = Path(__file__).resolve().parent
-_DRAWN_WITH = re.compile(rb"Matplotlib v[0-9.]+")
-# Matplotlib's names of clip paths: digests of floats, whose last bit is another on another processor.
-_CLIP_PATH = re.compile(rb"(?<=[\"#])p[0-9a-f]{10}(?=[\")])")
+BARE_WAY = "in turn, with passes"
+LATENCIES = tuple(
+    f"{label}_{name}_ms" for name in ("ttft", "tpot", "itl") for label in ("median", "p90", "p99")
+)
+LESS_IS_BETTER = (*LATENCIES, "joules_per_token")
+SAME = 1.02
+"""Figures closer than this factor are not called worse."""
+STARTS = {
+    "cold": "nothing cached",
+    "warm": "libraries' caches filled",
+    "cached": "from a capture cache",
+    "cached_hot": "from a capture cache, `--ready hot`",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A headline figure; ``ratio`` is over the peer's, ``limit`` a text with the figure's ratio to it."""
+
+    what: str
+    here: str
+    peer: str = "–"
+    ratio: str = "–"
+    limit: str = "–"
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"| {self.what} | {self.here} | {self.peer} | {self.ratio} | {self.limit} | `{self.file}` |"
+
+
+# ---- comparisons ----
+
+
+def goodput_row(task: Task) -> Row | None:
+    """Goodput beside the best peer setting's; None: this engine has no rate that served enough."""
+    if CLAIMED not in task.own:
+        return None
+    own, peers = task.searched()
+    if own.goodput is None:
+        return None
+    best = max(peers, key=lambda one: one.goodput or 0.0)
+    ceiling = max(one.ceiling or math.inf for one in peers)
+    ratio, shown = "–", "none served enough"
+    if best.goodput is not None:
+        closed = (
+            ceiling - best.goodput
+            <= float(task.source.fields["settings"].get("tolerance") or 0) * best.goodput
+        )
+        ratio = f"{own.goodput / best.goodput:.2f}×"
+        shown = f"{best.goodput:.3g}/s"
+        if not closed and math.isfinite(ceiling):
+            # The peer's goodput may be anywhere below its next rate, which served too few.
+            ratio = f"{own.goodput / ceiling:.2f} to {ratio}"
+            shown += f" (< {ceiling:.3g})"
+    return Row(
+        f"goodput, {task.model}, {task.short}", f"{own.goodput:.3g}/s", shown, ratio, file=task.source.name
+    )
+
+
+def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
+    """Figures at given loads: time and energy all at once, p99 ITL at rates; the best setting of each side counts."""
+    name = task.short.partition(",")[0]
+    rates = {run["request_rate"] for cell in task.own.values() for run in runs_of(cell)}
+    at_once = "at once", ("duration", "s", 1.0, 2), ("joules_per_token", "mJ a token", 1e3, 1)
+    at_rates = ((f"at {rate:.3g}/s, p99 ITL", rate, ("p99_itl_ms", "ms", 1.0, 1)) for rate in sorted(rates))
+    figures = [(at_once[0], None, figure) for figure in at_once[1:]] + list(at_rates)
+    for load, rate, (field, unit, scale, digits) in figures:
+        own, peer = best_of(task.own, rate, field), best_of(task.peers, rate, field)
+        if own is None or peer is None:
+            continue
+        limit = workload_limit_s(task, sources) if field == "duration" else None
+        setting = own[0].removeprefix(OWN).strip()
+        yield Row(
+            f"{name}, {task.num_prompts} {load}, {task.model} ({setting})",
+            f"{own[1] * scale:.{digits}f} {unit}",
+            f"{peer[1] * scale:.{digits}f} {unit}",
+            f"{own[1] / peer[1]:.2f}×",
+            "–" if limit is None else f"{limit:.2f} s ({own[1] / limit:.3f}×)",
+            task.source.name,
+        )
+
+
+# ---- limits ----
+
+
+def bare_rows(sources: Sequence[Source], card: str | None, part: str) -> list[dict[str, Any]]:
+    """The engine's kernels alone, measured on this card: rows of a work, in forwards of several sizes."""
+    rows = []
+    for source in sources:
+        if card is not None and source.card == card and isinstance(source.fields, dict):
+            rows += [
+                row
+                for row in dicts(source.fields.get("rows"))
+                if (row.get("part"), row.get("name")) == (part, BARE_WAY) and "seconds" in row
+            ]
+    return rows
+
+
+def workload_limit_s(task: Task, sources: Sequence[Source]) -> float | None:
+    """The least time of a workload with these kernels on this card; None: not measured there.
+
+    Each token of the longest output takes a forward of its own, so the quickest mixture of two sizes counts that comes
+    to as many forwards.
+    """
+    rows = bare_rows(sources, task.source.card, f"{task.workload}={task.num_prompts}")
+    if not rows:
+        return None
+    requests = load_workload(task.workload, num_requests=task.num_prompts).requests
+    longest = max(request.output_tokens for request in requests)
+    enough = [row["seconds"] for row in rows if row["repeats"] >= longest]
+    for few, many in ((a, b) for a in rows for b in rows if a["repeats"] < longest <= b["repeats"]):
+        share = (longest - few["repeats"]) / (many["repeats"] - few["repeats"])
+        enough.append(few["seconds"] + share * (many["seconds"] - few["seconds"]))
+    return min(enough, default=None)
+
+
+def decode_rows(sources: Sequence[Source]) -> Iterator[Row]:
+    """Decode steps of single batches, newest file; the limit is kernels alone, or a copy's bandwidth."""
+    newest: dict[int, tuple[str, Source, dict[str, Any]]] = {}
+    for source in sources:
+        for one in source.entries:
+            if "decode_step_ms" in one and "share_of_copy_percent" in one:
+                size = one["batch_size"]
+                newest[size] = max(
+                    newest.get(size, ("", source, one)), (source.date, source, one), key=lambda t: t[0]
+                )
+    for size, (_, source, one) in sorted(newest.items()):
+        step_ms = one["decode_step_ms"]["p50"]
+        context = one["input_len"] + one["output_len"] // 2
+        bare = [1e3 * row["seconds"] for row in bare_rows(sources, source.card, f"decode={size}x{context}")]
+        copy_ms = one["decode_step_bytes"] / one["copy_gb_per_s"] / 1e6
+        limit_ms, kind = (min(bare), "kernels alone") if bare else (copy_ms, "bytes at a copy's rate")
+        yield Row(
+            f"decode step, {one['model']}, batch {size}, context {context:,}",
+            f"{step_ms:.2f} ms",
+            limit=f"{limit_ms:.2f} ms, {kind} ({step_ms / limit_ms:.3f}×)",
+            file=source.name,
+        )
+
+
+def start_rows(sources: Sequence[Source]) -> Iterator[Row]:
+    """Starts, from the process's start to readiness."""
+    for source in sources:
+        for kind, text in STARTS.items():
+            for one in source.entries:
+                seconds = one.get(f"avg_{kind}_startup_time")
+                if seconds is not None:
+                    yield Row(f"start, {one['model']}, {text}", f"{seconds:.1f} s", file=source.name)
+
+
+# ---- what is worse ----
+
+
+def worse_rows(task: Task) -> Iterator[str]:
+    """Figures of this engine that are worse than the best peer setting's at the same load."""
+    own = task.own.get(CLAIMED) or next(iter(task.own.values()))
+    cells = ["–", "–", "–"]
+    if task.is_search and CLAIMED in task.own:
+        mine, peers = task.searched()
+        best = max(peers, key=lambda one: one.goodput or 0.0)
+        here, there = mine.best_run, best.best_run
+        if here and there:
+            cells = [f"{mine.goodput:.3g}/s, {best.goodput:.3g}/s"]
+            cells += [f"{here[name]:,.0f} / {there[name]:,.0f}" for name in ("p99_ttft_ms", "median_ttft_ms")]
+    rates = {None if run.get("all_at_once") else run["request_rate"] for run in own["runs"]}
+    shared = [rate for rate in rates if any(runs_of(cell, rate) for cell in task.peers.values())]
+    if not shared:
+        return
+    rate = max(shared, key=lambda one: math.inf if one is None else one)
+    worse = []
+    for field in LESS_IS_BETTER:
+        value, peer = figure_of(own, rate, field), best_of(task.peers, rate, field)
+        if value is not None and peer is not None and value > SAME * peer[1] > 0:
+            label, _, name = field.removesuffix("_ms").partition("_")
+            shown = "energy" if field == "joules_per_token" else f"{label} {name.upper()}"
+            worse.append(f"{shown} {value / peer[1]:.2f}×")
+    load = "all at once" if rate is None else f"{rate:.3g}/s"
+    if rate is not None:
+        on_time = [figure_of(cell, rate, "slo_attainment") or 0.0 for cell in (own, *task.peers.values())]
+        load += f" ({100 * on_time[0]:.0f} and {100 * max(on_time[1:]):.0f} % on time)"
+    yield f"| {task.model}, {task.short} | {' | '.join(cells)} | {load}: {', '.join(worse) or 'nothing'} |"
+
+
+# ---- the report ----
+
+INTRODUCTION = """# Measurements
+
+Written by `python -m bench.report` from the JSON files in `{folder}`; `--check` compares it with them.
+Machine: {device}, driver {driver}, {versions}. Weights are random, in the models' shapes.
+
+**How to read the ratios.** "Ratio" is this engine over the best peer setting: goodput should be high, times and energy
+low. The peer may take another setting for each row; this engine runs `auto`, and its best setting all at once. Goodput
+is the highest rate at which 90 % of the requests meet both targets. Two ratios mean that the peer's search ended early:
+its goodput lies between the rate shown and the next rate, which it failed at ("<"). "Limit" is the time of the same
+kernels alone, on the same card under its power cap, or of the bytes at a copy's rate. Cards of one name differ by
+some 4 %: only figures of one file, or of one card, compare.
+
+## Headline figures
+
+| what | this engine | vLLM | ratio | limit | file |
+| --- | ---: | ---: | ---: | ---: | --- |
+"""
+WORSE = """
+## What is worse than vLLM
+
+At each side's own goodput this engine serves more requests, and its tail of TTFT is longer: near saturation a queue
+grows, and 10 % of the requests may miss. The last column has all figures that are worse by more than 2 % at the highest
+load that both ran, with the shares of requests on time there.
+
+| what | goodput here, there | p99 TTFT, ms | median TTFT, ms | worse at the same load |
+| --- | --- | ---: | ---: | --- |
+"""
+FILES = """
+## Files
+
+Each file names its device, versions and commit. Newer files record their command line. Older comparisons do not; the
+`settings` in them name systems, workloads and options.
+
+"""
+
+
+def make_report(sources: Sequence[Source], folder: str, pictures: str) -> str:
+    """The report as Markdown; the same text for the same files."""
+    newest = max(
+        (p for source in sources for p in source.provenances),
+        key=lambda p: str(p.get("date_utc") or ""),
+        default={},
+    )
+    versions = newest.get("versions") or {}
+    tasks = tasks_of(sources)
+    rows = [
+        *decode_rows(sources),
+        *(row for task in tasks if not task.is_search for row in load_rows(task, sources)),
+        *filter(None, (goodput_row(task) for task in tasks if task.is_search)),
+        *start_rows(sources),
+    ]
+    head = INTRODUCTION.format(
+        folder=folder,
+        device=newest.get("device_name", "unknown"),
+        driver=newest.get("driver_version", "unknown"),
+        versions=", ".join(
+            f"{name} {versions[name]}" for name in ("torch", "triton", "flashinfer") if versions.get(name)
+        ),
+    )
+    plots = (
+        ("goodput.svg", "Goodput by workload"),
+        ("on_time.svg", "Share of requests on time by rate"),
+        ("startup.svg", "Time of a start by phase"),
+    )
+    lines = [
+        head + "\n".join(map(str, rows)),
+        "",
+        *(f"![{text}]({pictures}/{name})" for name, text in plots),
+        WORSE + "\n".join(line for task in tasks for line in worse_rows(task)),
+        FILES + "\n".join(_file_line(source) for source in sources),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _file_line(source: Source) -> str:
+    told = "settings in the file" if source.is_comparison else "not recorded"
+    return f"- `{source.name}` ({source.date[:10] or 'no date'}): {source.command or told}"
+
+
+# ---- plots ----
+
+OWN_COLOUR, PEER_COLOUR = "#1f6f8b", "#d1603d"
+
+
+def draw(sources: Sequence[Source]) -> dict[str, bytes]:
+    """The three plots as SVG, by file name; the same bytes for the same figures and release of matplotlib."""
+    searches = [task for task in tasks_of(sources) if task.is_search and CLAIMED in task.own]
+    return {
+        "goodput.svg": _draw_goodput(searches),
+        "on_time.svg": _draw_on_time([task for task in searches if task.model == searches[0].model]),
+        "startup.svg": _draw_starts(sources),
+    }
+
+
+def _save(figure: Figure) -> bytes:
+    stream = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": OWN, "svg.fonttype": "none"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+    return stream.getvalue()
+
+
+def _bars(count: int, names: Sequence[str], label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(9, 0.9 + 0.45 * count), layout="constrained")
+    axes = figure.subplots()
+    axes.set_yticks(range(count), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    return figure, axes
+
+
+def _draw_goodput(searches: Sequence[Task]) -> bytes:
+    label = "goodput, relative to the higher one (blue: this engine, red: vLLM's best setting)"
+    figure, axes = _bars(len(searches), [f"{task.model}, {task.short}" for task in searches], label)
+    for index, task in enumerate(searches):
+        own, peers = task.searched()
+        goodputs = own.goodput or 0.0, max(one.goodput or 0.0 for one in peers)
+        for offset, value, colour in zip((-0.2, 0.2), goodputs, (OWN_COLOUR, PEER_COLOUR), strict=True):
+            share = value / max(*goodputs, 1e-9)
+            axes.barh(index + offset, share, 0.38, color=colour)
+            axes.text(share, index + offset, f" {value:.3g}/s", va="center", fontsize=8)
+    axes.set_xlim(0, 1.15)
+    return _save(figure)
+
+
+def _draw_on_time(searches: Sequence[Task]) -> bytes:
+    figure = Figure(figsize=(11, 2.8), layout="constrained")
+    panels = figure.subplots(1, max(1, len(searches)), squeeze=False, sharey=True)[0]
+    for panel, task in zip(panels, searches, strict=False):
+        for cells, colour in ((task.peers, PEER_COLOUR), (task.own, OWN_COLOUR)):
+            for cell in cells.values():
+                points = sorted((run["request_rate"], run["slo_attainment"]) for run in cell["runs"])
+                panel.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, linewidth=1)
+        attainment = task.source.fields["settings"]["attainment"]
+        panel.axhline(attainment, color="#555555", linewidth=0.8, linestyle=":")
+        panel.set_title(f"{task.model}\n{task.short}", fontsize=8)
+        panel.set(ylim=(0, 1.05), xlabel="requests per second")
+    panels[0].set_ylabel("share on time (blue: here, red: vLLM)", fontsize=8)
+    return _save(figure)
+
+
+def _draw_starts(sources: Sequence[Source]) -> bytes:
+    starts = [(one, kind) for s in sources for one in s.entries for kind in STARTS if f"{kind}_phases" in one]
+    names = list(dict.fromkeys(name for one, kind in starts for name in one[f"{kind}_phases"]))
+    labels = [STARTS[kind].replace("`", "") for _, kind in starts]
+    figure, axes = _bars(
+        len(starts), labels, "seconds since the process started: linear up to 2, then logarithmic"
+    )
+    for index, (one, kind) in enumerate(starts):
+        end_s = 0.0
+        for number, name in enumerate(names):
+            seconds = one[f"{kind}_phases"].get(name, 0.0)
+            colour, label = f"C{number % 10}", name if index == 0 else None
+            axes.barh(
+                index, seconds, 0.7, left=end_s, color=colour, alpha=1 - 0.4 * (number // 10), label=label
+            )
+            end_s += seconds
+        axes.text(end_s, index, f" {one[f'avg_{kind}_startup_time']:.1f} s", va="center", fontsize=8)
+    if starts:
+        axes.set_xscale("symlog", linthresh=2)
+        axes.legend(fontsize=7, ncols=2, frameon=False, loc="lower right")
+    return _save(figure)
 
 
 class _Refusal(click.ClickException):
@@ -33,77 +390,35 @@ class _Refusal(click.ClickException):
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--results",
-    type=click.Path(path_type=Path),
-    default=BENCH / "results" / "h200",
-    show_default="bench/results/h200",
-    help="The folder with the JSON files.",
+    "--results", type=click.Path(path_type=Path), default=BENCH / "results" / "h200", help="JSON files."
 )
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    default=BENCH / "REPORT.md",
-    show_default="bench/REPORT.md",
-    help="The report; its pictures go into a folder beside it, of its name in small letters without the ending.",
-)
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 if report or pictures on disk are others.")
+@click.option("--output", type=click.Path(path_type=Path), default=BENCH / "REPORT.md", help="The report.")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 if the report on disk is another.")
 def main(results: Path, output: Path, check: bool) -> None:
     """Write the report of the measurements in a folder."""
+    pictures = output.with_name(output.stem.lower())
     try:
-        pictures = _picture_folder(output)
-        report = make_report(read_evidence(results), _shown(results), pictures.name)
-        if check:
-            differences = _differences(report, output, pictures)
-            for difference in differences:
-                click.echo(difference, err=True)
-            sys.exit(1 if differences else 0)
-        _write(report, output, pictures)
+        sources = read_results(results)
+        if not output.parent.is_dir():
+            raise ConfigError(f"--output {output}: the folder {output.parent} does not exist; make it first")
+        path = results.resolve()
+        shown = path.relative_to(BENCH.parent).as_posix() if path.is_relative_to(BENCH.parent) else path.name
+        try:
+            text = make_report(sources, shown, pictures.name)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(f"a file in {results} is damaged: {type(error).__name__}: {error}") from error
     except BulletGraphError as error:
         raise _Refusal(str(error)) from error
-    click.echo(f"{output}, {len(report.pictures)} pictures")
-
-
-def _picture_folder(output: Path) -> Path:
-    folder = output.with_name(output.stem.lower())
-    if not output.suffix:
-        raise ConfigError(f"--output {output}: a file name with an ending is required, such as REPORT.md")
-    return folder
-
-
-def _shown(folder: Path) -> str:
-    """A folder as the report names it: the report is the same wherever the repository lies."""
-    path = folder.resolve()
-    return path.relative_to(BENCH.parent).as_posix() if path.is_relative_to(BENCH.parent) else path.name
-
-
-def _write(report: Report, output: Path, folder: Path) -> None:
-    check_result_file(output, overwrite=True, option="--output")
-    try:
-        if report.pictures:
-            folder.mkdir(exist_ok=True)
-        for name, picture in report.pictures.items():
-            (folder / name).write_bytes(picture)
-        output.write_text(report.markdown, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise ConfigError(f"--output {output} cannot be written: {error}") from error
-
-
-def _differences(report: Report, output: Path, folder: Path) -> list[str]:
-    found = []
-    if not output.is_file() or output.read_bytes() != report.markdown.encode():
-        found.append(f"{output} is not what the files say: run python bench/report.py")
-    for name, picture in report.pictures.items():
-        path = folder / name
-        if not path.is_file() or not _same_picture(path.read_bytes(), picture):
-            found.append(f"{path} is not what the files say: run python bench/report.py")
-    left = sorted(path for path in folder.glob("*.svg") if path.name not in report.pictures)
-    return found + [f"{path} is of no comparison: remove it" for path in left]
-
-
-def _same_picture(found: bytes, wanted: bytes) -> bool:
-    """Whether two pictures are one; drawn by two releases of Matplotlib they differ whatever they show."""
-    releases = {tuple(_DRAWN_WITH.findall(picture)) for picture in (found, wanted)}
-    return _CLIP_PATH.sub(b"p", found) == _CLIP_PATH.sub(b"p", wanted) or len(releases) > 1
+    if check:
+        if not output.is_file() or output.read_text(encoding="utf-8") != text:
+            click.echo(f"{output} is not what the files say: run python -m bench.report", err=True)
+            sys.exit(1)
+        return
+    pictures.mkdir(exist_ok=True)
+    for name, picture in draw(sources).items():
+        (pictures / name).write_bytes(picture)
+    output.write_text(text, encoding="utf-8", newline="\n")
+    click.echo(f"{output}, {len(text.encode()):,} bytes")
 
 
 if __name__ == "__main__":

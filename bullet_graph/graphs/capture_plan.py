@@ -16,7 +16,7 @@ from bullet_graph.perf.shipped import shipped_folder
 from bullet_graph.perf.traffic import DecoderShape
 
 DECODE_GRAPH_BYTES = 8 * 1024**2
-"""Memory of a captured decode step of 32 layers: 2.5 to 7 MiB measured (bench/results/h200/partitions.json)."""
+"""Memory of a captured decode step of 32 layers: 2.5 to 7 MiB measured (bench/LOG.md)."""
 
 DECODE_GRAPH_S = 0.022
 """Time to capture it: 0.021 to 0.022 s measured (the same file)."""

@@ -29,7 +29,7 @@ from bullet_graph.runtime.rows import Rows
 
 FEW_FRESH_ROWS = 256
 """Up to so many rows, prompts that begin attend with those that go on: a launch of their own is faster a key, but fills
-few SMs and costs each layer its beginning and its end (bench/results/h200/mixed_step.json)."""
+few SMs and costs each layer its beginning and its end (bench/LOG.md)."""
 
 
 @dataclass(frozen=True, slots=True)

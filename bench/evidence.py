@@ -1,0 +1,189 @@
+"""What the JSON files of results hold: measurements, and comparisons of this engine with peers."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeAlias
+
+from bullet_graph.errors import ConfigError
+from bullet_graph.perf.goodput_search import GoodputSearch
+
+OWN = "bullet_graph"
+CLAIMED = "bullet_graph auto"
+Run: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of results: its name and its JSON."""
+
+    name: str
+    fields: Any
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """The measurements of a file that is a list, else the one object."""
+        found = self.fields if isinstance(self.fields, list) else [self.fields]
+        return [one for one in found if isinstance(one, dict)]
+
+    @property
+    def provenances(self) -> list[dict[str, Any]]:
+        """Of all parts of the file."""
+        parts = [*self.entries, *(run for one in self.entries for run in dicts(one.get("runs")))]
+        found = [part.get("provenance") for part in parts]
+        found += [more for one in self.entries for more in dicts(one.get("continued"))]
+        return [one for one in found if isinstance(one, dict)]
+
+    @property
+    def date(self) -> str:
+        """Of the newest part, ISO 8601; empty where the file has none."""
+        return max((str(one.get("date_utc") or "") for one in self.provenances), default="")
+
+    @property
+    def card(self) -> str | None:
+        """UUID of the only GPU it was measured on; None: several, or not recorded."""
+        cards = {one.get("device_uuid") for one in self.provenances}
+        return cards.pop() if len(cards) == 1 else None
+
+    @property
+    def command(self) -> str | None:
+        """The command line that made the file, as the file records it."""
+        found = (str(one.get("argv") or one.get("command") or "") for one in self.entries)
+        words = [word for word in dict.fromkeys(found) if word]
+        return f"`{words[0]}`" + (f" and {len(words) - 1} more" if words[1:] else "") if words else None
+
+    @property
+    def is_comparison(self) -> bool:
+        """Whether ``bench sweep`` or ``bench.peers`` wrote it."""
+        return isinstance(self.fields, dict) and "cells" in self.fields and "settings" in self.fields
+
+
+def read_results(folder: Path) -> list[Source]:
+    """All JSON files of a folder, by name.
+
+    Raises:
+        ConfigError: there is no such folder, or a file cannot be read.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"--results {folder}: there is no such folder; give one with JSON files of results")
+    sources = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            sources.append(Source(path.name, json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read as JSON: {error}; mend it or take it away") from None
+    return sources
+
+
+def dicts(value: object) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """One system's search for a goodput.
+
+    Attributes:
+        goodput: the highest rate that served enough, requests per second; None: no rate did.
+        ceiling: the lowest rate above it that served too few; None: not tried.
+    """
+
+    cell: dict[str, Any]
+    goodput: float | None
+    ceiling: float | None
+
+    @classmethod
+    def of(cls, cell: dict[str, Any], attainment: float) -> "Searched":
+        """From the runs of a cell, finished or not."""
+        search = GoodputSearch(first_rate=1.0, attainment=attainment)
+        for run in cell["runs"]:
+            search.record(run["request_rate"], run["slo_attainment"])
+        return cls(cell, search.goodput, search.ceiling)
+
+    @property
+    def best_run(self) -> Run | None:
+        """The run at the goodput."""
+        return next((run for run in self.cell["runs"][::-1] if run["request_rate"] == self.goodput), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What systems of one file are compared at.
+
+    Attributes:
+        own: this engine's cells by system.
+        peers: the others'.
+    """
+
+    source: Source
+    workload: str
+    num_prompts: int
+    slo: str
+    own: dict[str, dict[str, Any]]
+    peers: dict[str, dict[str, Any]]
+
+    @property
+    def model(self) -> str:
+        """That was served."""
+        return str(self.source.fields["settings"]["model"])
+
+    @property
+    def short(self) -> str:
+        """Such as ``conv, TTFT 500 ms, TPOT 15 ms``."""
+        name = self.workload.partition(":")[2] or self.workload
+        if ":" not in self.slo:
+            return f"{name}, {self.num_prompts} requests"
+        targets = self.slo.upper().replace(":", " ").replace("MS", " ms").replace(" TPOT", ", TPOT")
+        return f"{name}, {targets}"
+
+    @property
+    def is_search(self) -> bool:
+        """Whether a goodput was searched for, and not rates or all at once given."""
+        settings = self.source.fields["settings"]
+        return settings.get("rates") is None and not settings.get("all_at_once")
+
+    def searched(self) -> tuple[Searched, list[Searched]]:
+        """This engine's search and the peers'."""
+        attainment = self.source.fields["settings"]["attainment"]
+        peers = [Searched.of(cell, attainment) for cell in self.peers.values()]
+        return Searched.of(self.own[CLAIMED], attainment), peers
+
+
+def tasks_of(sources: Sequence[Source]) -> list[Task]:
+    """What this engine and a peer were compared at; of the same searches, the newest file's."""
+    tasks: dict[tuple[object, ...], Task] = {}
+    for source in sorted(filter(lambda one: one.is_comparison, sources), key=lambda one: one.date):
+        found: dict[tuple[str, int, str], Task] = {}
+        for cell in source.fields["cells"]:
+            key = cell["workload"], cell["num_prompts"], cell["slo"]
+            task = found.setdefault(key, Task(source, *key, {}, {}))
+            is_own = cell["system"].split()[0] == OWN
+            (task.own if is_own else task.peers)[cell["system"]] = cell
+        for key, task in found.items():
+            if task.own and task.peers:
+                # The number of requests of a search differs from run to run; all at once it is the work.
+                tasks[task.model, key[0], key[2], None if task.is_search else key[1]] = task
+    return sorted(tasks.values(), key=lambda task: (task.model, task.workload, task.slo, task.source.name))
+
+
+def runs_of(cell: dict[str, Any], rate: float | None = -1.0) -> list[Run]:
+    """Runs that served every request; None: all at once, -1: at any rate."""
+    runs = [run for run in cell["runs"] if not run["failed"]]
+    if rate is None:
+        return [run for run in runs if run.get("all_at_once")]
+    return [run for run in runs if not run.get("all_at_once") and rate in (-1.0, run["request_rate"])]
+
+
+def figure_of(cell: dict[str, Any], rate: float | None, field: str) -> float | None:
+    """Median of a figure over the runs at a rate."""
+    values = [run[field] for run in runs_of(cell, rate) if run.get(field) is not None]
+    return median(values) if values else None
+
+
+def best_of(cells: dict[str, dict[str, Any]], rate: float | None, field: str) -> tuple[str, float] | None:
+    """The system with the lowest figure, and that figure."""
+    found = {name: figure_of(cell, rate, field) for name, cell in cells.items()}
+    known = {name: value for name, value in found.items() if value is not None}
+    return min(known.items(), key=lambda item: item[1]) if known else None
