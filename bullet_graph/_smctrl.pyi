@@ -1,36 +1,29 @@
-"""The SM mask in the CUDA driver's stream object (csrc/smctrl.c): no policy, only reads, writes and checks.
+"""The SM mask in the CUDA driver's stream object (csrc/smctrl.c): only reads, writes and argument checks.
 
-``stream`` is a CUstream handle, ``offset`` counts bytes from the start of the driver's stream object, and
-``layout`` is 64 or 128, the width of the mask (:class:`bullet_graph.partition.offsets.MaskLayout`). In the mask
-itself a set bit *disables* a TPC: ``low`` holds TPCs 0-63, ``high`` TPCs 64-127. What these functions touch is
-memory of the driver: a wrong offset corrupts it, and a handle that is no stream crashes the process.
+``stream`` is a CUstream handle; ``offset`` counts bytes from the start of the driver's stream object. In the mask a
+set bit *disables* a TPC: ``low`` holds TPCs 0-63, ``high`` TPCs 64-127. These functions touch memory of the driver: a
+wrong offset corrupts it, and a handle that is no stream crashes the process.
 """
 
 from os import PathLike
 
-def set_mask(
-    stream: int, offset: int, layout: int, disable_low: int, disable_high: int, enabled: int = 1
-) -> None:
+def set_mask(stream: int, offset: int, disable_low: int, disable_high: int, enabled: int = 1) -> None:
     """Write the mask that the stream's next kernel launches obey.
 
     Args:
         stream: CUstream handle.
         offset: in bytes, a multiple of 4, inside the stream object.
-        layout: 64 or 128.
         disable_low: TPCs 0-63, a set bit disables.
-        disable_high: TPCs 64-127; must be 0 in the 64-bit layout.
-        enabled: the 32-bit word before the mask, 1 for "in force" (the 64-bit layout has no such word).
+        disable_high: TPCs 64-127.
+        enabled: the 32-bit word before the mask, 1 for "in force".
 
     Raises:
-        ValueError: a special or null stream, an offset outside the object, an unknown layout, a value too large.
+        ValueError: a special or null stream, an offset outside the object, or a value too large.
         TypeError: an argument is not an int.
         OverflowError: an argument is negative or above 64 bits.
     """
 
-def clear_mask(stream: int, offset: int, layout: int) -> None:
-    """Take the stream's mask away: all words zero. Raises like :func:`set_mask`."""
-
-def get_mask(stream: int, offset: int, layout: int) -> tuple[int, int, int]:
+def get_mask(stream: int, offset: int) -> tuple[int, int, int]:
     """Read (enabled, low, high) as :func:`set_mask` takes them. Raises like :func:`set_mask`."""
 
 def driver_version(libcuda: str | PathLike[str] = "libcuda.so.1") -> int:

@@ -1,10 +1,9 @@
 /* bullet_graph._smctrl: the SM mask that the CUDA driver keeps in its stream object.
  *
- * A CUstream handle points to a pointer to that object: base = *(char **)stream. At base + offset lies one of
- * the two structs below; the kernel launches that follow on the stream obey it. The offset differs from
- * driver to driver. Which offset is right, and when it may be written to, is decided in Python
- * (bullet_graph/partition): here are only reads, writes, and the argument checks that keep them inside the
- * object.
+ * A CUstream handle points to a pointer to that object: base = *(char **)stream. At base + offset lies the
+ * struct below (drivers from CUDA 12.0 on); the kernel launches that follow on the stream obey it. The offset
+ * differs from driver to driver. Python (bullet_graph/partition) decides which offset is right and when it
+ * may be written to: here are only reads, writes, and the argument checks that keep them inside the object.
  *
  * libcuda is opened at run time and only asked for its version, so this builds and imports without CUDA.
  */
@@ -21,24 +20,10 @@
 
 #define DEFAULT_LIBCUDA "libcuda.so.1"
 
-/* A set bit disables a TPC. No bit set: no mask. Drivers up to CUDA 11.8. */
-struct mask_64 {
-    uint32_t upper;
-    uint32_t lower;
-};
-
-/* A set bit disables a TPC; bit i is in mask[i / 32]. Drivers from CUDA 12.0 on. */
-struct mask_128 {
+/* A set bit disables a TPC; bit i is in mask[i / 32]. */
+struct tpc_mask {
     uint32_t enabled;
     uint32_t mask[4];
-};
-
-/* Where a stream's mask is, and which struct lies there. */
-struct field {
-    unsigned long long stream;
-    unsigned long long offset;
-    unsigned long long layout;
-    void *address;
 };
 
 /* "O&" converter. PyArg's own unsigned formats wrap around without an error. */
@@ -51,99 +36,60 @@ static int as_u64(PyObject *object, void *out) {
     return 1;
 }
 
-/* Checks the arguments and sets field->address; 0 with an exception where they cannot be right. */
-static int locate(struct field *field) {
-    if (field->layout != 64 && field->layout != 128) {
-        PyErr_Format(PyExc_ValueError, "layout must be 64 or 128 (mask bits), got %llu", field->layout);
-        return 0;
-    }
-    size_t field_bytes = field->layout == 64 ? sizeof(struct mask_64) : sizeof(struct mask_128);
-    if (field->offset % sizeof(uint32_t) != 0 || field->offset > MAX_OBJECT_BYTES - field_bytes) {
-        PyErr_Format(PyExc_ValueError, "offset must be a multiple of 4 and at most %u, got %llu",
-                     (unsigned)(MAX_OBJECT_BYTES - field_bytes), field->offset);
-        return 0;
+/* The address of a stream's mask, or NULL with an exception where the arguments cannot be right. */
+static struct tpc_mask *locate(unsigned long long stream, unsigned long long offset) {
+    const unsigned last = MAX_OBJECT_BYTES - sizeof(struct tpc_mask);
+    if (offset % sizeof(uint32_t) != 0 || offset > last) {
+        PyErr_Format(PyExc_ValueError, "offset must be a multiple of 4 and at most %u, got %llu", last,
+                     offset);
+        return NULL;
     }
     /* Also refuses the driver's special handles 1 (legacy) and 2 (per-thread), which are no addresses. */
-    if (field->stream == 0 || field->stream % sizeof(void *) != 0) {
-        PyErr_Format(PyExc_ValueError, "stream must be the handle of a created CUstream, got %llu",
-                     field->stream);
-        return 0;
+    if (stream == 0 || stream % sizeof(void *) != 0) {
+        PyErr_Format(PyExc_ValueError, "stream must be the handle of a created CUstream, got %llu", stream);
+        return NULL;
     }
-    char *base = *(char **)(uintptr_t)field->stream;
+    char *base = *(char **)(uintptr_t)stream;
     if (base == NULL || (uintptr_t)base % sizeof(uint32_t) != 0) {
-        PyErr_Format(PyExc_ValueError, "stream %llu does not point to a driver object", field->stream);
-        return 0;
+        PyErr_Format(PyExc_ValueError, "stream %llu does not point to a driver object", stream);
+        return NULL;
     }
-    field->address = base + field->offset;
-    return 1;
-}
-
-static void write_mask(const struct field *field, uint32_t enabled, uint64_t low, uint64_t high) {
-    if (field->layout == 64) {
-        struct mask_64 *mask = field->address;
-        mask->upper = (uint32_t)(low >> 32);
-        mask->lower = (uint32_t)low;
-        return;
-    }
-    struct mask_128 *mask = field->address;
-    mask->mask[0] = (uint32_t)low;
-    mask->mask[1] = (uint32_t)(low >> 32);
-    mask->mask[2] = (uint32_t)high;
-    mask->mask[3] = (uint32_t)(high >> 32);
-    mask->enabled = enabled;
+    return (struct tpc_mask *)(base + offset);
 }
 
 static PyObject *set_mask(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"stream", "offset", "layout", "disable_low", "disable_high", "enabled", NULL};
-    struct field field;
-    unsigned long long low, high, enabled = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O&O&|O&:set_mask", names, as_u64, &field.stream,
-                                     as_u64, &field.offset, as_u64, &field.layout, as_u64, &low, as_u64,
-                                     &high, as_u64, &enabled)) {
+    static char *names[] = {"stream", "offset", "disable_low", "disable_high", "enabled", NULL};
+    unsigned long long stream, offset, low, high, enabled = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O&|O&:set_mask", names, as_u64, &stream, as_u64,
+                                     &offset, as_u64, &low, as_u64, &high, as_u64, &enabled)) {
         return NULL;
     }
     if (enabled > UINT32_MAX) {
         return PyErr_Format(PyExc_ValueError, "enabled must fit 32 bits, got %llu", enabled);
     }
-    if (!locate(&field)) {
+    struct tpc_mask *mask = locate(stream, offset);
+    if (mask == NULL) {
         return NULL;
     }
-    if (field.layout == 64 && high != 0) {
-        return PyErr_Format(PyExc_ValueError, "the 64-bit layout has no TPC above 63, got disable_high %llu",
-                            high);
-    }
-    write_mask(&field, (uint32_t)enabled, low, high);
-    Py_RETURN_NONE;
-}
-
-/* Parses (stream, offset, layout); `format` ends in the function's name. */
-static int parse_field(PyObject *args, PyObject *kwargs, const char *format, struct field *field) {
-    static char *names[] = {"stream", "offset", "layout", NULL};
-    return PyArg_ParseTupleAndKeywords(args, kwargs, format, names, as_u64, &field->stream, as_u64,
-                                       &field->offset, as_u64, &field->layout) &&
-           locate(field);
-}
-
-static PyObject *clear_mask(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
-    struct field field;
-    if (!parse_field(args, kwargs, "O&O&O&:clear_mask", &field)) {
-        return NULL;
-    }
-    write_mask(&field, 0, 0, 0);
+    mask->mask[0] = (uint32_t)low;
+    mask->mask[1] = (uint32_t)(low >> 32);
+    mask->mask[2] = (uint32_t)high;
+    mask->mask[3] = (uint32_t)(high >> 32);
+    mask->enabled = (uint32_t)enabled;
     Py_RETURN_NONE;
 }
 
 static PyObject *get_mask(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
-    struct field field;
-    if (!parse_field(args, kwargs, "O&O&O&:get_mask", &field)) {
+    static char *names[] = {"stream", "offset", NULL};
+    unsigned long long stream, offset;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:get_mask", names, as_u64, &stream, as_u64,
+                                     &offset)) {
         return NULL;
     }
-    if (field.layout == 64) {
-        const struct mask_64 *mask = field.address;
-        unsigned long long low = (unsigned long long)mask->upper << 32 | mask->lower;
-        return Py_BuildValue("IKK", (unsigned)(low != 0), low, 0ull);
+    const struct tpc_mask *mask = locate(stream, offset);
+    if (mask == NULL) {
+        return NULL;
     }
-    const struct mask_128 *mask = field.address;
     unsigned long long low = (unsigned long long)mask->mask[1] << 32 | mask->mask[0];
     unsigned long long high = (unsigned long long)mask->mask[3] << 32 | mask->mask[2];
     return Py_BuildValue("IKK", (unsigned)mask->enabled, low, high);
@@ -203,7 +149,6 @@ static PyObject *driver_path(PyObject *Py_UNUSED(module), PyObject *args, PyObje
 
 static PyMethodDef methods[] = {
     METHOD(set_mask, "Write a stream's mask of disabled TPCs."),
-    METHOD(clear_mask, "Take a stream's mask away."),
     METHOD(get_mask, "Read a stream's mask: (enabled, low, high)."),
     METHOD(driver_version, "The CUDA version that libcuda supports, such as 13000."),
     METHOD(driver_path, "The file that libcuda was loaded from."),

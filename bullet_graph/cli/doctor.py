@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from bullet_graph.cli.options import parse_sizes, setting_options
 from bullet_graph.config import DeviceName, PartitionBackendName
-from bullet_graph.partition.calibrate import Calibration, calibrate, remember
-from bullet_graph.partition.offsets import lookup
+from bullet_graph.partition.calibrate import Calibration, calibrate
+from bullet_graph.partition.offsets import lookup, remember
 from bullet_graph.runtime.diagnose import Diagnosis, diagnose
 from bullet_graph.runtime.machine import Asked, look_around
 
@@ -123,7 +123,7 @@ def _calibrate(*, as_json: bool) -> None:
             bar.update(done - bar.n)
 
         found = calibrate(progress=show)
-    path = remember(found)
+    path = remember(found.driver, found.offset)
     if as_json:
         result = {
             **dataclasses.asdict(found),
@@ -133,7 +133,7 @@ def _calibrate(*, as_json: bool) -> None:
         click.echo(json.dumps(result, indent=2, allow_nan=False))
     else:
         click.echo(
-            f"Driver {found.driver.release} keeps stream masks at offset 0x{found.known.offset:x}: proven, and "
+            f"Driver {found.driver.release} keeps stream masks at offset 0x{found.offset:x}: proven, and "
             f"remembered in {path} ({found.tries} tries in {found.seconds:.0f} s; {found.crashed} crashed, "
             f"{found.timed_out} timed out)."
         )
@@ -141,7 +141,6 @@ def _calibrate(*, as_json: bool) -> None:
 
 
 def _contribution(found: Calibration) -> str:
-    known = lookup(found.driver.cuda_version, found.driver.machine)
-    if known == found.known:
+    if lookup(found.driver) == found.offset:
         return f"The package knows it already:\n{found.table_line}"
     return f"To contribute it, add this line to bullet_graph/partition/offsets.py:\n{found.table_line}"

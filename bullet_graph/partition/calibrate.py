@@ -1,7 +1,7 @@
 """Finds where an unknown driver keeps the stream mask, by trying offsets in child processes.
 
-A write at a wrong offset corrupts the driver's memory, so the parent never writes, and does not even initialise
-CUDA: each try is a short-lived process (:mod:`bullet_graph.partition.calibrate_child`) that may crash or hang.
+A write at a wrong offset corrupts the driver's memory. So the parent never writes, nor initialises CUDA: each try is a
+short-lived process (:mod:`bullet_graph.partition.calibrate_child`) that may crash or hang.
 """
 
 import json
@@ -16,26 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition import offsets
 from bullet_graph.partition.calibrate_child import Attempt, Verdict
-from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout
+from bullet_graph.partition.offsets import OFFSET_ALIGNMENT, DriverId
 from bullet_graph.partition.smctrl import identify_driver
 
-CANDIDATES = range(0x300, 0x901, offsets.OFFSET_ALIGNMENT)
-"""Offsets of all 128-bit masks found so far lie in the middle third of this range."""
+CANDIDATES = range(0x300, 0x901, OFFSET_ALIGNMENT)
+"""All offsets found so far lie in the middle third of this range."""
 JOBS = 8
+"""Children at a time; each takes about half a GiB of GPU memory."""
 TIMEOUT_S = 20.0
 SEARCH_SEEDS = (1, 2)
 PROOF_SEEDS = ((3, 4, 5), (6, 7, 8))
-"""Masks of the fresh children that prove what the search found, one tuple for each."""
+"""Masks of the fresh children that prove the offset found, one tuple for each child."""
 
-# The package's own __init__ imports the engine and with it torch, which takes seconds; hundreds of children
-# do without.
 BOOTSTRAP = """
-import sys, types
-package = types.ModuleType("bullet_graph")
-package.__path__ = [sys.argv[1]]
-sys.modules["bullet_graph"] = package
+import sys
+sys.path.insert(0, sys.argv[1])
 from bullet_graph.partition.calibrate_child import main
 main(sys.argv[2])
 """
@@ -43,13 +39,7 @@ main(sys.argv[2])
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one try ended.
-
-    Attributes:
-        attempt: what was tried.
-        verdict: how it ended.
-        detail: an error's text, or how the process ended; may be empty.
-    """
+    """How one try ended; ``detail`` is an error's text, or how the process ended, and may be empty."""
 
     attempt: Attempt
     verdict: Verdict
@@ -58,19 +48,19 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A proven offset, and what it took to find it.
+    """A proven offset, and the cost of finding it.
 
     Attributes:
         driver: for which the offset holds.
-        known: the offset and its layout.
-        tries: child processes that searched.
-        crashed: of these, how many died.
-        timed_out: of these, how many had to be killed.
+        offset: in bytes.
+        tries: child processes of the search.
+        crashed: those that died.
+        timed_out: those that had to be killed.
         seconds: search and proof together.
     """
 
     driver: DriverId
-    known: KnownOffset
+    offset: int
     tries: int
     crashed: int
     timed_out: int
@@ -79,22 +69,23 @@ class Calibration:
     @property
     def table_line(self) -> str:
         """The line to contribute to the table in ``bullet_graph/partition/offsets.py``."""
-        return offsets.table_line(self.driver, self.known)
+        driver = self.driver
+        return f'({driver.cuda_version}, "{driver.machine}"): 0x{self.offset:X},  # calibrated on {driver.release}'
 
 
 RunChild = Callable[[Attempt], Outcome]
 
 
 def run_child(attempt: Attempt, *, timeout_s: float = TIMEOUT_S, bootstrap: str = BOOTSTRAP) -> Outcome:
-    """Try one offset in a process of its own; never raises for what the process does.
+    """Try one offset in a process of its own, killed after ``timeout_s``; its failure is an outcome, not an error.
 
     Args:
-        attempt: what to try.
-        timeout_s: after which the process is killed.
-        bootstrap: the Python program to run, with the package's folder and the attempt as arguments.
+        attempt: the offset and its masks.
+        timeout_s: limit of the process's time.
+        bootstrap: the Python program to run, with the folder of the package and the attempt as arguments.
     """
-    package = str(Path(__file__).parents[1])
-    command = [sys.executable, "-P", "-c", bootstrap, package, attempt.to_json()]
+    folder = str(Path(__file__).parents[2])
+    command = [sys.executable, "-P", "-c", bootstrap, folder, attempt.to_json()]
     try:
         child = subprocess.run(
             command,
@@ -113,19 +104,15 @@ def run_child(attempt: Attempt, *, timeout_s: float = TIMEOUT_S, bootstrap: str 
 def calibrate(
     *,
     driver: DriverId | None = None,
-    candidates: Sequence[int] = CANDIDATES,
-    layout: MaskLayout = MaskLayout.BITS_128,
-    jobs: int = JOBS,
     run_child: RunChild = run_child,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
-    """Find the one offset at which a mask acts, and prove it. About a minute; the GPU should be idle.
+    """Find the one offset at which a mask acts, and prove it: about a minute on an idle GPU.
+
+    Every candidate is tried: a second offset that acts must not go unseen.
 
     Args:
-        driver: of this machine; by default it is asked for.
-        candidates: offsets to try, all of them: a second one that acts must not go unseen.
-        layout: of the mask.
-        jobs: children at a time; each takes about half a GiB of GPU memory.
+        driver: of this machine; None identifies it.
         run_child: tries one offset.
         progress: called with (tries done, tries in all) after each try.
 
@@ -134,36 +121,38 @@ def calibrate(
     """
     started = time.monotonic()
     driver = driver or identify_driver()
-    _look_around(run_child(Attempt(candidates[0], layout, seeds=())))
-    attempts = [Attempt(offset, layout, SEARCH_SEEDS) for offset in candidates]
-    outcomes = _second_chance(_search(attempts, jobs, run_child, progress), run_child)
+    # Without seeds nothing is written. A child must work at all, else every try would fail for the same reason.
+    look = run_child(Attempt(CANDIDATES[0], seeds=()))
+    if look.verdict is not Verdict.HONOURED:
+        raise PartitionError(
+            f"a child process must reach all SMs of the GPU before offsets can be tried, but it {look.verdict} "
+            f"({look.detail}): see to that first"
+        )
+    outcomes = _second_chance(_search(run_child, progress), run_child)
+    verdicts = Counter(outcome.verdict for outcome in outcomes)
     found = [outcome.attempt.offset for outcome in outcomes if outcome.verdict is Verdict.HONOURED]
     if len(found) != 1:
+        summary = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
         raise PartitionError(
             f"exactly one offset must make the driver {driver.release} honour a mask, but found "
-            f"{', '.join(map(hex, sorted(found))) or 'none'} ({_summary(outcomes)}): let the GPU be idle and try "
-            "again; if that changes nothing, use --partition-backend green"
+            f"{', '.join(map(hex, sorted(found))) or 'none'} ({len(outcomes)} tried; {summary}): let the GPU be idle "
+            "and try again; if that changes nothing, use --partition-backend green"
         )
     for seeds in PROOF_SEEDS:
-        _prove(run_child(Attempt(found[0], layout, seeds)))
-    verdicts = Counter(outcome.verdict for outcome in outcomes)
+        proof = run_child(Attempt(found[0], seeds))
+        if proof.verdict is not Verdict.HONOURED:
+            raise PartitionError(
+                f"offset 0x{found[0]:x} must hold for other masks in a fresh process, but that {proof.verdict} "
+                f"({proof.detail}): let the GPU be idle and try again"
+            )
     return Calibration(
         driver=driver,
-        known=KnownOffset(found[0], layout),
+        offset=found[0],
         tries=len(outcomes),
         crashed=verdicts[Verdict.CRASHED],
         timed_out=verdicts[Verdict.TIMED_OUT],
         seconds=time.monotonic() - started,
     )
-
-
-def remember(calibration: Calibration, path: Path | None = None) -> Path:
-    """Keep the offset for this driver on this machine; returns the file.
-
-    Raises:
-        PartitionError: the file is there and corrupt, or cannot be written.
-    """
-    return offsets.remember(calibration.driver, calibration.known, path)
 
 
 def _report_of(child: subprocess.CompletedProcess[str]) -> tuple[Verdict, str]:
@@ -177,11 +166,10 @@ def _report_of(child: subprocess.CompletedProcess[str]) -> tuple[Verdict, str]:
         return Verdict.CRASHED, f"exit status {child.returncode}, no verdict: {child.stderr[-500:].strip()}"
 
 
-def _search(
-    attempts: Sequence[Attempt], jobs: int, run_child: RunChild, progress: Callable[[int, int], None] | None
-) -> list[Outcome]:
+def _search(run_child: RunChild, progress: Callable[[int, int], None] | None) -> list[Outcome]:
+    attempts = [Attempt(offset, SEARCH_SEEDS) for offset in CANDIDATES]
     outcomes: list[Outcome] = []
-    pool = ThreadPoolExecutor(jobs)
+    pool = ThreadPoolExecutor(JOBS)
     try:
         for future in as_completed([pool.submit(run_child, attempt) for attempt in attempts]):
             outcomes.append(future.result())
@@ -193,7 +181,7 @@ def _search(
 
 
 def _second_chance(outcomes: Sequence[Outcome], run_child: RunChild) -> list[Outcome]:
-    """Try again, alone, what may have failed for another child's sake: memory was short, or a fault spread."""
+    """Try again, alone, where another child may be to blame: memory was short, or a fault spread."""
     settled: list[Outcome] = []
     for outcome in outcomes:
         if outcome.verdict in (Verdict.NOT_TRIED, Verdict.CUDA_ERROR):
@@ -206,25 +194,3 @@ def _second_chance(outcomes: Sequence[Outcome], run_child: RunChild) -> list[Out
             )
         settled.append(outcome)
     return settled
-
-
-def _look_around(outcome: Outcome) -> None:
-    """Before anything is written: a child must work at all, else every try would fail for the same reason."""
-    if outcome.verdict is not Verdict.HONOURED:
-        raise PartitionError(
-            f"a child process must reach all SMs of the GPU before offsets can be tried, but it {outcome.verdict} "
-            f"({outcome.detail}): see to that first"
-        )
-
-
-def _prove(outcome: Outcome) -> None:
-    if outcome.verdict is not Verdict.HONOURED:
-        raise PartitionError(
-            f"offset 0x{outcome.attempt.offset:x} must hold for other masks in a fresh process, but that "
-            f"{outcome.verdict} ({outcome.detail}): let the GPU be idle and try again"
-        )
-
-
-def _summary(outcomes: Sequence[Outcome]) -> str:
-    counts = Counter(outcome.verdict for outcome in outcomes)
-    return f"{len(outcomes)} tried; " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())

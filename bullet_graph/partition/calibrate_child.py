@@ -1,4 +1,4 @@
-"""One try of a calibration: writes masks at an offset that may be wrong, so it runs in a process of its own."""
+"""One try of a calibration, in a process of its own since it writes masks at an offset that may be wrong."""
 
 import json
 import os
@@ -9,7 +9,6 @@ from enum import StrEnum
 
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.masks import SMS_PER_TPC, TpcMask
-from bullet_graph.partition.offsets import KnownOffset, MaskLayout
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import bind, read_words, write_words
 
@@ -19,29 +18,27 @@ PROBE_RUNS = 3
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What a child is to try.
+    """The task of a child.
 
     Attributes:
         offset: in bytes from the start of the stream object.
-        layout: of the struct written there.
-        seeds: one random mask each. Without any the child writes nothing, and only looks at its surroundings.
+        seeds: one random mask each. Without any, the child writes nothing and only checks that it reaches all SMs.
     """
 
     offset: int
-    layout: MaskLayout
     seeds: tuple[int, ...]
 
     def to_json(self) -> str:
-        return json.dumps([self.offset, int(self.layout), self.seeds])
+        return json.dumps([self.offset, self.seeds])
 
     @classmethod
     def from_json(cls, text: str) -> "Attempt":
-        offset, layout, seeds = json.loads(text)
-        return cls(offset, MaskLayout(layout), tuple(seeds))
+        offset, seeds = json.loads(text)
+        return cls(offset, tuple(seeds))
 
 
 class Verdict(StrEnum):
-    """How a try ended; the last two are what the parent makes of a child that did not say."""
+    """How a try ended; the parent gives the last two to a child that did not report."""
 
     HONOURED = "honoured the masks"
     NO_EFFECT = "did not honour the masks"
@@ -63,23 +60,22 @@ def honours(attempt: Attempt, probe: SmidProbe, stream: int) -> bool:
     Raises:
         PartitionError: a CUDA call failed.
     """
-    where = KnownOffset(attempt.offset, attempt.layout)
-    words = read_words(stream, where)
+    words = read_words(stream, attempt.offset)
     try:
         for seed in attempt.seeds:
             mask = trial_mask(seed, probe.num_sms // SMS_PER_TPC)
-            bind(stream, where, mask)
+            bind(stream, attempt.offset, mask)
             if not uses_exactly(mask.sms, probe, stream):
                 return False
         return True
     finally:
-        write_words(stream, where, words)
+        write_words(stream, attempt.offset, words)
 
 
 def uses_exactly(expected: frozenset[int], probe: SmidProbe, stream: int) -> bool:
-    """Whether the stream's kernels use these SMs, all of them and no other.
+    """Whether the stream's kernels use exactly these SMs.
 
-    Other children have the GPU in turn with this one, so an SM may be missed: only that is looked at again.
+    Other children use the GPU too, so a launch may miss an SM: only then is it repeated.
     """
     seen: frozenset[int] = frozenset()
     for _ in range(PROBE_RUNS):
@@ -90,9 +86,9 @@ def uses_exactly(expected: frozenset[int], probe: SmidProbe, stream: int) -> boo
 
 
 def judge(attempt: Attempt) -> tuple[Verdict, str]:
-    """The verdict of one try on GPU 0, with what went wrong.
+    """The verdict of one try on GPU 0, with the error's text.
 
-    Closes nothing: the driver's own clean-up could stumble over what a wrong offset has left behind.
+    Closes nothing: the driver's own clean-up could stumble over memory that a wrong offset has corrupted.
     """
     try:
         probe = SmidProbe()
@@ -108,8 +104,8 @@ def judge(attempt: Attempt) -> tuple[Verdict, str]:
 
 
 def main(request: str) -> None:
-    """Try what ``request`` (JSON of an :class:`Attempt`) says and print the verdict as JSON."""
-    # Crashes are expected: hundreds of megabytes of memory image are not wanted for each.
+    """Carry out ``request`` (JSON of an :class:`Attempt`) and print the verdict as JSON."""
+    # Crashes are expected, and a core file takes hundreds of megabytes.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(json.dumps(judge(Attempt.from_json(request))), flush=True)
     # Not sys.exit: see judge.

@@ -1,4 +1,4 @@
-"""Which SMs a stream's work really runs on: a kernel that spreads out and writes down ``%smid``."""
+"""The SMs on which a stream's work really runs: a kernel that spreads out and records ``%smid``."""
 
 import ctypes
 from array import array
@@ -8,25 +8,24 @@ from contextlib import ExitStack
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.driver import CudaDriver
 
-# Why every SM that a launch may use takes at least one of its blocks. A block has 1024 threads, all of which
-# stay until its end, and no architecture gives an SM more than 2048: at most two blocks fit on an SM at a
-# time. The grid has four blocks for each SM of the GPU, so however few SMs the launch may use, the blocks that
-# find room at once leave at least half of the grid waiting. While blocks wait, the hardware fills any room
-# that a usable SM has, one block in well under a microsecond; an SM could stay without a block only if all
-# others ran the whole grid, two full rounds of HOLD_NS each, before it got its first. (That the SM is free is
-# for the caller to see to: a kernel that occupies it for longer than the probe runs would hide it.)
+# Why every SM that a launch may use takes at least one of its blocks. A block has 1024 threads, all of which stay
+# until its end, and an SM holds at most 2048: at most two blocks fit on an SM at a time. The grid has four blocks for
+# each SM of the GPU, so at least half of it waits at first, however few SMs the launch may use. While blocks wait, the
+# hardware fills free room on a usable SM in well under a microsecond. An SM could stay without a block only if the
+# others ran the whole grid, two full rounds of HOLD_NS each, before it got its first. The caller must keep the SM free:
+# a kernel that occupies it for longer than the probe runs would hide it.
 BLOCKS_PER_SM = 4
 THREADS_PER_BLOCK = 1024
 HOLD_NS = 20_000
 PATIENCE_NS = 100_000_000
-"""How long launches that must run at the same time wait for one another before they give up."""
+"""How long launches that must run at the same time wait for one another."""
 MAX_TOGETHER = 8
 
 _UNWRITTEN = 0xFFFF_FFFF
 _ALONE = 0x8000_0000
 _KERNEL = b"record_sms"
-# Bit i of `arrived` is set once launch i has a block running; a block holds its SM only after the bits in
-# `all` are there. One that waited in vain flags its record, and sets all bits so that no other waits again.
+# Bit i of `arrived` is set once launch i has a block running; a block holds its SM only once all bits in `all` are
+# set. A block that waited in vain flags its record, and sets all bits so that no other waits again.
 PTX = b"""
 .version 7.0
 .target sm_75
@@ -93,11 +92,10 @@ LEAVE:
 
 
 class SmidProbe:
-    """Launches a kernel that reports the SMs it ran on; to be used by the thread that made it.
+    """Launches a kernel that reports the SMs it ran on; only the thread that made the probe may use it.
 
-    It works in the thread's current CUDA context (PyTorch's, inside an engine), and makes the device's primary
-    context current where there is none. Nothing else should run on the GPU meanwhile: a busy SM may take no
-    block of the probe.
+    It works in the thread's current CUDA context, and makes the device's primary context current where there is none.
+    Nothing else should run on the GPU meanwhile: a busy SM may take no block of the probe.
 
     Args:
         device: ordinal of the GPU.
@@ -123,7 +121,7 @@ class SmidProbe:
             self._enter_context(undo, device)
             library = call("cuLibraryLoadData", PTX, [], [], 0, [], [], 0)
             undo.callback(call, "cuLibraryUnload", library)
-            # A kernel, unlike a function of a module, belongs to no context: a launch takes the stream's,
+            # A kernel, unlike a function of a module, belongs to no context: a launch takes the stream's context,
             # which for green contexts is not the current one.
             kernel = call("cuLibraryGetKernel", library, _KERNEL)
             self._function = api.CUfunction(int(kernel))
@@ -156,7 +154,7 @@ class SmidProbe:
         return self.run_together([stream])[0]
 
     def run_together(self, streams: Sequence[int]) -> list[frozenset[int]]:
-        """The SMs that eager launches use which are on the GPU at the same time, one on each stream.
+        """The SMs of eager launches that run at the same time, one on each stream.
 
         Args:
             streams: CUstreams, each with at least one SM that no other takes: else they cannot all run at once.
@@ -175,7 +173,7 @@ class SmidProbe:
         return [self._read(stream, index, len(streams)) for index, stream in enumerate(streams)]
 
     def run_captured(self, stream: int, launch_stream: int | None = None) -> frozenset[int]:
-        """The SMs that a CUDA graph uses whose one kernel was captured on ``stream``.
+        """The SMs of a CUDA graph whose one kernel was captured on ``stream``.
 
         Args:
             stream: CUstream of the capture.
@@ -210,22 +208,10 @@ class SmidProbe:
         self.driver.call("cuStreamSynchronize", stream)
 
     def _launch(self, stream: int, index: int, num_launches: int) -> None:
-        values = (
-            self._records(index),
-            self._arrived,
-            1 << index,
-            (1 << num_launches) - 1,
-            HOLD_NS,
-            PATIENCE_NS,
-        )
-        types = (
-            ctypes.c_uint64,
-            ctypes.c_uint64,
-            ctypes.c_uint32,
-            ctypes.c_uint32,
-            ctypes.c_uint64,
-            ctypes.c_uint64,
-        )
+        mine, everyone = 1 << index, (1 << num_launches) - 1
+        values = (self._records(index), self._arrived, mine, everyone, HOLD_NS, PATIENCE_NS)
+        u32, u64 = ctypes.c_uint32, ctypes.c_uint64
+        types = (u64, u64, u32, u32, u64, u64)
         grid, block = (self._num_blocks, 1, 1), (THREADS_PER_BLOCK, 1, 1)
         self.driver.call("cuLaunchKernel", self._function, *grid, *block, 0, stream, (values, types), 0)
 

@@ -19,10 +19,11 @@ from bullet_graph.partition.masks import (
     lane_masks,
     require_clusters,
 )
-from bullet_graph.partition.offsets import DriverId, KnownOffset
+from bullet_graph.partition.offsets import DriverId
 from bullet_graph.partition.probe import SmidProbe
 
 LIBCUDA = "libcuda.so.1"
+MASK_BITS = 128
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 # Three digits or more: a library's own "so.1.1" is no release.
 _RELEASE = re.compile(r"\b\d{3,}(?:\.\d+)+\b")
@@ -53,30 +54,12 @@ def identify_driver(libcuda: str | Path = LIBCUDA) -> DriverId:
     return DriverId(cuda_version, release.group(), machine())
 
 
-def trusted_offset(driver: DriverId, cache: Path | None = None) -> KnownOffset:
-    """The offset proven on this machine for exactly this driver, else the table's for its CUDA version.
-
-    Args:
-        cache: the file of calibrations, by default this user's.
-
-    Raises:
-        PartitionError: neither has it, or the file is corrupt.
-    """
-    found = offsets.find(driver, cache)
-    if found is None:
-        raise PartitionError(
-            "stream masks need an offset that is known or proven for the driver, but there is none for driver "
-            f"{driver.release} (CUDA {driver.cuda_version}, {driver.machine}): run `bullet-graph doctor --calibrate`"
-        )
-    return found.known
-
-
 @dataclass(frozen=True, slots=True)
 class MaskWords:
     """The words of a mask in the driver's stream object.
 
     Attributes:
-        enabled: 32 bits, 1 where the mask is in force. The 64-bit layout has no such word; then 0 means no mask.
+        enabled: 32 bits, 1 where the mask is in force.
         disable_low: TPCs 0-63, a set bit disables.
         disable_high: TPCs 64-127.
     """
@@ -86,33 +69,31 @@ class MaskWords:
     disable_high: int
 
 
-def read_words(stream: int, where: KnownOffset) -> MaskWords:
+def read_words(stream: int, offset: int) -> MaskWords:
     """Read the mask of ``stream`` (a CUstream) from the driver's memory."""
-    return MaskWords(*_smctrl.get_mask(stream, where.offset, where.layout))
+    return MaskWords(*_smctrl.get_mask(stream, offset))
 
 
-def write_words(stream: int, where: KnownOffset, words: MaskWords) -> None:
+def write_words(stream: int, offset: int, words: MaskWords) -> None:
     """Write the mask of ``stream`` (a CUstream) into the driver's memory."""
-    _smctrl.set_mask(
-        stream, where.offset, where.layout, words.disable_low, words.disable_high, enabled=words.enabled
-    )
+    _smctrl.set_mask(stream, offset, words.disable_low, words.disable_high, enabled=words.enabled)
 
 
-def bind(stream: int, where: KnownOffset, mask: TpcMask) -> None:
+def bind(stream: int, offset: int, mask: TpcMask) -> None:
     """Confine kernels launched or captured on ``stream`` (a CUstream) from now on to the mask's TPCs.
 
     Raises:
         PartitionError: the GPU has more TPCs than the driver's mask, or other words are read back than were written.
     """
-    if mask.num_tpcs > where.layout:
+    if mask.num_tpcs > MASK_BITS:
         raise PartitionError(
-            f"the driver's mask has {where.layout:d} bits, but the GPU has {mask.num_tpcs} TPCs: use "
+            f"the driver's mask has {MASK_BITS} bits, but the GPU has {mask.num_tpcs} TPCs: use "
             "--partition-backend green"
         )
     disable_high, disable_low = divmod(mask.disable_bits, 1 << 64)
     words = MaskWords(int(mask.disable_bits != 0), disable_low, disable_high)
-    write_words(stream, where, words)
-    if (found := read_words(stream, where)) != words:
+    write_words(stream, offset, words)
+    if (found := read_words(stream, offset)) != words:
         raise PartitionError(
             f"stream {stream:#x} must hold {words}, but {found} was read back: bind masks from one thread only"
         )
@@ -134,7 +115,7 @@ class SmctrlBackend:
     Attributes:
         num_sms: SMs of the GPU.
         granularity_sms: step of a lane's size.
-        where: where this driver keeps the mask.
+        offset: place of the mask in the driver's stream object, in bytes.
 
     Raises:
         PartitionError: the driver's offset is neither known nor proven, its mask is too short for this GPU, or
@@ -155,20 +136,28 @@ class SmctrlBackend:
         with ExitStack() as undo:
             undo.callback(probe.close)
             self.num_sms = probe.num_sms
-            self.where = trusted_offset(identify_driver(libcuda), cache)
+            driver = identify_driver(libcuda)
+            trusted = offsets.find(driver, cache)
+            if trusted is None:
+                raise PartitionError(
+                    "stream masks need an offset that is known or proven for the driver, but there is none for driver "
+                    f"{driver.release} (CUDA {driver.cuda_version}, {driver.machine}): run "
+                    "`bullet-graph doctor --calibrate`"
+                )
+            self.offset = trusted.offset
             self._num_tpcs = probe.num_sms // SMS_PER_TPC
             self._layout = layout
             self._masks: dict[SmPartition, dict[Lane, TpcMask]] = {}
             self._streams = create_lane_streams(probe.driver, undo)
             for stream in self._streams.values():
                 # The driver reuses the memory of old streams for new ones, and a mask would stay in it.
-                undo.callback(write_words, stream, self.where, MaskWords(0, 0, 0))
+                undo.callback(write_words, stream, self.offset, MaskWords(0, 0, 0))
             self._check_apart()
             self._resources = undo.pop_all()
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
         stream = self._streams[lane]
-        bind(stream, self.where, self._mask(lane, partition))
+        bind(stream, self.offset, self._mask(lane, partition))
         return stream
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
@@ -193,10 +182,10 @@ class SmctrlBackend:
         one_tpc = TpcMask(1, self._num_tpcs)
         decode, prefill = self._streams.values()
         for stream in (decode, prefill):
-            bind(stream, self.where, everything)
-        bind(decode, self.where, one_tpc)
-        shared = read_words(prefill, self.where) != MaskWords(0, 0, 0)
-        bind(decode, self.where, everything)
+            bind(stream, self.offset, everything)
+        bind(decode, self.offset, one_tpc)
+        shared = read_words(prefill, self.offset) != MaskWords(0, 0, 0)
+        bind(decode, self.offset, everything)
         if shared:
             raise PartitionError(
                 f"each lane needs a mask of its own, but streams {decode:#x} and {prefill:#x} share one: use "

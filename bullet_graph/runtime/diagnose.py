@@ -219,7 +219,7 @@ def _judge_offset(offset: MaskOffset) -> Finding:
         advice = "this driver is not in the table: run `bullet-graph doctor --calibrate`, about a minute"
         return Finding("partitions", name, Level.YELLOW, "offset unknown", advice)
     how = "known for this driver" if offset.source == "table" else "proven on this machine by calibration"
-    found = f"offset 0x{offset.offset:x} ({offset.layout_bits} bits) {how}"
+    found = f"offset 0x{offset.offset:x} {how}"
     return Finding("partitions", name, Level.GREEN, found)
 
 

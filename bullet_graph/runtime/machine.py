@@ -74,13 +74,11 @@ class MaskOffset:
     Attributes:
         source: ``calibration`` proven on this machine, ``table`` known for the driver's CUDA version, None unknown.
         offset: in bytes; None where it is unknown.
-        layout_bits: width of the mask.
         problem: why the calibrations could not be read.
     """
 
     source: Literal["calibration", "table"] | None
     offset: int | None = None
-    layout_bits: int | None = None
     problem: str | None = None
 
 
@@ -190,7 +188,7 @@ def find_mask_offset(driver: DriverId, cache: Path | None = None) -> MaskOffset:
         return MaskOffset(None, problem=str(error))
     if found is None:
         return MaskOffset(None)
-    return MaskOffset(found.source, found.known.offset, int(found.known.layout))
+    return MaskOffset(found.source, found.offset)
 
 
 def _find_driver() -> tuple[DriverId | None, str | None]:

@@ -16,7 +16,7 @@ from bullet_graph.cli import doctor
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.calibrate import Outcome, calibrate
 from bullet_graph.partition.calibrate_child import Attempt, Verdict
-from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remembered
+from bullet_graph.partition.offsets import DriverId, remembered
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.runtime.machine import Machine
 
@@ -174,7 +174,7 @@ def offsets_act(monkeypatch: pytest.MonkeyPatch, *acting: int, driver: DriverId 
 
 
 UNKNOWN = dataclasses.replace(DRIVER, cuda_version=13990)
-LINE = '(13990, "x86_64"): KnownOffset(0x600, _128),  # calibrated on 580.159.04'
+LINE = '(13990, "x86_64"): 0x600,  # calibrated on 580.159.04'
 
 
 def test_a_calibration_is_remembered_and_can_be_contributed(
@@ -188,7 +188,7 @@ def test_a_calibration_is_remembered_and_can_be_contributed(
     assert str(own_caches) in result.stdout
     assert "To contribute it" in result.stdout
     assert result.stdout.endswith(f"{LINE}\n")
-    assert remembered(UNKNOWN) == KnownOffset(0x600, MaskLayout.BITS_128)
+    assert remembered(UNKNOWN) == 0x600
 
 
 def test_a_calibration_that_confirms_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_a_calibration_as_json(own_caches: Path, monkeypatch: pytest.MonkeyPatch
     assert found.pop("seconds") >= 0
     assert found == {
         "driver": {"cuda_version": 13990, "release": "580.159.04", "machine": "x86_64"},
-        "known": {"offset": 0x600, "layout": 128},
+        "offset": 0x600,
         "tries": 385,
         "crashed": 0,
         "timed_out": 0,

@@ -37,7 +37,7 @@ def complete_machine(**changes: Any) -> Machine:
         gpu_problem=None,
         gpu_path_problem=None,
         missing_compilers=(),
-        mask_offset=MaskOffset("table", 0x51C, 128),
+        mask_offset=MaskOffset("table", 0x51C),
         partitions=PartitionChecks((16, 32), backends, "smctrl", "smctrl: 3 partitions verified"),
         caches=(CacheFolder("FlashInfer", "/home/somebody/.cache/flashinfer", 1024**2, True),),
         ledger=None,

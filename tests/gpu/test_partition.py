@@ -211,7 +211,7 @@ def test_a_planted_wrong_mask_is_caught(
     wrong = TpcMask(bits, num_tpcs)
 
     def plant(stream: int) -> int:
-        bind(stream, smctrl.where, wrong)
+        bind(stream, smctrl.offset, wrong)
         return stream
 
     with pytest.raises(PartitionError) as caught:

@@ -23,7 +23,7 @@ from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.kernels.flashinfer_attention import load_module, needed_module
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remember, remembered
+from bullet_graph.partition.offsets import DriverId, remember, remembered
 from bullet_graph.perf.shipped import list_tables
 from bullet_graph.perf.table_file import read_table
 from bullet_graph.runtime.artifacts import measured
@@ -197,7 +197,7 @@ def test_rows_that_cannot_be(store: CaptureStore, build: Build, recorded: bytes)
 def test_an_offset_is_remembered_where_none_is_known(
     store: CaptureStore, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver, known = DriverId(99000, "999.1", "x86_64"), KnownOffset(0x51C, MaskLayout.BITS_128)
+    driver, known = DriverId(99000, "999.1", "x86_64"), 0x51C
     monkeypatch.setattr(measured, "identify_driver", lambda: driver)
     proven = remember(driver, known, tmp_path / "proven.json")
     build.add_file(
@@ -207,9 +207,9 @@ def test_an_offset_is_remembered_where_none_is_known(
     with committed(store, build) as opened:
         measured.restore_mask_offset(opened, mine)
         assert remembered(driver, mine) == known
-        remember(driver, KnownOffset(0x528, MaskLayout.BITS_128), mine)
+        remember(driver, 0x528, mine)
         measured.restore_mask_offset(opened, mine)
-    assert remembered(driver, mine) == KnownOffset(0x528, MaskLayout.BITS_128), "one's own counts"
+    assert remembered(driver, mine) == 0x528, "one's own counts"
 
 
 def test_a_table_is_found_whatever_the_plan(store: CaptureStore, build: Build) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bullet_graph.errors import PartitionError
+from bullet_graph.partition import offsets
 from bullet_graph.partition.calibrate import (
     BOOTSTRAP,
     CANDIDATES,
@@ -14,17 +15,15 @@ from bullet_graph.partition.calibrate import (
     SEARCH_SEEDS,
     Outcome,
     calibrate,
-    remember,
     run_child,
 )
 from bullet_graph.partition.calibrate_child import Attempt, Verdict, trial_mask
-from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remembered
+from bullet_graph.partition.offsets import DriverId
 
 RELEASE = "999.12.34"
 DRIVER = DriverId(13990, RELEASE, "x86_64")
 OFFSET = 0x51C
-BITS_128 = MaskLayout.BITS_128
-AROUND = Attempt(0x300, BITS_128, seeds=())
+AROUND = Attempt(0x300, seeds=())
 
 
 class FakeChildren:
@@ -50,14 +49,13 @@ def test_the_one_offset_is_found_and_proven() -> None:
     )
     seen: list[tuple[int, int]] = []
     found = calibrate(driver=DRIVER, run_child=children, progress=lambda *counts: seen.append(counts))
-    assert (found.driver, found.known) == (DRIVER, KnownOffset(OFFSET, BITS_128))
+    assert (found.driver, found.offset) == (DRIVER, OFFSET)
     assert (found.tries, found.crashed, found.timed_out) == (385, 2, 1)
     assert found.seconds > 0
     assert seen == [(i, 385) for i in range(1, 386)]
     assert children.attempts[0] == AROUND
     assert sorted(attempt.offset for attempt in children.attempts[1:386]) == list(CANDIDATES)
-    assert children.attempts[386:] == [Attempt(OFFSET, BITS_128, seeds) for seeds in PROOF_SEEDS]
-    assert found.table_line == f'(13990, "x86_64"): KnownOffset(0x51C, _128),  # calibrated on {RELEASE}'
+    assert children.attempts[386:] == [Attempt(OFFSET, seeds) for seeds in PROOF_SEEDS]
 
 
 def test_the_proof_uses_masks_of_its_own() -> None:
@@ -65,11 +63,13 @@ def test_the_proof_uses_masks_of_its_own() -> None:
     assert len({trial_mask(seed, 66).bits for seeds in (SEARCH_SEEDS, *PROOF_SEEDS) for seed in seeds}) == 8
 
 
-def test_a_calibration_is_remembered(tmp_path: Path) -> None:
-    path = tmp_path / "offsets.json"
-    found = calibrate(driver=DRIVER, run_child=FakeChildren({OFFSET: Verdict.HONOURED}))
-    assert remember(found, path) == path
-    assert remembered(DRIVER, path) == found.known
+def test_the_line_to_contribute_is_a_line_of_the_table() -> None:
+    found = calibrate(
+        driver=DriverId(13000, RELEASE, "x86_64"), run_child=FakeChildren({OFFSET: Verdict.HONOURED})
+    )
+    line, comment = found.table_line.split("  # ")
+    assert comment == f"calibrated on {RELEASE}"
+    assert f"        {line}\n" in Path(offsets.__file__).read_text(encoding="utf-8")
 
 
 def test_no_offset_acts() -> None:
@@ -97,7 +97,7 @@ def test_an_offset_that_does_not_hold(verdict: Verdict, proofs_held: int) -> Non
 @pytest.mark.parametrize("verdict", [Verdict.CUDA_ERROR, Verdict.NOT_TRIED])
 def test_what_may_be_another_childs_fault_is_tried_again(verdict: Verdict) -> None:
     children = FakeChildren({OFFSET: [verdict] + [Verdict.HONOURED] * 3})
-    assert calibrate(driver=DRIVER, run_child=children).known.offset == OFFSET
+    assert calibrate(driver=DRIVER, run_child=children).offset == OFFSET
 
 
 def test_an_offset_that_cannot_be_tried_may_be_the_second_one() -> None:
@@ -170,7 +170,7 @@ def test_a_child_that_hangs_is_killed() -> None:
 
 
 def test_a_child_gets_its_attempt() -> None:
-    attempt = Attempt(0x51C, BITS_128, (1, 2))
+    attempt = Attempt(0x51C, (1, 2))
     program = "import json, sys; print(json.dumps(['crashed', sys.argv[2]]))"
     assert Attempt.from_json(run_child(attempt, bootstrap=program).detail) == attempt
 

@@ -13,11 +13,9 @@ from bullet_graph.errors import PartitionError
 from bullet_graph.partition import calibrate_child
 from bullet_graph.partition.calibrate import CANDIDATES, PROOF_SEEDS, SEARCH_SEEDS
 from bullet_graph.partition.calibrate_child import Attempt, Verdict, honours, judge, trial_mask, uses_exactly
-from bullet_graph.partition.offsets import MaskLayout
 from bullet_graph.partition.probe import SmidProbe
 
 OFFSET = 0x51C
-BITS_128 = MaskLayout.BITS_128
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +29,7 @@ def probe(libcuda: FakeLibcuda) -> FakeProbe:
 
 
 def honoured_at(offset: int, probe: FakeProbe, stream: int, seeds: tuple[int, ...] = SEARCH_SEEDS) -> bool:
-    return honours(Attempt(offset, BITS_128, seeds), cast(SmidProbe, probe), stream)
+    return honours(Attempt(offset, seeds), cast(SmidProbe, probe), stream)
 
 
 def test_of_all_offsets_only_the_right_one_is_honoured(libcuda: FakeLibcuda, probe: FakeProbe) -> None:
@@ -90,13 +88,13 @@ def test_an_sm_may_be_missed_but_not_added(seen: list[set[int]], exactly: bool, 
 @pytest.mark.parametrize(("offset", "verdict"), [(OFFSET, Verdict.HONOURED), (OFFSET + 4, Verdict.NO_EFFECT)])
 def test_verdicts(probe: FakeProbe, monkeypatch: pytest.MonkeyPatch, offset: int, verdict: Verdict) -> None:
     monkeypatch.setattr(calibrate_child, "SmidProbe", lambda: probe)
-    assert judge(Attempt(offset, BITS_128, SEARCH_SEEDS)) == (verdict, "")
+    assert judge(Attempt(offset, SEARCH_SEEDS)) == (verdict, "")
 
 
 def test_a_gpu_that_others_use_is_not_tried(probe: FakeProbe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate_child, "SmidProbe", lambda: probe)
     monkeypatch.setattr(probe, "run", lambda _: frozenset(range(100)))
-    verdict, detail = judge(Attempt(OFFSET, BITS_128, SEARCH_SEEDS))
+    verdict, detail = judge(Attempt(OFFSET, SEARCH_SEEDS))
     assert verdict is Verdict.NOT_TRIED
     assert "132 SMs" in detail
 
@@ -118,7 +116,7 @@ def test_a_cuda_call_fails(
 ) -> None:
     monkeypatch.setattr(calibrate_child, "SmidProbe", lambda: probe)
     monkeypatch.setattr(probe, "run", failing_after(runs, probe))
-    assert judge(Attempt(OFFSET, BITS_128, SEARCH_SEEDS)) == (
+    assert judge(Attempt(OFFSET, SEARCH_SEEDS)) == (
         verdict,
         "cuLaunchKernel returned CUDA_ERROR_LAUNCH_FAILED",
     )
@@ -134,7 +132,7 @@ def test_the_child_prints_its_verdict_and_leaves(
     monkeypatch.setattr(calibrate_child, "SmidProbe", lambda: probe)
     monkeypatch.setattr(calibrate_child.resource, "setrlimit", lambda *limit: limits.append(limit))
     monkeypatch.setattr(calibrate_child.os, "_exit", statuses.append)
-    calibrate_child.main(Attempt(OFFSET, BITS_128, SEARCH_SEEDS).to_json())
+    calibrate_child.main(Attempt(OFFSET, SEARCH_SEEDS).to_json())
     assert json.loads(capsys.readouterr().out) == ["honoured the masks", ""]
     assert limits == [(calibrate_child.resource.RLIMIT_CORE, (0, 0))]
     assert statuses == [0]

@@ -42,7 +42,7 @@ def test_a_machine_that_has_all() -> None:
     assert finding(diagnosis, "NVIDIA driver").found == "580.159.04, CUDA 13.0, x86_64"
     assert "compute capability 9.0, 132 SMs (66 TPCs)" in finding(diagnosis, "GPU").found
     assert finding(diagnosis, "GPU memory").found == "130.00 GiB of 140.00 GiB free"
-    assert finding(diagnosis, "stream masks").found == "offset 0x51c (128 bits) known for this driver"
+    assert finding(diagnosis, "stream masks").found == "offset 0x51c known for this driver"
     verified = "steps of 2 SMs; the whole GPU and 16, 32 SMs for decode verified in 0.03 s"
     assert finding(diagnosis, "back end smctrl").found == verified
     assert finding(diagnosis, "--partition-backend auto").found == "smctrl: 3 partitions verified"
@@ -124,9 +124,9 @@ def test_auto_needs_a_split_only_where_sizes_are_asked_for(decode_sms: tuple[int
     ("offset", "level", "words"),
     [
         (
-            MaskOffset("calibration", 0x600, 128),
+            MaskOffset("calibration", 0x600),
             Level.GREEN,
-            "offset 0x600 (128 bits) proven on this machine",
+            "offset 0x600 proven on this machine",
         ),
         (MaskOffset(None, problem="delete the file"), Level.YELLOW, "delete the file"),
     ],

@@ -20,7 +20,6 @@ from bullet_graph.partition import offsets
 from bullet_graph.partition.backend import BackendOpener, NoneBackend
 from bullet_graph.partition.green import GreenBackend
 from bullet_graph.partition.masks import Lane, SmPartition
-from bullet_graph.partition.offsets import KnownOffset, MaskLayout
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.runtime import machine as machine_module
 from bullet_graph.runtime.cache_folders import CacheFolder, cache_folders, look_at_cache
@@ -159,10 +158,10 @@ def test_default_sizes(num_sms: int, sizes: tuple[int, ...]) -> None:
 def test_where_the_offset_comes_from(tmp_path: Path) -> None:
     cache = tmp_path / "offsets.json"
     unknown = dataclasses.replace(DRIVER, cuda_version=13990)
-    assert find_mask_offset(DRIVER, cache) == MaskOffset("table", 0x51C, 128)
+    assert find_mask_offset(DRIVER, cache) == MaskOffset("table", 0x51C)
     assert find_mask_offset(unknown, cache) == MaskOffset(None)
-    offsets.remember(unknown, KnownOffset(0x600, MaskLayout.BITS_128), cache)
-    assert find_mask_offset(unknown, cache) == MaskOffset("calibration", 0x600, 128)
+    offsets.remember(unknown, 0x600, cache)
+    assert find_mask_offset(unknown, cache) == MaskOffset("calibration", 0x600)
     cache.write_text("{")
     assert str(cache) in str(find_mask_offset(DRIVER, cache).problem)
 

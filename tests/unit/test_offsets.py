@@ -9,28 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition import offsets
 from bullet_graph.partition.calibrate import CANDIDATES
 from bullet_graph.partition.offsets import (
     KNOWN_OFFSETS,
     DriverId,
-    KnownOffset,
-    MaskLayout,
     cache_file,
     lookup,
     remember,
     remembered,
-    table_line,
 )
 
 DRIVER = DriverId(13000, "580.159.04", "x86_64")
-KNOWN = KnownOffset(0x51C, MaskLayout.BITS_128)
+KNOWN = 0x51C
 ENTRY = {
     "cuda_version": 13000,
     "release": "580.159.04",
     "machine": "x86_64",
     "offset": 0x51C,
-    "layout": 128,
 }
 
 
@@ -43,32 +38,21 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("cuda_version", "offset", "layout"),
-    [(11080, 0x47C, 64), (12000, 0x4CC, 128), (12040, 0x4AC, 128), (12080, 0x4FC, 128), (13000, 0x51C, 128)],
+    ("cuda_version", "machine", "offset"),
+    [
+        (12000, "x86_64", 0x4CC),
+        (12040, "x86_64", 0x4AC),
+        (13000, "x86_64", 0x51C),
+        (13010, "x86_64", None),
+        (13000, "aarch64", None),
+    ],
 )
-def test_known_drivers(cuda_version: int, offset: int, layout: int) -> None:
-    assert lookup(cuda_version, "x86_64") == KnownOffset(offset, MaskLayout(layout))
+def test_lookup(cuda_version: int, machine: str, offset: int | None) -> None:
+    assert lookup(DriverId(cuda_version, "any", machine)) == offset
 
 
-@pytest.mark.parametrize(
-    ("cuda_version", "machine"), [(13010, "x86_64"), (12090, "x86_64"), (13000, "aarch64"), (0, "")]
-)
-def test_unknown_drivers(cuda_version: int, machine: str) -> None:
-    assert lookup(cuda_version, machine) is None
-
-
-def test_the_table_holds_together() -> None:
-    for (cuda_version, _), known in KNOWN_OFFSETS.items():
-        assert known.layout == (MaskLayout.BITS_64 if cuda_version < 12000 else MaskLayout.BITS_128)
-        assert known.offset % offsets.OFFSET_ALIGNMENT == 0
-        # A calibration must be able to find what is known.
-        assert known.layout is MaskLayout.BITS_64 or known.offset in CANDIDATES
-
-
-def test_the_line_to_contribute_is_a_line_of_the_table() -> None:
-    line = table_line(DRIVER, KNOWN)
-    assert line == '(13000, "x86_64"): KnownOffset(0x51C, _128),  # calibrated on 580.159.04'
-    assert line.split("  #")[0] in Path(offsets.__file__).read_text(encoding="utf-8")
+def test_a_calibration_could_find_what_is_known() -> None:
+    assert set(KNOWN_OFFSETS.values()) <= set(CANDIDATES)
 
 
 # The file
@@ -84,14 +68,12 @@ def test_what_is_remembered_is_found_again(path: Path) -> None:
 @given(
     entries=st.dictionaries(
         st.builds(DriverId, st.integers(11000, 99990), st.text(max_size=9), st.text(max_size=9)),
-        st.builds(
-            KnownOffset, st.integers(0, 1000).map(lambda words: 4 * words), st.sampled_from(MaskLayout)
-        ),
+        st.integers(0, 1000).map(lambda words: 4 * words),
         max_size=4,
     )
 )
 def test_every_driver_has_its_own_entry(
-    tmp_path_factory: pytest.TempPathFactory, entries: dict[DriverId, KnownOffset]
+    tmp_path_factory: pytest.TempPathFactory, entries: dict[DriverId, int]
 ) -> None:
     path = tmp_path_factory.mktemp("cache") / "offsets.json"
     for driver, known in entries.items():
@@ -114,7 +96,7 @@ def test_an_offset_holds_for_exactly_its_driver(path: Path, other: DriverId) -> 
 
 
 def test_a_newer_calibration_replaces_the_older(path: Path) -> None:
-    remember(DRIVER, KnownOffset(0x600, MaskLayout.BITS_128), path)
+    remember(DRIVER, 0x600, path)
     remember(DRIVER, KNOWN, path)
     assert remembered(DRIVER, path) == KNOWN
 
@@ -149,8 +131,6 @@ def test_the_file_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, 
                 ("offset", True),
                 ("offset", 0x51D),
                 ("offset", -4),
-                ("layout", 96),
-                ("layout", True),
             ]
         ),
     ],
@@ -167,17 +147,21 @@ def test_a_corrupt_file_is_never_trusted(path: Path, text: str) -> None:
     assert path.read_text(encoding="utf-8") == text
 
 
-def test_a_file_that_is_no_text(path: Path) -> None:
+def test_what_is_no_text_file(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PartitionError, match="cannot be used"):
         remembered(DRIVER, path)
-
-
-def test_a_folder_in_the_files_place(path: Path) -> None:
-    path.mkdir(parents=True)
+    path.unlink()
+    path.mkdir()
     with pytest.raises(PartitionError, match="cannot be used"):
         remembered(DRIVER, path)
+
+
+def test_files_of_earlier_releases_have_a_layout(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text(json.dumps([ENTRY | {"layout": 128}]), encoding="utf-8")
+    assert remembered(DRIVER, path) == KNOWN
 
 
 def test_a_cache_folder_that_cannot_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

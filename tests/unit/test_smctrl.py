@@ -18,15 +18,10 @@ from hypothesis import strategies as st
 from bullet_graph import _smctrl
 
 U64_MAX = 2**64 - 1
-FIELD_BYTES = {64: 8, 128: 20}
+LAST_OFFSET = OBJECT_BYTES - 20
 
-field_access = pytest.mark.parametrize(
-    "access",
-    [
-        pytest.param(lambda *field: _smctrl.set_mask(*field, 0, 0), id="set"),
-        pytest.param(_smctrl.clear_mask, id="clear"),
-        pytest.param(_smctrl.get_mask, id="get"),
-    ],
+mask_access = pytest.mark.parametrize(
+    "access", [pytest.param(lambda *where: _smctrl.set_mask(*where, 0, 0), id="set"), _smctrl.get_mask]
 )
 
 
@@ -38,90 +33,48 @@ def libcuda(tmp_path_factory: pytest.TempPathFactory) -> FakeLibcuda:
 # Reading and writing
 
 
-@pytest.mark.parametrize("offset", [0, 0x51C, OBJECT_BYTES - 20])
-def test_the_128_bit_struct_is_written_as_the_driver_reads_it(libcuda: FakeLibcuda, offset: int) -> None:
+@pytest.mark.parametrize("offset", [0, 0x51C, LAST_OFFSET])
+def test_a_mask_is_written_as_the_driver_reads_it(libcuda: FakeLibcuda, offset: int) -> None:
     stream = libcuda.stream(fill=0xAB)
-    _smctrl.set_mask(stream, offset, 128, 0x1111_2222_3333_4444, 0x5555_6666_7777_8888)
+    _smctrl.set_mask(stream, offset, 0x1111_2222_3333_4444, 0x5555_6666_7777_8888)
     written = struct.pack("<5I", 1, 0x3333_4444, 0x1111_2222, 0x7777_8888, 0x5555_6666)
     rest = b"\xab" * (OBJECT_BYTES - offset - len(written))
     assert object_bytes(stream) == b"\xab" * offset + written + rest
 
 
-@pytest.mark.parametrize("offset", [0, 0x47C, OBJECT_BYTES - 8])
-def test_the_64_bit_struct_is_written_as_the_driver_reads_it(libcuda: FakeLibcuda, offset: int) -> None:
-    stream = libcuda.stream(fill=0xAB)
-    _smctrl.set_mask(stream, offset, 64, 0x1111_2222_3333_4444, 0)
-    written = struct.pack("<2I", 0x1111_2222, 0x3333_4444)
-    rest = b"\xab" * (OBJECT_BYTES - offset - len(written))
-    assert object_bytes(stream) == b"\xab" * offset + written + rest
-
-
 @given(low=st.integers(0, U64_MAX), high=st.integers(0, U64_MAX), enabled=st.integers(0, 2**32 - 1))
-def test_a_128_bit_mask_is_read_back(libcuda: FakeLibcuda, low: int, high: int, enabled: int) -> None:
+def test_a_mask_is_read_back(libcuda: FakeLibcuda, low: int, high: int, enabled: int) -> None:
     stream = libcuda.stream()
-    _smctrl.set_mask(stream, 0x51C, 128, low, high, enabled=enabled)
-    assert _smctrl.get_mask(stream, 0x51C, 128) == (enabled, low, high)
-
-
-@given(low=st.integers(0, U64_MAX))
-def test_a_64_bit_mask_is_read_back(libcuda: FakeLibcuda, low: int) -> None:
-    stream = libcuda.stream()
-    _smctrl.set_mask(stream, 0x47C, 64, low, 0)
-    assert _smctrl.get_mask(stream, 0x47C, 64) == (int(low != 0), low, 0)
-
-
-@pytest.mark.parametrize("layout", [64, 128])
-def test_clearing_leaves_no_mask(libcuda: FakeLibcuda, layout: int) -> None:
-    stream = libcuda.stream(fill=0xAB)
-    _smctrl.clear_mask(stream, 0x51C, layout)
-    assert _smctrl.get_mask(stream, 0x51C, layout) == (0, 0, 0)
-    assert object_bytes(stream).count(0) == FIELD_BYTES[layout]
+    _smctrl.set_mask(stream, 0x51C, low, high, enabled=enabled)
+    assert _smctrl.get_mask(stream, 0x51C) == (enabled, low, high)
 
 
 def test_names_of_arguments(libcuda: FakeLibcuda) -> None:
     stream = libcuda.stream()
-    _smctrl.set_mask(stream=stream, offset=4, layout=128, disable_low=1, disable_high=2, enabled=3)
-    assert _smctrl.get_mask(stream=stream, offset=4, layout=128) == (3, 1, 2)
-    _smctrl.clear_mask(stream=stream, offset=4, layout=128)
-    assert object_bytes(stream) == bytes(OBJECT_BYTES)
+    _smctrl.set_mask(stream=stream, offset=4, disable_low=1, disable_high=2, enabled=3)
+    assert _smctrl.get_mask(stream=stream, offset=4) == (3, 1, 2)
 
 
 # Refused arguments: nothing may be written
 
 
-@field_access
-@pytest.mark.parametrize("layout", [0, 1, 65, 127, 256])
-def test_unknown_layout(libcuda: FakeLibcuda, access: Callable[..., object], layout: int) -> None:
+@mask_access
+@pytest.mark.parametrize("offset", [LAST_OFFSET + 4, LAST_OFFSET - 2, U64_MAX - 3])
+def test_offset_out_of_the_object(libcuda: FakeLibcuda, access: Callable[..., object], offset: int) -> None:
     stream = libcuda.stream(fill=0xAB)
-    with pytest.raises(ValueError, match=f"layout must be 64 or 128 .*, got {layout}"):
-        access(stream, 0x51C, layout)
+    with pytest.raises(ValueError, match=f"multiple of 4 and at most {LAST_OFFSET}, got {offset}"):
+        access(stream, offset)
     assert object_bytes(stream) == b"\xab" * OBJECT_BYTES
 
 
-@field_access
-@pytest.mark.parametrize("layout", [64, 128])
-@pytest.mark.parametrize("past_the_end", [True, False])
-def test_offset_out_of_the_object(
-    libcuda: FakeLibcuda, access: Callable[..., object], layout: int, past_the_end: bool
-) -> None:
-    stream = libcuda.stream(fill=0xAB)
-    last = OBJECT_BYTES - FIELD_BYTES[layout]
-    offset = last + 4 if past_the_end else last - 2
-    with pytest.raises(ValueError, match=f"multiple of 4 and at most {last}, got {offset}"):
-        access(stream, offset, layout)
-    with pytest.raises(ValueError, match=f"got {U64_MAX - 3}"):
-        access(stream, U64_MAX - 3, layout)
-    assert object_bytes(stream) == b"\xab" * OBJECT_BYTES
-
-
-@field_access
+@mask_access
 @pytest.mark.parametrize("stream", [0, 1, 2])
 def test_the_drivers_special_streams(access: Callable[..., object], stream: int) -> None:
     with pytest.raises(ValueError, match=f"handle of a created CUstream, got {stream}"):
-        access(stream, 0x51C, 128)
+        access(stream, 0x51C)
 
 
-@field_access
+@mask_access
 @pytest.mark.parametrize("shift", [None, 1, 2])
 def test_a_handle_without_an_object(
     libcuda: FakeLibcuda, access: Callable[..., object], shift: int | None
@@ -129,11 +82,11 @@ def test_a_handle_without_an_object(
     stream = libcuda.stream()
     point_to(stream, 0 if shift is None else object_address(stream) + shift)
     with pytest.raises(ValueError, match=f"stream {stream} does not point to a driver object"):
-        access(stream, 0x51C, 128)
+        access(stream, 0x51C)
 
 
-@field_access
-@pytest.mark.parametrize("position", [0, 1, 2])
+@mask_access
+@pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize(
     ("value", "error"), [("5", TypeError), (None, TypeError), (-1, OverflowError), (2**64, OverflowError)]
 )
@@ -144,23 +97,16 @@ def test_arguments_that_are_no_unsigned_integers(
     value: object,
     error: type[Exception],
 ) -> None:
-    field: list[object] = [libcuda.stream(), 0x51C, 128]
-    field[position] = value
+    where: list[object] = [libcuda.stream(), 0x51C]
+    where[position] = value
     with pytest.raises(error):
-        access(*field)
-
-
-def test_a_64_bit_mask_has_no_upper_half(libcuda: FakeLibcuda) -> None:
-    stream = libcuda.stream(fill=0xAB)
-    with pytest.raises(ValueError, match="no TPC above 63, got disable_high 1"):
-        _smctrl.set_mask(stream, 0x47C, 64, 0, 1)
-    assert object_bytes(stream) == b"\xab" * OBJECT_BYTES
+        access(*where)
 
 
 def test_enabled_is_one_word(libcuda: FakeLibcuda) -> None:
     stream = libcuda.stream(fill=0xAB)
     with pytest.raises(ValueError, match="enabled must fit 32 bits, got 4294967296"):
-        _smctrl.set_mask(stream, 0x51C, 128, 0, 0, 2**32)
+        _smctrl.set_mask(stream, 0x51C, 0, 0, 2**32)
     assert object_bytes(stream) == b"\xab" * OBJECT_BYTES
 
 

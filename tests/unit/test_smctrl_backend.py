@@ -10,7 +10,7 @@ from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.backend import verify
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, GpcLayout, SmPartition
-from bullet_graph.partition.offsets import DriverId, KnownOffset, MaskLayout, remember
+from bullet_graph.partition.offsets import DriverId, remember
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import SmctrlBackend, identify_driver
 
@@ -48,7 +48,7 @@ def open_smctrl(
 def test_each_lane_runs_on_its_own_tpcs(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
     backend = open_smctrl(probe, libcuda, cache)
     assert (backend.name, backend.num_sms, backend.granularity_sms) == ("smctrl", 132, 2)
-    assert backend.where == KnownOffset(0x51C, MaskLayout.BITS_128)
+    assert backend.offset == 0x51C
     decode, prefill = backend.stream("decode", PARTITION), backend.stream("prefill", PARTITION)
     assert probe.run(decode) == backend.expected_sms("decode", PARTITION) == frozenset(range(32))
     assert probe.run(prefill) == backend.expected_sms("prefill", PARTITION) == frozenset(range(32, 132))
@@ -142,7 +142,7 @@ def test_an_unknown_driver_is_refused_before_anything_is_written(
 def test_a_calibrated_driver_is_trusted(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
     libcuda.answer(13990)
     probe.offset = 0x600
-    remember(DriverId(13990, RELEASE, "x86_64"), KnownOffset(0x600, MaskLayout.BITS_128), cache)
+    remember(DriverId(13990, RELEASE, "x86_64"), 0x600, cache)
     backend = open_smctrl(probe, libcuda, cache)
     assert probe.run(backend.stream("decode", PARTITION)) == frozenset(range(32))
 
@@ -154,20 +154,20 @@ def test_a_calibration_of_another_driver_is_not(
     probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, other: DriverId
 ) -> None:
     libcuda.answer(13990)
-    remember(other, KnownOffset(0x600, MaskLayout.BITS_128), cache)
+    remember(other, 0x600, cache)
     with pytest.raises(PartitionError, match="doctor --calibrate"):
         open_smctrl(probe, libcuda, cache)
 
 
 def test_a_calibration_goes_before_the_table(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
-    remember(DRIVER, KnownOffset(0x600, MaskLayout.BITS_128), cache)
-    assert open_smctrl(probe, libcuda, cache).where.offset == 0x600
+    remember(DRIVER, 0x600, cache)
+    assert open_smctrl(probe, libcuda, cache).offset == 0x600
 
 
 def test_a_wrong_offset_shows_when_partitions_are_verified(
     probe: FakeProbe, libcuda: FakeLibcuda, cache: Path
 ) -> None:
-    remember(DRIVER, KnownOffset(0x520, MaskLayout.BITS_128), cache)
+    remember(DRIVER, 0x520, cache)
     backend = open_smctrl(probe, libcuda, cache)
     with pytest.raises(PartitionError, match=r"exactly SMs 0-31, but .* ran on SMs"):
         verify(backend, PARTITION, cast(SmidProbe, probe))
@@ -185,13 +185,9 @@ def test_streams_that_share_a_mask_are_refused(libcuda: FakeLibcuda, cache: Path
 
 
 def test_a_mask_too_short_for_the_gpu(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
-    libcuda.answer(11080)
-    with pytest.raises(PartitionError, match="mask has 64 bits, but the GPU has 66 TPCs"):
+    probe.num_sms = 2 * 129
+    with pytest.raises(PartitionError, match="mask has 128 bits, but the GPU has 129 TPCs"):
         open_smctrl(probe, libcuda, cache)
-    probe.num_sms = 128
-    backend = open_smctrl(probe, libcuda, cache)
-    stream = backend.stream("decode", SmPartition(1, None))
-    assert _smctrl.get_mask(stream, 0x47C, 64) == (1, 2**64 - 2, 0)
 
 
 def test_a_mask_that_does_not_stay_as_written(

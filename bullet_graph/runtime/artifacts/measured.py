@@ -62,7 +62,7 @@ def add_mask_offset(build: Build) -> None:
     if trusted is None:
         return
     with tempfile.TemporaryDirectory() as folder:
-        file = offsets.remember(driver, trusted.known, Path(folder) / MASK_OFFSET)
+        file = offsets.remember(driver, trusted.offset, Path(folder) / MASK_OFFSET)
         build.add_file(MASK_OFFSET, ArtifactKind.MASK_OFFSET, file, path=MASK_OFFSET, build_seconds=0.0)
 
 
