@@ -178,7 +178,6 @@ def make_planner(policy: str, *, max_chunk_tokens: int = 8192) -> Planner:
         Policy.parse(policy),
         max_chunk_tokens=max_chunk_tokens,
         decode_sms=MODEL.decode_sms,
-        num_layers=NUM_LAYERS,
         model=MODEL,
     )
 

@@ -26,13 +26,12 @@ def planner(policy: str = "auto", *, max_chunk_tokens: int = MAX_CHUNK) -> Plann
         Policy.parse(policy),
         max_chunk_tokens=max_chunk_tokens,
         decode_sms=model().decode_sms,
-        num_layers=LAYERS,
         model=model(),
     )
 
 
 def modelless(policy: str) -> Planner:
-    return Planner(Policy.parse(policy), max_chunk_tokens=2048, decode_sms=(), num_layers=LAYERS, model=None)
+    return Planner(Policy.parse(policy), max_chunk_tokens=2048, decode_sms=(), model=None)
 
 
 def decoding(

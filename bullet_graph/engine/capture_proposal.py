@@ -20,13 +20,11 @@ from bullet_graph.graphs.capture_plan import (
     CapturePlan,
     DecodeSizes,
 )
-from bullet_graph.graphs.key import EAGER_LAYER_MS, batch_size_buckets, smallest_holding
+from bullet_graph.graphs.key import batch_size_buckets, smallest_holding
+from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import SMS_PER_TPC
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.runtime.step_work import StepRecord
-
-CAPTURED_LAYER_MS = 0.08
-"""Host time of a layer of a forward that runs as piecewise graphs: 2.5 ms for 32 layers (bench/LOG.md)."""
 
 SINGLE_ROW_LOSS = 0.146
 """Least share of a step that padding a single row costs: 4.86 ms instead of 4.24 ms, since one row has a matrix kernel
@@ -301,7 +299,7 @@ class CaptureUsage:
                 return self.model.prefill(tokens, pairs).ms
             return self.model.mixed(tokens, pairs, max(round(sums.batch_size / n), 1), sums.kv_tokens // n).ms
 
-        eager_ms = (EAGER_LAYER_MS - CAPTURED_LAYER_MS) * self.model.num_layers
+        eager_ms = (GENERIC.eager_layer_ms - GENERIC.captured_layer_ms) * self.model.num_layers
         return Demand(size, n, lambda padded: n * max(ms(padded) - ms(size), 0.0), n * eager_ms)
 
     def _padded_decode(

@@ -4,21 +4,20 @@ from dataclasses import replace
 
 from bullet_graph.config import KV_BLOCK_TOKENS, PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
-from bullet_graph.engine.chunk import ChunkUnderWay, fill
 from bullet_graph.engine.counters import LoopCounters
 from bullet_graph.engine.in_flight import InFlight, Launch, Launching, other_lane
-from bullet_graph.engine.loads import load_of
+from bullet_graph.engine.loads import ChunkUnderWay, fill, load_of
 from bullet_graph.engine.loop_trace import LoopTrace
 from bullet_graph.engine.output import EngineStats, RequestOutput
-from bullet_graph.engine.preparation import PREPARE_MS, PreparationPace, spare_ms
 from bullet_graph.engine.request import Request, RequestTracker
 from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import ScheduledStep, Sequence
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane
-from bullet_graph.planner.corrections import ForwardKind
+from bullet_graph.planner.options import ForwardKind
 from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner
+from bullet_graph.planner.slack import PREPARE_MS, PreparationPace, spare_ms
 from bullet_graph.runtime.executor import Executor, max_batch_sizes
 from bullet_graph.runtime.step import Placement
 
@@ -63,6 +62,7 @@ class EngineCore:
             max_model_len=max_model_len,
             pool=self.pool,
             prompt_order=prompt_order,
+            tuning=planner.tuning,
         )
         self.tracker = RequestTracker(self.scheduler, max_model_len=max_model_len)
         self.counters = LoopCounters(executor.num_sms)

@@ -18,7 +18,6 @@ from bullet_graph.config import EngineConfig, Policy, PromptOrder, former_names_
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
-from bullet_graph.engine.preparation import PREPARE_MS
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.stall import stalled_launches
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
@@ -26,8 +25,9 @@ from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.masks import SMS_PER_TPC
 from bullet_graph.perf.start_report import StartClock, StartReport
-from bullet_graph.planner.corrections import Corrections
+from bullet_graph.planner.options import Corrections
 from bullet_graph.planner.planner import Planner
+from bullet_graph.planner.slack import PREPARE_MS
 from bullet_graph.runtime.build import build_executor
 from bullet_graph.runtime.executor import Executor, keep_for_ever, max_batch_sizes
 from bullet_graph.runtime.memory import MemoryLedger
@@ -139,7 +139,6 @@ class Engine:
                 SMS_PER_TPC * p.decode_tpcs for p in executor.partitions if p.decode_tpcs is not None
             ],
             max_batch_sizes=max_batch_sizes(executor),
-            num_layers=num_layers,
             model=self._performance,
             corrections=self._corrections,
         )

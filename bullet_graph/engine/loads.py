@@ -1,14 +1,71 @@
-"""All there is to do now, as the planner is told of it."""
+"""What the loop tells the planner: sequences that decode, prompts that wait, and the chunk under way."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from bullet_graph.engine.chunk import ChunkUnderWay
 from bullet_graph.engine.in_flight import InFlight
 from bullet_graph.engine.prompt_queue import PromptQueue
+from bullet_graph.engine.sequence import ScheduledStep
 from bullet_graph.engine.sequence import Sequence as EngineSequence
-from bullet_graph.planner.plan import DecodeLoad, Load, PromptLoad
+from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, PromptLoad
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.slack import decode_load
+
+
+def fill(chunk_tokens: int, decode_rows: int, max_rows: int, padded_rows: Callable[[int], int]) -> int:
+    """Prompt rows of a chunk on the decode lane, those that replace padding included.
+
+    Args:
+        chunk_tokens: planned prompt rows; 0 for no chunk.
+        decode_rows: decode rows of the same forward.
+        max_rows: most rows of a forward.
+        padded_rows: rows that a forward is padded to.
+    """
+    if not chunk_tokens:
+        return 0
+    rows = chunk_tokens + decode_rows
+    return min(padded_rows(rows), max(max_rows, rows)) - decode_rows
+
+
+@dataclass(slots=True)
+class ChunkUnderWay:
+    """A chunk on the prefill lane, some of whose layers are still to launch.
+
+    Attributes:
+        scheduled: its step.
+        tokens: number of its rows.
+        pairs: (query, key) pairs of its attention.
+        deadline_s: earliest deadline of its prompts.
+        num_layers: layers of the model.
+        next_layer: first layer that is not launched.
+    """
+
+    scheduled: ScheduledStep
+    tokens: int
+    pairs: float
+    deadline_s: float
+    num_layers: int
+    next_layer: int = 0
+
+    @classmethod
+    def of(cls, scheduled: ScheduledStep, num_layers: int) -> "ChunkUnderWay":
+        """A step of the prefill lane before its first launch."""
+        prefill = scheduled.step.prefill
+        assert prefill is not None  # the prefill lane has nothing else
+        lengths = (prefill.q_indptr[1:] - prefill.q_indptr[:-1]).tolist()
+        cached = prefill.starts.tolist()
+        return cls(
+            scheduled,
+            len(prefill.token_ids),
+            sum(attention_pairs(tokens, before) for tokens, before in zip(lengths, cached, strict=True)),
+            min(sequence.deadline_s for sequence in scheduled.touched),
+            num_layers,
+        )
+
+    def load(self) -> ChunkLoad:
+        """As the planner sees it."""
+        return ChunkLoad(self.tokens, self.pairs, self.num_layers - self.next_layer, self.deadline_s)
 
 
 def load_of(
@@ -22,17 +79,17 @@ def load_of(
     queue: PromptQueue,
     timed: bool,
 ) -> Load:
-    """What the loop could launch, and how much time its sequences leave.
+    """What the loop could launch now, and how much time its sequences leave.
 
     Args:
         now_s: on the executor's clock.
-        decoding: want a token now.
-        prompts: a chunk could take now, in the order to serve them.
-        chunk: under way on the prefill lane.
-        in_flight: what the device has; the prompts that its slices end decode next.
-        planner: whose rates say what the future brings.
-        queue: what waits for blocks.
-        timed: count the targets of sequences that decode even if nothing contends with them.
+        decoding: sequences that want a token now.
+        prompts: prompts that a chunk could take now, in the order to serve them.
+        chunk: the chunk under way on the prefill lane.
+        in_flight: launches; prompts whose last slice is among them decode next.
+        planner: predicts decode steps.
+        queue: sequences that wait for blocks.
+        timed: count TPOT targets even if nothing competes with decode.
     """
     rows = [*decoding, *_decoding_next(in_flight)]
     # Targets matter only where there is something to share the device with.
@@ -48,12 +105,12 @@ def load_of(
 
 
 def _most_steps(sequences: Iterable[EngineSequence]) -> int:
-    """Of any of them; where the longest come first, no other that waits has more."""
+    """Most tokens that any of them may still generate; with the longest first, no other prompt has more."""
     return max((s.max_tokens - s.num_tokens for s in sequences), default=0)
 
 
 def _decoding_next(in_flight: InFlight) -> Iterator[EngineSequence]:
-    """What decodes as soon as the slices in flight are done."""
+    """Sequences that decode as soon as the slices in flight are done."""
     for launch in in_flight["prefill"]:
         if launch.ends_chunk:
             for sequence in launch.scheduled.sampled:
@@ -79,4 +136,5 @@ def _decode_load(
         sum([s.num_tokens for s in rows]),
         due_s,
         solo_ms=None if planner.model is None else planner.decode_ms,
+        tuning=planner.tuning,
     )

@@ -8,7 +8,7 @@ from typing import Literal
 from bullet_graph.errors import RequestError
 from bullet_graph.partition.masks import Lane
 from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.planner.corrections import ForwardKind
+from bullet_graph.planner.options import ForwardKind
 from bullet_graph.planner.plan import PolicyName
 from bullet_graph.slo import NO_TARGETS, Slo
 

@@ -7,6 +7,7 @@ from itertools import islice
 from bullet_graph.config import PromptOrder
 from bullet_graph.engine.sequence import Sequence, Status
 from bullet_graph.planner.slack import QueuedPrompt, order_prompts
+from bullet_graph.planner.tuning import PlannerTuning
 
 QUEUE_IN_SIGHT = 64
 """Prompts at the head of the queue that a tick looks at: more than any chunk holds of usual lengths."""
@@ -24,8 +25,9 @@ class PromptQueue:
         num_tokens: of their prompts.
     """
 
-    def __init__(self, prompt_order: PromptOrder) -> None:
+    def __init__(self, prompt_order: PromptOrder, tuning: PlannerTuning) -> None:
         self._prompt_order = prompt_order
+        self._tuning = tuning
         self._waiting: dict[Sequence, QueuedPrompt] = {}
         self._num_with_deadline = 0
         self._num_preempted = 0
@@ -62,9 +64,8 @@ class PromptQueue:
         """
         if self._num_with_deadline or any(s.deadline_s < _NEVER for s in started):
             unordered = [*started, *self._waiting]
-            order = order_prompts(
-                [*(_queued(s) for s in started), *self._waiting.values()], now_s, ms_per_token
-            )
+            queued = [*(_queued(s) for s in started), *self._waiting.values()]
+            order = order_prompts(queued, now_s, ms_per_token, self._tuning)
             return (unordered[i] for i in order)
         # Victims were the last to come, the latest of them first.
         preempted = [s for s in reversed(self._waiting) if s.preempted] if self._num_preempted else []

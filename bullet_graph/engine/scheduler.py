@@ -11,6 +11,7 @@ from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.prompt_queue import QUEUE_IN_SIGHT, PromptQueue
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.partition.masks import Lane
+from bullet_graph.planner.tuning import TUNING, PlannerTuning
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, Step
 
 
@@ -34,6 +35,7 @@ class Scheduler:
         max_model_len: most tokens of a sequence.
         pool: the KV cache's blocks; must hold one sequence of ``max_model_len``.
         prompt_order: of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
+        tuning: the planner's constants, for the order of prompts with targets.
 
     Attributes:
         queue: sequences without blocks.
@@ -46,8 +48,9 @@ class Scheduler:
         max_model_len: int,
         pool: BlockPool,
         prompt_order: PromptOrder = "arrival",
+        tuning: PlannerTuning = TUNING,
     ) -> None:
-        self.queue = PromptQueue(prompt_order)
+        self.queue = PromptQueue(prompt_order, tuning)
         self._max_model_len = max_model_len
         self._pool = pool
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))

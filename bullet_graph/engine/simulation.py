@@ -128,7 +128,6 @@ class SimulatedEngine:
             settings.policy,
             max_chunk_tokens=settings.max_num_batched_tokens,
             decode_sms=decode_sms,
-            num_layers=model.num_layers,
             model=model,
             max_batch_sizes=max_batch_sizes(self._executor),
         )

@@ -5,13 +5,10 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.traffic import DecoderShape
 from bullet_graph.perf.waves import layer_matrices
-
-EAGER_LAYER_MS = 0.2
-"""What a layer of a forward costs the host that is launched kernel by kernel, whatever its rows: 6.5 to 8 ms for 32
-layers on the H200's machine (bench/LOG.md)."""
 
 PRODUCT_FLOPS_PER_MS = 600e9
 """Rate of a layer's matrix products of many rows, 600 TFLOP/s: an H200 under its power cap does 610 to 683 with an 8B
@@ -58,7 +55,7 @@ def launch_bound_rows(shape: DecoderShape) -> int:
     276 for llama-3.1-8b, 3,815 for qwen3-0.6b.
     """
     weights = sum(columns * depth for columns, depth in layer_matrices(shape))
-    return math.ceil(EAGER_LAYER_MS * PRODUCT_FLOPS_PER_MS / (2 * weights))
+    return math.ceil(GENERIC.eager_layer_ms * PRODUCT_FLOPS_PER_MS / (2 * weights))
 
 
 def row_buckets(max_rows: int, shape: DecoderShape) -> tuple[int, ...]:

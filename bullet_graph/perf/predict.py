@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 from bullet_graph.errors import PerfTableError
+from bullet_graph.hardware import gpu_spec
 from bullet_graph.perf import waves
 from bullet_graph.perf.lane_times import Beside, LaneTimes
 from bullet_graph.perf.mixed_times import MixedTimes
 from bullet_graph.perf.performance import Prediction, SplitPrediction, attention_pairs
-from bullet_graph.perf.roofline import Roofline, device_spec
+from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import PerfTable, shape_numbers
 from bullet_graph.perf.traffic import DecoderShape
 
@@ -49,7 +50,7 @@ class TableModel:
         _check(table, shape)
         key, points = table.key, table.points
         num_sms = key.num_sms
-        roofline = Roofline(device_spec(key.gpu, num_sms), shape, dtype_bytes=_DTYPE_BYTES[key.dtype])
+        roofline = Roofline(gpu_spec(key.gpu, num_sms), shape, dtype_bytes=_DTYPE_BYTES[key.dtype])
         self._pad = pad
         self._num_layers = table.num_layers
         self._num_sms = num_sms

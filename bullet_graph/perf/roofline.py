@@ -1,74 +1,11 @@
 """Step times from arithmetic alone: what is predicted where nothing was measured."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-
+from bullet_graph.hardware import GpuSpec
 from bullet_graph.perf import waves
 from bullet_graph.perf.performance import Prediction, SplitPrediction
 from bullet_graph.perf.traffic import DecoderShape, decode_weight_bytes, kv_cache_bytes_per_token
 
 _SPLIT_STEP_SMS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpec:
-    """What a GPU sustains, under load, with the kernels of this engine.
-
-    Attributes:
-        num_sms: SMs.
-        tflops: of matrix products, in 10¹² operations a second on all SMs, waves filled.
-        attention_tflops: of prefill attention.
-        unthrottled: by how much faster an SM computes when so few are busy that power does not hold them back.
-        bandwidth_gb_s: of a decode step's reads on all SMs, in 10⁹ bytes a second.
-        half_bandwidth_share: share of the SMs that reaches about half of what memory could give; bandwidth
-            saturates with SMs as s / (s + this share of all SMs).
-        layer_overhead_ms: launches and small kernels of one layer.
-        sharing_slowdown: by how much each lane is slowed beside the other, as both share power and memory.
-    """
-
-    num_sms: int
-    tflops: float
-    attention_tflops: float
-    unthrottled: float
-    bandwidth_gb_s: float
-    half_bandwidth_share: float
-    layer_overhead_ms: float
-    sharing_slowdown: float
-
-
-GENERIC = DeviceSpec(
-    num_sms=64,
-    tflops=100.0,
-    attention_tflops=60.0,
-    unthrottled=1.2,
-    bandwidth_gb_s=800.0,
-    half_bandwidth_share=0.35,
-    layer_overhead_ms=0.01,
-    sharing_slowdown=1.3,
-)
-"""A middling GPU, for a device that nothing is known of."""
-
-# Fitted to sustained runs of Llama-3.1-8B (bench/results/h200/): prefill and decode each alone, SMs varied, and both.
-_H200 = DeviceSpec(
-    num_sms=132,
-    tflops=665.0,
-    attention_tflops=430.0,
-    unthrottled=1.27,
-    bandwidth_gb_s=3600.0,
-    half_bandwidth_share=0.34,
-    layer_overhead_ms=0.01,
-    sharing_slowdown=1.27,
-)
-
-DEVICE_SPECS: Mapping[str, DeviceSpec] = MappingProxyType({"NVIDIA H200": _H200, "generic": GENERIC})
-"""Known devices, by the name that the driver gives them."""
-
-
-def device_spec(gpu: str, num_sms: int) -> DeviceSpec:
-    """The spec of a GPU by its name; one that is not known gets the generic rates, for its number of SMs."""
-    spec = DEVICE_SPECS.get(gpu, GENERIC)
-    return spec if spec.num_sms == num_sms else replace(spec, num_sms=num_sms)
 
 
 class Roofline:
@@ -80,7 +17,7 @@ class Roofline:
         dtype_bytes: size of a weight and of a KV-cache element.
     """
 
-    def __init__(self, spec: DeviceSpec, shape: DecoderShape, *, dtype_bytes: int = 2) -> None:
+    def __init__(self, spec: GpuSpec, shape: DecoderShape, *, dtype_bytes: int = 2) -> None:
         self._spec = spec
         self._shape = shape
         self._matrices = waves.layer_matrices(shape)

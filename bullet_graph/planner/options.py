@@ -1,183 +1,320 @@
-"""What each policy would make of a load: predictions for the planner to choose from."""
+"""Pure predictions: what each policy would make of a load."""
 
 import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
-from bullet_graph.graphs.key import EAGER_LAYER_MS
-from bullet_graph.perf.performance import PerformanceModel, Prediction
-from bullet_graph.planner.backlog import Backlog, ChunkSizes, Demand
-from bullet_graph.planner.corrections import Corrections
+from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, PolicyName
+from bullet_graph.planner.tuning import PlannerTuning
 
-ROW_STEP = 16
-"""Mixed chunks are multiples of it, and never smaller while prompts wait."""
-
-LEAST_CHUNK_TOKENS = 256
-"""Mixed chunks worth weighing without a limit are no smaller: with fewer rows, reading weights takes all the time."""
-
-BUDGET_CAP = 1.15
-"""Intervals are planned up to so many times the tightest TPOT target, however far ahead the sequences are: what they
-are ahead is kept for deadlines."""
-
-FLOOR_TOKENS = 64
-"""Prompt rows of a mixed step that cannot hold its target anyway."""
-
-SPLIT_SLICE_MS = 5.0
-"""Slices beside decode aim at this time, so that the split can soon change."""
-
-SPLIT_LAUNCH_MS = 1.6
-"""Most host time for the launches of such a slice, which the decode lane's next step has to wait for: a whole chunk of
-a small model would keep it waiting longer than it runs."""
-
-LEAST_PACED_ROWS, PACED_ROW_STEP = 1024, 256
-"""Forwards that are to last for the longest output have so many rows, prompt and decode, or more, and a multiple: fewer
-rows a forward cost matrix products more than decode rows that ride along save, and tiles fit others worse (1,152 rows
-took 1.5 % longer a row than 1,024: bench/LOG.md)."""
-
-LEAST_PACED_PROMPT_ROWS = 512
-"""However many rows decode, so that the batch goes on growing."""
+ForwardKind = Literal["step", "slice"]
+"""What a prediction was for: a forward with decode rows in it, or one of prompt rows alone."""
 
 
-class Outlook:
-    """Predictions, corrected, for sequences that decode while prompts wait or a chunk is under way.
+class Corrections:
+    """Measured ÷ predicted time for each policy and kind of forward: a moving geometric mean that begins at 1."""
 
-    Args:
-        load: with both.
-        decode: the load's.
-        backlog: the load's.
+    def __init__(self) -> None:
+        self._factors: dict[tuple[PolicyName, ForwardKind], float] = {
+            (policy, kind): 1.0 for policy in get_args(PolicyName) for kind in get_args(ForwardKind)
+        }
+
+    def __getitem__(self, key: tuple[PolicyName, ForwardKind]) -> float:
+        return self._factors[key]
+
+    def observe(
+        self,
+        policy: PolicyName,
+        kind: ForwardKind,
+        predicted_ms: float,
+        measured_ms: float,
+        tuning: PlannerTuning,
+    ) -> None:
+        """Include one measurement; its prediction was made with these corrections. Times of 0 are ignored."""
+        if predicted_ms <= 0 or measured_ms <= 0:
+            return
+        ratio = _limited(measured_ms / predicted_ms, tuning.correction_limit)
+        factor = self._factors[policy, kind] * ratio**tuning.correction_weight
+        self._factors[policy, kind] = _limited(factor, tuning.correction_limit)
+
+    def as_dict(self) -> Mapping[tuple[PolicyName, ForwardKind], float]:
+        """A copy of all factors."""
+        return dict(self._factors)
+
+
+def _limited(factor: float, limit: float) -> float:
+    return min(max(factor, 1 / limit), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """What all predictions share, whatever the load.
+
+    Attributes:
         model: of the device.
-        sizes: of chunks.
-        corrections: of the model's times.
-        max_chunk_tokens: most rows of a forward, but that a mixed one may always have ``ROW_STEP`` of a prompt.
+        corrections: of the model's times; they change.
+        tuning: the planner's constants.
+        max_chunk_tokens: most rows of a forward; a mixed one may always have ``row_step`` prompt rows.
+        slice_layers: most layers of a slice that runs beside decode.
+        whole_chunk: chunk size with the highest prefill rate on the whole GPU, in rows.
+        lane_chunks: the same for the prefill lane, by SMs of the decode lane.
+        lane_waits_for_host: chunks on the prefill lane take longer to launch than to run. They are launched kernel by
+            kernel, decode steps would wait for that, and no prediction includes it.
+    """
+
+    model: PerformanceModel
+    corrections: Corrections
+    tuning: PlannerTuning
+    max_chunk_tokens: int
+    slice_layers: float
+    whole_chunk: int
+    lane_chunks: Mapping[int, int]
+    lane_waits_for_host: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: PerformanceModel,
+        corrections: Corrections,
+        tuning: PlannerTuning,
+        *,
+        max_chunk_tokens: int,
+        decode_sms: Sequence[int],
+        eager_layer_ms: float,
+    ) -> "Predictor":
+        """Ask the model for the best chunk sizes.
+
+        Args:
+            decode_sms: sizes of the decode lane, in SMs.
+            eager_layer_ms: host time to launch one layer.
+        """
+        num_sms, lane = model.num_sms, min(max_chunk_tokens, tuning.lane_chunk_tokens)
+        lane_tokens = model.wave_chunk_tokens(lane)
+        lane_ms = model.prefill(lane_tokens, attention_pairs(lane_tokens)).ms
+        return cls(
+            model,
+            corrections,
+            tuning,
+            max_chunk_tokens,
+            tuning.split_launch_ms / eager_layer_ms,
+            model.wave_chunk_tokens(max_chunk_tokens),
+            {
+                sms: model.wave_chunk_tokens(lane * (num_sms - sms) // num_sms, num_sms - sms)
+                for sms in decode_sms
+            },
+            lane_ms < model.num_layers * eager_layer_ms,
+        )
+
+    def decode_ms(self, batch_size: int, kv_tokens: int) -> float:
+        """A decode step alone on the whole GPU."""
+        return self.model.decode(batch_size, kv_tokens).ms * self.corrections["solo", "step"]
+
+
+class Backlog:
+    """The prompt tokens of a load, and what its next chunk could be.
+
+    Attributes:
+        tokens: of all waiting prompts in sight; of the chunk under way, if there is one.
+        layers_left: layers that the next chunk, or the one under way, still has to run.
+    """
+
+    def __init__(self, load: Load, predictor: Predictor) -> None:
+        self._load = load
+        self._predictor = predictor
+        self._ends: list[int] = []
+        self._pairs: list[float] = []
+        num_layers = predictor.model.num_layers
+        tokens, pairs = 0, 0.0
+        if load.chunk is not None:
+            tokens = load.chunk.tokens
+        else:
+            for prompt in load.prompts:
+                tokens += prompt.tokens_left
+                pairs += attention_pairs(prompt.tokens_left, prompt.tokens_cached)
+                self._ends.append(tokens)
+                self._pairs.append(pairs)
+        self.tokens = tokens
+        self.layers_left = num_layers if load.chunk is None else load.chunk.layers_left
+
+    def pairs(self, tokens: int) -> float:
+        """(query, key) pairs of a chunk of the first ``tokens`` tokens, at most all of them."""
+        if self._load.chunk is not None:
+            return self._load.chunk.attention_pairs
+        i = bisect_left(self._ends, tokens)
+        before, pairs = (self._ends[i - 1], self._pairs[i - 1]) if i else (0, 0.0)
+        return pairs + attention_pairs(tokens - before, self._load.prompts[i].tokens_cached)
+
+    def chunk_rows(self, size: int) -> int:
+        """Rows of a chunk that should have about ``size``; those of the chunk under way, if there is one."""
+        predictor = self._predictor
+        whole = min(predictor.tuning.whole_queue_ratio * size, predictor.max_chunk_tokens)
+        return self.tokens if self._load.chunk is not None or self.tokens <= whole else size
+
+    def alone_ms(self, tokens: int, policy: PolicyName) -> float:
+        """A forward of the first ``tokens`` prompt rows alone on the whole GPU."""
+        predictor = self._predictor
+        ms = predictor.model.prefill(tokens, self.pairs(tokens)).ms
+        return ms * predictor.corrections[policy, "slice"]
+
+    def demand(self, ms_per_token: float) -> "Demand":
+        """What the deadlines require; those that would be missed even at ``ms_per_token`` require nothing."""
+        load, tokens, first_ms = self._load, 0.0, math.inf
+        tightest, some_late = (0.0, math.inf), False
+        dues: list[tuple[float, float]] = []
+        if load.chunk is not None:
+            tokens = load.chunk.tokens * load.chunk.layers_left / self._predictor.model.num_layers
+            dues.append((tokens, load.chunk.deadline_s))
+        for prompt in load.prompts:
+            tokens += prompt.tokens_left
+            dues.append((tokens, prompt.deadline_s))
+        for tokens, deadline_s in dues:
+            ms = (deadline_s - load.now_s) * 1e3 * self._predictor.tuning.ttft_share
+            if tokens * ms_per_token > ms:
+                some_late = True
+            elif ms < math.inf:
+                first_ms = min(first_ms, ms)
+                if tokens * tightest[1] > tightest[0] * ms:
+                    tightest = (tokens, ms)
+        return Demand(first_ms, tightest[0] / tightest[1], some_late)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the deadlines that can be met require of prefill.
+
+    Attributes:
+        first_ms: time to the earliest; infinite without any.
+        tokens_per_ms: the rate that meets them all.
+        some_late: other deadlines are missed at any rate; their prompts wait for the highest rate.
+    """
+
+    first_ms: float
+    tokens_per_ms: float
+    some_late: bool
+
+
+class Options:
+    """Corrected predictions for a load in which sequences decode while prompts wait or a chunk is under way.
 
     Attributes:
         batch_size: rows of a decode step.
-        decode_ms: a decode step alone on the whole GPU.
+        backlog: the prompts.
         budget_ms: longest interval between decode steps that holds the TPOT targets and is planned with.
-        infeasible: decode alone on the whole GPU misses the targets, now and for good.
-        limit_ms: interval to size options for: the budget, or no limit where nothing can hold it.
+        infeasible: decode alone on the whole GPU misses the targets, now and later.
+        limit_ms: interval to size options for: the budget, or no limit if nothing can hold it.
     """
 
-    def __init__(
-        self,
-        load: Load,
-        decode: DecodeLoad,
-        backlog: Backlog,
-        *,
-        model: PerformanceModel,
-        sizes: ChunkSizes,
-        corrections: Corrections,
-        max_chunk_tokens: int,
-    ) -> None:
+    def __init__(self, load: Load, decode: DecodeLoad, backlog: Backlog, predictor: Predictor) -> None:
         self._load = load
-        self.batch_size = decode.batch_size
-        self._backlog = backlog
-        self._model = model
-        self._sizes = sizes
-        self._corrections = corrections
-        self._max_chunk_tokens = max_chunk_tokens
+        self._predictor = predictor
+        self._model = predictor.model
+        self._corrections = predictor.corrections
+        self._tuning = predictor.tuning
         self._batch = decode.batch_size, decode.kv_tokens
-        self._step = model.decode(*self._batch)
-        self.decode_ms = self._step.ms * corrections["solo", "step"]
-        self.budget_ms = min(decode.budget_ms, BUDGET_CAP * decode.target_ms)
-        self.infeasible = self.decode_ms > max(decode.budget_ms, decode.target_ms)
+        self._step = self._model.decode(*self._batch)
+        self._decode_ms = self._step.ms * self._corrections["solo", "step"]
+        self.backlog = backlog
+        self.batch_size = decode.batch_size
+        self.budget_ms = min(decode.budget_ms, self._tuning.budget_cap * decode.target_ms)
+        self.infeasible = self._decode_ms > max(decode.budget_ms, decode.target_ms)
         self.limit_ms = math.inf if self.infeasible else self.budget_ms
-
-    @property
-    def num_sms(self) -> int:
-        """SMs of the GPU."""
-        return self._model.num_sms
 
     @cached_property
     def _whole_chunk(self) -> tuple[int, Prediction]:
-        """The best chunk alone on the whole GPU: its tokens and its time, not corrected."""
-        tokens = self._backlog.lane_chunk(self._sizes.whole)
-        return tokens, self._model.prefill(tokens, self._backlog.pairs(tokens))
+        """The best chunk alone on the whole GPU: its rows and its uncorrected time."""
+        tokens = self.backlog.chunk_rows(self._predictor.whole_chunk)
+        return tokens, self._model.prefill(tokens, self.backlog.pairs(tokens))
 
     @cached_property
     def prefill_ms_per_token(self) -> float:
-        """Time of a token in the best chunk, alone on the whole GPU."""
+        """Time per token in the best chunk, alone on the whole GPU."""
         tokens, prediction = self._whole_chunk
         return prediction.ms * self._corrections["solo", "slice"] / tokens
 
     @cached_property
     def demand(self) -> Demand:
-        """What the deadlines that can be met ask of prefill."""
-        return self._backlog.demand(self.prefill_ms_per_token)
+        """What the deadlines that can be met require of prefill."""
+        return self.backlog.demand(self.prefill_ms_per_token)
 
     @cached_property
     def _step_worth_ms(self) -> float:
-        """What a decode step saves: its time later on, when the prompts that wait now are in the batch as well.
+        """What a decode step saves: its time later, when the prompts that wait now have joined the batch.
 
-        Decoding a few rows before the others have joined them saves nearly nothing.
+        A step for a few rows before the others have joined them saves nearly nothing.
         """
         batch_size, kv_tokens = self._batch
         joined = batch_size + max(len(self._load.prompts), 1)
         later = self._model.decode(joined, kv_tokens * joined // batch_size).ms
-        return min(self.decode_ms, later * self._corrections["solo", "step"] * batch_size / joined)
+        return min(self._decode_ms, later * self._corrections["solo", "step"] * batch_size / joined)
 
-    def alone(self) -> Option:
+    def decode_only(self) -> Option:
         """Decode on the whole GPU, prefill paused."""
-        return self._option("solo", 0, self.decode_ms, 0.0, self._step.measured)
+        return self._option("solo", 0, self._decode_ms, 0.0, self._step.measured)
 
-    def prefill_first(self) -> Option:
+    def prefill_only(self) -> Option:
         """A whole chunk on the whole GPU, decode paused."""
         tokens, prediction = self._whole_chunk
         return self._option("solo", tokens, math.inf, 1 / self.prefill_ms_per_token, prediction.measured)
 
     def mixed(self, tokens: int) -> Option:
-        """One forward with decode rows and so many prompt rows, fewer where fewer wait or fit."""
-        most = max(self._max_chunk_tokens - self.batch_size, ROW_STEP)
-        tokens = min(max(tokens, ROW_STEP), most, self._backlog.tokens)
-        prediction = self._model.mixed(tokens, self._backlog.pairs(tokens), *self._batch)
+        """One forward with the decode rows and ``tokens`` prompt rows; fewer if fewer wait or fit."""
+        row_step = self._tuning.row_step
+        most = max(self._predictor.max_chunk_tokens - self.batch_size, row_step)
+        tokens = min(max(tokens, row_step), most, self.backlog.tokens)
+        prediction = self._model.mixed(tokens, self.backlog.pairs(tokens), *self._batch)
         ms = prediction.ms * self._corrections["mixed", "step"]
         return self._option("mixed", tokens, ms, tokens / ms, prediction.measured)
 
     def mixed_sizes(self) -> list[Option]:
-        """Mixed forwards worth weighing: the largest that fits the limit; without a limit, some sizes down from all."""
+        """Mixed forwards to weigh: the largest within the limit; without a limit, all rows, half of them, and so on."""
         if self.limit_ms < math.inf:
-            return [self.largest_mixed() or self.mixed(FLOOR_TOKENS)]
-        most = min(self._max_chunk_tokens, self._backlog.tokens)
-        halvings = range(max((most // LEAST_CHUNK_TOKENS).bit_length(), 1))
+            return [self.largest_mixed() or self.mixed(self._tuning.floor_tokens)]
+        most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
+        halvings = range(max((most // self._tuning.least_chunk_tokens).bit_length(), 1))
         return [self.mixed(most >> halving) for halving in halvings]
 
     def largest_mixed(self) -> Option | None:
-        """The mixed forward with the most prompt rows that fits the budget; None if not even the fewest do."""
-        option = self.mixed(self._max_chunk_tokens)
+        """The mixed forward with the most prompt rows within the limit; None if not even the fewest fit."""
+        row_step = self._tuning.row_step
+        option = self.mixed(self._predictor.max_chunk_tokens)
         if option.interval_ms <= self.limit_ms:
             return option
         limit_ms = self.limit_ms / self._corrections["mixed", "step"]
-        fits, exceeds = 0, -(-option.chunk_tokens // ROW_STEP)
+        fits, exceeds = 0, -(-option.chunk_tokens // row_step)
         while exceeds - fits > 1:
             middle = (fits + exceeds) // 2
-            tokens = middle * ROW_STEP
-            if self._model.mixed(tokens, self._backlog.pairs(tokens), *self._batch).ms <= limit_ms:
+            tokens = middle * row_step
+            if self._model.mixed(tokens, self.backlog.pairs(tokens), *self._batch).ms <= limit_ms:
                 fits = middle
             else:
                 exceeds = middle
-        return self.mixed(fits * ROW_STEP) if fits else None
+        return self.mixed(fits * row_step) if fits else None
 
     def paced(self, steps: int) -> Option:
-        """The mixed forward with which the prompts last for so many decode steps, or as many as are worth their time.
+        """The mixed forward with which the prompts last for ``steps`` decode steps, or as long as is worth their time.
 
-        What is left of the longest output then rides along with prompts, instead of a batch that gets ever smaller.
-        Rather some forwards too many than too few: one more costs less than a decode step without prompts.
+        The rest of the longest output then rides along with prompts instead of decoding in a shrinking batch. The
+        size is rounded down: one more forward costs less than a decode step without prompts.
         """
-        rows = self.batch_size + max(self._load.queued_tokens, self._backlog.tokens) / max(steps, 1)
-        lasting = math.floor(rows / PACED_ROW_STEP)
-        growing = math.ceil((self.batch_size + LEAST_PACED_PROMPT_ROWS) / PACED_ROW_STEP)
-        whole = max(PACED_ROW_STEP * max(lasting, growing), LEAST_PACED_ROWS)
-        return self.mixed(min(whole, self._max_chunk_tokens) - self.batch_size)
+        tuning = self._tuning
+        rows = self.batch_size + max(self._load.queued_tokens, self.backlog.tokens) / max(steps, 1)
+        lasting = math.floor(rows / tuning.paced_row_step)
+        growing = math.ceil((self.batch_size + tuning.paced_prompt_rows) / tuning.paced_row_step)
+        whole = max(tuning.paced_row_step * max(lasting, growing), tuning.paced_rows)
+        return self.mixed(min(whole, self._predictor.max_chunk_tokens) - self.batch_size)
 
     def split(self, decode_sms: int) -> Option:
-        """Both lanes at once, so many SMs for decode and the others for prefill."""
-        tokens = self._backlog.lane_chunk(self._sizes.beside[decode_sms])
-        prediction = self._model.split(decode_sms, *self._batch, tokens, self._backlog.pairs(tokens))
+        """Both lanes at once: ``decode_sms`` SMs for decode, the others for prefill."""
+        tokens = self.backlog.chunk_rows(self._predictor.lane_chunks[decode_sms])
+        prediction = self._model.split(decode_sms, *self._batch, tokens, self.backlog.pairs(tokens))
         interval_ms = prediction.decode_ms * self._corrections["split", "step"]
         prefill_ms = prediction.prefill_ms * self._corrections["split", "slice"]
-        layers = round(
-            min(SPLIT_SLICE_MS * self._model.num_layers / prefill_ms, SPLIT_LAUNCH_MS / EAGER_LAYER_MS)
-        )
+        in_time = self._tuning.split_slice_ms * self._model.num_layers / prefill_ms
+        layers = round(min(in_time, self._predictor.slice_layers))
         return self._option(
             "split",
             tokens,
@@ -185,11 +322,11 @@ class Outlook:
             tokens / prefill_ms,
             prediction.measured,
             decode_sms=decode_sms,
-            slice_layers=min(max(layers, 1), self._backlog.layers_left),
+            slice_layers=min(max(layers, 1), self.backlog.layers_left),
         )
 
-    def lane_ms(self, option: Option) -> tuple[float, float | None]:
-        """Predicted times of an option's next decode-lane step and of its next slice, None where it has none."""
+    def launch_ms(self, option: Option) -> tuple[float, float | None]:
+        """Predicted times of an option's next decode-lane forward and of its next slice; None without slices."""
         if option.policy == "split":
             forward_ms = option.chunk_tokens * 1e3 / option.prefill_tokens_per_s
             return option.interval_ms, forward_ms * option.slice_layers / self._model.num_layers
@@ -208,7 +345,7 @@ class Outlook:
         decode_sms: int | None = None,
         slice_layers: int = 0,
     ) -> Option:
-        left = tokens * self._backlog.layers_left / self._model.num_layers
+        left = tokens * self.backlog.layers_left / self._model.num_layers
         chunk_ms = left / tokens_per_ms if tokens_per_ms else math.inf
         return Option(
             policy,

@@ -1,62 +1,41 @@
-"""Chooses at every tick how prefill and decode share the device."""
+"""Chooses at every tick how prefill and decode share the GPU."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
+from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import partition_of
 from bullet_graph.perf.performance import PerformanceModel
-from bullet_graph.planner.backlog import Backlog, ChunkSizes
-from bullet_graph.planner.corrections import Corrections, ForwardKind
-from bullet_graph.planner.offers import Offers, lane_waits_for_host
-from bullet_graph.planner.options import FLOOR_TOKENS, ROW_STEP, Outlook
-from bullet_graph.planner.plan import Bound, Load, Option, Plan, PolicyName
-from bullet_graph.planner.preference import (
-    BESIDE_GAIN,
-    Preference,
-    interval_of,
-    rate_worth,
-    throughput_worth,
-)
-
-SOLO_SLICE_MS = 8.0
-"""Slices aim at this time when nothing decodes."""
-
-PAUSE_PATIENCE_S = 1.0
-"""Prefill may be paused so long, in favour of TPOT targets; then for every second tick at most."""
-
-OVERDUE_PATIENCE_S = 0.25
-"""The same once the first prompt's deadline has passed."""
-
-LEAST_RATE = 0.1
-"""When prefill must go on at the cost of TPOT, it gets at least this share of its rate alone."""
-
-RATE_WEIGHT = 0.1
-"""Weight of one plan in the prefill rate that prompts are said to be served at."""
+from bullet_graph.planner.options import Backlog, Corrections, ForwardKind, Options, Predictor
+from bullet_graph.planner.plan import Bound, DecodeLoad, Load, Option, Plan, PolicyName
+from bullet_graph.planner.tuning import TUNING, PlannerTuning
 
 
 class Planner:
-    """Turns a load into a plan; holds corrections of the model, and what it last chose.
+    """Turns a load into a plan. It remembers corrections of the model, its last choice, and how long prefill paused.
 
     Args:
-        policy: the policy.
-        max_chunk_tokens: most rows of a forward with prompt tokens in it; ``ROW_STEP`` prompt rows may always go
-            beside decode rows.
-        decode_sms: sizes of the decode lane that have captured graphs and that the model knows.
-        num_layers: of the model.
-        max_batch_sizes: most rows of a decode step on such a lane, by its SMs; one that is not in it takes any.
+        policy: the policy to follow.
+        max_chunk_tokens: most rows of a forward with prompt tokens in it; ``row_step`` prompt rows may always join
+            decode rows.
+        decode_sms: sizes of the decode lane, in SMs, that have captured graphs and that the model knows.
         model: of the device; ``serial`` and ``mixed`` do without.
-        corrections: of the model, learned before; None begins with none.
+        corrections: learned before; None begins with none.
+        max_batch_sizes: most rows of a decode step on a lane, by its SMs; a lane that is not in it takes any.
+        eager_layer_ms: host time to launch one layer kernel by kernel.
+        tuning: the planner's constants.
 
     Attributes:
         policy: as given.
         model: as given.
-        max_rows: most rows of a forward with prompt tokens in it under the policy, but for ``ROW_STEP`` as above.
+        tuning: as given.
+        max_rows: most rows of a forward with prompt tokens in it under the policy; see ``max_chunk_tokens``.
 
     Raises:
-        ConfigError: the policy needs a performance model or a decode lane's size that is not there.
+        ConfigError: the policy needs a performance model, or a size of the decode lane, that is not available.
     """
 
     def __init__(
@@ -65,10 +44,11 @@ class Planner:
         *,
         max_chunk_tokens: int,
         decode_sms: Sequence[int],
-        num_layers: int,
         model: PerformanceModel | None,
         corrections: Corrections | None = None,
         max_batch_sizes: Mapping[int, int] = MappingProxyType({}),
+        eager_layer_ms: float = GENERIC.eager_layer_ms,
+        tuning: PlannerTuning = TUNING,
     ) -> None:
         if model is None and policy.name not in ("serial", "mixed"):
             raise ConfigError(
@@ -85,56 +65,61 @@ class Planner:
             )
         self.policy = policy
         self.model = model
-        self._max_chunk_tokens = max_chunk_tokens
+        self.tuning = tuning
         self.max_rows = min(policy.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
-        lane_sms = tuple(sorted(decode_sms if policy.decode_sms is None else (policy.decode_sms,)))
-        self._num_layers = num_layers
+        self._decode_sms = tuple(sorted(decode_sms if policy.decode_sms is None else (policy.decode_sms,)))
+        self._max_batch_sizes = max_batch_sizes
         self._corrections = Corrections() if corrections is None else corrections
+        self._predictor: Predictor | None = None
         self._ms_per_token = 0.0
-        waits_for_host = False
         if model is not None:
-            self._sizes = ChunkSizes.of(model, max_chunk_tokens, lane_sms)
-            whole = self._sizes.whole
-            self._ms_per_token = model.prefill(whole, whole * whole / 2).ms / whole
-            waits_for_host = lane_waits_for_host(model, self._sizes.lane)
-        self._offers = Offers(lane_sms, max_batch_sizes, lane_waits_for_host=waits_for_host)
-        self._preference = Preference()
+            self._predictor = Predictor.of(
+                model,
+                self._corrections,
+                tuning,
+                max_chunk_tokens=max_chunk_tokens,
+                decode_sms=self._decode_sms,
+                eager_layer_ms=eager_layer_ms,
+            )
+            rows = self._predictor.whole_chunk
+            self._ms_per_token = model.prefill(rows, rows * rows / 2).ms / rows
+        self._last: tuple[PolicyName, int | None] | None = None
         self._now_s = 0.0
         self._paused = False
         self._paused_s = 0.0
 
     @property
     def corrections(self) -> Mapping[tuple[PolicyName, ForwardKind], float]:
-        """Measured over predicted time, for each policy and kind of forward; 1 before anything was measured."""
+        """Measured ÷ predicted time for each policy and kind of forward; 1 before anything was measured."""
         return self._corrections.as_dict()
 
     @property
     def prefill_ms_per_token(self) -> float:
-        """Time of a prompt token at the rate planned lately, beside decode as it is; 0 without a model."""
+        """Prefill time per token at the recently planned rate, beside decode as it is; 0 without a model."""
         return self._ms_per_token
 
     def decode_ms(self, batch_size: int, kv_tokens: int) -> float:
-        """Predicted time of a decode step alone on the whole GPU; there must be a model."""
-        assert self.model is not None
-        return self.model.decode(batch_size, kv_tokens).ms * self._corrections["solo", "step"]
+        """Predicted time of a decode step alone on the whole GPU; requires a model."""
+        assert self._predictor is not None
+        return self._predictor.decode_ms(batch_size, kv_tokens)
 
     def observe(self, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
-        """Correct later predictions by one measurement; times of 0 say nothing.
+        """Correct later predictions by one measurement; times of 0 are ignored.
 
         Args:
             policy: of the plan.
             kind: ``step`` for a forward with decode rows, ``slice`` for prompt rows alone, on whichever lane.
-            predicted_ms: as the plan said, so corrected already.
+            predicted_ms: as in the plan, so already corrected.
             measured_ms: on the device.
         """
-        self._corrections.observe(policy, kind, predicted_ms, measured_ms)
+        self._corrections.observe(policy, kind, predicted_ms, measured_ms, self.tuning)
 
     def limit_batch_sizes(self, max_batch_sizes: Mapping[int, int]) -> None:
-        """Take other limits of batches from now on; see the class."""
-        self._offers.max_batch_sizes = max_batch_sizes
+        """Replace the limits of batches per lane; see the class."""
+        self._max_batch_sizes = max_batch_sizes
 
     def plan(self, load: Load) -> Plan:
-        """How the next launches share the device; the same loads in the same order give the same plans."""
+        """How the next launches share the GPU; the same loads in the same order give the same plans."""
         contended = load.decode is not None and bool(load.prompts or load.chunk)
         elapsed_s = load.now_s - self._now_s
         self._now_s = load.now_s
@@ -145,133 +130,154 @@ class Planner:
         return plan
 
     def _choose(self, load: Load) -> Plan:
-        decode, name = load.decode, self.policy.name
+        decode, predictor = load.decode, self._predictor
         if not load.prompts and load.chunk is None:
-            if decode is None or self.model is None:
-                return Plan("solo", decode=decode is not None)
-            return Plan("solo", decode=True, decode_ms=self.decode_ms(decode.batch_size, decode.kv_tokens))
-        if self.model is None or name == "serial":
-            return self._by_rule(load)
-        backlog = Backlog(load, max_chunk_tokens=self._max_chunk_tokens, num_layers=self._num_layers)
-        if decode is None:
-            return self._prefill_only(load, backlog, self.model)
-        outlook = Outlook(
-            load,
-            decode,
-            backlog,
-            model=self.model,
-            sizes=self._sizes,
-            corrections=self._corrections,
-            max_chunk_tokens=self._max_chunk_tokens,
-        )
-        if load.chunk is not None and not self._offers.splits(outlook):
-            # No lane has a graph for so many rows: decode waits until the chunk is done.
-            return self._prefill_only(load, backlog, self.model)
-        if name == "auto":
-            return self._best(outlook, load)
-        return self._plan_of(self._forced(outlook, load), outlook, load, "forced")
-
-    # ---- no model, one phase, or a policy that is forced ----
-
-    def _by_rule(self, load: Load) -> Plan:
-        """``serial``, and ``mixed`` where nothing is predicted."""
-        rows = self.max_rows
+            return self._decode_only(decode)
+        if predictor is None:
+            return self._unpredicted(decode)
+        backlog = Backlog(load, predictor)
         if self.policy.name == "serial":
-            ms: float | None = None
-            if self.model is not None:
-                backlog = Backlog(load, max_chunk_tokens=self._max_chunk_tokens, num_layers=self._num_layers)
-                rows = min(rows, backlog.tokens)
-                ms = self._prefill_ms(backlog, rows, "serial", self.model)
+            rows = min(self.max_rows, backlog.tokens)
+            ms = self._alone_ms(backlog, rows, "serial")
             return Plan("serial", decode=False, chunk_tokens=rows, decode_ms=ms, bound="forced")
-        if load.decode is None:
-            return Plan("solo", decode=False, chunk_tokens=rows)
-        rows = max(rows - load.decode.batch_size, ROW_STEP)
+        if decode is None:
+            return self._prefill_only(load, backlog, predictor)
+        if load.chunk is not None and not self._lanes_for(decode.batch_size):
+            # No lane has a graph for so many rows: decode waits until the chunk is done.
+            return self._prefill_only(load, backlog, predictor)
+        options = Options(load, decode, backlog, predictor)
+        if self.policy.name == "auto":
+            return self._best(options, load)
+        return self._follow(self._forced(options, load), options, load, "forced")
+
+    # ---- one phase only, or no predictions ----
+
+    def _decode_only(self, decode: DecodeLoad | None) -> Plan:
+        if decode is None or self._predictor is None:
+            return Plan("solo", decode=decode is not None)
+        return Plan("solo", decode=True, decode_ms=self.decode_ms(decode.batch_size, decode.kv_tokens))
+
+    def _unpredicted(self, decode: DecodeLoad | None) -> Plan:
+        """``serial`` and ``mixed`` without a model."""
+        if self.policy.name == "serial":
+            return Plan("serial", decode=False, chunk_tokens=self.max_rows, bound="forced")
+        if decode is None:
+            return Plan("solo", decode=False, chunk_tokens=self.max_rows)
+        rows = max(self.max_rows - decode.batch_size, self.tuning.row_step)
         return Plan("mixed", decode=True, chunk_tokens=rows, bound="forced")
 
-    def _prefill_only(self, load: Load, backlog: Backlog, model: PerformanceModel) -> Plan:
-        """Whole chunks on the decode lane; slices of layers where a chunk is on the prefill lane."""
+    def _prefill_only(self, load: Load, backlog: Backlog, predictor: Predictor) -> Plan:
+        """Whole chunks on the decode lane; slices of layers if a chunk is under way on the prefill lane."""
         if load.chunk is None:
-            tokens = min(backlog.lane_chunk(self._sizes.whole), self.max_rows)
-            ms = self._prefill_ms(backlog, tokens, "solo", model)
-            return Plan("solo", decode=False, chunk_tokens=tokens, decode_ms=ms)
-        layer_ms = self._prefill_ms(backlog, backlog.tokens, "solo", model) / self._num_layers
-        layers = min(max(round(SOLO_SLICE_MS / layer_ms), 1), backlog.layers_left)
+            rows = min(backlog.chunk_rows(predictor.whole_chunk), self.max_rows)
+            ms = self._alone_ms(backlog, rows, "solo")
+            return Plan("solo", decode=False, chunk_tokens=rows, decode_ms=ms)
+        layer_ms = self._alone_ms(backlog, backlog.tokens, "solo") / predictor.model.num_layers
+        layers = min(max(round(self.tuning.solo_slice_ms / layer_ms), 1), backlog.layers_left)
         return Plan(
             "solo", decode=False, prefill_lane="prefill", slice_layers=layers, slice_ms=layers * layer_ms
         )
 
-    def _prefill_ms(
-        self, backlog: Backlog, tokens: int, policy: PolicyName, model: PerformanceModel
-    ) -> float:
-        ms = model.prefill(tokens, backlog.pairs(tokens)).ms * self._corrections[policy, "slice"]
+    def _alone_ms(self, backlog: Backlog, tokens: int, policy: PolicyName) -> float:
+        ms = backlog.alone_ms(tokens, policy)
         self._note_rate(tokens / ms)
         return ms
 
-    def _forced(self, outlook: Outlook, load: Load) -> Option:
-        """``mixed`` or ``split`` as well as they can; ``mixed`` as well while no lane has a graph for so many rows."""
-        splits = self._offers.splits(outlook) if self.policy.name == "split" else []
-        if splits:
-            # The fewest SMs that hold the target; where none do, what is fastest for decode.
-            return next((o for o in splits if o.holds_tpot), None) or min(splits, key=interval_of)
+    # ---- a forced policy ----
+
+    def _forced(self, options: Options, load: Load) -> Option:
+        """``mixed`` or ``split`` as well as they can; ``split`` mixes while no lane has a graph for so many rows."""
+        if self.policy.name == "split" and (splits := self._splits(options)):
+            # The fewest SMs that hold the target; if none do, the fastest for decode.
+            return next((o for o in splits if o.holds_tpot), None) or min(splits, key=_interval)
         if self.policy.chunk_tokens is not None:
-            return outlook.mixed(self.max_rows - outlook.batch_size)
-        largest = outlook.largest_mixed()
+            return options.mixed(self.max_rows - options.batch_size)
+        largest = options.largest_mixed()
         if largest is None:
-            return outlook.alone() if self._may_pause(load) else outlook.mixed(FLOOR_TOKENS)
+            return options.decode_only() if self._may_pause(load) else options.mixed(self.tuning.floor_tokens)
         return largest
+
+    def _splits(self, options: Options) -> list[Option]:
+        return [options.split(sms) for sms in self._lanes_for(options.batch_size)]
+
+    def _lanes_for(self, rows: int) -> list[int]:
+        """Sizes of the decode lane that have a graph for this batch, in SMs."""
+        return [sms for sms in self._decode_sms if rows <= self._max_batch_sizes.get(sms, rows)]
 
     # ---- the best of all policies ----
 
-    def _best(self, outlook: Outlook, load: Load) -> Plan:
-        alone = outlook.alone()
-        if load.chunk is None and outlook.budget_ms == math.inf and load.steps_left is not None:
-            paced = outlook.paced(load.steps_left)
-            return self._plan_of(paced, outlook, load, "throughput", [alone, paced])
-        options = self._offers.prefilling(outlook, load)
-        weighed = [alone, *options]
-        if load.chunk is None and outlook.budget_ms == math.inf:
-            first = outlook.prefill_first()
+    def _best(self, options: Options, load: Load) -> Plan:
+        """``auto``: the highest throughput among the options that hold the targets; README.md tells it in full."""
+        assert self._predictor is not None
+        pause = options.decode_only()
+        unlimited = load.chunk is None and options.budget_ms == math.inf
+        if unlimited and load.steps_left is not None:
+            paced = options.paced(load.steps_left)
+            return self._follow(paced, options, load, "throughput", [pause, paced])
+        # A chunk on the prefill lane stays there.
+        beside = options.mixed_sizes() if load.chunk is None else []
+        if load.chunk is not None or not self._predictor.lane_waits_for_host:
+            beside += self._splits(options)
+        weighed = [pause, *beside]
+        if unlimited:
+            first = options.prefill_only()
             weighed.append(first)
-            if max(map(throughput_worth, options)) < BESIDE_GAIN * first.throughput:
-                return self._plan_of(first, outlook, load, "throughput", weighed)
-        holding = [option for option in options if option.holds_tpot or outlook.infeasible]
+            if max(map(self._throughput, beside)) < self.tuning.beside_gain * first.throughput:
+                return self._follow(first, options, load, "throughput", weighed)
+        holding = [option for option in beside if option.holds_tpot or options.infeasible]
         on_time = [option for option in holding if option.holds_ttft]
         bound: Bound = "ttft"
         if on_time:
-            option = self._preference.pick(
-                on_time, rate_worth if outlook.demand.some_late else throughput_worth
-            )
-            bound = "throughput" if outlook.limit_ms == math.inf else "tpot"
+            option = self._prefer(on_time, self._rate if options.demand.some_late else self._throughput)
+            bound = "throughput" if options.limit_ms == math.inf else "tpot"
         elif holding:
-            option = self._preference.pick(holding, rate_worth)
+            option = self._prefer(holding, self._rate)
         elif self._may_pause(load):
-            option, bound = alone, "tpot"
+            option, bound = pause, "tpot"
         else:
-            least = LEAST_RATE * 1e3 / outlook.prefill_ms_per_token
-            fast = [option for option in options if option.prefill_tokens_per_s >= least]
-            option = min(fast, key=interval_of) if fast else max(options, key=rate_worth)
-        return self._plan_of(option, outlook, load, bound, weighed)
+            least = self.tuning.least_rate * 1e3 / options.prefill_ms_per_token
+            fast = [option for option in beside if option.prefill_tokens_per_s >= least]
+            option = min(fast, key=_interval) if fast else max(beside, key=self._rate)
+        return self._follow(option, options, load, bound, weighed)
+
+    def _prefer(self, options: Sequence[Option], key: Callable[[Option], float]) -> Option:
+        """The option with the highest key, or the best of the last policy if that is nearly as good."""
+        best = max(options, key=key)
+        same = [option for option in options if (option.policy, option.decode_sms) == self._last]
+        kept = max(same, key=key, default=best)
+        return kept if self.tuning.stickiness * key(kept) >= key(best) else best
+
+    def _rate(self, option: Option) -> float:
+        """Prefill rate, discounted on the prefill lane."""
+        return option.prefill_tokens_per_s * (self.tuning.lane_share if option.slice_layers else 1.0)
+
+    def _throughput(self, option: Option) -> float:
+        """Normalized throughput, discounted on the prefill lane."""
+        return option.throughput * (self.tuning.lane_share if option.slice_layers else 1.0)
 
     def _may_pause(self, load: Load) -> bool:
-        """Whether the prompts can wait for decode to catch up: no pause goes on for ever."""
+        """Whether the prompts can wait for decode to catch up; no pause lasts for ever."""
         overdue = (load.chunk or load.prompts[0]).deadline_s < load.now_s
-        return self._paused_s < (OVERDUE_PATIENCE_S if overdue else PAUSE_PATIENCE_S)
+        tuning = self.tuning
+        return self._paused_s < (tuning.overdue_patience_s if overdue else tuning.pause_patience_s)
 
-    def _plan_of(
-        self, option: Option, outlook: Outlook, load: Load, bound: Bound, weighed: Sequence[Option] = ()
+    def _follow(
+        self, option: Option, options: Options, load: Load, bound: Bound, weighed: Sequence[Option] = ()
     ) -> Plan:
-        self._preference.note(option)
+        """The plan that carries out an option."""
+        assert self._predictor is not None
+        self._last = option.policy, option.decode_sms
         if option.prefill_tokens_per_s:
             self._note_rate(option.prefill_tokens_per_s / 1e3)
         on_prefill_lane = load.chunk is not None or option.policy == "split"
-        decode_ms, slice_ms = outlook.lane_ms(option)
+        decode_ms, slice_ms = options.launch_ms(option)
         return Plan(
             option.policy,
             decode=option.interval_ms < math.inf,
             prefill_lane="prefill" if on_prefill_lane else "decode",
             chunk_tokens=0 if load.chunk is not None else option.chunk_tokens,
             slice_layers=option.slice_layers,
-            partition=partition_of(option.decode_sms, num_sms=outlook.num_sms),
+            partition=partition_of(option.decode_sms, num_sms=self._predictor.model.num_sms),
             decode_ms=decode_ms,
             slice_ms=slice_ms,
             bound=bound,
@@ -279,4 +285,8 @@ class Planner:
         )
 
     def _note_rate(self, tokens_per_ms: float) -> None:
-        self._ms_per_token += RATE_WEIGHT * (1 / tokens_per_ms - self._ms_per_token)
+        self._ms_per_token += self.tuning.rate_weight * (1 / tokens_per_ms - self._ms_per_token)
+
+
+def _interval(option: Option) -> float:
+    return option.interval_ms

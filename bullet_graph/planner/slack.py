@@ -1,51 +1,22 @@
-"""How much time running sequences have for their next tokens, and the order in which prompts are served."""
+"""How much time sequences, prompts and the loop have to spare, and the order in which prompts are served."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappush, heappushpop
 from typing import NamedTuple
 
-from bullet_graph.planner.plan import DecodeLoad
+from bullet_graph.planner.plan import DecodeLoad, Load
+from bullet_graph.planner.tuning import TUNING, PlannerTuning
 
-BUDGET_HORIZON_TOKENS = 32
-"""A lead or lag of a sequence is spread over so many tokens: soon enough for short outputs, without jumps."""
+Progress = tuple[float, int, int | None, float | None]
+"""A sequence that decodes: when its first token was out (s), output tokens so far with those in flight (at least 1),
+most tokens that may follow (None: unknown), and its TPOT target (ms, or None)."""
 
-SLACK_HORIZON_TOKENS = 64
-"""A long wait must be made good within so many tokens: an output may end before the most it is allowed."""
+PREPARE_MS = 20.0
+"""Longest time to capture one graph of 32 layers on an H200."""
 
-RESCUE_HORIZON_TOKENS = 256
-"""A sequence counts as lost when it cannot be back on target within so many tokens, decoding alone."""
-
-SAFETY_MARGIN = 0.03
-"""Share of the time due that is kept in reserve, since a target missed by little is missed."""
-
-SAFETY_TOKENS = 64
-"""The reserve grows no further than that of so many tokens: errors of single steps even out."""
-
-SAFETY_MS = 3.0
-"""Kept in reserve besides: a single late token weighs on the TPOT of a short output, and cannot be made good."""
-
-PATIENCE_S = 20.0
-"""A late prompt waits at least so long before it goes ahead of those on time."""
-
-PATIENCE_ALLOWANCES = 20.0
-"""A late prompt waits at least so many times what its target allows before it goes ahead of those on time."""
-
-
-class RowProgress(NamedTuple):
-    """How far a sequence that decodes has come.
-
-    Attributes:
-        first_token_s: when its first token was out, on the engine's clock.
-        num_tokens: output tokens so far, those in flight included; at least 1.
-        tokens_left: most that may follow; None where unknown.
-        tpot_ms: its target, None without one.
-    """
-
-    first_token_s: float
-    num_tokens: int
-    tokens_left: int | None
-    tpot_ms: float | None
+PREPARE_SHARE = 0.25
+"""Largest share of the time that captures may take while there is work."""
 
 
 class QueuedPrompt(NamedTuple):
@@ -53,7 +24,7 @@ class QueuedPrompt(NamedTuple):
 
     Attributes:
         tokens_left: tokens still to prefill.
-        arrival_s: when it came, on the engine's clock.
+        arrival_s: its arrival, on the engine's clock.
         deadline_s: when its first token is due; infinite without a target.
         started: part of it is prefilled.
         resumed: it has emitted tokens before and is recomputed after a preemption.
@@ -67,65 +38,77 @@ class QueuedPrompt(NamedTuple):
 
 
 def decode_load(
-    rows: Iterable[tuple[float, int, int | None, float | None]],
+    rows: Iterable[Progress],
     batch_size: int,
     kv_tokens: int,
     now_s: float,
     *,
     solo_ms: Callable[[int, int], float] | None,
+    tuning: PlannerTuning = TUNING,
 ) -> DecodeLoad:
-    """Sum up the sequences that decode and what their TPOT targets leave them.
+    """Sum up the sequences that decode and the time that their TPOT targets leave.
 
-    Token k of a sequence (the first is 0) is on target while it is out by ``first_token_s + k · tpot``. Sequences that
-    would miss their target even if nothing but decode ran from now on bind nothing: neither budget, nor slack, nor
-    the tightest target.
+    Token k of a sequence (the first is 0) is on target if it is out by ``first_token_s + k · tpot``. A sequence that
+    would miss its target even if nothing but decode ran is lost: it limits neither budget nor slack.
 
     Args:
-        rows: those with a target, at least; each as a :class:`RowProgress` is, which costs more to make than to use.
-        batch_size: all that decode.
+        rows: at least the sequences with a target.
+        batch_size: all sequences that decode.
         kv_tokens: tokens that all of them attend to.
         now_s: when the interval to the next token begins: now, or when the tokens in flight are expected.
-        solo_ms: time of a decode step of (batch size, tokens attended to) alone on the whole GPU; None where it is
-            unknown: then no sequence is lost, and there is no slack beyond the budget.
+        solo_ms: time of a decode step of (batch size, tokens attended to) alone on the whole GPU. With None, no
+            sequence is lost, and the slack is the budget.
+        tuning: the planner's constants.
     """
+    budget_horizon, slack_horizon = tuning.budget_horizon_tokens, tuning.slack_horizon_tokens
+    lost_horizon, reserve_tokens = tuning.lost_horizon_tokens, tuning.reserve_tokens
+    reserve_share, reserve_ms = tuning.reserve_share, tuning.reserve_ms
     solo = None if solo_ms is None else solo_ms(batch_size, kv_tokens)
     budget = slack = target = math.inf
     for first_token_s, num_tokens, left, tpot in rows:
         if tpot is None:
             continue
-        far = RESCUE_HORIZON_TOKENS if left is None or left > RESCUE_HORIZON_TOKENS else left
+        far = lost_horizon if left is None or left > lost_horizon else left
         if far < 1:
             continue
         done = num_tokens - 1
         lag = (now_s - first_token_s) * 1e3 - done * tpot
         if solo is not None and lag + far * (solo - tpot) > 0:
             continue
-        near = far if far < BUDGET_HORIZON_TOKENS else BUDGET_HORIZON_TOKENS
+        near = far if far < budget_horizon else budget_horizon
         due = done + near
-        lag += (due if due < SAFETY_TOKENS else SAFETY_TOKENS) * tpot * SAFETY_MARGIN + SAFETY_MS
+        lag += (due if due < reserve_tokens else reserve_tokens) * tpot * reserve_share + reserve_ms
         interval = tpot - lag / near
         if interval < budget:
             budget = interval
         if tpot < target:
             target = tpot
         if solo is not None:
-            far = far if far < SLACK_HORIZON_TOKENS else SLACK_HORIZON_TOKENS
+            far = far if far < slack_horizon else slack_horizon
             wait = far * tpot - lag - (far - 1) * solo
             if wait < slack:
                 slack = wait
     return DecodeLoad(batch_size, kv_tokens, budget, budget if solo is None else slack, target)
 
 
-def order_prompts(prompts: Sequence[QueuedPrompt], now_s: float, ms_per_token: float) -> list[int]:
+def order_prompts(
+    prompts: Sequence[QueuedPrompt], now_s: float, ms_per_token: float, tuning: PlannerTuning = TUNING
+) -> list[int]:
     """Indices of the prompts in the order to serve them.
 
-    Resumed prompts go first. Without deadlines the others follow first come, first served, those started before
-    the rest. With deadlines: those that have waited beyond all patience, oldest first, so that nobody starves
-    however many prompts on time keep coming; then as many as can meet their deadlines (Moore and Hodgson's choice:
-    where one would be late, the longest so far is given up), earliest deadline first; then the late ones by arrival.
+    Resumed prompts go first. Without deadlines, started prompts follow and then the others, first come, first served.
+    With deadlines the order is:
+
+    1. prompts that have waited beyond their patience, oldest first, so that none starves;
+    2. as many as can meet their deadlines, earliest deadline first (Moore and Hodgson: whenever one would be late,
+       the longest so far is given up);
+    3. the late ones by arrival.
 
     Args:
-        ms_per_token: prefill time of a token, at the rate that prompts are really served.
+        prompts: in any order.
+        now_s: on the clock of arrivals and deadlines.
+        ms_per_token: prefill time per token, at the rate at which prompts are really served.
+        tuning: the planner's constants.
     """
     arrival = [p.arrival_s for p in prompts]
     resumed = sorted((i for i, p in enumerate(prompts) if p.resumed), key=arrival.__getitem__)
@@ -136,7 +119,8 @@ def order_prompts(prompts: Sequence[QueuedPrompt], now_s: float, ms_per_token: f
     patient: list[int] = []
     for i in others:
         waited_s = now_s - arrival[i]
-        (starving if waited_s > PATIENCE_S and waited_s > _patience_s(prompts[i]) else patient).append(i)
+        is_starving = waited_s > tuning.patience_s and waited_s > _patience_s(prompts[i], tuning)
+        (starving if is_starving else patient).append(i)
     urgency = [(p.deadline_s, not p.started, p.arrival_s) for p in prompts]
     patient.sort(key=urgency.__getitem__)
     longest_first: list[tuple[int, int]] = []
@@ -159,7 +143,48 @@ def order_prompts(prompts: Sequence[QueuedPrompt], now_s: float, ms_per_token: f
     )
 
 
-def _patience_s(prompt: QueuedPrompt) -> float:
+def _patience_s(prompt: QueuedPrompt, tuning: PlannerTuning) -> float:
     if prompt.deadline_s == math.inf:
-        return PATIENCE_S
-    return max(PATIENCE_S, PATIENCE_ALLOWANCES * (prompt.deadline_s - prompt.arrival_s))
+        return tuning.patience_s
+    return max(tuning.patience_s, tuning.patience_allowances * (prompt.deadline_s - prompt.arrival_s))
+
+
+def spare_ms(
+    load: Load, awaited_s: Iterable[tuple[float, float]], *, ms_per_token: float, layers: int
+) -> float:
+    """Longest time that the loop may stop launching without missing a target that can be met; 0 for not at all.
+
+    Sequences that decode can wait for their slack. A prompt can wait until it would end after its deadline, if prompts
+    are served in their order at the recent rate. A prompt that is late in any case limits nothing.
+
+    Args:
+        load: whose slack counts every sequence with a target.
+        awaited_s: when each token in flight that the slack does not count is expected, and when it is due.
+        ms_per_token: prefill time per token.
+        layers: number of layers of the model.
+    """
+    spare = float("inf") if load.decode is None else load.decode.slack_ms
+    ends = [((due_s - end_s) * 1e3) for end_s, due_s in awaited_s]
+    end_ms = 0.0
+    if load.chunk is not None:
+        end_ms += load.chunk.tokens * load.chunk.layers_left / layers * ms_per_token
+        ends.append((load.chunk.deadline_s - load.now_s) * 1e3 - end_ms)
+    for prompt in load.prompts:
+        end_ms += prompt.tokens_left * ms_per_token
+        ends.append((prompt.deadline_s - load.now_s) * 1e3 - end_ms)
+    return max(min([spare, *(left_ms for left_ms in ends if left_ms >= 0)]), 0.0)
+
+
+class PreparationPace:
+    """Keeps captures to ``PREPARE_SHARE`` of the time."""
+
+    def __init__(self) -> None:
+        self._not_before_s = 0.0
+
+    def may_begin(self, now_s: float) -> bool:
+        """Whether the last capture is long enough ago."""
+        return now_s >= self._not_before_s
+
+    def note(self, start_s: float, end_s: float) -> None:
+        """A capture took this time."""
+        self._not_before_s = end_s + (end_s - start_s) * (1 / PREPARE_SHARE - 1)

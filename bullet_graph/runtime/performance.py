@@ -7,11 +7,12 @@ from pathlib import Path
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import PerfTableError
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
+from bullet_graph.hardware import gpu_spec
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.perf.roofline import Roofline, device_spec
+from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.shipped import list_tables
 from bullet_graph.perf.table import PerfTable, require_match
 from bullet_graph.perf.table_file import read_table
@@ -39,7 +40,7 @@ def find_performance(
     name = config.perf_table
     if name == ROOFLINE:
         gpu, num_sms = _device(runtime)
-        return Roofline(device_spec(gpu, num_sms), runtime.model, dtype_bytes=runtime.dtype.itemsize)
+        return Roofline(gpu_spec(gpu, num_sms), runtime.model, dtype_bytes=runtime.dtype.itemsize)
     policy = config.policy
     sized_by_target = (
         policy.name == "mixed" and policy.chunk_tokens is None and config.slo.tpot_ms is not None

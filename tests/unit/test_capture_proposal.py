@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.engine.capture_proposal import (
-    CAPTURED_LAYER_MS,
     LEAST_SPLIT_GAIN,
     PIECEWISE,
     SINGLE_ROW_LOSS,
@@ -27,7 +26,8 @@ from bullet_graph.graphs.capture_plan import (
     CapturePlan,
     default_plan,
 )
-from bullet_graph.graphs.key import EAGER_LAYER_MS, batch_size_buckets
+from bullet_graph.graphs.key import batch_size_buckets
+from bullet_graph.hardware import GENERIC
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.predict import TableModel
@@ -123,7 +123,7 @@ def test_a_split_that_has_no_graph_takes_turns_instead() -> None:
 def test_a_forward_without_pieces_costs_the_hosts_time() -> None:
     (demand,) = seen(usage_of(forward(100, 20), forward(900, 0)), PIECEWISE)
     assert demand.size == 120
-    assert demand.unserved_ms == pytest.approx((EAGER_LAYER_MS - CAPTURED_LAYER_MS) * 32)
+    assert demand.unserved_ms == pytest.approx((GENERIC.eager_layer_ms - GENERIC.captured_layer_ms) * 32)
     assert demand.padded_ms(128) == pytest.approx(
         MODEL.mixed(108, 10_000.0, 20, 20_000).ms - MODEL.mixed(100, 10_000.0, 20, 20_000).ms
     )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from core_loop import MODEL, NUM_LAYERS, CheckedExecutor, CoreLoop
+from core_loop import MODEL, CheckedExecutor, CoreLoop
 from fakes.perf_tables import LLAMA_8B, h200_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -214,7 +214,6 @@ def make_planner(policy: str, limits: dict[int, int]) -> Planner:
         Policy.parse(policy),
         max_chunk_tokens=8192,
         decode_sms=MODEL.decode_sms,
-        num_layers=NUM_LAYERS,
         model=MODEL,
         max_batch_sizes=limits,
     )
@@ -289,9 +288,7 @@ class _Alternating(Planner):
 def test_a_step_stays_beside_the_slices_in_flight_only_where_a_graph_holds_it(most: int) -> None:
     beside = partition_of(48, num_sms=132)
     executor = CheckedExecutor(max_batch_sizes={beside: most})
-    planner = _Alternating(
-        Policy("auto"), max_chunk_tokens=8192, decode_sms=(48,), num_layers=NUM_LAYERS, model=MODEL
-    )
+    planner = _Alternating(Policy("auto"), max_chunk_tokens=8192, decode_sms=(48,), model=MODEL)
     loop = CoreLoop(planner, executor=executor)
     loop.run(arrivals=[(0.0, 100, 50, NO_TARGETS)] * 4 + [(0.2, 900, 5, NO_TARGETS)])
     decode = [launch for launch in executor.launches if launch.step.decode is not None]

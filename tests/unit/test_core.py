@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.config import Policy
-from bullet_graph.engine.chunk import fill
+from bullet_graph.engine.loads import fill
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
-from bullet_graph.planner.options import ROW_STEP
 from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner
+from bullet_graph.planner.tuning import TUNING
 from bullet_graph.slo import NO_TARGETS, Slo
 
 POLICIES = ("serial", "serial:100", "mixed", "mixed:64", "split", "split:48", "auto")
@@ -54,7 +54,6 @@ class _Wayward(Planner):
             Policy("auto"),
             max_chunk_tokens=8192,
             decode_sms=MODEL.decode_sms,
-            num_layers=NUM_LAYERS,
             model=MODEL,
         )
         self._choices = choices
@@ -117,7 +116,7 @@ def test_every_request_ends_with_its_own_tokens(
         executor=CheckedExecutor(host_overhead_ms, depth, row_step=row_step),
     )
     loop.run(arrivals=at_their_times(requests))
-    most = max(chunk_tokens, max_num_seqs + ROW_STEP)
+    most = max(chunk_tokens, max_num_seqs + TUNING.row_step)
     assert (
         max((launch.rows for launch in loop.executor.launches if launch.step.prefill is not None), default=0)
         <= most
@@ -298,7 +297,7 @@ class _Idle(Planner):
 
 
 def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> None:
-    idle = _Idle(Policy("mixed"), max_chunk_tokens=64, decode_sms=(), num_layers=NUM_LAYERS, model=None)
+    idle = _Idle(Policy("mixed"), max_chunk_tokens=64, decode_sms=(), model=None)
     loop = CoreLoop(idle)
     assert loop.core.step() == []
     loop.add(10, 2)

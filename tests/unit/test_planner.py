@@ -9,13 +9,13 @@ from planner_loads import LAYERS, MAX_CHUNK, POLICIES, chunk_of, decoding, load_
 
 from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
-from bullet_graph.graphs.key import EAGER_LAYER_MS
+from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.performance import attention_pairs
-from bullet_graph.planner.backlog import Backlog
-from bullet_graph.planner.options import FLOOR_TOKENS, ROW_STEP, SPLIT_LAUNCH_MS
+from bullet_graph.planner.options import Backlog
 from bullet_graph.planner.plan import Load, Plan, PromptLoad
-from bullet_graph.planner.planner import PAUSE_PATIENCE_S, Planner
+from bullet_graph.planner.planner import Planner
+from bullet_graph.planner.tuning import TUNING
 
 
 class TestWithoutChoice:
@@ -60,7 +60,7 @@ class TestWithoutModel:
         assert modelless("mixed").plan(load_of(decoding(100), 1000)).chunk_tokens == 1948
 
     def test_a_prompt_always_gets_some_rows(self) -> None:
-        assert modelless("mixed:64").plan(load_of(decoding(60), 1000)).chunk_tokens == ROW_STEP
+        assert modelless("mixed:64").plan(load_of(decoding(60), 1000)).chunk_tokens == TUNING.row_step
 
     def test_decode_alone_has_no_prediction(self) -> None:
         assert modelless("mixed").plan(load_of(decoding(4))) == Plan("solo", decode=True)
@@ -85,16 +85,15 @@ class TestBadSplits:
                 Policy.parse("split:40"),
                 max_chunk_tokens=8,
                 decode_sms=(16, 48),
-                num_layers=32,
                 model=model(),
             )
 
     def test_no_sizes_at_all(self) -> None:
         with pytest.raises(ConfigError, match=r"some SMs.* none"):
-            Planner(Policy.parse("split"), max_chunk_tokens=8, decode_sms=(), num_layers=32, model=model())
+            Planner(Policy.parse("split"), max_chunk_tokens=8, decode_sms=(), model=model())
 
     def test_auto_does_without_splits(self) -> None:
-        lone = Planner(Policy("auto"), max_chunk_tokens=2048, decode_sms=(), num_layers=32, model=model())
+        lone = Planner(Policy("auto"), max_chunk_tokens=2048, decode_sms=(), model=model())
         plan = lone.plan(load_of(decoding(64, tpot=20.0), 4000))
         assert {o.policy for o in plan.options} == {"solo", "mixed"}
 
@@ -121,7 +120,7 @@ class TestSerialAndMixed:
             5300,
             None,
         )
-        backlog = Backlog(load, max_chunk_tokens=MAX_CHUNK, num_layers=LAYERS)
+        backlog = Backlog(load, planner()._predictor)
         assert backlog.pairs(200) == attention_pairs(200, 700)
         assert backlog.pairs(300) == attention_pairs(300, 700)
         assert backlog.pairs(1000) == attention_pairs(300, 700) + attention_pairs(700)
@@ -139,10 +138,10 @@ class TestSerialAndMixed:
             return model().mixed(rows, attention_pairs(rows), batch_size, decode.kv_tokens).ms
 
         if plan.chunk_tokens == 0:
-            assert step_ms(min(ROW_STEP, tokens)) > tpot
+            assert step_ms(min(TUNING.row_step, tokens)) > tpot
         elif plan.options[0].holds_tpot:
             assert step_ms(plan.chunk_tokens) <= tpot
-            more = (plan.chunk_tokens // ROW_STEP + 1) * ROW_STEP
+            more = (plan.chunk_tokens // TUNING.row_step + 1) * TUNING.row_step
             if more <= min(tokens, MAX_CHUNK - batch_size):
                 assert step_ms(more) > tpot
         else:  # nothing could hold the target, so it counts for nothing
@@ -153,11 +152,11 @@ class TestSerialAndMixed:
         mixed = planner("mixed")
         late = decoding(64, tpot=15.0, budget=4.0)
         rows = [
-            mixed.plan(load_of(late, 4000, now_s=50.0 + i * PAUSE_PATIENCE_S / 5)).chunk_tokens
+            mixed.plan(load_of(late, 4000, now_s=50.0 + i * TUNING.pause_patience_s / 5)).chunk_tokens
             for i in range(8)
         ]
         assert rows[:5] == [0] * 5
-        assert FLOOR_TOKENS in rows[5:]
+        assert TUNING.floor_tokens in rows[5:]
 
 
 class TestSplit:
@@ -169,7 +168,7 @@ class TestSplit:
         option = plan.options[0]
 
         def step_ms(sms: int) -> float:
-            rows = planner("split")._sizes.beside[sms]
+            rows = planner("split")._predictor.lane_chunks[sms]
             return model().split(sms, batch_size, decode.kv_tokens, rows, attention_pairs(rows)).decode_ms
 
         smaller = [sms for sms in model().decode_sms if sms < option.decode_sms]
@@ -185,7 +184,7 @@ class TestSplit:
         assert plan.prefill_lane == "prefill"
 
     def test_a_small_rest_joins_the_chunk(self) -> None:
-        rows = planner("split:48")._sizes.beside[48]
+        rows = planner("split:48")._predictor.lane_chunks[48]
         assert planner("split:48").plan(load_of(decoding(8), int(1.2 * rows))).chunk_tokens == int(1.2 * rows)
         assert planner("split:48").plan(load_of(decoding(8), 2 * rows)).chunk_tokens == rows
 
@@ -197,7 +196,7 @@ class TestSplit:
 
     def test_a_slice_is_launched_soon_however_short_it_is(self) -> None:
         plan = planner("split:48").plan(load_of(decoding(64), 16))
-        assert plan.slice_layers * EAGER_LAYER_MS == pytest.approx(SPLIT_LAUNCH_MS)
+        assert plan.slice_layers * GENERIC.eager_layer_ms == pytest.approx(TUNING.split_launch_ms)
         assert plan.slice_layers < LAYERS
 
 
@@ -213,6 +212,28 @@ class TestCorrections:
             auto.observe("mixed", "step", 10.0, 0.001)
         assert auto.corrections["split", "step"] == 2.0
         assert auto.corrections["mixed", "step"] == 0.5
+
+    def test_one_extreme_measurement_moves_them_no_further_than_the_limit(self) -> None:
+        auto = planner()
+        auto.observe("split", "step", 1.0, 1000.0)
+        auto.observe("split", "slice", 1000.0, 1.0)
+        assert auto.corrections["split", "step"] == pytest.approx(2.0**0.05)
+        assert auto.corrections["split", "slice"] == pytest.approx(0.5**0.05)
+
+    def test_each_policy_and_kind_has_its_own(self) -> None:
+        """Every predicted time takes the factor of its policy and kind, and no other."""
+        plain, corrected = planner("split:48"), planner("split:48")
+        for kind, factor in (("step", 1.5), ("slice", 0.75)):
+            corrected._corrections._factors["split", kind] = factor
+        load = load_of(decoding(64), 8000)
+        (before,), (after,) = plain.plan(load).options, corrected.plan(load).options
+        assert after.interval_ms == pytest.approx(1.5 * before.interval_ms)
+        assert after.prefill_tokens_per_s == pytest.approx(before.prefill_tokens_per_s / 0.75)
+        mixed = planner("mixed:512")
+        before_ms = mixed.plan(load).decode_ms
+        mixed._corrections._factors["mixed", "step"] = 1.5
+        mixed._corrections._factors["mixed", "slice"] = 0.75
+        assert mixed.plan(load).decode_ms == pytest.approx(1.5 * before_ms)
 
     def test_they_converge_on_the_ratio(self) -> None:
         auto = planner()

@@ -13,10 +13,9 @@ from bullet_graph.config import Policy
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.performance import Prediction
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.planner.options import BUDGET_CAP
 from bullet_graph.planner.plan import DecodeLoad, Load, PromptLoad
 from bullet_graph.planner.planner import Planner
-from bullet_graph.planner.preference import BESIDE_GAIN, LANE_SHARE
+from bullet_graph.planner.tuning import TUNING
 
 
 class SmallModel(TableModel):
@@ -95,7 +94,6 @@ class TestAuto:
             Policy("auto"),
             max_chunk_tokens=MAX_CHUNK,
             decode_sms=(48, 64, 96),
-            num_layers=LAYERS,
             model=model(),
         )
         chunk = chunk_of(2048, LAYERS)
@@ -112,7 +110,6 @@ class TestAuto:
             Policy("auto"),
             max_chunk_tokens=MAX_CHUNK,
             decode_sms=(48, 64),
-            num_layers=LAYERS,
             model=SmallModel(),
         )
         # Without a target, with one that mixed steps hold, with one that they do not, and with time to spare.
@@ -159,11 +156,35 @@ class TestAuto:
         assert all(paused[:10])
         assert paused[12:].count(False) >= 8
 
+    def test_after_a_pause_prefill_gets_its_least_rate_whatever_the_target(self) -> None:
+        """Beside 256 rows the shortest interval is a mixed step with a few prompt rows: a twelfth of the solo rate."""
+        auto, late = planner(), decoding(256, tpot=17.0, budget=4.0)
+        plans = [auto.plan(load_of(late, 8000, now_s=50.0 + i * 0.1)) for i in range(11)]
+        assert not any(plan.chunk_tokens for plan in plans[:10])
+        resumed = chosen(plans[10])
+        alone = planner().plan(load_of(None, 8000))
+        least = TUNING.least_rate * alone.chunk_tokens * 1e3 / alone.decode_ms
+        assert resumed.prefill_tokens_per_s >= least
+        shorter = [o for o in plans[10].options if o.chunk_tokens and o.interval_ms < resumed.interval_ms]
+        assert shorter
+        assert all(option.prefill_tokens_per_s < least for option in shorter)
+
+    def test_time_with_prefill_earns_the_next_pause(self) -> None:
+        auto = planner()
+        late, calm = decoding(64, tpot=15.0, budget=4.0), decoding(64, tpot=15.0)
+        paused = [auto.plan(load_of(late, 4000, now_s=50.0 + i * 0.1)).chunk_tokens == 0 for i in range(11)]
+        assert paused == [True] * 10 + [False]
+        for i in range(5):  # half a second with prefill ...
+            assert auto.plan(load_of(calm, 4000, now_s=51.1 + i * 0.1)).chunk_tokens
+        # ... allows half a second without.
+        paused = [auto.plan(load_of(late, 4000, now_s=51.6 + i * 0.1)).chunk_tokens == 0 for i in range(8)]
+        assert 4 <= paused.index(False) <= 6
+
     def test_a_lead_is_not_spent_on_longer_intervals(self) -> None:
         plan = planner().plan(load_of(decoding(64, tpot=15.0, budget=200.0), 8000))
         mixed = next(o for o in plan.options if o.policy == "mixed")
-        assert 15.0 < mixed.interval_ms <= BUDGET_CAP * 15.0
-        assert chosen(plan).interval_ms <= BUDGET_CAP * 15.0
+        assert 15.0 < mixed.interval_ms <= TUNING.budget_cap * 15.0
+        assert chosen(plan).interval_ms <= TUNING.budget_cap * 15.0
 
     def test_a_first_token_comes_when_its_whole_chunk_is_done(self) -> None:
         """A short prompt that is due soon shares a lane's chunk with a long one."""
@@ -191,7 +212,7 @@ class TestAuto:
             "step",
             "slice",
         ):  # bring the rival, a lane policy, some per cent ahead, all things counted
-            gap = chosen(first).throughput * 1.06 / (rival.throughput * LANE_SHARE)
+            gap = chosen(first).throughput * 1.06 / (rival.throughput * TUNING.lane_share)
             auto._corrections._factors[rival.policy, kind] = 1 / gap
         assert auto.plan(load).policy == first.policy
         fresh = planner()
@@ -218,7 +239,7 @@ class TestAuto:
         first = next(option for option in paid.options if option.interval_ms == math.inf)
         for policy in ("mixed", "split"):
             beside = max((o for o in paid.options if o.policy == policy), key=lambda o: o.throughput)
-            slower = 1.01 * beside.throughput / (BESIDE_GAIN * first.throughput)
+            slower = 1.01 * beside.throughput / (TUNING.beside_gain * first.throughput)
             for kind in ("step", "slice"):
                 auto._corrections._factors[policy, kind] = slower
         plan = auto.plan(load)
@@ -242,7 +263,6 @@ class TestAuto:
             Policy("auto"),
             max_chunk_tokens=MAX_CHUNK,
             decode_sms=model().decode_sms,
-            num_layers=LAYERS,
             model=Counting(),  # type: ignore[arg-type]
         )
         Counting.calls = 0

@@ -10,8 +10,9 @@ from planner_loads import LAYERS, planner
 
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.planner.plan import ChunkLoad, Load, PromptLoad
-from bullet_graph.planner.planner import PAUSE_PATIENCE_S, Planner
-from bullet_graph.planner.slack import RowProgress, decode_load
+from bullet_graph.planner.planner import Planner
+from bullet_graph.planner.slack import decode_load
+from bullet_graph.planner.tuning import TUNING
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Device:
             for r in self.rows
             if (left := r.prompt_left - taken.get(id(r), 0)) > 0 and r.arrival_s <= self.now_s
         ]
-        progress = [RowProgress(r.first_token_s, r.num_tokens, r.tokens_left, self.tpot_ms) for r in running]
+        progress = [(r.first_token_s, r.num_tokens, r.tokens_left, self.tpot_ms) for r in running]
         batch = len(running), 1000 * len(running)
         decode = (
             decode_load(progress, *batch, self.now_s, solo_ms=self.planner.decode_ms) if running else None
@@ -123,7 +124,7 @@ def test_both_phases_go_on_under_any_targets(
     waiting = [Row(tokens, i * every_s, ttft, 5) for i, tokens in enumerate(prompts)]
     device = Device(planner(policy), tpot, endless + waiting)
     # Alone it would take about 25 µs a token; a tenth of that rate half of the time, a pause before, and the rest.
-    limit_s = len(prompts) * every_s + 0.6e-3 * sum(prompts) + 2 * PAUSE_PATIENCE_S + 3.0
+    limit_s = len(prompts) * every_s + 0.6e-3 * sum(prompts) + 2 * TUNING.pause_patience_s + 3.0
     while any(row.prompt_left for row in waiting):
         if not device.tick():
             device.now_s += 0.01

@@ -8,11 +8,11 @@ from core_loop import MODEL, CheckedExecutor, CoreLoop, make_planner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.engine.preparation import PREPARE_MS, PREPARE_SHARE, PreparationPace, spare_ms
 from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, capture_order, hot_keys
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.partition.masks import WHOLE_GPU
 from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, PromptLoad
+from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, PreparationPace, spare_ms
 from bullet_graph.slo import NO_TARGETS, Slo
 
 SIZES = (1, 2, 4, 8, 16)

@@ -8,10 +8,11 @@ from fakes.perf_tables import LLAMA_8B, Shape
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bullet_graph.hardware import GENERIC, gpu_spec
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
-from bullet_graph.perf.roofline import GENERIC, Roofline, device_spec
+from bullet_graph.perf.roofline import Roofline
 
-SPEC = device_spec("NVIDIA H200", 132)
+SPEC = gpu_spec("NVIDIA H200", 132)
 TINY = Shape(
     vocab_size=512,
     hidden_size=128,
@@ -55,11 +56,11 @@ def test_prefill_and_mixed_on_an_h200(roofline: PerformanceModel) -> None:
 def test_sizes_of_the_decode_lane_leave_prefill_16_sms() -> None:
     assert tuple(Roofline(SPEC, LLAMA_8B).decode_sms) == (16, 32, 48, 64, 80, 96, 112)
     assert Roofline(GENERIC, TINY).decode_sms == (16, 32, 48)
-    assert Roofline(device_spec("Small GPU", 20), TINY).decode_sms == ()
+    assert Roofline(gpu_spec("Small GPU", 20), TINY).decode_sms == ()
 
 
 def test_an_unknown_gpu_has_generic_rates_for_its_sms() -> None:
-    spec = device_spec("Some GPU", 40)
+    spec = gpu_spec("Some GPU", 40)
     assert spec.num_sms == 40
     assert spec.tflops == GENERIC.tflops
 

@@ -15,9 +15,10 @@ from bullet_graph.config import Policy, PromptOrder
 from bullet_graph.engine.simulation import SimulatedEngine, Simulation, SimulationSettings, simulate
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError
+from bullet_graph.hardware import H200
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.perf.roofline import DEVICE_SPECS, Roofline
+from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.shipped import load_table
 from bullet_graph.perf.trace_file import read_trace
 from bullet_graph.sampling_params import SamplingParams
@@ -26,7 +27,7 @@ from bullet_graph.workloads import Workload, WorkloadRequest, load_workload
 from bullet_graph.workloads.arrivals import arrival_times
 
 POLICIES = ("serial", "serial:512", "mixed", "mixed:256", "split", "split:32", "auto")
-MODEL = Roofline(DEVICE_SPECS["NVIDIA H200"], LLAMA_8B)
+MODEL = Roofline(H200, LLAMA_8B)
 SETTINGS = SimulationSettings(
     policy=Policy("auto"), kv_cache_tokens=100_000, max_model_len=8192, max_num_seqs=64, host_overhead_ms=0.0
 )

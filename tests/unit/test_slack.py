@@ -2,24 +2,24 @@
 
 import math
 from itertools import permutations
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.planner.slack import (
-    BUDGET_HORIZON_TOKENS,
-    PATIENCE_ALLOWANCES,
-    PATIENCE_S,
-    SAFETY_MARGIN,
-    SAFETY_MS,
-    SAFETY_TOKENS,
-    SLACK_HORIZON_TOKENS,
-    QueuedPrompt,
-    RowProgress,
-    decode_load,
-    order_prompts,
-)
+from bullet_graph.planner.slack import QueuedPrompt, decode_load, order_prompts
+from bullet_graph.planner.tuning import TUNING
+
+
+class RowProgress(NamedTuple):
+    """How far a sequence that decodes has come."""
+
+    first_token_s: float
+    num_tokens: int
+    tokens_left: int | None
+    tpot_ms: float | None
+
 
 SOLO_MS = 5.0
 
@@ -46,36 +46,41 @@ class TestDecodeLoad:
 
     def test_a_fresh_row_has_its_target_less_the_margin(self) -> None:
         load = load_of(RowProgress(10.0, 1, None, 15.0))
-        reserve_ms = SAFETY_MS / BUDGET_HORIZON_TOKENS
-        assert load.budget_ms == pytest.approx(15.0 * (1 - SAFETY_MARGIN) - reserve_ms)
+        reserve_ms = TUNING.reserve_ms / TUNING.budget_horizon_tokens
+        assert load.budget_ms == pytest.approx(15.0 * (1 - TUNING.reserve_share) - reserve_ms)
         assert load.target_ms == 15.0
 
     def test_a_lead_and_a_lag_are_spread_over_the_horizon(self) -> None:
         level = load_of(RowProgress(10.0 - 0.15, 11, None, 15.0)).budget_ms
         ahead = load_of(RowProgress(10.0 - 0.15 + 0.064, 11, None, 15.0)).budget_ms
         behind = load_of(RowProgress(10.0 - 0.15 - 0.064, 11, None, 15.0)).budget_ms
-        assert ahead - level == pytest.approx(64 / BUDGET_HORIZON_TOKENS)
-        assert level - behind == pytest.approx(64 / BUDGET_HORIZON_TOKENS)
+        assert ahead - level == pytest.approx(64 / TUNING.budget_horizon_tokens)
+        assert level - behind == pytest.approx(64 / TUNING.budget_horizon_tokens)
 
     def test_the_reserve_stops_growing(self) -> None:
         level = load_of(RowProgress(10.0 - 0.015 * 999, 1000, None, 15.0))
-        reserve_ms = SAFETY_MARGIN * SAFETY_TOKENS * 15.0 + SAFETY_MS
-        assert level.budget_ms == pytest.approx(15.0 - reserve_ms / BUDGET_HORIZON_TOKENS)
+        reserve_ms = TUNING.reserve_share * TUNING.reserve_tokens * 15.0 + TUNING.reserve_ms
+        assert level.budget_ms == pytest.approx(15.0 - reserve_ms / TUNING.budget_horizon_tokens)
 
     def test_slack_is_one_long_wait_and_then_solo_steps(self) -> None:
         row = RowProgress(10.0, 1, 10, 15.0)
         assert load_of(row).slack_ms == pytest.approx(
-            10 * 15.0 * (1 - SAFETY_MARGIN) - SAFETY_MS - 9 * SOLO_MS
+            10 * 15.0 * (1 - TUNING.reserve_share) - TUNING.reserve_ms - 9 * SOLO_MS
         )
         far = load_of(RowProgress(10.0, 1, None, 15.0)).slack_ms
-        reach, reserve_ms = SLACK_HORIZON_TOKENS, BUDGET_HORIZON_TOKENS * 15.0 * SAFETY_MARGIN + SAFETY_MS
+        reach, reserve_ms = (
+            TUNING.slack_horizon_tokens,
+            TUNING.budget_horizon_tokens * 15.0 * TUNING.reserve_share + TUNING.reserve_ms,
+        )
         assert far == pytest.approx(reach * 15.0 - reserve_ms - (reach - 1) * SOLO_MS)
 
     def test_the_tightest_row_binds(self) -> None:
         rows = [RowProgress(10.0, 1, None, tpot) for tpot in (30.0, 12.0, 20.0)]
         load = load_of(*rows)
         assert load.target_ms == 12.0
-        assert load.budget_ms == pytest.approx(12.0 * (1 - SAFETY_MARGIN) - SAFETY_MS / BUDGET_HORIZON_TOKENS)
+        assert load.budget_ms == pytest.approx(
+            12.0 * (1 - TUNING.reserve_share) - TUNING.reserve_ms / TUNING.budget_horizon_tokens
+        )
 
     def test_a_lost_row_binds_nothing(self) -> None:
         lost = RowProgress(8.0, 3, 20, 15.0)  # two seconds late, and 20 tokens win back 200 ms at most
@@ -121,7 +126,7 @@ class TestDecodeLoad:
             assert row.tpot_ms is not None
             if average_ms(row, 10.0, [SOLO_MS] * far) > row.tpot_ms:
                 continue
-            near = min(far, BUDGET_HORIZON_TOKENS)
+            near = min(far, TUNING.budget_horizon_tokens)
             assert average_ms(row, 10.0, [load.budget_ms] * near) <= row.tpot_ms + 1e-6
             reach = min(far, 64)
             wait = [load.slack_ms] + [SOLO_MS] * (reach - 1)
@@ -131,11 +136,11 @@ class TestDecodeLoad:
     def test_the_budget_is_no_tighter_than_the_margin_asks(self, row: RowProgress) -> None:
         load = load_of(row)
         if load.budget_ms < math.inf:
-            near = min(row.tokens_left or 256, BUDGET_HORIZON_TOKENS)
+            near = min(row.tokens_left or 256, TUNING.budget_horizon_tokens)
             assert row.tpot_ms is not None
             average = average_ms(row, 10.0, [load.budget_ms] * near)
             tokens = row.num_tokens - 1 + near
-            assert average >= row.tpot_ms * (1 - SAFETY_MARGIN) - SAFETY_MS / tokens - 1e-6
+            assert average >= row.tpot_ms * (1 - TUNING.reserve_share) - TUNING.reserve_ms / tokens - 1e-6
 
 
 def prompt(
@@ -186,20 +191,29 @@ class TestOrderPrompts:
         assert order_prompts(prompts, 0.0, 1.0) == [1, 2, 0]
 
     def test_patience_ends(self) -> None:
-        late, fresh = prompt(100, 0.0, 0.5), prompt(100, PATIENCE_S, 0.5)
-        assert order_prompts([fresh, late], PATIENCE_S - 0.1, 1.0) == [0, 1]
-        assert order_prompts([fresh, late], PATIENCE_S + 0.1, 1.0) == [1, 0]
+        late, fresh = prompt(100, 0.0, 0.5), prompt(100, TUNING.patience_s, 0.5)
+        assert order_prompts([fresh, late], TUNING.patience_s - 0.1, 1.0) == [0, 1]
+        assert order_prompts([fresh, late], TUNING.patience_s + 0.1, 1.0) == [1, 0]
 
     def test_patience_grows_with_what_the_target_allows(self) -> None:
-        allowance = PATIENCE_S
-        late, now = prompt(100, 0.0, allowance), PATIENCE_ALLOWANCES * allowance
+        allowance = TUNING.patience_s
+        late, now = prompt(100, 0.0, allowance), TUNING.patience_allowances * allowance
         fresh = prompt(100, now, 0.5)
         assert order_prompts([fresh, late], now - 0.1, 1.0) == [0, 1]
         assert order_prompts([fresh, late], now + 0.1, 1.0) == [1, 0]
 
     def test_prompts_without_a_target_do_not_starve_among_those_with_one(self) -> None:
-        free, fresh = prompt(100, 0.0), prompt(100, PATIENCE_S + 1, 0.5)
-        assert order_prompts([fresh, free], PATIENCE_S + 1, 1.0) == [1, 0]
+        free, fresh = prompt(100, 0.0), prompt(100, TUNING.patience_s + 1, 0.5)
+        assert order_prompts([fresh, free], TUNING.patience_s + 1, 1.0) == [1, 0]
+
+    def test_the_time_of_a_prompt_beyond_patience_counts_for_those_behind_it(self) -> None:
+        """It takes 800 ms first; of the other two, 300 ms each, only one then ends within 1.2 s."""
+        now = TUNING.patience_s + 1
+        starving = prompt(800, 0.0, 0.5)
+        soon, later = prompt(300, now, 1.2), prompt(310, now, 1.3)
+        assert order_prompts([later, soon, starving], now, 1.0) == [2, 1, 0]
+        hopeless = prompt(300, now, 0.7)  # on time only if the starving prompt took no time
+        assert order_prompts([hopeless, later, starving], now, 1.0) == [2, 1, 0]
 
     queues = st.lists(
         st.builds(
@@ -246,7 +260,9 @@ class TestOrderPrompts:
         waiting = set(map(id, queue))
         gap_s = tokens * ms_per_token / 1e3 / load
         next_s = now
-        limit_s = now + max(PATIENCE_S, PATIENCE_ALLOWANCES * allowance) + sum(victims) / 1e3 + 1.0
+        limit_s = (
+            now + max(TUNING.patience_s, TUNING.patience_allowances * allowance) + sum(victims) / 1e3 + 1.0
+        )
         while waiting:
             while next_s <= now:
                 queue.append(prompt(tokens, next_s, allowance))

@@ -1,20 +1,19 @@
 """What a simulation needs of a GPU that is not there: the performance model, and room for the KV cache."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import ConfigError, PerfTableError
 from bullet_graph.graphs.capture_plan import CapturePlan, load_plan
+from bullet_graph.hardware import KNOWN_GPUS, gpu_spec
 from bullet_graph.kernels.shapes import kv_block_bytes
 from bullet_graph.models.config import DTYPE_BYTES, ModelConfig
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.perf.padded import PaddedModel
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.perf.roofline import DEVICE_SPECS, Roofline
+from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.shipped import gpu_nickname, load_table
 from bullet_graph.runtime.capture_plan import check_plan
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
@@ -22,9 +21,6 @@ from bullet_graph.runtime.performance import table_model
 
 ROOFLINE_PREFIX = "roofline:"
 """Before a GPU's name: an estimate by arithmetic, with nothing measured."""
-
-GPU_MEMORY_BYTES: Mapping[str, int] = MappingProxyType({"NVIDIA H200": 150_109_880_320})
-"""Memory that CUDA reports of known GPUs."""
 
 _RESERVED_BYTES = 5 * GIB // 2
 """Workspaces, libraries and graphs of an engine with 1,024 sequences on an H200, as its ledger told."""
@@ -85,8 +81,8 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
     unpadded: PerformanceModel
     if gpu.startswith(ROOFLINE_PREFIX):
         name = _known_gpu(gpu.removeprefix(ROOFLINE_PREFIX))
-        memory_bytes = GPU_MEMORY_BYTES.get(name)
-        performance = unpadded = Roofline(DEVICE_SPECS[name], model, dtype_bytes=DTYPE_BYTES[dtype])
+        memory_bytes = KNOWN_GPUS[name].memory_bytes
+        performance = unpadded = Roofline(KNOWN_GPUS[name], model, dtype_bytes=DTYPE_BYTES[dtype])
     else:
         table = load_table(gpu, model=config.model, dtype=dtype)
         name = table.key.gpu
@@ -95,7 +91,9 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
                 f"the table {gpu} was measured in {table.key.dtype}, but {config.model} runs in {dtype}: "
                 "measure one in this dtype with `bullet-graph profile`"
             )
-        memory_bytes = table.provenance.get("device_memory_bytes", GPU_MEMORY_BYTES.get(name))
+        memory_bytes = table.provenance.get(
+            "device_memory_bytes", gpu_spec(name, table.key.num_sms).memory_bytes
+        )
         performance, unpadded = table_model(table, config.max_num_seqs, model), TableModel(table, model)
     tokens = _kv_cache_tokens(config, model, DTYPE_BYTES[dtype], max_model_len, name, memory_bytes)
     plan = None
@@ -145,10 +143,10 @@ def _kv_cache_tokens(
 
 
 def _known_gpu(name: str) -> str:
-    for known in DEVICE_SPECS:
+    for known in KNOWN_GPUS:
         if gpu_nickname(known) == gpu_nickname(name):
             return known
     raise ConfigError(
         f"there is no estimate for the GPU {name!r}: use {ROOFLINE_PREFIX}NAME with NAME one of "
-        f"{', '.join(map(gpu_nickname, DEVICE_SPECS))}"
+        f"{', '.join(map(gpu_nickname, KNOWN_GPUS))}"
     )
