@@ -27,6 +27,7 @@ from bench.kernels.harness import (
 )
 from bench.record import write_report
 from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import SMS_PER_TPC, SmPartition
@@ -68,7 +69,7 @@ def main(model: str, layers: int, lane_sms: int, output_json: Path) -> None:
     torch.cuda.empty_cache()
     num_blocks = max(blocks_for(lengths(*case)) for case in CASES)
     attention = TritonDecodeAttention(
-        config, random_cache(config, num_blocks), max_rows=max(case[0] for case in CASES), num_sms=num_sms
+        config, random_cache(config, num_blocks), max_rows=max(case[0] for case in CASES), gpu=Gpu.of(DEVICE)
     )
 
     def measure(

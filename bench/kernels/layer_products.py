@@ -28,6 +28,7 @@ from bench.kernels.harness import (
 )
 from bench.record import write_report
 from bullet_graph.graphs.cublas import fitting_blas
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
@@ -55,10 +56,12 @@ def ways(config: ModelConfig, layers: list[dict[str, Tensor]], rows: int) -> dic
 
         return run
 
+    ops = TritonOps(Gpu.of(inputs["qkv"].device))
+
     def engine(layer: dict[str, Tensor]) -> None:
         TritonOps.linear(inputs["qkv"], layer["qkv"])
         TritonOps.linear(inputs["o"], layer["o"])
-        TritonOps.swiglu(inputs["gate_up"], layer["gate_up"])
+        ops.swiglu(inputs["gate_up"], layer["gate_up"])
         TritonOps.linear(inputs["down"], layer["down"])
 
     def single(name: str, layer: dict[str, Tensor]) -> None:

@@ -29,7 +29,8 @@ from bench.kernels.harness import (
 )
 from bench.record import write_report
 from bullet_graph.kernels.attention import LayerRows
-from bullet_graph.kernels.flashinfer_attention import AttentionLane, RaggedBatch, prefill_backend
+from bullet_graph.kernels.flashinfer_attention import PrefillAttention, RaggedBatch, prefill_backend
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.shapes import prefill_workspace_bytes
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
@@ -55,12 +56,11 @@ def main(model: str, layers: int, output_json: Path) -> None:
     config = dataclasses.replace(PRESETS[model], num_layers=layers)
     ceiling = product_ceiling_tflops()
     num_blocks = max(blocks_for(np.array([tokens + cached], dtype=np.int32)) for tokens, cached in CONTINUED)
-    lane = AttentionLane(
+    lane = PrefillAttention(
         config,
         random_cache(config, num_blocks),
         dtype=DTYPE,
-        backend=prefill_backend(DEVICE),
-        causal=True,
+        backend=prefill_backend(Gpu.of(DEVICE)),
         float_workspace=torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=DEVICE),
     )
     cases: list[dict[str, Any]] = []
@@ -96,7 +96,6 @@ def main(model: str, layers: int, output_json: Path) -> None:
     for tokens, cached in CONTINUED:
         paged = lane.plan(
             paged_batch(np.array([tokens + cached], dtype=np.int32), num_blocks, rows_each=tokens),
-            captured=False,
         )
         q = random_tensor(tokens, config.num_heads, config.head_dim)
         out = torch.empty_like(q)

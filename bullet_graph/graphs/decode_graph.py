@@ -17,6 +17,7 @@ from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, decode_functions,
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, largest_first, smallest_holding
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader, packed_offsets
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import sample
@@ -110,7 +111,7 @@ class DecodeGraphs:
             decoder.config,
             decoder.cache,
             max_rows=max_batch_size,
-            num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+            gpu=Gpu.of(device),
         )
         self._state = state
         self._padding_slot = padding_slot

@@ -12,6 +12,7 @@ from torch import Tensor
 from bullet_graph.errors import ConfigError
 from bullet_graph.kernels.attention import LayerRows
 from bullet_graph.kernels.decode_attention_kernels import combine_partials_kernel, decode_attention_kernel
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.shapes import DecoderShape
 
@@ -151,10 +152,8 @@ class TritonDecodeAttention:
         config: the model's shape.
         cache: the KV cache, on the lane's device.
         max_rows: most rows of a batch.
-        num_sms: SMs of the device: the most that a plan may name.
+        gpu: the lane's device.
         settings: None for :func:`default_settings` of the SMs that a plan names.
-        overlap_launches: start the second kernel's programs while the first runs; None where the GPU can (from
-            Hopper on).
 
     Raises:
         ConfigError: a head's size, the settings, or the cache's layout is not one the kernels can take.
@@ -166,9 +165,8 @@ class TritonDecodeAttention:
         cache: KVCache,
         *,
         max_rows: int,
-        num_sms: int,
+        gpu: Gpu,
         settings: DecodeKernelSettings | None = None,
-        overlap_launches: bool | None = None,
     ) -> None:
         whole = settings or default_settings(config)
         part = settings or default_settings(config, whole_gpu=False)
@@ -177,12 +175,10 @@ class TritonDecodeAttention:
         self._config = config
         self._cache = cache
         self._max_rows = max_rows
-        self._num_sms = num_sms
+        self._num_sms = gpu.num_sms
+        self._overlap_launches = gpu.overlaps_launches
         device = cache.layer(0)[0].device
-        if overlap_launches is None:
-            overlap_launches = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        self._overlap_launches = overlap_launches
-        slots = 2 * max(self._workers(num_sms, whole), self._workers(num_sms, part))
+        slots = 2 * max(self._workers(gpu.num_sms, whole), self._workers(gpu.num_sms, part))
         self._partials = torch.empty(
             slots, config.num_heads, config.head_dim, dtype=torch.float32, device=device
         )

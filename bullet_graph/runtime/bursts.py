@@ -13,6 +13,7 @@ from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import GraphKey, bucket_for, row_buckets
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.decoder import Decoder
@@ -143,7 +144,7 @@ class Workbench:
         )
         max_rows = limits.max_tokens + max_batch_size
         buckets = row_buckets(max_rows, decoder.config)
-        self._layer_graphs = PiecewiseGraphs(decoder, TritonOps(), buckets=buckets)
+        self._layer_graphs = PiecewiseGraphs(decoder, TritonOps(Gpu.of(device)), buckets=buckets)
         self._eager = EagerLane(
             decoder,
             state,

@@ -18,6 +18,7 @@ from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.engine_graphs import EngineGraphs
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.graphs.report import CaptureReport
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState, token_logprobs
 from bullet_graph.kernels.triton_ops import TritonOps
@@ -195,7 +196,9 @@ class CudaExecutor:
         self._layer_graphs: PiecewiseGraphs | None = None
         if cuda_graphs:
             with torch.cuda.stream(stream), torch.inference_mode():
-                self._layer_graphs = PiecewiseGraphs(decoder, TritonOps(), buckets=plan.piecewise_rows)
+                self._layer_graphs = PiecewiseGraphs(
+                    decoder, TritonOps(Gpu.of(device)), buckets=plan.piecewise_rows
+                )
 
         def lane(name: Lane, graphs: PiecewiseGraphs | None) -> _Lane:
             stream = self._stream(name, WHOLE_GPU)

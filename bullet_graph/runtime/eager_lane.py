@@ -13,16 +13,17 @@ from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.kernels.attention import MixedAttention
 from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.kernels.flashinfer_attention import (
-    AttentionLane,
     PagedBatch,
     PlannedAttention,
+    PrefillAttention,
     RaggedBatch,
     prefill_backend,
 )
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.shapes import prefill_workspace_bytes
-from bullet_graph.kernels.triton_ops import PartitionOps, TritonOps, sample
+from bullet_graph.kernels.triton_ops import TritonOps, sample
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.runtime.rows import Rows
@@ -68,7 +69,6 @@ class EagerLane:
         max_rows: most rows of a forward.
         num_kv_blocks: blocks of the cache.
         graphs: captured pieces for short forwards, of this lane alone; None launches all of them kernel by kernel.
-        few_fresh_rows: up to so many rows, prompts that begin attend in one launch with those that go on.
     """
 
     def __init__(
@@ -80,23 +80,21 @@ class EagerLane:
         max_rows: int,
         num_kv_blocks: int,
         graphs: PiecewiseGraphs | None = None,
-        few_fresh_rows: int = FEW_FRESH_ROWS,
     ) -> None:
         config, device = decoder.config, decoder.cos_sin.device
         self._decoder = decoder
         self._state = state
-        self._functions = eager_functions(TritonOps())
-        self._partial_functions = eager_functions(PartitionOps())
+        gpu = Gpu.of(device)
+        self._functions = eager_functions(TritonOps(gpu))
+        self._partial_functions = eager_functions(TritonOps())
         self._graphs = graphs
-        self._few_fresh_rows = few_fresh_rows
-        backend = prefill_backend(device)
+        backend = prefill_backend(gpu)
         prompt_lane = partial(
-            AttentionLane,
+            PrefillAttention,
             config,
             decoder.cache,
             dtype=decoder.weights.lm_head.dtype,
             backend=backend,
-            causal=True,
             # They take turns, so they may share their scratch.
             float_workspace=torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=device),
         )
@@ -108,7 +106,7 @@ class EagerLane:
             config,
             decoder.cache,
             max_rows=max_num_seqs,
-            num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+            gpu=gpu,
         )
         # As many rows as captured decode steps have: at any other number, cuBLAS may choose a kernel that the device
         # has yet to load, and stands still meanwhile, some 45 ms on an H200.
@@ -169,7 +167,7 @@ class EagerLane:
         n = rows.num_prefill
         num_cached = rows.num_continued
         num_fresh_rows = rows.num_prefill_rows - int(rows.q_indptr[num_cached])
-        if self._fresh_attention is None or (num_cached and num_fresh_rows <= self._few_fresh_rows):
+        if self._fresh_attention is None or (num_cached and num_fresh_rows <= FEW_FRESH_ROWS):
             num_cached = n
         num_cached_rows = int(rows.q_indptr[num_cached])
         cached = fresh = decode = None
@@ -264,7 +262,7 @@ class EagerLane:
 
     def _plan(
         self,
-        lane: AttentionLane,
+        attention: PrefillAttention,
         rows: Rows,
         num_sequences: int,
         q_indptr: Tensor,
@@ -283,4 +281,4 @@ class EagerLane:
             host_kv_lens=torch.from_numpy(rows.kv_lens[:num_sequences]),
             num_rows=int(rows.q_indptr[num_sequences]),
         )
-        return lane.plan(batch, captured=False)
+        return attention.plan(batch)

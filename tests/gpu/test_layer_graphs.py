@@ -8,6 +8,7 @@ import torch
 
 from bullet_graph.graphs.key import row_buckets
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import TritonOps
@@ -47,7 +48,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     decoder = Decoder(config, weights, cache, cos_sin_table(config, 8192, DEVICE))
     with torch.inference_mode():
         buckets = row_buckets(MAX_ROWS, config)
-        graphs = PiecewiseGraphs(decoder, TritonOps(), buckets=buckets)
+        graphs = PiecewiseGraphs(decoder, TritonOps(Gpu.of(DEVICE)), buckets=buckets)
         state = SamplingState(MAX_SEQS + 1, DEVICE)
         captured, eager = (
             EagerLane(

@@ -9,11 +9,12 @@ from forward_rows import make_rows
 from bullet_graph.kernels.attention import LayerRows, MixedAttention, ReferenceAttention
 from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.kernels.flashinfer_attention import (
-    AttentionLane,
     PagedBatch,
+    PrefillAttention,
     RaggedBatch,
     prefill_backend,
 )
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import RowInputs
 from bullet_graph.kernels.shapes import prefill_workspace_bytes
@@ -44,18 +45,16 @@ class Kernels:
     def __init__(self, config: ModelConfig, cache: KVCache, dtype: torch.dtype) -> None:
         scratch = torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=DEVICE)
         self._cached, self._fresh = (
-            AttentionLane(
+            PrefillAttention(
                 config,
                 cache,
                 dtype=dtype,
-                backend=prefill_backend(DEVICE),
-                causal=True,
+                backend=prefill_backend(Gpu.of(DEVICE)),
                 float_workspace=scratch,
             )
             for _ in range(2)
         )
-        num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-        self._decode = TritonDecodeAttention(config, cache, max_rows=64, num_sms=num_sms)
+        self._decode = TritonDecodeAttention(config, cache, max_rows=64, gpu=Gpu.of(DEVICE))
         self._block_tokens = cache.block_tokens
 
     def plan(self, rows: Rows) -> MixedAttention:
@@ -78,7 +77,6 @@ class Kernels:
                     host_kv_lens=torch.from_numpy(rows.kv_lens[:c]),
                     num_rows=int(rows.q_indptr[c]),
                 ),
-                captured=False,
             )
         if c < n:
             fresh = self._fresh.plan_ragged(
@@ -115,7 +113,7 @@ def project(
         torch.from_numpy(rows.kv_slots).to(DEVICE),
         cos_sin_table(config, MAX_LEN, DEVICE),
     )
-    q = TritonOps().rope_and_cache(qkv, inputs, *cache.layer(LAYER), None, config)
+    q = TritonOps.rope_and_cache(qkv, inputs, *cache.layer(LAYER), None, config)
     return LayerRows.of(q, qkv, config), inputs
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import TorchOps
-from bullet_graph.kernels.triton_ops import FUSED_SWIGLU_MIN_ROWS, TritonOps, hopper_sms, swiglu_matmul
+from bullet_graph.kernels.triton_ops import FUSED_SWIGLU_MIN_ROWS, TritonOps, swiglu_matmul
 from bullet_graph.models.presets import PRESETS
 
 DEVICE = torch.device("cuda")
@@ -12,8 +13,15 @@ ERROR = 1e-2  # relative, Frobenius
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(hopper_sms(DEVICE) == 0, reason="the kernel is for compute capability 9.0"),
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and Gpu.of(DEVICE).is_hopper),
+        reason="the kernel is for compute capability 9.0",
+    ),
 ]
+
+
+def fused(x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    return swiglu_matmul(x, gate_up, out, num_sms=Gpu.of(DEVICE).num_sms)
 
 
 def inputs(
@@ -36,7 +44,7 @@ def test_presets(preset: str, rows: int) -> None:
     config = PRESETS[preset]
     x, gate_up = inputs(rows, config.hidden_size, config.intermediate_size)
     out = torch.full((rows, config.intermediate_size), torch.nan, dtype=x.dtype, device=DEVICE)
-    swiglu_matmul(x, gate_up, out)
+    fused(x, gate_up, out)
     check(out, x, gate_up)
 
 
@@ -49,7 +57,7 @@ def test_sizes_that_no_tile_divides(
 ) -> None:
     x, gate_up = inputs(rows, hidden_size, intermediate_size, dtype)
     around = torch.full((rows + 256, intermediate_size), torch.nan, dtype=dtype, device=DEVICE)
-    swiglu_matmul(x, gate_up, around[128:-128])
+    fused(x, gate_up, around[128:-128])
     check(around[128:-128], x, gate_up)
     assert around[:128].isnan().all()
     assert around[-128:].isnan().all()
@@ -57,21 +65,24 @@ def test_sizes_that_no_tile_divides(
 
 def test_rows_decide_what_the_engine_launches() -> None:
     x, gate_up = inputs(FUSED_SWIGLU_MIN_ROWS, 1024, 3072)
-    assert torch.equal(TritonOps().swiglu(x, gate_up), swiglu_matmul(x, gate_up))
+    ops = TritonOps(Gpu.of(DEVICE))
+    assert torch.equal(ops.swiglu(x, gate_up), fused(x, gate_up))
+    two_steps = ops.silu_and_mul(ops.linear(x, gate_up))
+    assert torch.equal(TritonOps().swiglu(x, gate_up), two_steps)
     fewer = x[:-1]
-    two_steps = TritonOps().silu_and_mul(TritonOps().linear(fewer, gate_up))
-    assert torch.equal(TritonOps().swiglu(fewer, gate_up), two_steps)
+    two_steps = ops.silu_and_mul(ops.linear(fewer, gate_up))
+    assert torch.equal(ops.swiglu(fewer, gate_up), two_steps)
     check(two_steps, fewer, gate_up)
 
 
 def test_a_captured_launch_reads_what_its_tensors_hold_when_replayed() -> None:
     x, gate_up = inputs(1024, 1024, 3072)
-    swiglu_matmul(x, gate_up)  # loads the kernel, which a capture may not
+    fused(x, gate_up)  # loads the kernel, which a capture may not
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = swiglu_matmul(x, gate_up)
+        out = fused(x, gate_up)
     out.fill_(torch.nan)
     x.neg_()
     graph.replay()
     check(out, x, gate_up)
-    assert torch.equal(out, swiglu_matmul(x, gate_up))
+    assert torch.equal(out, fused(x, gate_up))

@@ -21,6 +21,7 @@ from bullet_graph.captures.store import CaptureStore
 from bullet_graph.errors import CacheError, CaptureCacheWarning
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.kernels.flashinfer_attention import load_module, needed_module
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.offsets import DriverId, remember, remembered
@@ -61,7 +62,7 @@ print(counter.counts.triton)
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeFlashInfer:
     """FlashInfer on Hopper; nothing of it is compiled."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(Gpu, "of", lambda _: Gpu(132, (9, 0)))
     return FakeFlashInfer.install(monkeypatch, tmp_path)
 
 
@@ -252,7 +253,7 @@ def test_flashinfer_s_modules(
         Captures(opened).load_attention(runtime)
         library = opened.path(MODULE)
     assert flashinfer.loaded == [library]
-    load_module(needed_module(runtime.device, torch.bfloat16, 128))
+    load_module(needed_module(Gpu.of(runtime.device), torch.bfloat16, 128))
     assert flashinfer.loaded == [library], "an attention lane gets what the cache has brought"
 
 
@@ -269,7 +270,7 @@ def test_a_library_of_flashinfer_s_that_cannot_be_loaded(
             captures.load_attention(runtime)
         assert flashinfer.loaded == []
     assert len(captures.use.problems) == 1
-    load_module(needed_module(runtime.device, torch.bfloat16, 128))
+    load_module(needed_module(Gpu.of(runtime.device), torch.bfloat16, 128))
     assert flashinfer.built == ["prefill_fa3_128"]
 
 

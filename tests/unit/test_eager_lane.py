@@ -19,6 +19,7 @@ from bullet_graph.models.decoder import Decoder, SampledRows, cos_sin_table
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import dummy_weights
+from bullet_graph.runtime import eager_lane
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.rows import Rows
 
@@ -94,6 +95,7 @@ def test_forward_equals_the_reference(
     capability: tuple[int, int],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", few_fresh_rows)
     decoder, reference = new_decoder(), new_decoder()
     lane = EagerLane(
         decoder,
@@ -101,7 +103,6 @@ def test_forward_equals_the_reference(
         max_num_seqs=MAX_SEQS,
         max_rows=64,
         num_kv_blocks=NUM_BLOCKS,
-        few_fresh_rows=few_fresh_rows,
     )
     rows = make_rows(chunks, decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
     logits, _ = lane.run(rows)

@@ -124,7 +124,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         yield
         gpu.current = before
 
-    properties = SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
     for name, value in {
         "get_device_properties": lambda _: properties,
         "synchronize": lambda *_: None,

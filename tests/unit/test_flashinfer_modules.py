@@ -9,6 +9,7 @@ import torch
 from fakes.flashinfer_package import FakeFlashInfer
 
 from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_module
+from bullet_graph.kernels.gpu import Gpu
 
 FA2 = ModuleSpec("fa2", torch.bfloat16, 128)
 
@@ -57,11 +58,8 @@ def test_what_cannot_be_loaded_is_asked_for_again(flashinfer: FakeFlashInfer, tm
     ("capability", "name"),
     [((9, 0), "fa3_float16_64"), ((8, 0), "fa2_float16_64")],
 )
-def test_what_an_engine_needs(
-    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert needed_module(torch.device("cuda"), torch.float16, 64).name == name
+def test_what_an_engine_needs(capability: tuple[int, int], name: str) -> None:
+    assert needed_module(Gpu(132, capability), torch.float16, 64).name == name
 
 
 def test_the_gpu_s_executor_imports_neither_flashinfer_nor_its_loader() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.kernels.attention import LayerRows, ReferenceAttention
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
@@ -100,7 +101,9 @@ def check(
     expected = reference.run(LAYER, rows_of(q.float()))
     for combine_rows in (1, rows + 1):
         chosen = dataclasses.replace(kernel or default_settings(config), combine_rows=combine_rows)
-        lane = TritonDecodeAttention(config, cache, max_rows=rows + 1, num_sms=num_sms, settings=chosen)
+        lane = TritonDecodeAttention(
+            config, cache, max_rows=rows + 1, gpu=Gpu(num_sms, (8, 0)), settings=chosen
+        )
         plan = lane.plan(batch)
         assert (plan.combination is None) == (combine_rows == 1)
         first = plan.run(LAYER, rows_of(q))
@@ -176,9 +179,17 @@ def test_heads_before_tokens_in_memory() -> None:
     batch = DecodeBatch(
         *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 3, 4], [2, 0, 3, 1], [7, 16]))
     )
-    plain = TritonDecodeAttention(config, cache, max_rows=2, num_sms=2).plan(batch).run(LAYER, rows_of(q))
+    plain = (
+        TritonDecodeAttention(config, cache, max_rows=2, gpu=Gpu(2, (8, 0)))
+        .plan(batch)
+        .run(LAYER, rows_of(q))
+    )
     cache._layers[:] = [(turned[0], turned[1])] * 2
-    other = TritonDecodeAttention(config, cache, max_rows=2, num_sms=2).plan(batch).run(LAYER, rows_of(q))
+    other = (
+        TritonDecodeAttention(config, cache, max_rows=2, gpu=Gpu(2, (8, 0)))
+        .plan(batch)
+        .run(LAYER, rows_of(q))
+    )
     torch.testing.assert_close(other, plain)
 
 
@@ -189,7 +200,7 @@ def test_a_plan_reads_its_batch_when_it_runs() -> None:
     indptr = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
     indices = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     last = torch.tensor([1, 1], dtype=torch.int32, device=DEVICE)
-    lane = TritonDecodeAttention(config, cache, max_rows=2, num_sms=4)
+    lane = TritonDecodeAttention(config, cache, max_rows=2, gpu=Gpu(4, (8, 0)))
     plan = lane.plan(DecodeBatch(indptr, indices, last))
     q = torch.randn(2, config.num_heads, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     plan.run(LAYER, rows_of(q))
@@ -227,7 +238,7 @@ def test_large_groups_have_one_key_head_a_tile() -> None:
 def test_bad_shapes(config: ModelConfig, kernel: DecodeKernelSettings | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TritonDecodeAttention(
-            config, filled_cache(config, 2, torch.float32), max_rows=1, num_sms=1, settings=kernel
+            config, filled_cache(config, 2, torch.float32), max_rows=1, gpu=Gpu(1, (8, 0)), settings=kernel
         )
 
 
@@ -237,12 +248,14 @@ def test_bad_strides() -> None:
     keys, values = cache.layer(0)
     cache._layers[0] = (keys, values.transpose(1, 2).contiguous().transpose(1, 2))
     with pytest.raises(ConfigError, match="same strides"):
-        TritonDecodeAttention(config, cache, max_rows=1, num_sms=1)
+        TritonDecodeAttention(config, cache, max_rows=1, gpu=Gpu(1, (8, 0)))
 
 
 def test_bad_plans() -> None:
     config = model()
-    lane = TritonDecodeAttention(config, filled_cache(config, 2, torch.float32), max_rows=2, num_sms=4)
+    lane = TritonDecodeAttention(
+        config, filled_cache(config, 2, torch.float32), max_rows=2, gpu=Gpu(4, (8, 0))
+    )
 
     def batch(rows: int) -> DecodeBatch:
         return DecodeBatch(

@@ -1,7 +1,6 @@
 """The fused SwiGLU product against plain torch: in Triton's interpreter where there is no GPU."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.presets import PRESETS
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 from bullet_graph.kernels import triton_ops
-from bullet_graph.kernels.triton_ops import SwigluTiling, TritonOps, can_fuse, hopper_sms, swiglu_matmul
+from bullet_graph.kernels.triton_ops import DEFAULT_TILING, SwigluTiling, TritonOps, can_fuse, swiglu_matmul
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ERROR = 1e-2  # relative, Frobenius, as on the GPU
@@ -23,10 +23,17 @@ ERROR = 1e-2  # relative, Frobenius, as on the GPU
 SMALL = SwigluTiling(block_m=16, block_n=16, block_k=16, group_m=2, num_stages=2, num_warps=4)
 
 
-@pytest.fixture(autouse=True)
-def few_hopper_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three SMs, so that each has several tiles."""
-    monkeypatch.setattr(triton_ops, "hopper_sms", lambda _device: 3)
+OPS = TritonOps(Gpu(3, (9, 0)))
+
+
+def fused(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    out: torch.Tensor | None = None,
+    tiling: SwigluTiling = DEFAULT_TILING,
+) -> torch.Tensor:
+    """On three SMs, so that each has several tiles."""
+    return swiglu_matmul(x, gate_up, out, num_sms=3, tiling=tiling)
 
 
 def inputs(rows: int, hidden_size: int, intermediate_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +60,7 @@ def test_swiglu_matmul(rows: int, hidden_size: int, intermediate_size: int) -> N
     x, gate_up = inputs(rows, hidden_size, intermediate_size)
     guarded = poisoned(rows + 2, intermediate_size)
     out = guarded[1:-1]
-    assert swiglu_matmul(x, gate_up, out, tiling=SMALL) is out
+    assert fused(x, gate_up, out, tiling=SMALL) is out
     assert relative_error(out, TorchOps.swiglu(x.float(), gate_up.float())) <= ERROR
     assert guarded[[0, -1]].isnan().all()
 
@@ -62,35 +69,33 @@ def test_swiglu_matmul(rows: int, hidden_size: int, intermediate_size: int) -> N
 @settings(max_examples=20, deadline=None)
 def test_any_sizes(rows: int, hidden_eighths: int, intermediate_eighths: int, group_m: int) -> None:
     x, gate_up = inputs(rows, 8 * hidden_eighths, 8 * intermediate_eighths)
-    out = swiglu_matmul(x, gate_up, tiling=replace(SMALL, group_m=group_m))
+    out = fused(x, gate_up, tiling=replace(SMALL, group_m=group_m))
     assert out.dtype == x.dtype
     assert relative_error(out, TorchOps.swiglu(x.float(), gate_up.float())) <= ERROR
 
 
 def test_swiglu_on_both_sides_of_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ops, "FUSED_SWIGLU_MIN_ROWS", 20)
-    fused: list[int] = []
+    fused_rows: list[int] = []
 
-    def recorded(x: torch.Tensor, gate_up_weight: torch.Tensor) -> torch.Tensor:
-        fused.append(len(x))
-        return swiglu_matmul(x, gate_up_weight)
+    def recorded(x: torch.Tensor, gate_up_weight: torch.Tensor, *, num_sms: int) -> torch.Tensor:
+        fused_rows.append(len(x))
+        return swiglu_matmul(x, gate_up_weight, num_sms=num_sms)
 
     monkeypatch.setattr(triton_ops, "swiglu_matmul", recorded)
     for rows in (1, 19, 20, 21):
         x, gate_up = inputs(rows, 128, 136)
-        out, expected = TritonOps.swiglu(x, gate_up), TorchOps.swiglu(x, gate_up)
+        out, expected = OPS.swiglu(x, gate_up), TorchOps.swiglu(x, gate_up)
         assert out.shape == expected.shape
         assert out.dtype == expected.dtype
         assert relative_error(out, expected.float()) <= ERROR
-    assert fused == [20, 21]
+    assert fused_rows == [20, 21]
 
 
 def test_float32_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ops, "FUSED_SWIGLU_MIN_ROWS", 1)
     x, gate_up = (tensor.float() for tensor in inputs(4, 64, 64))
-    torch.testing.assert_close(
-        TritonOps.swiglu(x, gate_up), TorchOps.swiglu(x, gate_up), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(OPS.swiglu(x, gate_up), TorchOps.swiglu(x, gate_up), rtol=1e-4, atol=1e-4)
 
 
 def test_every_preset_fits_in_sixteen_bits() -> None:
@@ -112,19 +117,11 @@ def test_what_does_not_fit_is_refused(hidden_size: int, intermediate_size: int, 
     assert not can_fuse(x, gate_up)
     found = f"{dtype} @ {dtype}, hidden size {hidden_size} and intermediate size {intermediate_size}"
     with pytest.raises(ConfigError, match=found):
-        swiglu_matmul(x, gate_up)
+        fused(x, gate_up)
 
 
-def test_only_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``hopper_sms`` was imported before the fixture put another in its place."""
-    gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: gpu)
-    assert hopper_sms(torch.device("cuda")) == 132
-    assert hopper_sms(torch.device("cpu")) == 0
-    gpu.major = 10
-    assert hopper_sms(torch.device("cuda")) == 0
-    monkeypatch.setattr(triton_ops, "hopper_sms", hopper_sms)
-    x, gate_up = inputs(4, 64, 64)
-    assert not can_fuse(x.cpu(), gate_up.cpu())
-    with pytest.raises(ConfigError, match="found cpu"):
-        swiglu_matmul(x.cpu(), gate_up.cpu())
+@pytest.mark.parametrize("gpu", [Gpu(108, (8, 0)), Gpu(148, (10, 0)), None], ids=str)
+def test_only_hopper_as_a_whole_fuses(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None) -> None:
+    monkeypatch.setattr(triton_ops, "FUSED_SWIGLU_MIN_ROWS", 1)
+    monkeypatch.setattr(triton_ops, "swiglu_matmul", None)
+    assert TritonOps(gpu).swiglu(*inputs(4, 64, 64)).shape == (4, 64)

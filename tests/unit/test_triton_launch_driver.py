@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
@@ -43,7 +44,7 @@ driver.set_active(
 )
 config = PRESETS["qwen3-0.6b"]
 cache = KVCache(config, num_blocks=4, block_tokens=16, dtype=torch.bfloat16, device=torch.device("cpu"))
-lane = TritonDecodeAttention(config, cache, max_rows=64, num_sms=132, overlap_launches=True)
+lane = TritonDecodeAttention(config, cache, max_rows=64, gpu=Gpu(132, (9, 0)))
 rows = 20
 batch = DecodeBatch(*(torch.arange(n, dtype=torch.int32) for n in (rows + 1, rows, rows)))
 q, out = (torch.zeros(rows, config.num_heads, config.head_dim, dtype=torch.bfloat16) for _ in range(2))

@@ -17,6 +17,7 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounter, CompileCounts
 from bullet_graph.kernels.flashinfer_attention import needed_module
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.exercise import exercise
@@ -220,7 +221,7 @@ def _adopt(store: CaptureStore, build: Build, here: Fingerprint, plan: dict[str,
 
 
 def _add_flashinfer(build: Build, runtime: Runtime) -> None:
-    module = needed_module(runtime.device, runtime.dtype, runtime.model.head_dim)
+    module = needed_module(Gpu.of(runtime.device), runtime.dtype, runtime.model.head_dim)
     artifact = flashinfer_artifact(module)
     if artifact not in build:
         start_s = time.perf_counter()

@@ -19,6 +19,7 @@ from bullet_graph.graphs.aot import stored
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compiled import Half, HalfCompiler, compile_now
 from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_module
+from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.runtime.artifacts.library_caches import LIBRARY_CACHES, TRITON, restore
 from bullet_graph.runtime.artifacts.measured import restore_mask_offset, tuned_row_buckets
@@ -201,7 +202,7 @@ class Captures:
         """Load FlashInfer's module, if it is there."""
         if self._source is None:
             return
-        module = needed_module(runtime.device, runtime.dtype, runtime.model.head_dim)
+        module = needed_module(Gpu.of(runtime.device), runtime.dtype, runtime.model.head_dim)
         artifact = flashinfer_artifact(module)
         if all(there.name != artifact for there in self._source.of_kind(ArtifactKind.FLASHINFER)):
             return
