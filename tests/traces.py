@@ -9,7 +9,7 @@ Record = dict[str, Any]
 HEADER: Record = {
     "type": "header",
     "format": "bullet-graph decision trace",
-    "format_version": 1,
+    "format_version": 2,
     "model": "tiny",
     "device": "H200",
     "num_sms": 132,

@@ -14,7 +14,7 @@ _CLI = "bullet_graph.cli"
 
 _COMMANDS = {
     "doctor": (f"{_CLI}.doctor:doctor", "Tell what works on this machine, and what to do about the rest."),
-    "explain": (f"{_CLI}.explain.command:explain", "Sum up a decision trace."),
+    "explain": (f"{_CLI}.explain:explain", "Sum up a decision trace."),
     "generate": (f"{_CLI}.generate:generate", "Continue prompts, printing text as it comes."),
     "profile": (f"{_CLI}.profile:profile", "Measure this GPU for the planner and the simulator."),
     "serve": (f"{_CLI}.serve:serve", "Serve a model over HTTP, with OpenAI's interface."),

@@ -7,7 +7,6 @@ from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.counters import LoopCounters
 from bullet_graph.engine.in_flight import InFlight, Launch, Launching, other_lane
 from bullet_graph.engine.loads import ChunkUnderWay, fill, load_of
-from bullet_graph.engine.loop_trace import LoopTrace
 from bullet_graph.engine.output import EngineStats, RequestOutput
 from bullet_graph.engine.request import Request, RequestTracker
 from bullet_graph.engine.scheduler import Scheduler
@@ -50,7 +49,7 @@ class EngineCore:
     ) -> None:
         self.executor = executor
         self.planner = planner
-        self.trace = LoopTrace(trace, executor.num_sms)
+        self.trace = trace
         self.pool = BlockPool(
             num_blocks=num_kv_blocks,
             num_slots=max_num_seqs,
@@ -82,7 +81,7 @@ class EngineCore:
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request where it is and return its last output; None for an unknown id."""
         output = self.tracker.abort(request_id)
-        if output is not None:
+        if output is not None and self.trace is not None:
             self.trace.finished(output)
         return output
 
@@ -169,7 +168,7 @@ class EngineCore:
         """Launch on each lane what the plan for this load says; whether there was anything."""
         depth = self.executor.max_in_flight
         plan = self.planner.plan(load)
-        decision = self.trace.decided(load, plan)
+        decision = 0 if self.trace is None else self.trace.decided(load, plan)
         launched = False
         # Decode first: its rows may need the blocks of a prompt that is idle now.
         for lane, launch in (("decode", self._decode_step), ("prefill", self._prefill_slice)):
@@ -247,7 +246,8 @@ class EngineCore:
         beside = bool(self._in_flight[other_lane(lane)])
         launch = Launch(ticket, scheduled, placement, plan.policy, predicted_ms, beside)
         self._in_flight.add(launch, now)
-        self.trace.launched(launch, decision=decision, layers=layers, now_s=now)
+        if self.trace is not None:
+            self.trace.launched(launch, decision=decision, layers=layers, now_s=now)
 
     def _prepare_between(self) -> None:
         """Capture a missing graph while the device works on what is launched, if nobody's target suffers.
@@ -292,7 +292,8 @@ class EngineCore:
         now = self.executor.now()
         launch = self._in_flight.pop(lane, now)
         self.counters.retired(launch, result.device_ms)
-        self.trace.retired(launch.ticket, now, result.device_ms)
+        if self.trace is not None:
+            self.trace.retired(launch.ticket, now, result.device_ms)
         # In a split a step that ran alone for a while says nothing of how fast it is beside the other lane.
         alone = launch.policy == "split" and not (launch.beside and self._in_flight[other_lane(lane)])
         if launch.predicted_ms is not None and not alone:
@@ -303,6 +304,6 @@ class EngineCore:
         self.counters.stepped(launch.scheduled, now)
         outputs = self.tracker.retire(launch.scheduled, result, now)
         for output in outputs:
-            if output.finished:
+            if output.finished and self.trace is not None:
                 self.trace.finished(output)
         return outputs

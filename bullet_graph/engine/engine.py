@@ -111,7 +111,7 @@ class Engine:
         try:
             self._core = self._new_core(built.executor)
             if trace_path is not None:
-                self._trace = self._core.trace.file = self._open_trace(trace_path)
+                self._trace = self._core.trace = self._open_trace(trace_path)
         except BaseException:
             # The same here.
             built.executor.shutdown()

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+from bullet_graph.engine.in_flight import Launch
+from bullet_graph.engine.output import RequestOutput
 from bullet_graph.errors import ConfigError, TraceError
-from bullet_graph.partition.masks import SMS_PER_TPC, Lane
-from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.trace_records import TRACE_FORMAT, TRACE_FORMAT_VERSION, TraceHeader
+from bullet_graph.partition.masks import SMS_PER_TPC
+from bullet_graph.perf.trace import TRACE_FORMAT, TRACE_FORMAT_VERSION, TraceHeader
 from bullet_graph.planner.plan import Load, Option, Plan
-from bullet_graph.slo import Slo
 
 __all__ = ["DecisionTrace", "TraceHeader"]
 
@@ -32,6 +32,7 @@ class DecisionTrace:
     def __init__(self, path: Path, file: TextIO, header: TraceHeader) -> None:
         self._path = path
         self._file = file
+        self._num_sms = header.num_sms
         self._unflushed_chars = 0
         self._num_decisions = 0
         self._last_key: tuple[object, ...] = ()
@@ -113,36 +114,23 @@ class DecisionTrace:
         )
         return number
 
-    def launched(
-        self,
-        ticket: int,
-        lane: Lane,
-        *,
-        decision: int,
-        now_s: float,
-        policy: str,
-        decode_rows: int,
-        prefill_rows: int,
-        layers: int,
-        decode_sms: int | None,
-        prefill_sms: int | None,
-        predicted_ms: float | None,
-    ) -> None:
-        """Note a launch; SMs of both lanes at the time, None for all of them."""
+    def launched(self, launch: Launch, *, decision: int, layers: int, now_s: float) -> None:
+        """Note a launch of ``layers`` layers that follows a decision."""
+        step, partition = launch.scheduled.step, launch.placement.partition
         self._write(
             {
                 "type": "launch",
-                "ticket": ticket,
-                "lane": lane,
+                "ticket": launch.ticket,
+                "lane": launch.placement.lane,
                 "decision": decision,
                 "time_s": now_s,
-                "policy": policy,
-                "decode_rows": decode_rows,
-                "prefill_rows": prefill_rows,
+                "policy": launch.policy,
+                "decode_rows": 0 if step.decode is None else len(step.decode.slots),
+                "prefill_rows": 0 if step.prefill is None else len(step.prefill.token_ids),
                 "layers": layers,
-                "decode_sms": decode_sms,
-                "prefill_sms": prefill_sms,
-                "predicted_ms": _finite(predicted_ms),
+                "decode_sms": self._lane_sms(partition.decode_tpcs),
+                "prefill_sms": self._lane_sms(partition.prefill_tpcs),
+                "predicted_ms": _finite(launch.predicted_ms),
             }
         )
 
@@ -150,28 +138,21 @@ class DecisionTrace:
         """Note that a launch is over."""
         self._write({"type": "retire", "ticket": ticket, "time_s": now_s, "device_ms": device_ms})
 
-    def finished(
-        self,
-        request_id: str,
-        metrics: RequestMetrics,
-        slo: Slo,
-        prompt_tokens: int,
-        output_tokens: int,
-        reason: str,
-    ) -> None:
-        """Note a request that ended, with the targets that held for it."""
-        arrival_s = metrics.arrival_s
+    def finished(self, output: RequestOutput) -> None:
+        """Note a request's last output, with the targets that held for it."""
+        metrics, slo, prompt_tokens = output.metrics, output.slo, len(output.prompt_token_ids)
+        arrival_s, token_times_s = metrics.arrival_s, metrics.token_times_s
         self._write(
             {
                 "type": "request",
-                "request_id": request_id,
-                "reason": reason,
+                "request_id": output.request_id,
+                "reason": output.outputs[0].finish_reason or "abort",
                 "prompt_tokens": prompt_tokens,
-                "output_tokens": output_tokens,
+                "output_tokens": len(token_times_s),
                 "arrival_s": arrival_s,
                 "first_scheduled_s": metrics.first_scheduled_s,
                 # Whole numbers are short, and quick to write for long outputs.
-                "token_us": [round((time_s - arrival_s) * 1e6) for time_s in metrics.token_times_s],
+                "token_us": [round((time_s - arrival_s) * 1e6) for time_s in token_times_s],
                 "ttft_limit_ms": _finite(slo.ttft_limit_ms(prompt_tokens)),
                 "tpot_limit_ms": slo.tpot_ms,
             }
@@ -186,6 +167,9 @@ class DecisionTrace:
             self._file.close()
         except OSError as error:
             raise self._failed(error) from error
+
+    def _lane_sms(self, tpcs: int | None) -> int | None:
+        return self._num_sms if tpcs is None else tpcs * SMS_PER_TPC
 
     def _write_repeats(self) -> None:
         if self._repeats:

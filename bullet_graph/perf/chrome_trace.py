@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
-from bullet_graph.perf.explain import Window
-from bullet_graph.perf.occupancy import Occupancy
-from bullet_graph.perf.trace_records import LANES, Decision, LaneName, Launch, Trace
+from bullet_graph.perf.explain import Occupancy, Window
+from bullet_graph.perf.trace import LANES, Decision, LaneName, Launch, Trace
 
 _PROCESS = 1
 _PLANNER_THREAD = 0
@@ -41,15 +41,7 @@ def to_chrome_trace(trace: Trace, window: Window | None = None) -> dict[str, Any
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {
-            "model": header.model,
-            "device": header.device,
-            "num_sms": header.num_sms,
-            "num_layers": header.num_layers,
-            "policy": header.policy,
-            "slo": header.slo,
-            "version": header.version,
-        },
+        "otherData": asdict(header),
     }
 
 

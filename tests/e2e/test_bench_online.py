@@ -12,7 +12,7 @@ from bullet_graph import Engine
 from bullet_graph.cli.bench import online as online_module
 from bullet_graph.engine.output import RequestOutput
 from bullet_graph.perf.energy import DeviceMonitor, DeviceSample
-from bullet_graph.perf.trace_file import read_trace
+from bullet_graph.perf.trace import read_trace
 
 LENGTHS = ((30, 5), (7, 12), (100, 1), (12, 8), (50, 3), (9, 6))
 TARGETS = ("--goodput", "ttft:60000", "tpot:60000")

@@ -11,7 +11,7 @@ from fakes.perf_tables import h200_table, interrupted_table
 
 from bullet_graph.cli.serving.goodput import spread_targets
 from bullet_graph.perf.table_file import write_table
-from bullet_graph.perf.trace_file import read_trace
+from bullet_graph.perf.trace import read_trace
 
 TARGETS = ("--goodput", "ttft:500", "tpot:15")
 
@@ -219,7 +219,7 @@ def test_a_sweep_that_holds_nowhere_says_so() -> None:
         (("--trace-decisions", "t", "--policy", "mixed", "--policy", "auto"), "one run"),
         (("--model", "gpt-9"), "unknown model 'gpt-9'"),
         (("--model", "qwen3-0.6b", "--max-model-len", "50000"), "model's own limit"),
-        (("--max-num-seqs", "0"), "max_num_seqs"),
+        (("--max-num-seqs", "0"), "--max-num-seqs"),
         (("--kv-cache-bytes", "1MiB"), "KV cache for one sequence"),
         (("--output-json", "missing/r.json"), "does not exist"),
     ],

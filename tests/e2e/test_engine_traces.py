@@ -7,7 +7,7 @@ from engines import GREEDY, Model, run_to_end
 from policies import EASY, LENGTHS, PROMPTS, Launches, fail_launches, make, short_slices
 
 from bullet_graph import ConfigError, EngineDeadError, RequestError, Slo
-from bullet_graph.perf.trace_file import read_trace
+from bullet_graph.perf.trace import read_trace
 from bullet_graph.runtime.cpu import CpuExecutor
 
 # ---- decision traces ----

@@ -13,7 +13,7 @@ from peers_fakes import CompletionsServer, Telling, completions_server, install_
 from bench.peers.command import compare
 from bullet_graph import EngineDeadError
 from bullet_graph.cli.bench.sweep_file import read_sweep
-from bullet_graph.cli.explain.command import explain
+from bullet_graph.cli.explain import explain
 
 LENGTHS = ((20, 4), (33, 1), (7, 6), (50, 3), (12, 5))
 EASY = "ttft:600000 tpot:600000"

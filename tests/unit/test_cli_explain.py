@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 from traces import HEADER, RUN, request, write
 
-from bullet_graph.cli.explain.command import explain
+from bullet_graph.cli.explain import explain
 from bullet_graph.errors import BulletGraphError, ConfigError, TraceError
 from bullet_graph.perf.chrome_trace import to_chrome_trace
 from bullet_graph.perf.explain import summarize_trace
-from bullet_graph.perf.trace_file import read_trace
+from bullet_graph.perf.trace import read_trace
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_timeline_of_a_device_without_sms_and_of_no_launches(tmp_path: Path) -
 
 def test_a_timeline_needs_matplotlib(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "bullet_graph.cli.explain.timeline", raising=False)
+    monkeypatch.delitem(sys.modules, "bullet_graph.cli.timeline", raising=False)
     message = refused(run_file, "--timeline", tmp_path / "t.svg")
     assert "pip install 'bullet-graph[bench]'" in message
     assert not (tmp_path / "t.svg").exists()
@@ -113,9 +113,7 @@ def test_a_timeline_needs_matplotlib(tmp_path: Path, run_file: Path, monkeypatch
 def test_outputs_that_cannot_be(tmp_path: Path, run_file: Path) -> None:
     assert "must end in .svg or .png" in refused(run_file, "--timeline", tmp_path / "t.pdf")
     assert "this is the trace itself" in refused(run_file, "--chrome-trace", run_file, "--overwrite")
-    assert "cannot be written (No such file" in refused(
-        run_file, "--chrome-trace", tmp_path / "no" / "t.json"
-    )
+    assert "does not exist; make it first" in refused(run_file, "--chrome-trace", tmp_path / "no" / "t.json")
     assert run_file.read_text(encoding="utf-8").startswith('{"type": "header"')
 
 

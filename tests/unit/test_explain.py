@@ -7,10 +7,16 @@ import pytest
 from traces import HEADER, RUN, Record, launch, request, retire, write
 
 from bullet_graph.perf.chrome_trace import to_chrome_trace
-from bullet_graph.perf.explain import LaneShares, Miss, PolicyShare, RequestCounts, Window, summarize_trace
-from bullet_graph.perf.occupancy import Occupancy
-from bullet_graph.perf.trace_file import read_trace
-from bullet_graph.perf.trace_records import Launch, Trace
+from bullet_graph.perf.explain import (
+    LaneShares,
+    Miss,
+    Occupancy,
+    PolicyShare,
+    RequestCounts,
+    Window,
+    summarize_trace,
+)
+from bullet_graph.perf.trace import Launch, Trace, read_trace
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.shipped import load_table
-from bullet_graph.perf.trace_file import read_trace
+from bullet_graph.perf.trace import read_trace
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload, WorkloadRequest, load_workload

@@ -6,16 +6,20 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bullet_graph.engine.in_flight import Launch
+from bullet_graph.engine.output import CompletionOutput, FinishReason, RequestOutput
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError, TraceError
 from bullet_graph.partition.masks import SmPartition
 from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.trace_file import read_trace
+from bullet_graph.perf.trace import read_trace
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, Plan, PromptLoad
+from bullet_graph.runtime.step import Placement
 from bullet_graph.slo import NO_TARGETS, Slo
 
 HEADER = TraceHeader("tiny", "cpu", 132, 4, "auto", "tpot:15ms", "1.0")
@@ -44,19 +48,26 @@ def begin(path: Path, *, overwrite: bool = False) -> DecisionTrace:
 
 
 def launch(trace: DecisionTrace, ticket: int, decision: int, *, predicted_ms: float | None = 9.0) -> None:
+    decode = SimpleNamespace(slots=range(3))
+    scheduled = SimpleNamespace(step=SimpleNamespace(decode=decode, prefill=None))
+    placement = Placement(partition=SmPartition(16, None))
     trace.launched(
-        ticket,
-        "decode",
+        Launch(ticket, scheduled, placement, "split", predicted_ms, beside=False),  # type: ignore[arg-type]
         decision=decision,
-        now_s=7.25,
-        policy="split",
-        decode_rows=3,
-        prefill_rows=0,
         layers=4,
-        decode_sms=32,
-        prefill_sms=100,
-        predicted_ms=predicted_ms,
+        now_s=7.25,
     )
+
+
+def finish(
+    trace: DecisionTrace,
+    metrics: RequestMetrics,
+    slo: Slo = NO_TARGETS,
+    reason: FinishReason = "abort",
+    request_id: str = "r",
+) -> None:
+    output = CompletionOutput(0, "", (), None, reason)
+    trace.finished(RequestOutput(request_id, (1,) * 10, (output,), True, metrics, slo=slo))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -68,9 +79,7 @@ def test_what_is_written_is_read_back(path: Path) -> None:
     assert trace.decided(LOAD, PLAN) == 0
     launch(trace, 5, 0)
     trace.retired(5, 7.5, 8.5)
-    trace.finished(
-        "r", RequestMetrics(6.0, 6.5, (7.0, 7.25)), Slo(ttft_ms=100, ttft_ms_per_token=2), 10, 2, "stop"
-    )
+    finish(trace, RequestMetrics(6.0, 6.5, (7.0, 7.25)), Slo(ttft_ms=100, ttft_ms_per_token=2), "stop")
     trace.close()
     read = read_trace(path)
     assert read.header == HEADER
@@ -100,7 +109,8 @@ def test_what_is_written_is_read_back(path: Path) -> None:
     (step,) = read.launches
     assert (step.ticket, step.lane, step.decision, step.time_s) == (5, "decode", 0, 7.25)
     assert (step.policy, step.decode_rows, step.prefill_rows, step.layers) == ("split", 3, 0, 4)
-    assert (step.decode_sms, step.prefill_sms) == (32, 100)
+    # A lane that is not confined has all SMs.
+    assert (step.decode_sms, step.prefill_sms) == (32, 132)
     assert (step.predicted_ms, step.device_ms, step.retired_s) == (9.0, 8.5, 7.5)
     (request,) = read.requests
     assert (request.request_id, request.reason) == ("r", "stop")
@@ -156,7 +166,7 @@ def test_another_amount_to_do_is_a_decision(path: Path, change: dict[str, Any]) 
 def test_nothing_to_decode_and_no_targets(path: Path) -> None:
     trace = begin(path)
     launch(trace, 1, trace.decided(replace(LOAD, decode=None), PLAN), predicted_ms=None)
-    trace.finished("r", RequestMetrics(1.0, None, ()), NO_TARGETS, 10, 0, "abort")
+    finish(trace, RequestMetrics(1.0, None, ()))
     trace.close()
     read = read_trace(path)
     assert (read.decisions[0].running, read.decisions[0].budget_ms) == (0, None)
@@ -178,7 +188,7 @@ def test_infinite_predictions_are_null(path: Path) -> None:
 def test_any_request_id_can_be_written(path: Path) -> None:
     trace = begin(path)
     request_id = 'é "quoted"\n\ud800'
-    trace.finished(request_id, RequestMetrics(1.0, None, ()), NO_TARGETS, 10, 0, "abort")
+    finish(trace, RequestMetrics(1.0, None, ()), request_id=request_id)
     trace.close()
     assert read_trace(path).requests[0].request_id == request_id
 

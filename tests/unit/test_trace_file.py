@@ -8,8 +8,7 @@ from traces import HEADER, RUN, Record, decision, launch, request, retire, write
 
 from bullet_graph.errors import TraceError
 from bullet_graph.perf.explain import summarize_trace
-from bullet_graph.perf.trace_file import read_trace
-from bullet_graph.perf.trace_records import Trace
+from bullet_graph.perf.trace import Trace, read_trace
 
 
 @pytest.fixture
@@ -67,8 +66,8 @@ def test_files_that_are_no_trace(tmp_path: Path, content: bytes, message: str) -
 
 
 def test_another_version(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", [HEADER | {"format_version": 2, "version": "9.9"}])
-    with pytest.raises(TraceError, match=r"line 1: format version 1 is required, but the trace has 2.*9\.9"):
+    path = write(tmp_path / "t.jsonl", [HEADER | {"format_version": 1, "version": "9.9"}])
+    with pytest.raises(TraceError, match=r"line 1: format version 2 is required, but the trace has 1.*9\.9"):
         read_trace(path)
 
 

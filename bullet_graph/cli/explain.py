@@ -9,14 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bullet_graph.cli.result_file import IMAGE_FORMATS, check_result_file
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.chrome_trace import to_chrome_trace
 from bullet_graph.perf.explain import TraceSummary, Window, summarize_trace
-from bullet_graph.perf.trace_file import read_trace
-from bullet_graph.perf.trace_records import Trace
+from bullet_graph.perf.trace import Trace, read_trace
 
 _MOST_MISSES_SHOWN = 10
-_IMAGE_FORMATS = ("svg", "png")
 
 
 @click.command()
@@ -64,10 +63,10 @@ def explain(
     window = _window(trace, from_s, to_s)
     summary = summarize_trace(trace, window)
     if timeline is not None:
-        _write("--timeline", timeline, _draw(trace, window, timeline.suffix[1:].lower()))
+        timeline.write_bytes(_draw(trace, window, timeline.suffix[1:].lower()))
     if chrome_trace is not None:
         text = json.dumps(to_chrome_trace(trace, window), separators=(",", ":"), allow_nan=False)
-        _write("--chrome-trace", chrome_trace, text.encode())
+        chrome_trace.write_text(text, encoding="utf-8")
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(summary), indent=2, allow_nan=False))
     else:
@@ -97,8 +96,8 @@ def _draw(trace: Trace, window: Window, image_format: str) -> bytes:
             "--timeline needs a trace with events, but this one has none: trace a run with requests"
         )
     try:
-        # matplotlib is an extra, and takes a while to import.
-        from bullet_graph.cli.explain.timeline import draw_timeline  # noqa: PLC0415
+        # matplotlib is an extra.
+        from bullet_graph.cli.timeline import draw_timeline  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise
@@ -109,22 +108,11 @@ def _draw(trace: Trace, window: Window, image_format: str) -> bytes:
 
 
 def _check_output(option: str, path: Path, source: Path, *, overwrite: bool) -> None:
-    if option == "--timeline" and path.suffix[1:].lower() not in _IMAGE_FORMATS:
+    if option == "--timeline" and path.suffix[1:].lower() not in IMAGE_FORMATS:
         raise ConfigError(f"{option} {path}: the name must end in .svg or .png")
     if path.resolve() == source.resolve():
         raise ConfigError(f"{option} {path}: this is the trace itself; give another name")
-    if path.exists() and not overwrite:
-        raise ConfigError(f"{option} {path}: the file exists; add --overwrite or give another name")
-
-
-def _write(option: str, path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(
-            f"{option} {path}: cannot be written ({error.strerror}); give a name in a folder that exists and can be "
-            "written to"
-        ) from None
+    check_result_file(path, overwrite=overwrite, option=option)
 
 
 def _print(summary: TraceSummary, written: list[Path]) -> None:

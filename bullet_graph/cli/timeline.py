@@ -7,9 +7,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from bullet_graph.perf.explain import IDLE, Window
-from bullet_graph.perf.occupancy import FloatArray, Occupancy
-from bullet_graph.perf.trace_records import LANES, Trace
+from bullet_graph.perf.explain import IDLE, FloatArray, Occupancy, Window
+from bullet_graph.perf.trace import LANES, Trace
 
 DECODE, PREFILL, BOTH, QUEUE = "#1f6f8b", "#d1603d", "#7d5ba6", "#444444"
 POLICY_COLOURS = {

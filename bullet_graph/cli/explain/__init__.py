@@ -1,1 +1,0 @@
-"""``bullet-graph explain``: what a decision trace holds."""
