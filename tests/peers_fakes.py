@@ -195,7 +195,7 @@ def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> list[FakeAsyncLLM]:
     """Put modules named as vLLM's into place; returns the engines made, as they are made."""
     FakeAsyncLLM.made = []
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "0.24.0"},
+        "vllm": {"__version__": "0.26.0"},
         "vllm.engine": {},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": FakeEngineArgs},
         "vllm.v1": {},

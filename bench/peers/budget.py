@@ -1,7 +1,7 @@
-"""The most tokens of a step of vLLM's, changed while vLLM runs: starting it anew for each costs a minute.
+"""vLLM's token budget per step, changed while vLLM runs: a restart for each budget would cost a minute.
 
-The scheduler is in vLLM's core, a process of its own. It reads the number from a small file that both processes map
-into their memory; see :mod:`bench.peers.vllm_scheduler`.
+vLLM's scheduler is in another process. Both processes map a small file that holds the number
+(:mod:`bench.peers.vllm_scheduler`).
 """
 
 import mmap
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_KEY = "bullet_graph_token_budget_file"
-"""Where in vLLM's ``additional_config`` the file's path is."""
+"""Key of the file's path in vLLM's ``additional_config``."""
 
 _NUMBER = struct.Struct("=q")
 
 
 class TokenBudget:
-    """A number in a file that one process writes and another reads. :meth:`create` and :meth:`open` make it."""
+    """A number in a file that one process writes and another reads; made by :meth:`create` and :meth:`open`."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
@@ -25,13 +25,13 @@ class TokenBudget:
 
     @classmethod
     def create(cls, path: Path, num_tokens: int) -> "TokenBudget":
-        """Make the file, or take the place of one that is there."""
+        """Create the file, or replace it."""
         path.write_bytes(_NUMBER.pack(num_tokens))
         return cls(path)
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenBudget":
-        """Map a file that is there."""
+        """Map an existing file."""
         return cls(Path(path))
 
     @property
@@ -52,9 +52,9 @@ class TokenBudget:
 
 
 class BudgetedSchedule:
-    """Mixed into a scheduler of vLLM's: every step has the tokens that the shared file says, the engine's at most.
+    """A mixin for vLLM's scheduler: the shared file sets each step's token budget, up to the engine's own.
 
-    Sequences that run at once are limited alike, as vLLM demands it of a server started with so few tokens a step.
+    The number of running sequences has the same limit: vLLM demands it of a server with this budget.
     """
 
     vllm_config: Any

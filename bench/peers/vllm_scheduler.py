@@ -1,13 +1,8 @@
-"""vLLM's own scheduler with a budget that can change; vLLM's core imports it by name (``scheduler_cls``).
-
-Of the asynchronous scheduler, which vLLM takes by default: the synchronous one would slow it down.
-"""
+"""vLLM's default, asynchronous scheduler with a token budget that can change; vLLM's core imports it by name."""
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from bench.peers.budget import BudgetedSchedule
-
-NAME = f"{__name__}.BudgetedScheduler"
 
 
 class BudgetedScheduler(BudgetedSchedule, AsyncScheduler):

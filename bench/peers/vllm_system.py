@@ -1,20 +1,18 @@
-"""vLLM's asynchronous engine in this process, as its own API server drives it; written against vLLM 0.24.0.
+"""vLLM's asynchronous engine in this process, driven as its own API server drives it; written against vLLM 0.26.0.
 
-What a tuned server would set, and what stands here:
+How it is set up, beside what a tuned server would use:
 
-- torch.compile and CUDA graphs are on (vLLM's default, ``optimization_level`` 2), as is asynchronous scheduling.
-- CUDA graphs are captured up to ``max_cudagraph_capture_size`` rows: 512 by default. Decode batches beyond that run
-  without; ``--vllm-option max_cudagraph_capture_size=1024`` captures them as well.
-- Attention is chosen by vLLM: FlashAttention 3 on Hopper GPUs. ``attention_backend=FLASHINFER`` and the like take
-  another.
-- Tokens of a step: vLLM's servers take 8,192 on such GPUs, fewer for steadier gaps between tokens. A candidate
-  ``vllm:512`` has that limit set while vLLM runs (see :mod:`bench.peers.budget`); its memory is still planned for
-  ``max_num_batched_tokens``.
-- Off: prefix caching (prompts share nothing), statistics, request logs, tokenizer and detokenizer (prompts and outputs
-  are token ids, for every system alike).
-- FlashInfer's kernels are tuned at the start, vLLM's default, although FlashAttention does without them:
-  ``enable_flashinfer_autotune=false`` starts sooner.
-- Weights: a preset's are vLLM's dummies, random in ±0.001; the time of a step does not depend on them.
+- torch.compile, CUDA graphs and asynchronous scheduling are on, as by default.
+- CUDA graphs cover 512 rows by default; larger batches run without. ``--vllm-option max_cudagraph_capture_size=1024``
+  captures more. A small model's goodput depends on it.
+- vLLM chooses its attention kernels: FlashAttention 3 on Hopper. ``--vllm-option attention_backend=FLASHINFER`` takes
+  others.
+- A candidate ``vllm:512`` limits the tokens of a step while vLLM runs (:mod:`bench.peers.budget`). Its memory is
+  planned for ``max_num_batched_tokens``; vLLM's servers use 8,192 on such GPUs.
+- Off: prefix caching (prompts share nothing), statistics, request logs, tokenizer and detokenizer (every system gets
+  and returns token ids).
+- FlashInfer's kernels are tuned at the start by default; ``enable_flashinfer_autotune=false`` starts sooner.
+- A preset's weights are vLLM's dummies; the time of a step does not depend on them.
 """
 
 import dataclasses
@@ -46,14 +44,13 @@ _ENVIRONMENT = {
 
 
 class VllmSystem:
-    """vLLM, up and running. Its core is a process of its own; the front end runs on this process's event loop.
+    """A running vLLM. Its core is a process of its own; its front end runs on this process's event loop.
 
     Args:
-        setup: the settings that all systems have.
-        folder: where a preset's ``config.json`` and the budget's file are written. The same folder each time lets vLLM
-            find what it compiled before.
-        options: further arguments of ``AsyncEngineArgs``, or other values for those given here.
-        log: vLLM's messages go to the end of this file; None shows its warnings on stderr.
+        setup: the settings that all systems share.
+        folder: for a preset's ``config.json`` and the budget's file. vLLM finds earlier compilations by this path.
+        options: further arguments of ``AsyncEngineArgs``, or other values for those set here.
+        log: vLLM's messages are appended to this file; None shows its warnings on stderr.
 
     Raises:
         DeviceError: vLLM is not installed.
@@ -110,7 +107,7 @@ class VllmSystem:
             )
 
     async def configure(self, setting: str, slo: Slo) -> None:
-        """Set the most tokens of a step; empty text is the engine's own. vLLM knows no targets."""
+        """Set the token budget of a step; empty text is the engine's own. vLLM takes no targets."""
         del slo
         num_tokens = int(setting) if setting else self._most_tokens
         if num_tokens > self._most_tokens:
@@ -140,24 +137,24 @@ class VllmSystem:
             raise EngineDeadError(f"vLLM's core has died, its messages say why: {error}") from error
 
     def counters(self) -> Mapping[str, Any]:
-        """None: its statistics are off."""
+        """Empty: vLLM's statistics are off."""
         return {}
 
     async def close(self) -> None:
-        """End vLLM's core, which gives its memory back."""
+        """End vLLM's core, which frees its memory."""
         self._engine.shutdown()
         self._budget.close()
 
 
 def require_vllm() -> None:
-    """Make sure that vLLM is there, without importing it.
+    """Check that vLLM is installed, without importing it.
 
     Raises:
         DeviceError: it is not installed.
     """
     if not distribution_is_there("vllm"):
         raise DeviceError(
-            "vllm is not installed in this environment: install it (pip install vllm==0.24.0), or leave it out "
+            "vllm is not installed in this environment: install it (pip install vllm==0.26.0), or leave it out "
             "with --skip-missing"
         )
 
@@ -193,9 +190,9 @@ def _budget_file(folder: Path) -> Path:
 
 @contextmanager
 def _output_to(log: Path | None) -> Iterator[None]:
-    """Let this process and those it starts write stdout and stderr to a file; None: stdout to stderr.
+    """Redirect stdout and stderr of this process and its children to a file; None: stdout to stderr.
 
-    By descriptor too, which vLLM's core inherits and keeps: stdout is left for the results.
+    The descriptors too, which vLLM's core inherits: stdout is left for the results.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -216,14 +213,14 @@ def _output_to(log: Path | None) -> Iterator[None]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; text for one of vLLM's own types."""
+    """A value for JSON; text for one of vLLM's own types."""
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}
     return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
 def _environment() -> dict[str, str]:
-    """vLLM's variables; a result is no place for secrets."""
+    """vLLM's environment variables, without secrets."""
     return {
         name: value
         for name, value in sorted(os.environ.items())

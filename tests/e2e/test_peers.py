@@ -61,16 +61,16 @@ def test_given_rates_with_all_systems_in_turn(
     trace: Path, server: CompletionsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines = install_fake_vllm(monkeypatch)
-    monkeypatch.setattr("bench.peers.systems.installed_version", lambda _: "0.24.0")
+    monkeypatch.setattr("bench.peers.systems.installed_version", lambda _: "0.26.0")
     path = tmp_path / "peers.json"
     systems = ("vllm:512", "own:mixed:16", "vllm", "own:serial", f"openai:{server.url}")
     del server.bodies[:]
     result = run(f"{trace}@{EASY}", path, "--rates", "50,100", systems=systems)
     assert result.exit_code == 0, result.stderr
     labels = [
-        "vllm 0.24.0 chunk 512",
+        "vllm 0.26.0 chunk 512",
         "bullet_graph mixed:16",
-        "vllm 0.24.0",
+        "vllm 0.26.0",
         "bullet_graph serial",
         server.url,
     ]
@@ -104,7 +104,7 @@ def test_given_rates_with_all_systems_in_turn(
     assert {body["model"] for body in server.bodies} == {"tiny-served"}
     by_system = {cell.key.system: cell.runs[0] for cell in sweep.cells}
     assert by_system[server.url]["system_settings"]["version"] == "1.2.3"
-    assert by_system["vllm 0.24.0"]["system_settings"]["engine_args"]["enable_prefix_caching"] is False
+    assert by_system["vllm 0.26.0"]["system_settings"]["engine_args"]["enable_prefix_caching"] is False
     assert by_system["bullet_graph serial"]["system_counters"]["policy_seconds"].keys() == {"serial", "solo"}
     for label in labels:
         assert label in result.stdout

@@ -98,6 +98,8 @@ def compare(
 @pytest.fixture(autouse=True)
 def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "replay_async", replayed)
+    # Between real runs all objects of the process are collected, which would take longer than these runs.
+    monkeypatch.setattr(comparison.gc, "collect", lambda: 0)
 
 
 def test_every_setting_is_searched(tmp_path: Path) -> None:
