@@ -143,4 +143,4 @@ def _partition(key: CaptureKey) -> SmPartition:
 
 
 def _kind(key: CaptureKey) -> PhaseName:
-    return "short forwards" if isinstance(key, PieceKey) else "decode graphs"
+    return "piecewise graphs" if isinstance(key, PieceKey) else "decode graphs"

@@ -1,7 +1,7 @@
-"""The device's clocks, power, temperature and energy while something runs, read through NVML.
+"""Clocks, power, temperature and energy of a GPU while something runs, read through NVML.
 
-NVML is optional: without its Python package, its library or a device of the given UUID, every figure of the
-report is None. Nothing is estimated.
+NVML is optional: without its Python package, its library or a device of the given UUID, every figure is None. Nothing
+is estimated.
 """
 
 import importlib
@@ -16,7 +16,7 @@ SAMPLING_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
-    """One look at the device; None for a figure that it does not offer."""
+    """One sample of the device; None for a figure that it does not report."""
 
     sm_clock_mhz: float | None
     power_w: float | None
@@ -34,15 +34,15 @@ class SampleRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """What the device did while it was watched; None where NVML has no figure.
+    """The device while it was watched; None where NVML has no figure.
 
     Attributes:
-        num_samples: how often the device was looked at.
+        num_samples: number of samples.
         sm_clock_mhz: clock of the SMs.
-        power_w: the board's power draw.
-        temperature_c: the GPU's temperature.
-        energy_joules: difference of the board's energy counter, which the driver refreshes about every
-            100 ms: figures for much shorter runs mean little.
+        power_w: power draw of the board.
+        temperature_c: temperature of the GPU.
+        energy_joules: difference of the board's energy counter. The driver refreshes it about every 100 ms, so figures
+            of much shorter runs mean little.
     """
 
     num_samples: int
@@ -53,7 +53,7 @@ class DeviceReport:
 
 
 class DeviceProbe(Protocol):
-    """What the monitor needs of a device; ``NvmlProbe`` is the real one."""
+    """A device to monitor, such as :class:`NvmlProbe`."""
 
     def sample(self) -> DeviceSample: ...
 
@@ -72,16 +72,11 @@ class NvmlProbe:
 
     @classmethod
     def open(cls, device_uuid: str, nvml: Any = None) -> "NvmlProbe | None":
-        """Find a GPU by its UUID.
-
-        By UUID and not by index, because NVML does not know CUDA_VISIBLE_DEVICES.
+        """Find a GPU; None where the package, the library or the device is missing.
 
         Args:
-            device_uuid: with or without the ``GPU-`` in front.
+            device_uuid: with or without the ``GPU-`` prefix. NVML's indices do not follow CUDA_VISIBLE_DEVICES.
             nvml: the ``pynvml`` module; None imports it.
-
-        Returns:
-            None where the package, the library or the device is missing.
         """
         nvml = _open_nvml(nvml)
         if nvml is None:
@@ -94,7 +89,6 @@ class NvmlProbe:
             return None
 
     def sample(self) -> DeviceSample:
-        """Read clock, power and temperature."""
         nvml = self._nvml
         clock_mhz = self._read(lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))
         power_mw = self._read(nvml.nvmlDeviceGetPowerUsage)
@@ -106,7 +100,6 @@ class NvmlProbe:
         return self._read(self._nvml.nvmlDeviceGetTotalEnergyConsumption)
 
     def close(self) -> None:
-        """Let go of NVML."""
         self._nvml.nvmlShutdown()
 
     def _read(self, function: Callable[[Any], int]) -> int | None:
@@ -117,11 +110,7 @@ class NvmlProbe:
 
 
 def nvml_driver_version(nvml: Any = None) -> str | None:
-    """Version of the NVIDIA driver; None where NVML is missing.
-
-    Args:
-        nvml: the ``pynvml`` module; None imports it.
-    """
+    """Version of the NVIDIA driver; None where NVML is missing."""
     nvml = _open_nvml(nvml)
     if nvml is None:
         return None
@@ -172,7 +161,7 @@ class DeviceMonitor:
 
     @property
     def report(self) -> DeviceReport:
-        """What was seen.
+        """The aggregated samples.
 
         Raises:
             RuntimeError: before the ``with`` block has ended.
@@ -195,13 +184,13 @@ class DeviceMonitor:
             energy_after_mj = self._probe.total_energy_mj()
             self._stop.set()
             self._thread.join()
-            # A run shorter than one interval still gets one look.
+            # A run shorter than one interval still gets one sample.
             self._samples = self._samples or [self._probe.sample()]
             self._probe.close()
         self._report = summarize_device(self._samples, self._energy_before_mj, energy_after_mj)
 
     def _watch(self) -> None:
-        # Waiting comes first: a sample taken at once would show the idle clock as the run's lowest.
+        # Wait first: a sample taken at once would make the idle clock the run's lowest.
         while self._probe is not None and not self._stop.wait(self._interval_s):
             self._samples.append(self._probe.sample())
 

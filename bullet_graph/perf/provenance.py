@@ -1,4 +1,4 @@
-"""Where a measurement comes from: versions, commit, host and device; what is unknown is None."""
+"""The origin of a measurement: versions, commit, host and device. Unknown values are None."""
 
 import importlib.metadata
 import os
@@ -34,18 +34,18 @@ class GitState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What it takes to judge, or repeat, a measurement.
+    """The data needed to judge or repeat a measurement.
 
     Attributes:
-        date_utc: ISO 8601, seconds.
-        versions: by name, of this package, Python and the libraries that do the work; None: not installed.
-        git_commit: of the checkout the package runs from; None for an installed package.
+        date_utc: ISO 8601, to the second.
+        versions: of this package, Python and the kernel libraries, by name; None where not installed.
+        git_commit: of the checkout that the package runs from; None for an installed package.
         git_dirty: whether the package's folder differs from that commit.
-        host_cpu: the processor's model name.
-        host_num_cpus: logical processors this process may run on.
-        device_name: the GPU's name, or ``cpu``.
-        device_uuid: of the GPU: which card it is, since cards of one name differ under their power cap.
-        device_memory_bytes: of the GPU.
+        host_cpu: model name of the processor.
+        host_num_cpus: logical processors that this process may use.
+        device_name: name of the GPU, or ``cpu``.
+        device_uuid: of the GPU; cards of one name differ under their power cap.
+        device_memory_bytes: total memory of the GPU.
         driver_version: of the NVIDIA driver.
         cuda_version: that torch was built with.
     """
@@ -63,14 +63,11 @@ class Provenance:
     cuda_version: str | None
 
 
-def collect_provenance(device: str) -> Provenance:
-    """Look around.
-
-    Args:
-        device: ``cuda`` or ``cpu``, where the measurement runs.
-    """
+def collect_provenance(device: torch.device | str) -> Provenance:
+    """The provenance of a measurement on ``device``; "cuda" is the current GPU."""
     git = git_state(_PACKAGE_FOLDER)
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if device == "cuda" else None
+    device = torch.device(device)
+    gpu = None if device.type == "cpu" else torch.cuda.get_device_properties(device)
     return Provenance(
         date_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={
@@ -91,14 +88,11 @@ def collect_provenance(device: str) -> Provenance:
 
 
 def git_state(folder: Path) -> GitState | None:
-    """State of the checkout that tracks the package in ``folder``.
+    """State of the checkout that tracks the package in ``folder``, or None.
 
-    A copy of the tree without its history may carry the commit in the file ``_commit``, which ``make stamp``
-    writes (with ``-dirty`` behind it where the tree was).
-
-    Returns:
-        None where neither is there, or where ``folder`` is not tracked: an environment installed inside
-        some other project's checkout must not be given that project's commit.
+    A copy of the tree without its history may have the commit in the file ``_commit``, which ``make stamp`` writes
+    (with the suffix ``-dirty`` where the tree was). A folder that is not tracked has none: a package installed inside
+    some other project's checkout must not get that project's commit.
     """
     if not _git(folder, "ls-files", "--", "."):
         stamp = folder / COMMIT_STAMP
@@ -111,6 +105,11 @@ def git_state(folder: Path) -> GitState | None:
     return None if not commit or changes is None else GitState(commit, bool(changes))
 
 
+def without_home(text: str) -> str:
+    """The text with ``~`` for the path of the home folder, so that a kept result names no user."""
+    return text.replace(f"{Path.home()}/", "~/")
+
+
 def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
     try:
@@ -121,7 +120,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution; None: not installed."""
+    """Version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -129,11 +128,11 @@ def installed_version(distribution: str) -> str | None:
 
 
 def host_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Model name of the processor, or None where the kernel does not tell."""
+    """Model name of the processor, or None where the kernel does not name it."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    # Policy kernels list no model name.
+    # Kernels on ARM list no model name.
     return next(names, None) or platform.processor() or None

@@ -1,4 +1,4 @@
-"""What the start of an engine took, phase by phase; phases may overlap."""
+"""Durations of the phases of an engine's start; phases may overlap."""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ PhaseName = Literal[
     "weights",
     "kernels",
     "decode graphs",
-    "short forwards",
+    "piecewise graphs",
     "self-check",
     "first token",
 ]
@@ -24,17 +24,17 @@ PhaseName = Literal[
 device: finding it, its performance table and its memory;
 capture cache: its entry found and checked, its kernels copied; partitions: calibrated and verified;
 allocation: of weights and KV cache; weights: filled, in a thread of their own;
-kernels: compiled, or loaded from a cache; decode graphs, short forwards: captured;
+kernels: compiled, or loaded from a cache; decode graphs, piecewise graphs: captured;
 self-check: logits of captured steps compared with the uncompiled model's, where a cache was used;
 first token: from the first request to its first token, after the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartPhase:
-    """A stretch of the start.
+    """An interval of the start; a phase may have several.
 
     Attributes:
-        name: what was done; the same may be done in several stretches.
+        name: of the phase.
         start_s: seconds after :attr:`StartReport.began_s`; negative before.
         end_s: likewise.
     """
@@ -45,7 +45,7 @@ class StartPhase:
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
+        """Duration."""
         return self.end_s - self.start_s
 
 
@@ -54,10 +54,10 @@ class StartReport:
     """An engine's start, on one monotonic clock.
 
     Attributes:
-        began_s: when the engine's constructor was called, on the clock of ``time.perf_counter``. On Linux all processes
-            of a machine share it.
-        ready_s: seconds from then until requests could be added; None while it starts.
-        phases: by their ends. Imports come before the engine, and belong to the process's first.
+        began_s: time of the call of the engine's constructor, by ``time.perf_counter``, which on Linux all processes
+            of a machine share.
+        ready_s: seconds from then until requests could be added; None during the start.
+        phases: by their ends. Imports come before the engine, and belong to the process's first engine.
     """
 
     began_s: float
@@ -66,7 +66,7 @@ class StartReport:
 
     @property
     def seconds(self) -> dict[PhaseName, float]:
-        """Seconds of each phase, its stretches added up, in the order in which phases began."""
+        """Seconds of each phase, its intervals added up, in the order in which phases began."""
         totals: dict[PhaseName, float] = {}
         for phase in sorted(self.phases, key=lambda phase: phase.start_s):
             totals[phase.name] = totals.get(phase.name, 0.0) + phase.seconds
@@ -74,7 +74,7 @@ class StartReport:
 
 
 class StartClock:
-    """Notes the phases of a start as they end, from any thread."""
+    """Records the phases of a start as they end, from any thread."""
 
     def __init__(self) -> None:
         self._began_s = time.perf_counter()
@@ -84,27 +84,27 @@ class StartClock:
         self._first_token_s: float | None = None
 
     def add(self, name: PhaseName, start_s: float, end_s: float) -> None:
-        """Note a phase, by two times of ``time.perf_counter``."""
+        """Record a phase, by two times of ``time.perf_counter``."""
         self._phases.append(StartPhase(name, start_s - self._began_s, end_s - self._began_s))
 
     @contextmanager
     def phase(self, name: PhaseName) -> Iterator[None]:
-        """Note the block as a phase, unless it fails."""
+        """Record the block as a phase, unless it fails."""
         start_s = time.perf_counter()
         yield
         self.add(name, start_s, time.perf_counter())
 
     def ready(self) -> None:
-        """Requests can be added from now on."""
+        """Mark that requests can be added from now on."""
         self._ready_s = time.perf_counter() - self._began_s
 
     def first_request(self, time_s: float) -> None:
-        """A request came at this time of ``time.perf_counter``; only the first counts."""
+        """Record the arrival of a request, by ``time.perf_counter``; only the first counts."""
         if self._first_request_s is None:
             self._first_request_s = time_s
 
     def first_token(self, time_s: float) -> None:
-        """A request's first token came at this time; the first of all ends the phase that the first request began."""
+        """Record a request's first token; the first of all ends the phase that the first request began."""
         if self._first_token_s is not None:
             return
         self._first_token_s = time_s
@@ -112,5 +112,5 @@ class StartClock:
             self.add("first token", self._first_request_s, time_s)
 
     def report(self) -> StartReport:
-        """What there has been so far."""
+        """The phases so far."""
         return StartReport(self._began_s, self._ready_s, tuple(sorted(self._phases, key=lambda p: p.end_s)))

@@ -43,14 +43,14 @@ CPU_KV_CACHE_BYTES = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class BuiltRuntime:
-    """An executor, and what its start showed.
+    """An executor, and the findings of its start.
 
     Attributes:
         executor: ready for steps.
         memory: the ledger it was built by.
         performance: predicts its times; None where neither policy nor targets need it and no table was named.
-        partition_backend: which back end confines the lanes and why; None on the CPU.
-        capture: what capturing decode graphs cost; None where none were.
+        partition_backend: the back end that confines the lanes, and why; None on the CPU.
+        capture: the cost of capturing CUDA graphs; None where none were captured.
         lane_sms: the SMs of each lane in each partition; empty on the CPU.
         compiles: what was compiled at the start.
         cache_use: what a cache of captures has brought.
@@ -81,16 +81,18 @@ def build_executor(
 
     Args:
         progress: show progress bars.
-        on_ledger: told the ledger before anything is allocated.
-        clock: told of each phase.
-        captures_for: opens the artifacts of the start.
+        on_ledger: called with the ledger before anything is allocated.
+        clock: records each phase.
+        captures_for: opens the capture cache.
 
     Raises:
         InsufficientMemoryError: the ledger does not fit.
         PerfTableError: the policy or the targets need a performance table, and none fits.
         CheckpointError: the weights cannot be read.
         DeviceError: a library that the GPU path needs is missing.
-        PartitionError: the SM partitions asked for cannot be had, or do not hold.
+        ConfigError: settings that are for the other kind of device.
+        UnsupportedModelError: the GPU path has no kernels for the model.
+        PartitionError: the back end cannot make the SM partitions, or they do not hold.
     """
     with clock.phase("device"):
         check_device(config, runtime)
@@ -126,17 +128,10 @@ def artifact_plan(
 def plan_ledger(
     config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None = None
 ) -> MemoryLedger:
-    """Divide the device's memory as an engine would; nothing is allocated.
+    """Divide the device's memory as an engine would, without allocating anything; raises as :func:`build_executor`.
 
     Args:
         performance: the model whose partitions the policy may choose from; None where it chooses none.
-
-    Raises:
-        InsufficientMemoryError: it does not fit.
-        ConfigError: SM partitions were asked for on the CPU.
-        DeviceError: a library that the GPU path needs is missing.
-        UnsupportedModelError: the GPU path has no kernels for the model.
-        PartitionError: a partition's size is odd.
     """
     check_device(config, runtime)
     if runtime.device.type == "cpu":

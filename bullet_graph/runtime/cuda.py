@@ -247,7 +247,7 @@ class CudaExecutor:
             with torch.cuda.stream(stream), torch.inference_mode():
                 self._layer_graphs.pieces.clear()  # computed while weights were missing
         if ready == "all":
-            with clock.phase("short forwards"):  # timed only now, when nothing else runs on the GPU
+            with clock.phase("piecewise graphs"):  # timed only now, when nothing else runs on the GPU
                 while self.prepare_next():
                     pass
         torch.cuda.synchronize(device)

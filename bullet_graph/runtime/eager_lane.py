@@ -1,4 +1,4 @@
-"""Forwards of prefill chunks, decode rows, or both: launched kernel by kernel, short ones in captured pieces."""
+"""Forwards of prefill chunks, decode rows, or both: launched kernel by kernel, short ones in piecewise CUDA graphs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from bullet_graph.models.layers import eager_functions
 from bullet_graph.runtime.rows import Rows
 
 FEW_FRESH_ROWS = 256
-"""Up to so many rows, prompts that begin attend with those that go on: a launch of their own is faster a key, but fills
-few SMs and costs each layer its beginning and its end (bench/LOG.md)."""
+"""Up to this many rows, prompts that begin in a forward share the attention launch of those that continue. A launch of
+their own is faster per key, but fills few SMs and adds a start and an end to each layer (bench/LOG.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class EagerForward:
         positions: [rows].
         kv_slots: [rows].
         attention: planned for the rows.
-        sampled: rows that are sampled in the end, s of them.
+        sampled: rows that will be sampled, s of them.
         sample_slots: [s].
         sample_positions: [s].
-        bucket: rows of the captured pieces that it runs in, whose buffers then hold its activations; None where
-            it is launched kernel by kernel.
+        bucket: rows of the piecewise CUDA graphs that the forward runs in, whose buffers then hold its activations;
+            None where it is launched kernel by kernel.
     """
 
     hidden: Hidden
@@ -60,15 +60,15 @@ class EagerForward:
 
 
 class EagerLane:
-    """What one lane needs to run forwards eagerly; every buffer is its own.
+    """Runs forwards eagerly for one lane, in buffers of its own.
 
     Args:
-        decoder: weights and cache on the GPU.
+        decoder: weights and KV cache on the GPU.
         state: sampling settings and last tokens by slot.
         max_num_seqs: most rows that decode or are sampled.
         max_rows: most rows of a forward.
-        num_kv_blocks: blocks of the cache.
-        graphs: captured pieces for short forwards, of this lane alone; None launches all of them kernel by kernel.
+        num_kv_blocks: blocks of the KV cache.
+        graphs: piecewise CUDA graphs of this lane alone; None launches every forward kernel by kernel.
     """
 
     def __init__(
@@ -95,24 +95,24 @@ class EagerLane:
             decoder.cache,
             dtype=decoder.weights.lm_head.dtype,
             backend=backend,
-            # They take turns, so they may share their scratch.
+            # The two run one after the other, so they share their workspace.
             float_workspace=torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=device),
         )
         self._cached_attention = prompt_lane()
-        # TMA, which makes contiguous keys the faster ones, is Hopper's.
+        # Contiguous keys are faster only with TMA, which fa3 uses.
         self._fresh_attention = prompt_lane() if backend == "fa3" else None
-        # Of decode rows in each layer, and of all that is sampled in the last: one after the other.
+        # For decode rows in each layer, and for all sampled rows in the last: one after the other.
         self._decode_attention = TritonDecodeAttention(
             config,
             decoder.cache,
             max_rows=max_num_seqs,
             gpu=gpu,
         )
-        # As many rows as captured decode steps have: at any other number, cuBLAS may choose a kernel that the device
-        # has yet to load, and stands still meanwhile, some 45 ms on an H200.
+        # The batch sizes of captured decode steps: for any other size, cuBLAS may choose a kernel that the device must
+        # load first, which stalls it for some 45 ms on an H200.
         self._sampled_buckets = batch_size_buckets(max_num_seqs)
-        # Twelve arrays of a row or a sequence each and the block ids, those of prompts that end twice; a bucket has at
-        # most ``max_rows``, too.
+        # Twelve arrays with an entry per row or sequence, and the block ids, twice for prompts that end. A bucket, too,
+        # has at most ``max_rows``.
         self._uploader = Uploader(12 * (max_rows + 8) + 2 * num_kv_blocks, device)
 
     def run(self, rows: Rows, *, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
@@ -127,11 +127,11 @@ class EagerLane:
         """Enqueue the inputs of a forward; its buffers are the lane's, so one forward at a time.
 
         Args:
-            whole_gpu: the stream has all SMs, as captured pieces do, so that a short forward may run in them.
+            whole_gpu: the stream has all SMs, as piecewise CUDA graphs do, so that the forward may run in them.
         """
         num_rows = len(rows.positions)
         bucket = self._graphs.bucket(num_rows) if whole_gpu and self._graphs is not None else None
-        # Padding writes its keys and values into the padding block's first slot.
+        # Padded rows write their keys and values into the first slot of the padding block.
         padding = np.zeros(0 if bucket is None else bucket - num_rows, dtype=np.int32)
         last_block_tokens = (rows.kv_lens - 1) % np.int32(self._decoder.cache.block_tokens) + np.int32(1)
         ended = rows.ended_prompts()
@@ -186,7 +186,7 @@ class EagerLane:
                 RaggedBatch(q_indptr[num_cached : n + 1], torch.from_numpy(rows.q_indptr[num_cached : n + 1]))
             )
         if len(rows.decode_slots):
-            # Their blocks are numbered from their own first.
+            # Their blocks are numbered from the first decode row's.
             decode = self._decode_attention.plan(
                 DecodeBatch(
                     kv_indptr[n:] - int(rows.kv_indptr[n]), kv_indices[rows.kv_indptr[n] :], last_block[n:]

@@ -1,4 +1,4 @@
-"""What the engine loop may ask of a device."""
+"""The interface between the engine loop and a device."""
 
 import ctypes
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from bullet_graph.runtime.step import Placement, Step, StepResult
 
 
 class Executor(Protocol):
-    """Carries steps out on two lanes, each in the order of its launches; the lanes run at the same time.
+    """Runs steps on two lanes at the same time, each lane in the order of its launches.
 
-    A decode row takes the token that an earlier step sampled for its slot. On the decode lane a step may be launched
-    before the tokens of the one before it have reached the host; a row whose prompt ran on the prefill lane may be
-    launched when that prompt's last slice is done.
+    A decode row takes the token that an earlier step sampled for its slot. On the decode lane, a step may be launched
+    before the tokens of the previous step have reached the host. A row whose prompt ran on the prefill lane may be
+    launched once that prompt's last slice is done.
     """
 
     @property
     def max_in_flight(self) -> int:
-        """Most launches worth having ahead on each lane: 1 where a launch already runs to its end."""
+        """Most launches worth queueing on each lane: 1 where a launch runs to its end at once."""
 
     @property
     def num_sms(self) -> int | None:
-        """SMs of the GPU; None where there is none to divide."""
+        """SMs of the GPU; None on the CPU."""
 
     @property
     def has_prefill_lane(self) -> bool:
@@ -33,43 +33,43 @@ class Executor(Protocol):
         """Partitions that steps may be placed on, the whole GPU among them."""
 
     def max_batch_size(self, partition: SmPartition) -> int | None:
-        """Most rows of a decode step that may be placed on one of :attr:`partitions`; None: as many as there are slots.
+        """Most rows of a decode step on one of :attr:`partitions`; None where only the slots limit them.
 
-        The whole GPU takes any. A part of it takes more while :meth:`prepare_next` captures its graphs; with 0 it takes
-        none yet.
+        The whole GPU takes any number. A smaller partition takes more as :meth:`prepare_next` captures its graphs; 0
+        means none yet.
         """
 
     def padded_rows(self, rows: int) -> int:
-        """Rows that a forward of so many, prompt rows among them, is computed with on the decode lane; no fewer.
+        """Rows after padding of a forward with prompt rows on the decode lane; at least ``rows``.
 
-        Prompt rows in the place of padding cost no more matrix products.
+        Prompt rows in place of padding cost no more matrix products.
         """
 
     @property
     def num_missing_graphs(self) -> int:
-        """Graphs that :meth:`prepare_next` has still to capture."""
+        """Graphs that :meth:`prepare_next` still has to capture."""
 
     def prepare_next(self) -> bool:
-        """Capture the next missing graph, or do nothing where the device would have to be idle for it and is not.
+        """Capture the next missing graph, between launches; takes about 20 ms at most.
 
-        To be called between launches, in about 20 ms at most.
+        Does nothing where the device must be idle for it and is not.
 
         Returns:
-            False once nothing is left to be done.
+            False once nothing is missing.
         """
 
     def launch(self, step: Step, placement: Placement) -> int:
-        """Enqueue a step, or the next of its layers, and return a ticket; does not wait for the device."""
+        """Enqueue a step or its next layers, and return a ticket, without waiting for the device."""
 
     def done(self, ticket: int) -> bool:
         """Whether the launch has finished, without waiting."""
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
-        """Wait until one of the launches has finished, and return its ticket; the first of the list wins a tie.
+        """Wait until one of the launches has finished, and return its ticket: the first in the list that has.
 
         Args:
             tickets: at least one.
-            until_s: give up at this time of :meth:`now` and return None; None waits as long as it takes.
+            until_s: return None at this time of :meth:`now`; None waits without limit.
         """
 
     def wait(self, ticket: int) -> StepResult:
@@ -79,23 +79,23 @@ class Executor(Protocol):
         """Seconds on the clock that request metrics use (virtual in a simulation)."""
 
     def sleep_until(self, time_s: float) -> None:
-        """Let time pass with nothing under way, to this time of :meth:`now`."""
+        """Sleep to this time of :meth:`now`, with no launch under way."""
 
     def shutdown(self) -> bool:
-        """Give back the device memory; nothing may be launched afterwards. Does not fail, even on a dead device.
+        """Free the device memory; no launch may follow. Never raises, even on a failed device.
 
         Returns:
-            False where the device has failed: what uses its memory, or memory pinned for it, must not be freed any
-            more, since that would abort the process.
+            False where the device has failed. Objects that use its memory, or memory pinned for it, must then never be
+            freed: that would abort the process.
         """
 
 
 def keep_for_ever(what: object) -> None:
-    """Never free an object, not even when the process ends: for what a failed device may still write to or refuse."""
+    """Never free an object, not even at the end of the process: a failed device may still use its memory."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 def max_batch_sizes(executor: Executor) -> dict[int, int]:
-    """Most rows of a decode step by SMs of the decode lane, where there are fewer than slots."""
+    """Most rows of a decode step by SMs of the decode lane, for partitions with such a limit."""
     limits = ((p.decode_tpcs, executor.max_batch_size(p)) for p in executor.partitions)
     return {SMS_PER_TPC * tpcs: rows for tpcs, rows in limits if tpcs is not None and rows is not None}

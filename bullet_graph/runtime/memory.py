@@ -1,4 +1,4 @@
-"""The memory ledger: what an engine will take of its device, known before anything is allocated."""
+"""The memory ledger: how an engine divides its device's memory, settled before anything is allocated."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ GIB = 1024**3
 MIB = 1024**2
 
 _LIBRARY_BYTES = GIB
-"""On a GPU: loaded kernels, cuBLAS workspaces and the allocator's slack."""
+"""Estimate for a GPU: loaded kernels, cuBLAS workspaces and the allocator's slack."""
 
 
 def format_bytes(num_bytes: int) -> str:
-    """A size for people: in GiB, or in MiB below one GiB."""
+    """A size as text: in GiB, or in MiB below one GiB."""
     if abs(num_bytes) < GIB:
         return f"{num_bytes / MIB:,.2f} MiB"
     return f"{num_bytes / GIB:,.2f} GiB"
@@ -36,13 +36,13 @@ class MemoryLedger:
 
     Attributes:
         device: total and free memory found.
-        budget_bytes: what ``gpu_memory_utilization`` leaves the engine.
+        budget_bytes: the engine's share by ``gpu_memory_utilization``, less the memory in use before.
         weights_bytes: parameters.
-        activations_bytes: the widest forward's intermediate results.
+        activations_bytes: intermediate results of the widest forward, on each lane.
         workspaces_bytes: attention and matrix-product scratch, and loaded kernels.
-        graphs_bytes: captured CUDA graphs, and what the pieces of short forwards compute in (an estimate).
-        kv_cache_bytes: the KV cache.
-        num_kv_blocks: blocks in it, the padding block included.
+        graphs_bytes: captured CUDA graphs, and the buffers of piecewise CUDA graphs (an estimate).
+        kv_cache_bytes: KV cache.
+        num_kv_blocks: blocks of the KV cache, the padding block included.
     """
 
     device: DeviceMemory
@@ -56,11 +56,11 @@ class MemoryLedger:
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens that sequences can keep in the cache."""
+        """Tokens that fit into the KV cache."""
         return (self.num_kv_blocks - 1) * KV_BLOCK_TOKENS
 
     def rows(self) -> list[tuple[str, int]]:
-        """(label, bytes), all together the device's: what is taken, what stays free, and what was in use before."""
+        """(label, bytes) of each part, of the memory left free and of that in use before; they add up to the device."""
         parts = [
             ("weights", self.weights_bytes),
             (f"KV cache ({self.kv_cache_tokens:,} tokens)", self.kv_cache_bytes),
@@ -88,19 +88,19 @@ def plan_memory(
     graphs_bytes: int,
     kv_cache_limit_bytes: int | None = None,
 ) -> MemoryLedger:
-    """Divide the device's memory; the KV cache takes what is left, up to what all sequences could use.
+    """Divide the device's memory; the KV cache takes the remainder, up to ``max_num_seqs`` sequences of full length.
 
     Args:
         dtype_bytes: bytes of an element of weights, activations and cache.
-        max_model_len: resolved limit.
-        device: what is there now.
-        workspaces_bytes: the executor's fixed scratch.
-        graphs_bytes: the executor's estimate for its graphs.
-        kv_cache_limit_bytes: most the cache takes unasked (beyond one sequence of ``max_model_len``).
+        max_model_len: longest sequence, in tokens.
+        device: memory now.
+        workspaces_bytes: scratch memory of the executor.
+        graphs_bytes: estimate for the CUDA graphs.
+        kv_cache_limit_bytes: upper limit of the KV cache where ``kv_cache_bytes`` is not set; one sequence always fits.
 
     Raises:
-        InsufficientMemoryError: if not one sequence of ``max_model_len`` tokens fits, or not what
-            ``kv_cache_bytes`` asks for; says by how much, and which settings to change.
+        InsufficientMemoryError: one sequence of ``max_model_len`` tokens does not fit, or ``kv_cache_bytes`` does not;
+            the text names the shortage and the settings to change.
     """
     budget = int(device.total_bytes * config.gpu_memory_utilization) - (
         device.total_bytes - device.free_bytes
@@ -110,7 +110,7 @@ def plan_memory(
     fixed = weights + activations + workspaces_bytes + graphs_bytes
     block = kv_block_bytes(model, KV_BLOCK_TOKENS, dtype_bytes=dtype_bytes)
     blocks_per_seq = -(-max_model_len // KV_BLOCK_TOKENS)
-    # One block is the padding block; more than every sequence at full length can never be used.
+    # One block is the padding block. Blocks beyond every sequence at full length could never be used.
     least, most = (1 + blocks_per_seq) * block, (1 + config.max_num_seqs * blocks_per_seq) * block
     if kv_cache_limit_bytes is not None:
         most = max(least, min(most, kv_cache_limit_bytes))
@@ -143,13 +143,12 @@ def plan_memory(
 
 
 def workspace_bytes(config: ModelConfig) -> int:
-    """Fixed scratch of an executor on a GPU."""
+    """Scratch memory of an executor on a GPU."""
     return len(LANES) * prefill_workspace_bytes(config) + _LIBRARY_BYTES
 
 
 def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:
-    """Peak of a layer's intermediate results for the widest forward, and of its logits."""
-    # Each lane keeps a forward's worth of its own.
+    """Peak of a layer's intermediate results for the widest forward on each lane, and of the logits."""
     num_lanes = 2 if config.policy.uses_prefill_lane else 1
     rows = num_lanes * config.chunk_tokens + config.max_num_seqs
     per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size

@@ -1,4 +1,4 @@
-"""Which partition back ends work on this GPU, for which sizes, and which one an engine would take."""
+"""Checks which partition back ends work on this GPU, for which sizes, and which one an engine would take."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
@@ -28,7 +28,7 @@ class SizeCheck:
     Attributes:
         decode_sms: size of the decode lane, the prefill lane having the rest; None for the whole GPU.
         seen_sms: the SMs that decode work was seen on, such as "0-15"; None if the partition does not hold.
-        seconds: the proof took.
+        seconds: duration of the proof.
         problem: why the partition does not hold.
     """
 
@@ -56,20 +56,20 @@ class BackendCheck:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """All that is wrong with it; none where it can be opened and every size holds."""
+        """Every problem; none where it can be opened and every size holds."""
         found = (self.problem, *(size.problem for size in self.sizes))
         return tuple(problem for problem in found if problem is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionChecks:
-    """All back ends that were checked.
+    """The checks of all back ends.
 
     Attributes:
-        decode_sms: the sizes, those asked for or else a few that suit the GPU.
+        decode_sms: the sizes that were asked for, or default ones.
         backends: the preferred first.
-        choice: the back end that an engine asked for these sizes would take; None if it would fail.
-        why: the reason, and why those before it were refused.
+        choice: the back end that an engine with these sizes would take; None if it would fail.
+        why: the reason, and the refusals before it.
     """
 
     decode_sms: tuple[int, ...]
@@ -79,7 +79,7 @@ class PartitionChecks:
 
 
 def default_decode_sms(num_sms: int) -> tuple[int, ...]:
-    """About an eighth, a quarter and half of the GPU, in steps that green contexts can have as well."""
+    """About an eighth, a quarter and half of the GPU, in steps that green contexts allow."""
     shares = (num_sms // share // _DEFAULT_STEP_SMS * _DEFAULT_STEP_SMS for share in _DEFAULT_SHARES)
     return tuple(sorted({size for size in shares if size}))
 
@@ -93,7 +93,7 @@ def check_partitions(
     openers: Mapping[str, BackendOpener] = OPENERS,
     make_probe: Callable[[int], SmidProbe] = SmidProbe,
 ) -> PartitionChecks:
-    """Open each back end, prove the sizes one by one, and close it; no failure of theirs is raised.
+    """Open each back end, prove the sizes one by one, and close it; their failures are reported, not raised.
 
     Args:
         name: of the back end to check, or "auto" for all of them.
@@ -107,7 +107,7 @@ def check_partitions(
     sizes = asked or default_decode_sms(num_sms)
     backends = []
     for candidate in openers if name == AUTO else (name,):
-        # The whole GPU is all that "none" has: more only where somebody insists.
+        # "none" has the whole GPU only; it is checked for sizes only where it was asked for.
         wanted = sizes if candidate != NoneBackend.name else asked if name != AUTO else ()
         backends.append(_check_backend(candidate, (None, *wanted), device, openers[candidate], make_probe))
     if name == NoneBackend.name:

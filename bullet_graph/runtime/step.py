@@ -16,7 +16,7 @@ class SlotInit:
     """Sampling settings of a sequence that enters a slot; they hold until the slot is initialised again.
 
     Attributes:
-        slot: which row of the device's per-sequence state.
+        slot: row of the device's per-sequence state.
         temperature: 0 for greedy.
         top_k: 0 for all.
         top_p: in (0, 1].
@@ -44,7 +44,7 @@ class PrefillBatch:
         slots: [n].
         token_ids: [sum of chunk lengths].
         q_indptr: [n + 1], where each chunk starts in ``token_ids``.
-        starts: [n], position of each chunk's first token: tokens already in the KV cache.
+        starts: [n], position of each chunk's first token, that is, its prompt's tokens already in the KV cache.
         kv_indptr: [n + 1], where each sequence's blocks start in ``kv_indices``.
         kv_indices: KV blocks that hold positions 0 … end of the chunk.
         samples: [n], whether the chunk ends its prompt, so that a token is sampled.
@@ -95,14 +95,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a step runs, and how much of it.
+    """Where a step runs, and which of its layers.
 
     Attributes:
-        lane: whose stream, buffers and workspaces it uses. Decode rows run on the decode lane alone.
+        lane: whose stream, buffers and workspaces the step uses. Decode rows run on the decode lane only.
         partition: the lane's SMs; decode steps replay the graph captured for it.
-        first_layer: where to go on with the step that this lane began; 0 begins it.
+        first_layer: continue the step that this lane began from here; 0 begins it.
         last_layer: stop before this layer; None runs to the end and samples.
-        takes_turns: begin, on the device, after all that the other lane was given before.
+        takes_turns: begin, on the device, after all earlier launches of the other lane.
     """
 
     lane: Lane = "decode"
@@ -129,13 +129,13 @@ class StepLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled.
+    """The tokens that a step sampled.
 
     Attributes:
-        token_ids: [n], first the prefill rows that sampled, in order, then the decode rows; empty for a step
-            that was stopped before its last layer.
-        logprobs: for the same rows, when asked for.
-        device_ms: time the device took, from the first kernel to the last.
+        token_ids: [n], of prefill rows that were sampled, in order, then of decode rows; empty for a step that was
+            stopped before its last layer.
+        logprobs: of the same rows, where asked for.
+        device_ms: time on the device, from the first kernel to the last.
     """
 
     token_ids: Int32Array

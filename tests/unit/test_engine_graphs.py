@@ -192,7 +192,7 @@ def test_all_is_captured_before_the_weights_are_there_and_timed_after(cuda: Modu
     assert executor.partitions == (WHOLE_GPU, NARROW)
     assert (executor.max_batch_size(WHOLE_GPU), executor.max_batch_size(NARROW)) == (64, 16)
     assert executor._layer_graphs.times_ms == TIMES_MS
-    assert {phase.name for phase in clock.report().phases} == {"kernels", "decode graphs", "short forwards"}
+    assert {phase.name for phase in clock.report().phases} == {"kernels", "decode graphs", "piecewise graphs"}
 
 
 def test_each_graph_is_captured_on_the_stream_of_its_partition(cuda: ModuleType, gpu: FakeGpu) -> None:

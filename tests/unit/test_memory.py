@@ -151,6 +151,9 @@ def test_wider_forwards_cost_activations() -> None:
     assert wide.activations_bytes - narrow.activations_bytes == 64 * 4 * (4 * 128 + 2 * 256 + 3 * 384)
     chunked = plan(tiny(max_num_batched_tokens=128, policy=Policy("mixed", 64)), device)
     assert chunked.activations_bytes == narrow.activations_bytes
+    # The prefill lane runs a forward of its own beside the decode lane's.
+    both = plan(tiny(max_num_batched_tokens=64, policy=Policy("split")), device)
+    assert both.activations_bytes - narrow.activations_bytes == 64 * 4 * (4 * 128 + 2 * 256 + 3 * 384)
 
 
 def shortage(caught: pytest.ExceptionInfo[InsufficientMemoryError]) -> str:
