@@ -30,7 +30,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint typecheck unit sanitize browser format gpu-test stamp clean
+.PHONY: help venv demo test lint typecheck unit size sanitize browser format gpu-test stamp clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,7 +50,10 @@ typecheck: $(VENV)/.installed-dev ## mypy --strict
 	$(BIN)/mypy
 
 unit: $(VENV)/.installed-dev ## all tests that need no GPU
-	$(BIN)/pytest -n 2 -m 'not gpu'
+	$(BIN)/pytest -n 2 -m 'not gpu' --timeout 60 --durations=10
+
+size: ## lines, modules and words, beside their limits
+	$(PY) .ci/size
 
 # A copy of the package with the extension built for it, so that the ordinary one stays as it is. Leaks are not
 # looked for: the interpreter keeps memory until its end.
