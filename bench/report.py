@@ -31,7 +31,7 @@ from bench.evidence import (
     runs_of,
     tasks_of,
 )
-from bullet_graph.cli.exits import EXIT_ERROR
+from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.errors import BulletGraphError, ConfigError
 from bullet_graph.workloads import load_workload
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bullet_graph.cli.exits import EXIT_ERROR
+from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import BulletGraphError, ConfigError, DeviceError

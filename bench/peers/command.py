@@ -18,10 +18,10 @@ from bench.peers.loads import make_loads, make_setup
 from bench.peers.report import print_runs
 from bench.peers.residents import group, installed, open_system, require_memory
 from bench.peers.systems import Candidate, peer_versions
+from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.bench.sweep import print_sweep
 from bullet_graph.cli.bench.sweep_cells import WorkloadSpec
 from bullet_graph.cli.bench.sweep_file import SweepFile
-from bullet_graph.cli.exits import EXIT_ERROR
 from bullet_graph.cli.options import parse_size, result_options
 from bullet_graph.config import DeviceName, DtypeName, LoadFormat
 from bullet_graph.engine.replay import event_loop_factory

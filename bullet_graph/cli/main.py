@@ -1,12 +1,15 @@
 """The console script ``bullet-graph`` and its groups; each command's module is imported when it is used."""
 
+import contextlib
+import sys
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
 from bullet_graph._version import __version__
-from bullet_graph.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
-from bullet_graph.cli.lazy import LazyGroup
+from bullet_graph.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from bullet_graph.config import RENAMED
 from bullet_graph.errors import BulletGraphError, EngineDeadError
 
@@ -44,6 +47,43 @@ _CAPTURE_COMMANDS = {
     "show": (f"{_CLI}.capture.listing:show", "Show what one entry holds."),
     "verify": (f"{_CLI}.capture.listing:verify", "Check the files of entries against their checksums."),
 }
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module when the command is used, so that ``--help`` never waits for torch.
+
+    Args:
+        lazy: for each command's name, where it is (``"package.module:attribute"``) and the line that the group's help
+            shows for it.
+        arguments: those of :class:`click.Group`.
+    """
+
+    def __init__(self, *, lazy: Mapping[str, tuple[str, str]], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *self._lazy})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._lazy:
+            return super().get_command(ctx, cmd_name)
+        # Here, since the module's import starts the clock of the engine's imports.
+        from bullet_graph._imports import load  # noqa: PLC0415
+
+        module, _, attribute = self._lazy[cmd_name][0].partition(":")
+        # Libraries that greet on stdout when they are imported would spoil a command's JSON.
+        with contextlib.redirect_stdout(sys.stderr):
+            command: click.Command = load(module, attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.commands.get(name)
+            rows.append((name, self._lazy[name][1] if command is None else command.get_short_help_str(80)))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def _current_name(name: str) -> str:

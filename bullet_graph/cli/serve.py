@@ -10,8 +10,8 @@ from typing import Any
 import click
 import torch
 
+from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine
-from bullet_graph.cli.exits import EXIT_ERROR
 from bullet_graph.cli.options import engine_options, parse_size
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine

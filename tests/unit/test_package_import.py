@@ -9,8 +9,7 @@ import click
 import pytest
 
 from bullet_graph._imports import collector_aside
-from bullet_graph.cli.lazy import LazyGroup
-from bullet_graph.cli.main import main
+from bullet_graph.cli.main import LazyGroup, main
 
 HEAVY = {"torch", "triton", "flashinfer", "transformers", "cuda", "numpy", "rich", "matplotlib", "fastapi"}
 

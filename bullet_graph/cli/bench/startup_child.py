@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bullet_graph import Engine
-from bullet_graph.cli.exits import EXIT_ERROR
+from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError
 from bullet_graph.sampling_params import SamplingParams
