@@ -121,6 +121,9 @@ class CheckedExecutor:
     def _check_slices(self, step: Step, placement: Placement) -> None:
         if placement.lane == "decode":
             assert (placement.first_layer, placement.last_layer) == (0, None), "decode steps are whole"
+            slices = self.in_flight["prefill"]
+            ends_chunk = bool(slices) and slices[-1].placement.last_layer is None
+            assert not (ends_chunk and self.in_flight["decode"]), "first tokens would wait for this step"
             assert self._under_way is None or step.prefill is None, "prompt rows beside a chunk under way"
             return
         assert step.prefill is not None

@@ -14,22 +14,36 @@ from bullet_graph.partition.masks import Lane
 from bullet_graph.runtime.step import SlotInit, Step, StepResult
 
 VOCAB_SIZE = 1000
+_FACTOR, _MODULUS = 1_000_003, 2_147_483_647
 
 
-def next_token(seed: int, history: list[int]) -> int:
-    """The token that follows ``history`` (a random-looking function of both)."""
-    value = seed + 1
-    for token in history:
-        value = (value * 1_000_003 + token + 1) % 2_147_483_647
-    return value % VOCAB_SIZE
+def _powers(count: int) -> np.ndarray:
+    powers = [1]
+    for _ in range(count - 1):
+        powers.append(powers[-1] * _FACTOR % _MODULUS)
+    return np.array(powers)
+
+
+_POWERS = _powers(8192)
+
+
+def next_token(seed: int, history: np.ndarray) -> int:
+    """The token that follows ``history``: a hash of both, computed as :func:`generate_alone` does token by token."""
+    powers = _POWERS[: len(history) + 1][::-1]
+    value = (seed + 1) * powers[0] + ((history + 1) * powers[1:] % _MODULUS).sum()
+    return int(value % _MODULUS % VOCAB_SIZE)
 
 
 def generate_alone(seed: int, prompt: list[int], count: int) -> list[int]:
     """What a sequence must yield, whatever else runs."""
-    history = list(prompt)
+    value = seed + 1
+    for token in prompt:
+        value = (value * _FACTOR + token + 1) % _MODULUS
+    output = []
     for _ in range(count):
-        history.append(next_token(seed, history))
-    return history[len(prompt) :]
+        output.append(value % VOCAB_SIZE)
+        value = (value * _FACTOR + output[-1] + 1) % _MODULUS
+    return output
 
 
 @dataclass
@@ -51,18 +65,24 @@ class PagedDevice:
 
     block_tokens: int
     slots: dict[int, _Slot] = field(default_factory=dict)
-    memory: dict[tuple[int, int], int] = field(default_factory=dict)
+    max_blocks: int = 8192
     results: dict[int, StepResult] = field(default_factory=dict)
-    blocks_in_flight: dict[int, dict[int, int]] = field(default_factory=dict)
-    """For each step in flight, the blocks it touches and the slot that each is touched for."""
+    touched: dict[int, list[list[int]]] = field(default_factory=dict)
+    """For each step in flight, the blocks that it touches."""
     ended_prompts: dict[int, list[int]] = field(default_factory=dict)
     num_launched: int = 0
+
+    def __post_init__(self) -> None:
+        self.memory = np.full((self.max_blocks, self.block_tokens), -1)
+        # How many steps in flight touch each block, and for which slot.
+        self._num_users = np.zeros(self.max_blocks, dtype=np.int32)
+        self._user = np.zeros(self.max_blocks, dtype=np.int32)
 
     def launch(self, step: Step, lane: Lane = "decode") -> int:
         ticket, self.num_launched = self.num_launched, self.num_launched + 1
         for init in step.admitted:
             self.slots[init.slot] = _Slot(init)
-        self._touched = self.blocks_in_flight[ticket] = {}
+        self.touched[ticket] = []
         self.ended_prompts[ticket] = []
         tokens: list[int] = []
         used_slots: list[int] = []
@@ -73,7 +93,7 @@ class PagedDevice:
                 blocks = batch.kv_indices[batch.kv_indptr[i] : batch.kv_indptr[i + 1]].tolist()
                 assert chunk, "an empty chunk"
                 assert not self.slots[slot].awaits_decode, "prefill of a slot that is decoding"
-                history = self._write(slot, int(batch.starts[i]), chunk, blocks)
+                history = self._write(ticket, slot, int(batch.starts[i]), chunk, blocks)
                 if batch.samples[i]:
                     tokens.append(self._sample(slot, history))
                     if lane == "prefill":
@@ -85,7 +105,9 @@ class PagedDevice:
             for i, slot in enumerate(decode.slots.tolist()):
                 blocks = decode.kv_indices[decode.kv_indptr[i] : decode.kv_indptr[i + 1]].tolist()
                 assert self.slots[slot].awaits_decode, "decode of a slot whose prompt has not ended"
-                history = self._write(slot, int(decode.positions[i]), [self.slots[slot].last_token], blocks)
+                history = self._write(
+                    ticket, slot, int(decode.positions[i]), [self.slots[slot].last_token], blocks
+                )
                 tokens.append(self._sample(slot, history))
                 used_slots.append(slot)
         assert len(used_slots) == len(set(used_slots)), "a slot twice in one step"
@@ -93,29 +115,32 @@ class PagedDevice:
         return ticket
 
     def wait(self, ticket: int) -> StepResult:
-        del self.blocks_in_flight[ticket]
+        for blocks in self.touched.pop(ticket):
+            self._num_users[blocks] -= 1
         for slot in self.ended_prompts.pop(ticket):
             self.slots[slot].awaits_decode = True
         return self.results.pop(ticket)
 
-    def _write(self, slot: int, start: int, tokens: list[int], blocks: list[int]) -> list[int]:
+    def _write(self, ticket: int, slot: int, start: int, tokens: list[int], blocks: list[int]) -> np.ndarray:
         """Put tokens at positions from ``start`` on; all tokens that the cache then holds for the slot."""
         state = self.slots[slot]
         assert start == state.length, f"position {start} follows {state.length - 1}"
         state.length += len(tokens)
         assert len(blocks) == -(-state.length // self.block_tokens), "blocks do not match the length"
         assert PADDING_BLOCK not in blocks
-        for block in blocks:
-            for touched in self.blocks_in_flight.values():
-                assert touched.get(block, slot) == slot, (
-                    "a block changed hands while a step in flight uses it"
-                )
-            self._touched[block] = slot
-        places = [(blocks[p // self.block_tokens], p % self.block_tokens) for p in range(state.length)]
-        self.memory.update(zip(places[start:], tokens, strict=True))
-        return [self.memory[place] for place in places]
+        others = (self._num_users[blocks] > 0) & (self._user[blocks] != slot)
+        assert not others.any(), "a block changed hands while a step in flight uses it"
+        self._user[blocks] = slot
+        self._num_users[blocks] += 1
+        self.touched[ticket].append(blocks)
+        first = start // self.block_tokens
+        history = self.memory[blocks].ravel()
+        history[start : state.length] = tokens
+        self.memory[blocks[first:]] = history[first * self.block_tokens :].reshape(-1, self.block_tokens)
+        assert (history[: state.length] >= 0).all(), "a position that nothing has written"
+        return history[: state.length]
 
-    def _sample(self, slot: int, history: list[int]) -> int:
+    def _sample(self, slot: int, history: np.ndarray) -> int:
         state = self.slots[slot]
         state.last_token = next_token(state.init.seed, history)
         state.awaits_decode = True

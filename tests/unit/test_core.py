@@ -1,18 +1,23 @@
 """The loop over two lanes, whatever the planner, the load and the room there is."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
-from core_loop import MODEL, NUM_LAYERS, CheckedExecutor, CoreLoop, make_planner
+from core_loop import MODEL, NUM_LAYERS, CheckedExecutor, CoreLoop, Launch, make_planner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.config import Policy
+from bullet_graph.engine.in_flight import other_lane
 from bullet_graph.engine.loads import fill
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
-from bullet_graph.planner.plan import Load, Plan
+from bullet_graph.planner.options import ForwardKind
+from bullet_graph.planner.plan import Load, Plan, PolicyName
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.tuning import TUNING
+from bullet_graph.runtime.step import Placement, Step, StepResult
 from bullet_graph.slo import NO_TARGETS, Slo
 
 POLICIES = ("serial", "serial:100", "mixed", "mixed:64", "split", "split:48", "auto")
@@ -30,7 +35,7 @@ requests = st.lists(
     st.tuples(
         st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.3]),
         st.integers(1, 60) | st.integers(1, 900),
-        st.integers(1, 100),
+        st.integers(1, 50),
         st.sampled_from(TARGETS),
     ),
     min_size=1,
@@ -87,7 +92,7 @@ class _Wayward(Planner):
 # ---- whatever comes ----
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     requests=requests,
     policy=st.sampled_from(POLICIES),
@@ -252,6 +257,96 @@ def test_a_prompt_decodes_as_soon_as_its_last_slice_is_done() -> None:
     loop = both_phases("split:48")
     for i in (8, 9, 10):
         assert loop.outputs[f"request-{i}"].metrics.itl_ms[0] < 60
+
+
+# ---- what the planner learns ----
+
+
+@dataclass
+class _Biased(CheckedExecutor):
+    """Reports twice the time of some launches, and the true time of the others."""
+
+    is_slow: Callable[[Launch, bool], bool] = lambda launch, beside: False  # noqa: ARG005
+    """Takes a launch, and whether the other lane was busy when it began and when it ended."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._began_beside: set[int] = set()
+
+    def launch(self, step: Step, placement: Placement) -> int:
+        ticket = super().launch(step, placement)
+        if self.in_flight[other_lane(placement.lane)]:
+            self._began_beside.add(ticket)
+        return ticket
+
+    def wait(self, ticket: int) -> StepResult:
+        launch = next(launch for launch in self.launches if launch.ticket == ticket)
+        result = super().wait(ticket)
+        beside = ticket in self._began_beside and bool(self.in_flight[other_lane(launch.placement.lane)])
+        return replace(result, device_ms=2 * result.device_ms) if self.is_slow(launch, beside) else result
+
+
+@pytest.mark.parametrize("kind", ["step", "slice"])
+def test_slow_launches_correct_the_predictions_of_their_own_kind(kind: ForwardKind) -> None:
+    executor = _Biased(is_slow=lambda launch, _: (launch.step.decode is None) == (kind == "slice"))
+    corrections = both_phases("split:48", executor=executor).core.stats().corrections
+    other: ForwardKind = "step" if kind == "slice" else "slice"
+    assert corrections["split", kind] > 1.2
+    assert corrections["split", other] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_split_learns_nothing_from_a_step_that_ran_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    ratios: dict[tuple[PolicyName, ForwardKind], list[float]] = defaultdict(list)
+
+    def observe(
+        _: Planner, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float
+    ) -> None:
+        ratios[policy, kind].append(measured_ms / predicted_ms)
+
+    monkeypatch.setattr(Planner, "observe", observe)
+    executor = _Biased(max_in_flight=depth, is_slow=lambda x, beside: x.step.prefill is None and not beside)
+    both_phases("split:48", executor=executor)
+    assert sum(launch.placement.partition != WHOLE_GPU for launch in executor.launches) > len(
+        ratios["split", "step"]
+    )
+    assert ratios["split", "step"]
+    assert max(ratios["split", "step"]) < 1.5
+    assert min(ratios["solo", "step"]) > 1.5, "alone is what these steps always are"
+
+
+class _Scripted(Planner):
+    """Follows a script, then decodes; notes what it is told of predictions."""
+
+    def __init__(self, *script: Plan) -> None:
+        super().__init__(
+            Policy("mixed"), max_chunk_tokens=8192, decode_sms=(), num_layers=NUM_LAYERS, model=None
+        )
+        self.script = list(script)
+        self.observed: list[tuple[PolicyName, ForwardKind, float]] = []
+
+    def plan(self, load: Load) -> Plan:
+        del load
+        return self.script.pop(0) if self.script else Plan("solo", decode=True)
+
+    def observe(self, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
+        assert measured_ms > 0
+        self.observed.append((policy, kind, predicted_ms))
+
+
+@pytest.mark.parametrize(("prompt_tokens", "is_whole"), [(64, True), (63, False)])
+def test_a_chunk_cut_short_says_nothing_of_the_prediction(prompt_tokens: int, is_whole: bool) -> None:
+    script = (
+        Plan("mixed", decode=True, chunk_tokens=64, decode_ms=7.0),
+        Plan("mixed", decode=True, decode_ms=3.0),
+    )
+    planner = _Scripted(*script)
+    loop = CoreLoop(planner, executor=CheckedExecutor(max_in_flight=1))
+    loop.add(prompt_tokens, 5)
+    loop.run()
+    assert planner.observed == [("mixed", "slice", 7.0)] * is_whole + [("mixed", "step", 3.0)]
 
 
 # ---- aborts between two slices ----
