@@ -321,9 +321,7 @@ class _Scripted(Planner):
     """Follows a script, then decodes; notes what it is told of predictions."""
 
     def __init__(self, *script: Plan) -> None:
-        super().__init__(
-            Policy("mixed"), max_chunk_tokens=8192, decode_sms=(), num_layers=NUM_LAYERS, model=None
-        )
+        super().__init__(Policy("mixed"), max_chunk_tokens=8192, decode_sms=(), model=None)
         self.script = list(script)
         self.observed: list[tuple[PolicyName, ForwardKind, float]] = []
 
