@@ -18,6 +18,7 @@ from bullet_graph.partition.masks import (
     SmPartition,
     TpcMask,
     lane_masks,
+    partition_of,
     sm_ranges,
 )
 from bullet_graph.partition.probe import SmidProbe
@@ -56,8 +57,7 @@ def smctrl(probe: SmidProbe) -> Iterator[SmctrlBackend]:
 
 
 def split(decode_sms: int, num_sms: int) -> SmPartition:
-    """So many SMs to decode, the rest to prefill."""
-    return SmPartition(decode_sms // SMS_PER_TPC, (num_sms - decode_sms) // SMS_PER_TPC)
+    return partition_of(decode_sms, num_sms=num_sms)
 
 
 def splits(num_sms: int) -> list[SmPartition]:
@@ -68,9 +68,7 @@ def splits(num_sms: int) -> list[SmPartition]:
 
 
 @pytest.mark.parametrize("decode_sms", DECODE_SMS)
-def test_each_lane_keeps_to_its_sms(
-    backend: PartitionBackend, probe: SmidProbe, decode_sms: int, record_property: Record
-) -> None:
+def test_each_lane_keeps_to_its_sms(backend: PartitionBackend, probe: SmidProbe, decode_sms: int) -> None:
     partition = split(decode_sms, backend.num_sms)
     expected = {lane: backend.expected_sms(lane, partition) for lane in LANES}
     assert len(expected["decode"]) == decode_sms
@@ -90,11 +88,6 @@ def test_each_lane_keeps_to_its_sms(
         ),
     }
     probe.driver.call("cuStreamDestroy", plain)
-    record_property("backend", backend.name)
-    record_property("decode_sms", decode_sms)
-    for how, by_lane in seen.items():
-        record_property(f"sms_seen_{how}", {lane: sm_ranges(sms) for lane, sms in by_lane.items()})
-        record_property(f"num_sms_seen_{how}", {lane: len(sms) for lane, sms in by_lane.items()})
     for how, by_lane in seen.items():
         assert by_lane == expected, how
     assert seen["both_lanes_at_once"]["decode"].isdisjoint(seen["both_lanes_at_once"]["prefill"])
@@ -111,7 +104,7 @@ def test_a_graph_captured_without_a_mask_ignores_the_launch_streams(
 
 @pytest.mark.parametrize("lane", LANES)
 def test_the_whole_gpu_comes_back_after_a_partition(
-    backend: PartitionBackend, probe: SmidProbe, lane: Lane, record_property: Record
+    backend: PartitionBackend, probe: SmidProbe, lane: Lane
 ) -> None:
     for partition in splits(backend.num_sms):
         assert len(probe.run(backend.stream(lane, partition))) < backend.num_sms
@@ -119,31 +112,26 @@ def test_the_whole_gpu_comes_back_after_a_partition(
         assert (
             seen == probe.run_captured(backend.stream(lane, WHOLE_GPU)) == frozenset(range(backend.num_sms))
         )
-    record_property("backend", backend.name)
-    record_property("num_sms_seen", len(seen))
 
 
 @pytest.mark.parametrize("sizes", [(64, 96), (132, 96), (96, 132), (40, 80)])
 def test_lanes_that_overlap_or_leave_sms_out(
-    smctrl: SmctrlBackend, probe: SmidProbe, sizes: tuple[int, int], record_property: Record
+    smctrl: SmctrlBackend, probe: SmidProbe, sizes: tuple[int, int]
 ) -> None:
     partition = SmPartition(*(min(size, smctrl.num_sms) // SMS_PER_TPC for size in sizes))
     verified = verify(smctrl, partition, probe)
     shared = len(verified.decode_sms & verified.prefill_sms)
-    record_property("num_sms_shared", shared)
     assert shared == max(0, len(verified.decode_sms) + len(verified.prefill_sms) - smctrl.num_sms)
     assert verified.together == (shared == 0)
 
 
-def test_masks_that_follow_the_gpcs(probe: SmidProbe, record_property: Record) -> None:
+def test_masks_that_follow_the_gpcs(probe: SmidProbe) -> None:
     green = GreenBackend(SmidProbe())
     layout = green.gpc_layout()
-    record_property("gpc_layout", layout)
     smctrl = SmctrlBackend(SmidProbe(), layout=layout)
     for partition in splits(probe.num_sms):
         verify(smctrl, partition, probe)
         ours, theirs = (backend.expected_sms("decode", partition) for backend in (smctrl, green))
-        record_property(f"decode_sms_{len(ours)}", {"smctrl": sm_ranges(ours), "green": sm_ranges(theirs)})
         assert ours == theirs
     smctrl.close()
     green.close()
@@ -188,7 +176,7 @@ class Planted:
     "mistake", ["one TPC too many", "one TPC too few", "shifted by one", "inverted", "none"]
 )
 def test_a_planted_wrong_mask_is_caught(
-    smctrl: SmctrlBackend, probe: SmidProbe, lane: Lane, mistake: str, record_property: Record
+    smctrl: SmctrlBackend, probe: SmidProbe, lane: Lane, mistake: str
 ) -> None:
     partition = split(32, smctrl.num_sms)
     num_tpcs = smctrl.num_sms // SMS_PER_TPC
@@ -216,18 +204,16 @@ def test_a_planted_wrong_mask_is_caught(
 
     with pytest.raises(PartitionError) as caught:
         verify(Planted(smctrl, lane, plant), partition, probe)
-    record_property("message", str(caught.value))
     assert f"the {lane} lane" in str(caught.value)
     assert f"an eager launch ran on SMs {sm_ranges(wrong.sms)} " in str(caught.value)
     verify(smctrl, partition, probe)
 
 
-def test_a_planted_wrong_green_context_is_caught(probe: SmidProbe, record_property: Record) -> None:
+def test_a_planted_wrong_green_context_is_caught(probe: SmidProbe) -> None:
     green = GreenBackend(SmidProbe())
     other = green.stream("decode", split(48, green.num_sms))
-    with pytest.raises(PartitionError, match=r"the decode lane .* an eager launch ran on") as caught:
+    with pytest.raises(PartitionError, match=r"the decode lane .* an eager launch ran on"):
         verify(Planted(green, "decode", lambda _: other), split(32, green.num_sms), probe)
-    record_property("message", str(caught.value))
     green.close()
 
 
@@ -264,9 +250,8 @@ def test_changing_the_mask_is_cheap(backend: PartitionBackend, record_property: 
     assert median_us <= MAX_MASK_CHANGE_US
 
 
-def test_auto_takes_stream_masks(probe: SmidProbe, record_property: Record) -> None:
+def test_auto_takes_stream_masks(probe: SmidProbe) -> None:
     backend, why = open_backend("auto", splits(probe.num_sms))
-    record_property("chosen", why)
     assert backend.name == "smctrl"
     backend.close()
 
@@ -279,7 +264,6 @@ def test_each_back_end_can_be_named(probe: SmidProbe, name: str) -> None:
     backend.close()
 
 
-def test_a_size_off_green_contexts_granularity(probe: SmidProbe, record_property: Record) -> None:
-    with pytest.raises(PartitionError, match=r"choose 96 \(48 TPCs\) or 104 \(52 TPCs\)") as caught:
+def test_a_size_off_green_contexts_granularity(probe: SmidProbe) -> None:
+    with pytest.raises(PartitionError, match=r"choose 96 \(48 TPCs\) or 104 \(52 TPCs\)"):
         open_backend("green", [split(100, probe.num_sms)])
-    record_property("message", str(caught.value))

@@ -1,4 +1,4 @@
-"""Green contexts, no partitions, and the choice between back ends, on a fake GPU."""
+"""Verification, green contexts, no partitions, and the choice between back ends, on a fake GPU."""
 
 from collections.abc import Callable
 
@@ -9,10 +9,11 @@ from fakes.mask_backend import MaskBackend, fake_probe
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.backend import OPENERS, NoneBackend, PartitionBackend, open_backend, verify
 from bullet_graph.partition.green import GreenBackend
-from bullet_graph.partition.masks import LANES, WHOLE_GPU, SmPartition, TpcMask, sm_ranges
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, TpcMask, sm_ranges
 from bullet_graph.partition.probe import SmidProbe
 
 ALL = frozenset(range(132))
+PARTITION = SmPartition(8, 58)
 SPLITS = [SmPartition(tpcs, 66 - tpcs) for tpcs in (8, 12, 16, 24, 32, 48)]
 
 
@@ -22,8 +23,124 @@ def gpu() -> FakeDriver:
 
 
 @pytest.fixture
+def probe(gpu: FakeDriver) -> SmidProbe:
+    return fake_probe(gpu)
+
+
+@pytest.fixture
+def masks(gpu: FakeDriver) -> MaskBackend:
+    return MaskBackend(fake_probe(gpu))
+
+
+@pytest.fixture
 def green(gpu: FakeDriver) -> GreenBackend:
     return GreenBackend(fake_probe(gpu))
+
+
+# Verification
+
+
+@pytest.mark.parametrize("decode_tpcs", [1, 8, 33, 65])
+def test_disjoint_lanes_verify(masks: MaskBackend, probe: SmidProbe, decode_tpcs: int) -> None:
+    partition = SmPartition(decode_tpcs, 66 - decode_tpcs)
+    verified = verify(masks, partition, probe)
+    assert verified.partition == partition
+    assert verified.decode_sms == frozenset(range(2 * decode_tpcs))
+    assert verified.prefill_sms == ALL - verified.decode_sms
+    assert verified.together
+    assert 0 < verified.seconds < 5
+
+
+@pytest.mark.parametrize(
+    "partition", [WHOLE_GPU, SmPartition(None, 58), SmPartition(66, 8), SmPartition(40, 30)]
+)
+def test_overlapping_lanes_are_not_run_together(
+    gpu: FakeDriver, masks: MaskBackend, probe: SmidProbe, partition: SmPartition
+) -> None:
+    # Such lanes can starve each other, so that they never run at the same time.
+    gpu.serial = True
+    verified = verify(masks, partition, probe)
+    assert not verified.together
+    assert verified.decode_sms & verified.prefill_sms
+
+
+def test_lanes_have_the_whole_gpu_afterwards(masks: MaskBackend, probe: SmidProbe) -> None:
+    verify(masks, PARTITION, probe)
+    assert [masks.bound_sms(lane) for lane in LANES] == [ALL, ALL]
+    masks.planted["prefill"] = frozenset({0})
+    with pytest.raises(PartitionError):
+        verify(masks, PARTITION, probe)
+    assert masks.bound_sms("decode") == ALL
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize(
+    ("outside", "missing"),
+    [({130}, set()), (set(), {4}), ({126, 127, 128}, {0, 1}), (set(range(16, 132)), set())],
+)
+def test_a_wrong_mask(
+    masks: MaskBackend, probe: SmidProbe, lane: Lane, outside: set[int], missing: set[int]
+) -> None:
+    partition = PARTITION if lane == "decode" else SmPartition(58, 8)
+    if lane == "prefill":
+        # Prefill has the last SMs: the same mistakes, seen from the other end.
+        outside, missing = {131 - sm for sm in outside}, {131 - sm for sm in missing}
+    masks.planted[lane] = (masks.expected_sms(lane, partition) | outside) - missing
+    with pytest.raises(PartitionError) as caught:
+        verify(masks, partition, probe)
+    message = str(caught.value)
+    assert f"the {lane} lane of {partition} must" in message
+    assert f"but an eager launch ran on SMs {sm_ranges(masks.planted[lane])} " in message
+    assert f"(outside: {sm_ranges(outside)}; missing: {sm_ranges(missing)})" in message
+
+
+def test_a_gpu_on_which_a_partition_does_not_hold(
+    gpu: FakeDriver, masks: MaskBackend, probe: SmidProbe
+) -> None:
+    for change, message in (
+        (
+            {"graphs_ignore_masks": True},
+            r"decode lane .* a graph launched on an unmasked stream ran on SMs 0-131",
+        ),
+        ({"busy_sms": frozenset({77})}, r"prefill lane .*missing: 77\): leave the GPU to this process"),
+        ({"serial": True}, "had to run at the same time"),
+    ):
+        before = {name: getattr(gpu, name) for name in change}
+        vars(gpu).update(change)
+        with pytest.raises(PartitionError, match=message):
+            verify(masks, PARTITION, probe)
+        vars(gpu).update(before)
+
+
+def test_lanes_that_disturb_each_other(
+    masks: MaskBackend, probe: SmidProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_together = probe.run_together
+
+    def disturbed(streams: list[int]) -> list[frozenset[int]]:
+        decode, *prefill = run_together(streams)
+        return [decode, *(ALL for _ in prefill)]
+
+    monkeypatch.setattr(probe, "run_together", disturbed)
+    with pytest.raises(
+        PartitionError, match=r"prefill lane .* an eager launch beside the other lane's ran on"
+    ):
+        verify(masks, PARTITION, probe)
+
+
+def test_a_back_end_that_cannot_be_right(
+    masks: MaskBackend, probe: SmidProbe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for partition in (SmPartition(0, 66), SmPartition(8, -1), SmPartition(67, None)):
+        with pytest.raises(PartitionError, match="from 1 to 66 TPCs"):
+            verify(masks, partition, probe)
+    masks.share_a_stream()
+    for partition in (PARTITION, SmPartition(40, 40), WHOLE_GPU):
+        with pytest.raises(PartitionError, match="each lane needs a stream of its own, but fake gives both"):
+            verify(masks, partition, probe)
+    monkeypatch.setattr(masks, "expected_sms", lambda *_: frozenset(range(16)))
+    with pytest.raises(PartitionError, match="must not share an SM, but fake gives both SMs 0-15"):
+        verify(masks, PARTITION, probe)
 
 
 # Green contexts
@@ -35,25 +152,20 @@ def test_green_lanes(gpu: FakeDriver, green: GreenBackend) -> None:
     decode, prefill = (green.expected_sms(lane, partition) for lane in LANES)
     assert sm_ranges(decode) == "0-7, 16-23, 32-39, 48-55"
     assert prefill == ALL - decode
-    verify(green, partition, fake_probe(gpu))
-
-
-def test_decode_is_urgent(gpu: FakeDriver, green: GreenBackend) -> None:
-    for partition in (WHOLE_GPU, SmPartition(16, 50)):
-        priorities = [gpu.live[green.stream(lane, partition)].priority for lane in LANES]
-        assert priorities == [-5, 0]
+    for one in (WHOLE_GPU, partition):
+        assert [gpu.live[green.stream(lane, one)].priority for lane in LANES] == [-5, 0], "decode is urgent"
 
 
 @pytest.mark.parametrize("partition", [*SPLITS, WHOLE_GPU, SmPartition(66, None), SmPartition(16, None)])
-def test_green_partitions_verify(gpu: FakeDriver, green: GreenBackend, partition: SmPartition) -> None:
-    verified = verify(green, partition, fake_probe(gpu))
+def test_green_partitions_verify(green: GreenBackend, probe: SmidProbe, partition: SmPartition) -> None:
+    verified = verify(green, partition, probe)
     assert len(verified.decode_sms) == 2 * (partition.decode_tpcs or 66)
     assert len(verified.prefill_sms) == 2 * (partition.prefill_tpcs or 66)
 
 
-def test_green_lanes_that_leave_sms_out_or_overlap(gpu: FakeDriver, green: GreenBackend) -> None:
-    assert verify(green, SmPartition(8, 50), fake_probe(gpu)).together
-    overlapping = verify(green, SmPartition(32, 50), fake_probe(gpu))
+def test_green_lanes_that_leave_sms_out_or_overlap(green: GreenBackend, probe: SmidProbe) -> None:
+    assert verify(green, SmPartition(8, 50), probe).together
+    overlapping = verify(green, SmPartition(32, 50), probe)
     assert len(overlapping.decode_sms & overlapping.prefill_sms) == 32
 
 
@@ -63,7 +175,7 @@ def test_a_green_stream_is_made_once(gpu: FakeDriver, green: GreenBackend) -> No
     assert green.stream("decode", SmPartition(16, 50)) == stream
     assert green.stream("decode", SmPartition(16, None)) == stream
     assert len(gpu.live) == live
-    assert green.stream("decode", SmPartition(8, 58)) != stream
+    assert green.stream("decode", PARTITION) != stream
 
 
 @pytest.mark.parametrize(
@@ -79,18 +191,11 @@ def test_a_green_stream_is_made_once(gpu: FakeDriver, green: GreenBackend) -> No
     ],
 )
 def test_a_size_off_the_granularity(
-    green: GreenBackend, partition: SmPartition, lane: str, nearest: str
+    green: GreenBackend, partition: SmPartition, lane: Lane, nearest: str
 ) -> None:
     for ask in (green.stream, green.expected_sms):
         with pytest.raises(PartitionError, match=f"steps of 8, but the {lane} lane.*choose {nearest}"):
-            ask("decode" if lane == "decode" else "prefill", partition)
-
-
-def test_a_driver_without_the_granularity(gpu: FakeDriver) -> None:
-    gpu.granularity = 0
-    with pytest.raises(PartitionError, match=r"reports their granularity \(CUDA 13.0 or later\)"):
-        GreenBackend(fake_probe(gpu))
-    assert (gpu.live, gpu.retained) == ({}, 0)
+            ask(lane, partition)
 
 
 def test_a_green_context_of_another_size(gpu: FakeDriver, green: GreenBackend) -> None:
@@ -98,7 +203,7 @@ def test_a_green_context_of_another_size(gpu: FakeDriver, green: GreenBackend) -
     with pytest.raises(
         PartitionError, match=r"16 SMs was asked for.*one of 16 and its work ran on 18 \(SMs "
     ):
-        green.stream("decode", SmPartition(8, 58))
+        green.stream("decode", PARTITION)
     green.close()
     assert (gpu.live, gpu.retained) == ({}, 0)
 
@@ -121,10 +226,13 @@ def test_a_gpc_layout_of_half_tpcs(gpu: FakeDriver, green: GreenBackend) -> None
         green.gpc_layout()
 
 
-@pytest.mark.parametrize("name", ["cuDeviceGetDevResource", "cuStreamCreateWithPriority"])
-def test_a_driver_without_green_contexts(gpu: FakeDriver, name: str) -> None:
-    gpu.fail = {name: CUresult.CUDA_ERROR_INVALID_VALUE}
-    with pytest.raises(PartitionError, match=name):
+def test_a_driver_without_green_contexts(gpu: FakeDriver) -> None:
+    for name in ("cuDeviceGetDevResource", "cuStreamCreateWithPriority"):
+        gpu.fail = {name: CUresult.CUDA_ERROR_INVALID_VALUE}
+        with pytest.raises(PartitionError, match=name):
+            GreenBackend(fake_probe(gpu))
+    gpu.fail, gpu.granularity = {}, 0
+    with pytest.raises(PartitionError, match=r"reports their granularity \(CUDA 13.0 or later\)"):
         GreenBackend(fake_probe(gpu))
     assert (gpu.live, gpu.retained) == ({}, 0)
 
@@ -138,21 +246,21 @@ def test_a_driver_without_green_contexts(gpu: FakeDriver, name: str) -> None:
         "cuGreenCtxStreamCreate",
     ],
 )
-def test_a_green_call_that_fails(gpu: FakeDriver, green: GreenBackend, name: str) -> None:
+def test_a_green_call_that_fails(gpu: FakeDriver, green: GreenBackend, probe: SmidProbe, name: str) -> None:
     gpu.fail = {name: CUresult.CUDA_ERROR_INVALID_VALUE}
     with pytest.raises(PartitionError, match=name):
         green.stream("decode", SPLITS[0])
     gpu.fail = {}
-    assert verify(green, SPLITS[0], fake_probe(gpu)).together
+    assert verify(green, SPLITS[0], probe).together
 
 
 # No partitions
 
 
-def test_none_has_the_whole_gpu_only(gpu: FakeDriver) -> None:
+def test_none_has_the_whole_gpu_only(gpu: FakeDriver, probe: SmidProbe) -> None:
     backend = NoneBackend(fake_probe(gpu))
     assert (backend.name, backend.num_sms, backend.granularity_sms) == ("none", 132, 132)
-    assert not verify(backend, WHOLE_GPU, fake_probe(gpu)).together
+    assert not verify(backend, WHOLE_GPU, probe).together
     for ask in (backend.stream, backend.expected_sms):
         with pytest.raises(PartitionError, match=r"none has the whole GPU only.*smctrl, green or auto"):
             ask("decode", SmPartition(16, 50))
@@ -201,11 +309,8 @@ def openers(gpu: FakeDriver) -> Openers:
     return Openers(gpu)
 
 
-def test_the_names_of_the_back_ends() -> None:
-    assert list(OPENERS) == ["smctrl", "green", "none"]
-
-
 def test_auto_takes_the_first_that_verifies(gpu: FakeDriver, openers: Openers) -> None:
+    assert list(OPENERS) == ["smctrl", "green", "none"]
     backend, why = openers.open("auto", *SPLITS, WHOLE_GPU)
     assert backend is openers.made[0]
     assert why == "smctrl: 7 partitions verified"
@@ -214,16 +319,16 @@ def test_auto_takes_the_first_that_verifies(gpu: FakeDriver, openers: Openers) -
     assert (gpu.live, gpu.retained) == ({}, 0)
 
 
-def test_auto_passes_over_one_that_cannot_be_opened(gpu: FakeDriver, openers: Openers) -> None:
+def test_auto_passes_over_one_that_cannot_be_opened(openers: Openers, probe: SmidProbe) -> None:
     openers.broken = True
     backend, why = openers.open("auto", *SPLITS)
     assert why == "green: 6 partitions verified; smctrl refused: there is no offset for this driver"
-    verify(backend, SPLITS[0], fake_probe(gpu))
+    verify(backend, SPLITS[0], probe)
 
 
 def test_auto_passes_over_one_that_does_not_hold(openers: Openers) -> None:
     openers.planted = frozenset(range(20))
-    backend, why = openers.open("auto", SmPartition(8, 58))
+    backend, why = openers.open("auto", PARTITION)
     assert backend.name == "green"
     assert "smctrl refused: the decode lane of SmPartition(decode_tpcs=8, prefill_tpcs=58)" in why
     assert openers.made[0].closed
@@ -256,19 +361,19 @@ def test_a_named_back_end(openers: Openers, name: str) -> None:
     assert backend.name == ("fake" if name == "smctrl" else name)
 
 
-def test_a_named_back_end_is_not_replaced(gpu: FakeDriver, openers: Openers) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smctrl", "--partition-backend smctrl has to hold .*, but smctrl refused.*there is no offset"),
+        ("none", "--partition-backend none has to hold .*, but none refused.*has the whole GPU only"),
+        ("mps", "one of auto, smctrl, green, none, but found 'mps'"),
+    ],
+)
+def test_a_named_back_end_is_not_replaced(gpu: FakeDriver, openers: Openers, name: str, message: str) -> None:
     openers.broken = True
-    for name, why in (("smctrl", "there is no offset"), ("none", "has the whole GPU only")):
-        with pytest.raises(
-            PartitionError, match=f"--partition-backend {name} has to hold .*, but {name} refused.*{why}"
-        ):
-            openers.open(name, *SPLITS)
+    with pytest.raises(PartitionError, match=message):
+        openers.open(name, *SPLITS)
     assert (gpu.live, gpu.retained) == ({}, 0)
-
-
-def test_an_unknown_back_end(openers: Openers) -> None:
-    with pytest.raises(PartitionError, match="one of auto, smctrl, green, none, but found 'mps'"):
-        openers.open("mps", WHOLE_GPU)
 
 
 def test_a_failure_that_is_no_refusal_still_closes(
