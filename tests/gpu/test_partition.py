@@ -251,7 +251,7 @@ def test_changing_the_mask_is_cheap(backend: PartitionBackend, record_property: 
 
 
 def test_auto_takes_stream_masks(probe: SmidProbe) -> None:
-    backend, why = open_backend("auto", splits(probe.num_sms))
+    backend, _ = open_backend("auto", splits(probe.num_sms))
     assert backend.name == "smctrl"
     backend.close()
 
