@@ -30,8 +30,8 @@ from bullet_graph.errors import DeviceError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
-from bullet_graph.perf.profile_point import ProfilePoint
-from bullet_graph.perf.traffic import decode_step_bytes, decode_weight_bytes, kv_cache_bytes_per_token
+from bullet_graph.perf.profile_plan import ProfilePoint
+from bullet_graph.perf.roofline import decode_step_bytes, decode_weight_bytes, kv_cache_bytes_per_token
 
 GROUPS = ("products", "attention", "norms", "rope", "swiglu", "head", "sampling", "other")
 _NAMES = {  # parts of kernel names in lower case; Inductor's names say what they fuse; the first that fits

@@ -19,9 +19,9 @@ from bullet_graph.kernels.flashinfer_attention import PagedBatch
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
-from bullet_graph.perf.profile_point import ProfilePoint
+from bullet_graph.perf.profile_plan import ProfilePoint
 from bullet_graph.runtime.bursts import OpenWorkbench, open_workbench
-from bullet_graph.runtime.profile_setup import prepare_profile
+from bullet_graph.runtime.profile import prepare_profile
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

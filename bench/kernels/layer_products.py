@@ -32,7 +32,7 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.perf.waves import layer_matrices
+from bullet_graph.perf.roofline import layer_matrices
 
 LAYERS = 8
 NAMES = ("qkv", "o", "gate_up", "down")

@@ -15,11 +15,10 @@ from tqdm import tqdm
 from bullet_graph.cli.options import parse_sizes, setting_options
 from bullet_graph.config import EngineConfig
 from bullet_graph.perf.accuracy import ErrorReport, held_back_errors
-from bullet_graph.perf.profile_point import KINDS, ProfilePoint
-from bullet_graph.perf.profile_record import Measured, Outlier, find_outliers, from_points
+from bullet_graph.perf.profile_plan import KINDS, Measured, Outlier, ProfilePoint, find_outliers, from_points
 from bullet_graph.perf.table import PerfTable
 from bullet_graph.runtime.performance import table_model
-from bullet_graph.runtime.profile_setup import prepare_profile
+from bullet_graph.runtime.profile import prepare_profile
 
 _MOST_OUTLIERS_SHOWN = 10
 

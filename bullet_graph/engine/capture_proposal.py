@@ -24,7 +24,7 @@ from bullet_graph.graphs.key import batch_size_buckets, smallest_holding
 from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import SMS_PER_TPC
 from bullet_graph.perf.performance import PerformanceModel
-from bullet_graph.runtime.step_work import StepRecord
+from bullet_graph.runtime.simulated import StepRecord
 
 SINGLE_ROW_LOSS = 0.146
 """Least share of a step that padding a single row costs: 4.86 ms instead of 4.24 ms, since one row has a matrix kernel

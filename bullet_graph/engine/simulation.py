@@ -20,8 +20,7 @@ from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.replay_metrics import ServedRequest
 from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.executor import max_batch_sizes
-from bullet_graph.runtime.simulated import SimulatedExecutor
-from bullet_graph.runtime.step_work import StepRecord
+from bullet_graph.runtime.simulated import SimulatedExecutor, StepRecord
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload

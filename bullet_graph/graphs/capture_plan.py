@@ -12,8 +12,8 @@ from bullet_graph.config import DtypeName
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.key import batch_size_buckets, row_buckets
 from bullet_graph.partition.masks import SMS_PER_TPC, SmPartition, partition_of
-from bullet_graph.perf.shipped import shipped_folder
-from bullet_graph.perf.traffic import DecoderShape
+from bullet_graph.perf.roofline import DecoderShape
+from bullet_graph.perf.table import shipped_folder
 
 DECODE_GRAPH_BYTES = 8 * 1024**2
 """Memory of a captured decode step of 32 layers: 2.5 to 7 MiB measured (bench/LOG.md)."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
-from bullet_graph.perf.traffic import DecoderShape
-from bullet_graph.perf.waves import layer_matrices
+from bullet_graph.perf.roofline import DecoderShape, layer_matrices
 
 PRODUCT_FLOPS_PER_MS = 600e9
 """Rate of a layer's matrix products of many rows, 600 TFLOP/s: an H200 under its power cap does 610 to 683 with an 8B

@@ -6,7 +6,7 @@ from typing import Literal
 
 from bullet_graph.errors import UnsupportedModelError
 from bullet_graph.models.json_files import JsonObject, read_json_object
-from bullet_graph.perf.traffic import decode_weight_bytes
+from bullet_graph.perf.roofline import decode_weight_bytes
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 

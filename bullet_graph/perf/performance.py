@@ -1,6 +1,6 @@
-"""What planner and simulator ask of a performance model."""
+"""What planner and simulator ask of a performance model, and a model whose decode steps are padded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ class Prediction:
 
     Attributes:
         ms: the time.
-        measured: it comes from measured points alone, by interpolation; else a roofline had a part in it.
+        measured: interpolated between measured points; else a roofline contributed.
     """
 
     ms: float
@@ -20,7 +20,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class SplitPrediction:
-    """Both lanes at once, each kept busy.
+    """Times with both lanes at once, each kept busy.
 
     Attributes:
         decode_ms: one decode step beside prefill.
@@ -51,15 +51,15 @@ class PerformanceModel(Protocol):
 
     @property
     def decode_sms(self) -> Sequence[int]:
-        """Sizes of the decode lane that ``split`` knows, rising; the prefill lane has the other SMs."""
+        """Sizes of the decode lane that ``split`` knows, in SMs, rising; the prefill lane has the others."""
 
     def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
         """One decode step, alone.
 
         Args:
             batch_size: rows; the model pads them as the captured graphs do.
-            kv_tokens: tokens attended to, all rows together.
-            sms: SMs of the lane, None for the whole GPU.
+            kv_tokens: tokens attended to by all rows together.
+            sms: number of SMs of the lane; None for the whole GPU.
         """
 
     def prefill(self, tokens: int, pairs: float, sms: int | None = None) -> Prediction:
@@ -67,8 +67,8 @@ class PerformanceModel(Protocol):
 
         Args:
             tokens: rows.
-            pairs: of attention, see :func:`attention_pairs`, all sequences together.
-            sms: SMs of the prefill lane, None for the whole GPU.
+            pairs: (query, key) pairs of attention of all sequences together; see :func:`attention_pairs`.
+            sms: number of SMs of the prefill lane; None for the whole GPU.
         """
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
@@ -80,4 +80,30 @@ class PerformanceModel(Protocol):
         """Decode on ``decode_sms`` SMs beside prefill on the others."""
 
     def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:
-        """The chunk of at most ``max_tokens`` rows with the highest prefill rate on so many SMs (None: all)."""
+        """The chunk of at most ``max_tokens`` rows with the highest prefill rate on ``sms`` SMs (None: all)."""
+
+
+class PaddedModel:
+    """Another model's predictions with decode steps padded as captured graphs pad them.
+
+    Args:
+        model: predicts the padded steps; pads nothing itself.
+        pad: rows of the graph that serves a batch size on a decode lane of some SMs (None: the whole GPU).
+    """
+
+    def __init__(self, model: PerformanceModel, pad: Callable[[int, int | None], int]) -> None:
+        self.num_sms, self.num_layers, self.decode_sms = model.num_sms, model.num_layers, model.decode_sms
+        self.prefill, self.mixed = model.prefill, model.mixed
+        self.wave_chunk_tokens = model.wave_chunk_tokens
+        self._model = model
+        self._pad = pad
+
+    def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
+        """One decode step alone, padded."""
+        return self._model.decode(self._pad(batch_size, sms), kv_tokens, sms)
+
+    def split(
+        self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
+    ) -> SplitPrediction:
+        """Both lanes at once, the decode step padded."""
+        return self._model.split(decode_sms, self._pad(batch_size, decode_sms), kv_tokens, tokens, pairs)

@@ -1,16 +1,15 @@
 """The performance model of a measured table: interpolation, with a roofline where nothing was measured."""
 
-from collections.abc import Callable
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bullet_graph.errors import PerfTableError
 from bullet_graph.hardware import gpu_spec
-from bullet_graph.perf import waves
-from bullet_graph.perf.lane_times import Beside, LaneTimes
-from bullet_graph.perf.mixed_times import MixedTimes
 from bullet_graph.perf.performance import Prediction, SplitPrediction, attention_pairs
-from bullet_graph.perf.roofline import Roofline
-from bullet_graph.perf.table import PerfTable, shape_numbers
-from bullet_graph.perf.traffic import DecoderShape
+from bullet_graph.perf.roofline import CHUNK_STEP_TOKENS, DecoderShape, Roofline
+from bullet_graph.perf.surface import NOTHING_MEASURED, Surface, clamp_cells, fill_surface, nodes_around
+from bullet_graph.perf.table import MixedPoint, PerfTable, shape_numbers
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -52,8 +51,8 @@ class TableModel:
         num_sms = key.num_sms
         roofline = Roofline(gpu_spec(key.gpu, num_sms), shape, dtype_bytes=_DTYPE_BYTES[key.dtype])
         self._pad = pad
-        self._num_layers = table.num_layers
-        self._num_sms = num_sms
+        self.num_layers = table.num_layers
+        self.num_sms = num_sms
         self._roofline = roofline
         self._decode = LaneTimes(
             [(p.sms or num_sms, p.batch_size, p.context_tokens, p.ms) for p in points.decode],
@@ -71,33 +70,18 @@ class TableModel:
             end=_MAX_CHUNK_TOKENS,
         )
         self._mixed = MixedTimes(points.mixed, self._decode.whole, self._prefill.whole)
-        self._decode_sms = tuple(sorted({p.decode_sms for p in points.split}))
-        self._beside = {sms: self._measured_beside(table, sms) for sms in self._decode_sms}
+        self.decode_sms = tuple(sorted({p.decode_sms for p in points.split}))
+        self._beside = {sms: self._measured_beside(table, sms) for sms in self.decode_sms}
         self._chunks: dict[tuple[int, int], int] = {}
-
-    @property
-    def num_sms(self) -> int:
-        """SMs of the GPU."""
-        return self._num_sms
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return self._num_layers
-
-    @property
-    def decode_sms(self) -> tuple[int, ...]:
-        """Sizes of the decode lane that were measured beside prefill; none where no split was."""
-        return self._decode_sms
 
     def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
         """One decode step, alone."""
         rows = self._pad(batch_size)
-        return Prediction(*self._decode(rows, kv_tokens / rows, sms or self._num_sms))
+        return Prediction(*self._decode(rows, kv_tokens / rows, sms or self.num_sms))
 
     def prefill(self, tokens: int, pairs: float, sms: int | None = None) -> Prediction:
         """A forward of prompt rows, all layers, alone."""
-        return Prediction(*self._prefill(tokens, pairs / tokens, sms or self._num_sms))
+        return Prediction(*self._prefill(tokens, pairs / tokens, sms or self.num_sms))
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
         """A forward of prompt rows and decode rows; without measured ones, both parts are put together."""
@@ -113,14 +97,14 @@ class TableModel:
         if beside is not None:
             return SplitPrediction(*beside(rows, depth, tokens, prefill_depth))
         decode_ms, _ = self._decode(rows, depth, decode_sms)
-        prefill_ms, _ = self._prefill(tokens, prefill_depth, self._num_sms - decode_sms)
-        if not self._decode_sms:
+        prefill_ms, _ = self._prefill(tokens, prefill_depth, self.num_sms - decode_sms)
+        if not self.decode_sms:
             slowdown = self._roofline.sharing_slowdown
             return SplitPrediction(slowdown * decode_ms, slowdown * prefill_ms, measured=False)
-        nearest = min(self._decode_sms, key=lambda sms: abs(sms - decode_sms))
+        nearest = min(self.decode_sms, key=lambda sms: abs(sms - decode_sms))
         beside_decode_ms, beside_prefill_ms, _ = self._beside[nearest](rows, depth, tokens, prefill_depth)
         alone_decode_ms, _ = self._decode(rows, depth, nearest)
-        alone_prefill_ms, _ = self._prefill(tokens, prefill_depth, self._num_sms - nearest)
+        alone_prefill_ms, _ = self._prefill(tokens, prefill_depth, self.num_sms - nearest)
         return SplitPrediction(
             decode_ms * beside_decode_ms / alone_decode_ms,
             prefill_ms * beside_prefill_ms / alone_prefill_ms,
@@ -133,10 +117,10 @@ class TableModel:
         Measured sizes, and the most that fits, are compared at one depth; where fewer than three sizes that fit were
         measured on so many SMs, whole waves decide.
         """
-        if max_tokens < waves.CHUNK_STEP_TOKENS:
+        if max_tokens < CHUNK_STEP_TOKENS:
             return max_tokens
         # Asked for at every tick, with few distinct answers.
-        key = (max_tokens - max_tokens % waves.CHUNK_STEP_TOKENS, sms or self._num_sms)
+        key = (max_tokens - max_tokens % CHUNK_STEP_TOKENS, sms or self.num_sms)
         if key not in self._chunks:
             self._chunks[key] = self._best_chunk(*key)
         return self._chunks[key]
@@ -150,7 +134,7 @@ class TableModel:
         depth = max_tokens / 2
         return max(sizes, key=lambda tokens: (tokens / self._prefill(tokens, depth, sms)[0], tokens))
 
-    def _measured_beside(self, table: PerfTable, decode_sms: int) -> Beside:
+    def _measured_beside(self, table: PerfTable, decode_sms: int) -> "Beside":
         points = [point for point in table.points.split if point.decode_sms == decode_sms]
         return Beside(
             decode=[(p.tokens, p.batch_size, p.context_tokens, p.decode_ms) for p in points],
@@ -158,7 +142,7 @@ class TableModel:
                 (p.batch_size * p.context_tokens, p.tokens, (p.tokens + 1) / 2, p.prefill_ms) for p in points
             ],
             decode_alone=self._decode.surface(decode_sms),
-            prefill_alone=self._prefill.surface(self._num_sms - decode_sms),
+            prefill_alone=self._prefill.surface(self.num_sms - decode_sms),
         )
 
 
@@ -178,3 +162,261 @@ def _check(table: PerfTable, shape: DecoderShape) -> None:
             f"the performance table's dtype must be one of {', '.join(_DTYPE_BYTES)}, found "
             f"{table.key.dtype!r}: run `bullet-graph profile` with one of them"
         )
+
+
+# ---- one lane ----
+
+LaneReference = Callable[[float, float, int], float]
+"""Milliseconds of (rows, depth, SMs) by arithmetic."""
+
+
+class LaneTimes:
+    """Milliseconds of a lane, alone, by rows, depth (tokens that a row attends to) and SMs.
+
+    Args:
+        points: (SMs, rows, depth, milliseconds).
+        reference: what carries the measured times on where there are none.
+        num_sms: SMs of the whole GPU.
+        end: rows up to which it is asked, beyond the measured ones.
+    """
+
+    def __init__(
+        self,
+        points: Iterable[tuple[int, float, float, float]],
+        reference: LaneReference,
+        *,
+        num_sms: int,
+        end: float,
+    ) -> None:
+        by_sms: dict[int, list[tuple[float, float, float]]] = {num_sms: []}
+        for sms, *point in points:
+            by_sms.setdefault(sms, []).append((point[0], point[1], point[2]))
+        self._reference = reference
+        self._rows = {sms: sorted({x for x, _, _ in measured}) for sms, measured in by_sms.items()}
+        self.whole = fill_surface(
+            by_sms.pop(num_sms),
+            lambda x, y: reference(x, y, num_sms),
+            xs=nodes_around(self._rows[num_sms], end),
+        )
+        # A part of the GPU is like the whole one, slower: few points place it.
+        self._surfaces = {num_sms: self.whole} | {
+            sms: fill_surface(
+                measured,
+                self.whole,
+                xs=self.whole.xs,
+                ys=self.whole.ys,
+                reference_from=self.whole.measured_range[0],
+            )
+            for sms, measured in by_sms.items()
+        }
+        self._measured_sizes = sorted(self._surfaces)
+
+    def __call__(self, x: float, y: float, sms: int) -> tuple[float, bool]:
+        """Milliseconds of x rows of depth y on so many SMs, and whether they come from measured points alone."""
+        surface = self.surface(sms)
+        least, greatest = surface.measured_range
+        return surface(x, y), least <= x <= greatest
+
+    def measured_rows(self, sms: int) -> list[float]:
+        """Numbers of rows measured on so many SMs, rising."""
+        return self._rows.get(sms, [])
+
+    def surface(self, sms: int) -> Surface:
+        """Times on so many SMs; where none were measured there, what other numbers of SMs tell, kept for later."""
+        surface = self._surfaces.get(sms)
+        if surface is None:
+            surface = self._surfaces[sms] = self._estimate(sms)
+        return surface
+
+    def _estimate(self, sms: int) -> Surface:
+        xs, ys, sizes = self.whole.xs, self.whole.ys, self._measured_sizes
+        index = bisect_left(sizes, sms)
+        if index in (0, len(sizes)):
+            nearest = sizes[max(index - 1, 0)]
+            beside = self._surfaces[nearest]
+
+            def scaled(x: float, y: float) -> float:
+                return beside(x, y) * self._reference(x, y, sms) / self._reference(x, y, nearest)
+
+            return fill_surface((), scaled, xs=xs, ys=ys)
+        low, high = self._surfaces[sizes[index - 1]], self._surfaces[sizes[index]]
+        share = (sms - sizes[index - 1]) / (sizes[index] - sizes[index - 1])
+        cells = [[1 / ((1 - share) / low(x, y) + share / high(x, y)) for y in ys] for x in xs]
+        least = max(low.measured_range[0], high.measured_range[0])
+        return Surface(xs, ys, cells, (least, min(low.measured_range[1], high.measured_range[1])))
+
+
+class Beside:
+    """Times of both lanes, each kept busy, for one size of the decode lane.
+
+    A lane's time depends on its own rows and depth, and more weakly on the other lane's work: that is told by one
+    number (rows of the chunk beside a decode step, KV tokens of the step beside a chunk), between whose measured
+    values the logarithm interpolates.
+
+    Args:
+        decode: (rows of the chunk, rows, depth, milliseconds of a decode step).
+        prefill: (KV tokens of the step, rows, depth, milliseconds of a forward).
+        decode_alone: on the same SMs.
+        prefill_alone: on the others.
+    """
+
+    def __init__(
+        self,
+        *,
+        decode: Iterable[tuple[float, float, float, float]],
+        prefill: Iterable[tuple[float, float, float, float]],
+        decode_alone: Surface,
+        prefill_alone: Surface,
+    ) -> None:
+        self._decode = _Layers(_surfaces(decode, decode_alone))
+        self._prefill = _Layers(_surfaces(prefill, prefill_alone))
+
+    def __call__(
+        self, batch_size: float, context_tokens: float, tokens: float, prefill_depth: float
+    ) -> tuple[float, float, bool]:
+        """Milliseconds of a decode step and of a forward, and whether both come from measured points alone."""
+        decode_ms, decode_measured = self._decode(tokens, batch_size, context_tokens)
+        prefill_ms, prefill_measured = self._prefill(batch_size * context_tokens, tokens, prefill_depth)
+        return decode_ms, prefill_ms, decode_measured and prefill_measured
+
+
+class _Layers:
+    """Surfaces at several values of a third number, by whose logarithm they are interpolated."""
+
+    __slots__ = ("_greatest", "_logs", "_measured", "_surfaces")
+
+    def __init__(self, surfaces: Mapping[float, Surface]) -> None:
+        keys = sorted(surfaces)
+        self._logs = [math.log(key) for key in keys]
+        self._surfaces = [surfaces[key] for key in keys]
+        ranges = [surface.measured_range for surface in self._surfaces]
+        self._measured = (min(least for least, _ in ranges), max(greatest for _, greatest in ranges))
+
+    def __call__(self, key: float, x: float, y: float) -> tuple[float, bool]:
+        least, greatest = self._measured
+        is_measured = least <= x <= greatest
+        logs, surfaces = self._logs, self._surfaces
+        at = math.log(key) if key > 0 else logs[0]
+        if at <= logs[0]:
+            return surfaces[0](x, y), is_measured
+        if at >= logs[-1]:
+            return surfaces[-1](x, y), is_measured
+        index = bisect_left(logs, at)
+        low_ms = surfaces[index - 1](x, y)
+        share = (at - logs[index - 1]) / (logs[index] - logs[index - 1])
+        return low_ms + (surfaces[index](x, y) - low_ms) * share, is_measured
+
+
+def _surfaces(points: Iterable[tuple[float, float, float, float]], alone: Surface) -> dict[float, Surface]:
+    by_key: dict[float, list[tuple[float, float, float]]] = {}
+    for key, *point in points:
+        by_key.setdefault(key, []).append((point[0], point[1], point[2]))
+    # The best measured group tells the form; a few points then place the others.
+    richest = max(by_key, key=lambda key: len(by_key[key]))
+    form = fill_surface(
+        by_key.pop(richest), alone, xs=alone.xs, ys=alone.ys, reference_from=alone.measured_range[0]
+    )
+    return {richest: form} | {
+        key: fill_surface(group, form, xs=form.xs, ys=form.ys, reference_from=form.measured_range[0])
+        for key, group in by_key.items()
+    }
+
+
+# ---- prompt rows and decode rows in one forward ----
+
+_USUAL_DEPTH = 8192.0
+
+_LEAST_REST_SHARE = 0.25
+"""Attention is never taken for more than the rest of a forward's time."""
+
+
+class MixedTimes:
+    """Milliseconds of a mixed forward on the whole GPU.
+
+    A forward is taken apart: the attention of its prompt rows (a slope by their depth, from prefill alone), that of its
+    decode rows (a slope by KV tokens, from the mixed points, else from decode alone) and the rest, a surface over
+    prompt rows and decode rows. Without any mixed point the rest is a prefill of all the rows together.
+
+    Args:
+        points: measured.
+        decode: decode alone on the whole GPU.
+        prefill: prefill alone on the whole GPU.
+    """
+
+    def __init__(self, points: Iterable[MixedPoint], decode: Surface, prefill: Surface) -> None:
+        points = tuple(points)
+        measured_xs = sorted({float(p.tokens) for p in points})
+        measured_ys = sorted({float(p.batch_size) for p in points})
+        xs = sorted({*prefill.xs, *measured_xs})
+        ys = sorted({0.0, *decode.xs, *measured_ys})
+        depth_ms = _rising([_slope(prefill, x) for x in xs])
+        kv_ms = [_kv_slope(y, points, decode) for y in ys]
+        rest: dict[tuple[float, float], list[float]] = {}
+        for p in points:
+            prompt_ms = depth_ms[xs.index(p.tokens)] * attention_pairs(p.tokens) / p.tokens
+            kv_part_ms = kv_ms[ys.index(p.batch_size)] * p.batch_size * p.context_tokens
+            part_ms = max(p.ms - prompt_ms - kv_part_ms, _LEAST_REST_SHARE * p.ms)
+            rest.setdefault((p.tokens, p.batch_size), []).append(part_ms)
+        measured = {place: sum(parts) / len(parts) for place, parts in rest.items()}
+        scales = {(x, y): ms / prefill(x + y, 0.0) for (x, y), ms in measured.items()}
+        filled = [[_scale(x, y, scales) * prefill(x + y, 0.0) for y in ys] for x in xs]
+        cells = clamp_cells(filled, [[measured.get((x, y)) for y in ys] for x in xs])
+        self._rest = Surface(xs, ys, cells, (measured_xs[0], measured_xs[-1]) if points else NOTHING_MEASURED)
+        self._batch_range = (measured_ys[0], measured_ys[-1]) if points else NOTHING_MEASURED
+        self._xs, self._ys = xs, ys
+        self._depth_ms, self._kv_ms = depth_ms, kv_ms
+
+    def __call__(self, tokens: int, pairs: float, batch_size: int, kv_tokens: float) -> tuple[float, bool]:
+        """Milliseconds, and whether rows and batch lie within the measured range."""
+        ms = (
+            self._rest(tokens, batch_size)
+            + _interpolate(self._xs, self._depth_ms, tokens) * pairs / tokens
+            + _interpolate(self._ys, self._kv_ms, batch_size) * kv_tokens
+        )
+        least, greatest = self._batch_range
+        return ms, least <= batch_size <= greatest and self._rest.is_measured(tokens)
+
+
+def _slope(surface: Surface, x: float) -> float:
+    """Milliseconds that one more token of depth costs x rows, over the usual depths."""
+    return (surface(x, _USUAL_DEPTH) - surface(x, 0.0)) / _USUAL_DEPTH
+
+
+def _kv_slope(batch_size: float, points: Sequence[MixedPoint], decode: Surface) -> float:
+    """Milliseconds that one more KV token costs, at the measured batch size nearest to this one."""
+    slopes: dict[int, list[float]] = {}
+    by_place: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for p in points:
+        by_place.setdefault((p.tokens, p.batch_size), []).append((p.context_tokens, p.ms))
+    for (_, rows), pairs in by_place.items():
+        (short, short_ms), (long, long_ms) = min(pairs), max(pairs)
+        if long > short:
+            slopes.setdefault(rows, []).append(max(long_ms - short_ms, 0.0) / (rows * (long - short)))
+    if slopes:
+        nearest = min(slopes, key=lambda rows: abs(rows - batch_size))
+        return sum(slopes[nearest]) / len(slopes[nearest])
+    at_least_one = max(batch_size, 1.0)
+    return _slope(decode, at_least_one) / at_least_one
+
+
+def _scale(x: float, y: float, scales: dict[tuple[float, float], float]) -> float:
+    """Between measured places, their scales weighted by nearness (the inverse square of the logarithms' distance)."""
+    if (x, y) in scales:
+        return scales[x, y]
+    if not scales:
+        return 1.0
+    weights = [
+        1 / (math.log(x / near_x) ** 2 + math.log((y + 1) / (near_y + 1)) ** 2) for near_x, near_y in scales
+    ]
+    return sum(w * scale for w, scale in zip(weights, scales.values(), strict=True)) / sum(weights)
+
+
+def _rising(values: Iterable[float]) -> list[float]:
+    greatest = 0.0
+    return [greatest := max(greatest, value) for value in values]
+
+
+def _interpolate(xs: Sequence[float], values: Sequence[float], x: float) -> float:
+    i = bisect_right(xs, x, 1, len(xs) - 1)
+    low = values[i - 1]
+    return low + (values[i] - low) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])

@@ -1,20 +1,25 @@
-"""Which points ``bullet-graph profile`` measures, in what order, and for how long: pure and deterministic."""
+"""The points that ``bullet-graph profile`` measures, their order and duration, and their results. Deterministic."""
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import ConfigError
-from bullet_graph.perf.profile_point import KINDS, ProfileLimits, ProfilePoint
+from bullet_graph.perf.table import DecodePoint, MixedPoint, Points, PrefillPoint, SplitPoint
+
+PointKind = Literal["decode", "prefill", "mixed", "split"]
+KINDS: tuple[PointKind, ...] = get_args(PointKind)
 
 WARM_S = 0.06
-"""Length of the unmeasured start of a burst, after which power and caches are those of its own kind."""
+"""Unmeasured start of a burst, in seconds: power and caches then no longer depend on the burst before."""
 MIN_INTERVALS = 3
-"""Fewest steps that a burst measures, however slow they are."""
+"""Fewest steps that a burst measures."""
 WAVE_TOKENS_PER_SM = 16
-"""Rows for each SM with which a matrix product of 128×256 tiles fills its waves."""
+"""Rows per SM with which a matrix product of 128×256 tiles fills its waves."""
 
 _BURSTS_S = (0.4, 0.3, 0.25, 0.2, 0.15)
 _MIN_PASSES, _MAX_PASSES = 3, 6
@@ -22,14 +27,73 @@ _HELD_BACK_SHARE = 0.12
 _BURST_OVERHEAD_S = 0.015
 _CONTEXT_STEP = 250
 _MAX_DRAWS = 1000
-# Guesses for one SM, to share out the time; what a burst really takes shortens those that follow.
+# Rough rates of one SM, to divide the time; bursts that take longer shorten those that follow.
 _FLOPS_PER_SM = 4.5e12
 _BYTES_PER_SM = 24e9
+
+OUTLIER_SHARE = 0.1
+"""A repeat this far off its point's median is reported, as a share of the median."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilePoint:
+    """One measurement; numbers that do not apply are 0.
+
+    Attributes:
+        kind: decode alone, prefill alone, both in one forward, or both at once on partitions.
+        sms: SMs of the decode lane for decode and split, of the prefill lane for prefill; None: the whole GPU.
+        batch_size: decode rows.
+        context_tokens: tokens that each decode row attends to, itself included.
+        tokens: rows of the prompt chunk.
+        cached_tokens: tokens of the prompt before the chunk.
+    """
+
+    kind: PointKind
+    sms: int | None = None
+    batch_size: int = 0
+    context_tokens: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileLimits:
+    """What the engine under measurement can hold at most.
+
+    Attributes:
+        max_batch_size: decode rows.
+        max_tokens: rows of a prompt chunk.
+        max_model_len: tokens of a sequence.
+        kv_tokens: tokens of the KV cache.
+    """
+
+    max_batch_size: int
+    max_tokens: int
+    max_model_len: int
+    kv_tokens: int
+
+    def allows(self, point: ProfilePoint) -> bool:
+        """Whether the point can be measured."""
+        prompt = point.cached_tokens + point.tokens
+        held = point.batch_size * _in_blocks(point.context_tokens) + _in_blocks(prompt)
+        return (
+            point.batch_size <= self.max_batch_size
+            and point.tokens <= self.max_tokens
+            and max(prompt, point.context_tokens) <= self.max_model_len
+            and held <= self.kv_tokens
+        )
+
+
+def _in_blocks(tokens: int) -> int:
+    return -(-tokens // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
+
+
+# ---- which points, and for how long ----
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What a step of the model costs, for a guess of its time.
+    """Costs of a step of the model, to estimate its time.
 
     Attributes:
         flops_per_token: of the matrix products.
@@ -42,7 +106,7 @@ class StepCosts:
     kv_bytes_per_token: float
 
     def guess_s(self, point: ProfilePoint, num_sms: int) -> float:
-        """Rough time of one step; for a split, of one prefill forward."""
+        """Estimated time of one step; for a split, of one prefill forward."""
         sms = num_sms if point.sms is None else point.sms
         if point.kind == "split":
             sms = num_sms - sms
@@ -64,10 +128,10 @@ class ProfilePlan:
 
     Attributes:
         grid: points to predict from.
-        held_back: points off the grid, to test predictions on.
-        num_passes: how often each is measured, spread over the run.
+        held_back: points off the grid, to test predictions.
+        num_passes: number of measurements of each point, spread over the run.
         burst_s: length of the measured part of a burst.
-        guessed_s: what all of it may take.
+        guessed_s: estimated time of all of it.
         seed: of the order and of the points held back.
     """
 
@@ -99,14 +163,14 @@ def plan_profile(
     time_budget_s: float,
     seed: int,
 ) -> ProfilePlan:
-    """Choose the points, and how long each is measured, for a time budget.
+    """Choose the points and the length of their bursts for a time budget.
 
     Args:
         num_sms: SMs of the GPU.
         decode_sms: sizes of the decode lane.
-        limits: points beyond them are left out.
+        limits: of points that can be measured.
         costs: of the model.
-        time_budget_s: for the measurements, without what loading and capturing take.
+        time_budget_s: for the measurements, without loading and capturing.
         seed: of the order and of the points held back.
 
     Raises:
@@ -140,7 +204,7 @@ def plan_profile(
 
 
 def burst_seconds(point: ProfilePoint, burst_s: float, costs: StepCosts, num_sms: int) -> float:
-    """Guess of the time that a burst takes, start and end included."""
+    """Estimated time of a burst, start and end included."""
     least = (MIN_INTERVALS + 1) * costs.guess_s(point, num_sms)
     return max(WARM_S + burst_s, least) + _BURST_OVERHEAD_S
 
@@ -152,7 +216,7 @@ def _pass_s(plan: ProfilePlan, costs: StepCosts, num_sms: int) -> float:
 def _at_level(
     level: int, num_sms: int, decode_sms: Sequence[int], limits: ProfileLimits
 ) -> Iterable[ProfilePoint]:
-    """Points that no table should lack (level 0), and those that make it finer (level 1)."""
+    """Points that every table needs (level 0), and those that refine it (level 1)."""
     yield from _decode_alone(level, decode_sms, limits)
     yield from _prefill_alone(level, num_sms, decode_sms)
     for tokens, batch_size, context in _mixed(level):
@@ -171,7 +235,7 @@ def _decode_alone(level: int, decode_sms: Sequence[int], limits: ProfileLimits) 
         # In coarse steps: a few blocks more or less, as between two starts, must not change the plan.
         fits = limits.kv_tokens // batch_size // _CONTEXT_STEP * _CONTEXT_STEP
         for context, next_smaller in ((250, 0), (1000, 250), (3000, 1000)):
-            # Where the cache cannot hold the context, the longest that it can, if that tells anything new.
+            # If the cache cannot hold the context: the longest that it can, if that is a new point.
             if min(context, fits) > 1.25 * next_smaller:
                 yield ProfilePoint("decode", None, batch_size, min(context, fits))
     for sms in decode_sms:
@@ -210,7 +274,7 @@ def _mixed(level: int) -> Iterable[tuple[int, int, int]]:
 
 
 def _draw(grid: Sequence[ProfilePoint], limits: ProfileLimits, seed: int) -> tuple[ProfilePoint, ...]:
-    """Random points off the grid but inside it: no table should be judged by what lies outside."""
+    """Random points within the grid but not on it."""
     rng = random.Random(seed)
     known = set(grid)
     drawn: list[ProfilePoint] = []
@@ -251,3 +315,94 @@ def _near(anchor: ProfilePoint, of_kind: Sequence[ProfilePoint], rng: random.Ran
     return ProfilePoint(
         anchor.kind, anchor.sms, ranged("batch_size"), ranged("context_tokens"), tokens, cached
     )
+
+
+# ---- results ----
+
+
+Measured = Mapping[ProfilePoint, Sequence[tuple[float, ...]]]
+"""Repeats of each point, in ms: the step's time; for a split, the decode step's and the prefill forward's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A repeat far off its point's median.
+
+    Attributes:
+        point: what was measured.
+        lane: the lane of this time.
+        median_ms: of all repeats.
+        repeat_ms: the outlier.
+        number: index of the repeat.
+    """
+
+    point: ProfilePoint
+    lane: str
+    median_ms: float
+    repeat_ms: float
+    number: int
+
+
+def to_points(measured: Measured, wanted: Sequence[ProfilePoint]) -> Points:
+    """The ``wanted`` points that were measured at least once."""
+    decode: list[DecodePoint] = []
+    prefill: list[PrefillPoint] = []
+    mixed: list[MixedPoint] = []
+    split: list[SplitPoint] = []
+    for point in wanted:
+        repeats = measured.get(point, ())
+        if not repeats:
+            continue
+        by_lane = list(zip(*repeats, strict=True))
+        medians = [statistics.median(times) for times in by_lane]
+        match point.kind:
+            case "decode":
+                decode.append(
+                    DecodePoint(point.batch_size, point.context_tokens, point.sms, medians[0], by_lane[0])
+                )
+            case "prefill":
+                prefill.append(
+                    PrefillPoint(point.tokens, point.cached_tokens, point.sms, medians[0], by_lane[0])
+                )
+            case "mixed":
+                mixed.append(
+                    MixedPoint(point.tokens, point.batch_size, point.context_tokens, medians[0], by_lane[0])
+                )
+            case "split":
+                assert point.sms is not None
+                shape = (point.sms, point.batch_size, point.context_tokens, point.tokens)
+                split.append(SplitPoint(*shape, medians[0], medians[1], by_lane[0], by_lane[1]))
+    return Points(tuple(decode), tuple(prefill), tuple(mixed), tuple(split))
+
+
+def from_points(points: Points) -> dict[ProfilePoint, list[tuple[float, ...]]]:
+    """The inverse of :func:`to_points`."""
+    measured: dict[ProfilePoint, list[tuple[float, ...]]] = {}
+    for d in points.decode:
+        point = ProfilePoint("decode", d.sms, d.batch_size, d.context_tokens)
+        measured[point] = [(ms,) for ms in d.repeats_ms]
+    for p in points.prefill:
+        point = ProfilePoint("prefill", p.sms, tokens=p.tokens, cached_tokens=p.cached_tokens)
+        measured[point] = [(ms,) for ms in p.repeats_ms]
+    for m in points.mixed:
+        point = ProfilePoint("mixed", None, m.batch_size, m.context_tokens, m.tokens)
+        measured[point] = [(ms,) for ms in m.repeats_ms]
+    for s in points.split:
+        point = ProfilePoint("split", s.decode_sms, s.batch_size, s.context_tokens, s.tokens)
+        measured[point] = list(zip(s.decode_repeats_ms, s.prefill_repeats_ms, strict=True))
+    return measured
+
+
+def find_outliers(points: Points) -> list[Outlier]:
+    """Repeats more than ``OUTLIER_SHARE`` off their point's median, the farthest first."""
+    found = []
+    for point, repeats in from_points(points).items():
+        lanes = ("decode", "prefill") if point.kind == "split" else (point.kind,)
+        for lane, times in zip(lanes, zip(*repeats, strict=True), strict=True):
+            median = statistics.median(times)
+            found += [
+                Outlier(point, lane, median, time, number)
+                for number, time in enumerate(times)
+                if abs(time - median) > OUTLIER_SHARE * median
+            ]
+    return sorted(found, key=lambda outlier: -abs(outlier.repeat_ms / outlier.median_ms - 1))

@@ -1,15 +1,147 @@
-"""Step times from arithmetic alone: what is predicted where nothing was measured."""
+"""Step times from arithmetic alone: bytes moved, operations, and how well matrix products fill the SMs."""
+
+import math
+from typing import Protocol
 
 from bullet_graph.hardware import GpuSpec
-from bullet_graph.perf import waves
 from bullet_graph.perf.performance import Prediction, SplitPrediction
-from bullet_graph.perf.traffic import DecoderShape, decode_weight_bytes, kv_cache_bytes_per_token
+
+CHUNK_STEP_TOKENS = 64
+"""Chunks are multiples of this: the matrix kernels work in tiles of 64 rows or more."""
+
+TILE_ROWS = 128
+TILE_COLUMNS = 256
 
 _SPLIT_STEP_SMS = 16
 
 
+class DecoderShape(Protocol):
+    """The numbers of a dense decoder that decide its operations and memory traffic; ``ModelConfig`` has them all."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+
+
+# ---- bytes ----
+
+
+def kv_cache_bytes_per_token(shape: DecoderShape, *, dtype_bytes: int) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype_bytes
+
+
+def decode_weight_bytes(shape: DecoderShape, *, batch_size: int, dtype_bytes: int) -> int:
+    """Bytes of weights that one decode step reads.
+
+    Every layer's matrices, norms and biases and the whole output head (tied or not) are read once, whatever the batch;
+    of the embedding table only one row per sequence.
+    """
+    qkv_columns = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    layer = (
+        shape.hidden_size * qkv_columns
+        + shape.num_heads * shape.head_dim * shape.hidden_size
+        + 3 * shape.hidden_size * shape.intermediate_size
+        + 2 * shape.hidden_size
+        + (qkv_columns if shape.qkv_bias else 0)
+        + (2 * shape.head_dim if shape.qk_norm else 0)
+    )
+    final_norm_and_head = shape.hidden_size * (1 + shape.vocab_size)
+    embedding_rows = batch_size * shape.hidden_size
+    return (shape.num_layers * layer + final_norm_and_head + embedding_rows) * dtype_bytes
+
+
+def decode_step_bytes(
+    shape: DecoderShape, *, batch_size: int, context_tokens: float, dtype_bytes: int
+) -> float:
+    """Least bytes that one decode step moves: weights, the KV cache read, and the tokens added to it.
+
+    Activations are left out: they stay in the caches of any device that could run the model.
+
+    Args:
+        shape: the model.
+        batch_size: sequences in the step.
+        context_tokens: tokens each sequence attends to, the one being decoded included; may be a mean.
+        dtype_bytes: size of a weight and of a KV-cache element.
+    """
+    kv_per_token = kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
+    kv_moved = batch_size * (context_tokens + 1) * kv_per_token
+    return decode_weight_bytes(shape, batch_size=batch_size, dtype_bytes=dtype_bytes) + kv_moved
+
+
+# ---- waves ----
+# A matrix product is cut into tiles, one per thread block. The SMs run a limited number of blocks at a time, one wave;
+# the last wave takes as long as the others however few blocks are left for it.
+
+
+def layer_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
+    """(output columns, input columns) of a layer's products: qkv, attention output, gate and up, down."""
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return (
+        (q_size + 2 * kv_size, shape.hidden_size),
+        (shape.hidden_size, q_size),
+        (2 * shape.intermediate_size, shape.hidden_size),
+        (shape.hidden_size, shape.intermediate_size),
+    )
+
+
+def num_waves(rows: float, columns: int, sms: int) -> int:
+    """Waves of thread blocks that a product of rows × columns takes on ``sms`` SMs, one block per SM."""
+    return math.ceil(math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS) / sms)
+
+
+def wave_efficiency(tokens: float, sms: int, matrices: tuple[tuple[int, int], ...]) -> float:
+    """Share of the SMs' time that a forward of ``tokens`` rows uses in its products: above 0, at most 1.
+
+    Memory, which bounds a forward of a few rows, is not considered.
+
+    Args:
+        tokens: rows.
+        sms: number of SMs.
+        matrices: as :func:`layer_matrices` gives them.
+    """
+    useful = spent = 0
+    for columns, depth in matrices:
+        useful += columns * depth
+        spent += num_waves(tokens, columns, sms) * depth
+    return tokens * useful / (spent * sms * TILE_ROWS * TILE_COLUMNS)
+
+
+def wave_chunk_tokens(max_tokens: int, sms: int, shape: DecoderShape) -> int:
+    """The chunk of at most ``max_tokens`` rows whose products fill their waves best, the largest of equals.
+
+    It is a multiple of ``CHUNK_STEP_TOKENS``, or ``max_tokens`` itself if that is less than one step.
+    """
+    if max_tokens < CHUNK_STEP_TOKENS:
+        return max_tokens
+    matrices = layer_matrices(shape)
+    sizes = range(CHUNK_STEP_TOKENS, max_tokens + 1, CHUNK_STEP_TOKENS)
+    return max(sizes, key=lambda tokens: (wave_efficiency(tokens, sms, matrices), tokens))
+
+
+# ---- times ----
+
+
 class Roofline:
-    """A performance model of bytes, operations and waves: no point is measured.
+    """A performance model of bytes, operations and waves, in which no point is measured.
+
+    Implements :class:`~bullet_graph.perf.performance.PerformanceModel`. The decode lane has every multiple of 16 SMs
+    that leaves 16 to prefill.
 
     Args:
         spec: of the device.
@@ -18,9 +150,13 @@ class Roofline:
     """
 
     def __init__(self, spec: GpuSpec, shape: DecoderShape, *, dtype_bytes: int = 2) -> None:
+        self.num_sms = spec.num_sms
+        self.num_layers = shape.num_layers
+        self.decode_sms = tuple(range(_SPLIT_STEP_SMS, spec.num_sms - _SPLIT_STEP_SMS + 1, _SPLIT_STEP_SMS))
+        self.sharing_slowdown = spec.sharing_slowdown
         self._spec = spec
         self._shape = shape
-        self._matrices = waves.layer_matrices(shape)
+        self._matrices = layer_matrices(shape)
         self._chunks: dict[tuple[int, int], int] = {}
         self._weight_bytes = decode_weight_bytes(shape, batch_size=0, dtype_bytes=dtype_bytes)
         self._head_bytes = shape.hidden_size * shape.vocab_size * dtype_bytes
@@ -29,38 +165,17 @@ class Roofline:
         self._head_flops = 2 * self._head_bytes / dtype_bytes
         self._pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         self._overhead_ms = shape.num_layers * spec.layer_overhead_ms
-        self._decode_sms = tuple(range(_SPLIT_STEP_SMS, spec.num_sms - _SPLIT_STEP_SMS + 1, _SPLIT_STEP_SMS))
-
-    @property
-    def num_sms(self) -> int:
-        """SMs of the GPU."""
-        return self._spec.num_sms
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return self._shape.num_layers
-
-    @property
-    def decode_sms(self) -> tuple[int, ...]:
-        """Sizes of the decode lane: every 16 SMs, as long as 16 are left to prefill."""
-        return self._decode_sms
-
-    @property
-    def sharing_slowdown(self) -> float:
-        """By how much each lane is slowed beside the other."""
-        return self._spec.sharing_slowdown
 
     def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
-        """One decode step, alone: weights and keys and values at the bandwidth of so many SMs."""
+        """One decode step alone: weights, keys and values at the bandwidth of the SMs."""
         return Prediction(self.decode_ms(batch_size, kv_tokens, sms or self.num_sms), measured=False)
 
     def prefill(self, tokens: int, pairs: float, sms: int | None = None) -> Prediction:
-        """A forward of prompt rows, alone: products in whole waves, then attention."""
+        """A forward of prompt rows alone: products in whole waves, then attention."""
         return Prediction(self.prefill_ms(tokens, pairs, sms or self.num_sms), measured=False)
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
-        """A forward of prompt rows and decode rows: products of all rows, both attentions in turn."""
+        """A forward of prompt rows and decode rows: products of all rows, then both attentions."""
         ms = self.prefill_ms(tokens + batch_size, pairs, self.num_sms) + self._kv_ms(kv_tokens, self.num_sms)
         return Prediction(ms, measured=False)
 
@@ -68,25 +183,24 @@ class Roofline:
         self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
     ) -> SplitPrediction:
         """Each lane alone, slowed by what they share."""
-        slowdown = self._spec.sharing_slowdown
         return SplitPrediction(
-            decode_ms=slowdown * self.decode_ms(batch_size, kv_tokens, decode_sms),
-            prefill_ms=slowdown * self.prefill_ms(tokens, pairs, self.num_sms - decode_sms),
+            decode_ms=self.sharing_slowdown * self.decode_ms(batch_size, kv_tokens, decode_sms),
+            prefill_ms=self.sharing_slowdown * self.prefill_ms(tokens, pairs, self.num_sms - decode_sms),
             measured=False,
         )
 
     def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:
         """The chunk of at most ``max_tokens`` rows whose waves are filled best."""
-        if max_tokens < waves.CHUNK_STEP_TOKENS:
+        if max_tokens < CHUNK_STEP_TOKENS:
             return max_tokens
         # Asked for at every tick, with few distinct answers.
-        key = (max_tokens - max_tokens % waves.CHUNK_STEP_TOKENS, sms or self.num_sms)
+        key = (max_tokens - max_tokens % CHUNK_STEP_TOKENS, sms or self.num_sms)
         if key not in self._chunks:
-            self._chunks[key] = waves.wave_chunk_tokens(*key, self._shape)
+            self._chunks[key] = wave_chunk_tokens(*key, self._shape)
         return self._chunks[key]
 
     def decode_ms(self, batch_size: float, kv_tokens: float, sms: int) -> float:
-        """As :meth:`decode`, in plain milliseconds; a mean number of rows will do."""
+        """As :meth:`decode`, in milliseconds; the number of rows may be a mean."""
         flops = batch_size * (self._row_flops + self._head_flops)
         weights_ms = self._weight_bytes / self._bytes_per_ms(sms)
         return (
@@ -94,8 +208,8 @@ class Roofline:
         )
 
     def prefill_ms(self, tokens: float, pairs: float, sms: int) -> float:
-        """As :meth:`prefill`, in plain milliseconds."""
-        efficiency = waves.matrices_efficiency(tokens, sms, self._matrices)
+        """As :meth:`prefill`, in milliseconds."""
+        efficiency = wave_efficiency(tokens, sms, self._matrices)
         products_ms = tokens * self._row_flops / (self._flops_per_ms(sms) * efficiency)
         weights_ms = self._weight_bytes / self._bytes_per_ms(sms)
         attention_ms = (

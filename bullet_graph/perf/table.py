@@ -1,14 +1,23 @@
-"""The measured performance table: its points, and what it holds for."""
+"""The measured performance table: its points, what it is valid for, its file, and where files are found."""
 
+import hashlib
+import json
 import math
+import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from bullet_graph.errors import PerfTableError
-from bullet_graph.perf.traffic import DecoderShape
+from bullet_graph.perf.roofline import DecoderShape
 
 PROFILE_AGAIN = "measure it again with `bullet-graph profile`"
+
+FORMAT = "bullet_graph performance table"
+VERSION = 1
+
 _SHAPE_NUMBERS = (
     "vocab_size",
     "hidden_size",
@@ -20,10 +29,14 @@ _SHAPE_NUMBERS = (
     "qkv_bias",
     "qk_norm",
 )
+_KEY_TYPES = {"gpu": str, "num_sms": int, "model": str, "shape": dict, "dtype": str, "kernels": dict}
+
+_Point = TypeVar("_Point")
+_PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
 
 class _Checked:
-    """Checks the numbers of a point when it is made, so that no table can hold a bad one."""
+    """Checks the numbers of a point at construction."""
 
     __slots__ = ()
 
@@ -51,9 +64,9 @@ class DecodePoint(_Checked):
     Attributes:
         batch_size: rows.
         context_tokens: tokens that each row attends to.
-        sms: SMs of the lane, None for the whole GPU.
+        sms: number of SMs of the lane; None for the whole GPU.
         ms: median time of a step.
-        repeats_ms: every repeat, in the order measured.
+        repeats_ms: every repeat, in order.
     """
 
     batch_size: int
@@ -69,10 +82,10 @@ class PrefillPoint(_Checked):
 
     Attributes:
         tokens: rows.
-        cached_tokens: tokens of the prompt before them.
-        sms: SMs of the prefill lane, None for the whole GPU.
+        cached_tokens: tokens of the prompt before the chunk.
+        sms: number of SMs of the prefill lane; None for the whole GPU.
         ms: median time of the forward.
-        repeats_ms: every repeat, in the order measured.
+        repeats_ms: every repeat, in order.
     """
 
     tokens: int
@@ -91,7 +104,7 @@ class MixedPoint(_Checked):
         batch_size: decode rows.
         context_tokens: tokens that each decode row attends to.
         ms: median time of the forward.
-        repeats_ms: every repeat, in the order measured.
+        repeats_ms: every repeat, in order.
     """
 
     tokens: int
@@ -106,7 +119,7 @@ class SplitPoint(_Checked):
     """Decode steps beside forwards of prompt chunks (no cached prefix), both lanes kept busy.
 
     Attributes:
-        decode_sms: SMs of the decode lane; the prefill lane has the others.
+        decode_sms: number of SMs of the decode lane; the prefill lane has the others.
         batch_size: decode rows.
         context_tokens: tokens that each decode row attends to.
         tokens: rows of the prompt chunk.
@@ -138,7 +151,7 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class TableKey:
-    """What a table holds for: times measured under one key say nothing about another.
+    """What a table is valid for: times measured under one key say nothing about another.
 
     Attributes:
         gpu: the device's name, such as ``NVIDIA H200``.
@@ -159,14 +172,14 @@ class TableKey:
 
 @dataclass(frozen=True, slots=True)
 class PerfTable:
-    """All that one ``bullet-graph profile`` measured.
+    """The measurements of one ``bullet-graph profile``.
 
     Attributes:
-        key: what the table holds for.
-        num_layers: layers of the model; the key's shape says the same.
-        points: what predictions are made of.
-        held_back: points that predictions do not see, to judge them by.
-        provenance: date, driver, versions, commit, how it was measured.
+        key: what the table is valid for.
+        num_layers: layers of the model, as in the key's shape.
+        points: predictions are made from them.
+        held_back: points that predictions do not use; they serve to judge predictions.
+        provenance: date, driver, versions, commit, and how it was measured.
         complete: False for a profile that was interrupted and can be resumed.
     """
 
@@ -186,15 +199,15 @@ class PerfTable:
 
 
 def shape_numbers(shape: DecoderShape) -> dict[str, int]:
-    """The numbers of a model that decide its times, as a table keeps them; flags are 0 or 1."""
+    """The numbers of a model that decide its times; flags are 0 or 1."""
     return {name: int(getattr(shape, name)) for name in _SHAPE_NUMBERS}
 
 
 def require_match(table: PerfTable, key: TableKey) -> None:
-    """Make sure that a table holds for this GPU, model, dtype and these kernels.
+    """Check that a table is valid for this GPU, model, dtype and these kernels.
 
     Raises:
-        PerfTableError: it does not; the message names every component that differs.
+        PerfTableError: it is not; the message names every component that differs.
     """
     found = table.key
     differences = [
@@ -232,3 +245,189 @@ def _is_time(value: object) -> bool:
 
 def _is_int(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+# ---- a table's file: versioned JSON with a checksum ----
+
+
+def write_table(table: PerfTable, path: Path) -> None:
+    """Write a table as JSON, replacing an existing file atomically.
+
+    Raises:
+        PerfTableError: the file cannot be written.
+    """
+    content = {"format": FORMAT, "version": VERSION, **_plain(asdict(table))}
+    text = json.dumps({**content, "checksum": _checksum(content)}, indent=1, allow_nan=False) + "\n"
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as cause:
+        draft.unlink(missing_ok=True)
+        raise PerfTableError(f"cannot write the performance table {path}: {cause}") from cause
+
+
+def read_table(path: Path) -> PerfTable:
+    """Read a table and check that it is complete and unchanged.
+
+    Raises:
+        PerfTableError: the file is missing, truncated, edited, of another version, or holds bad numbers.
+    """
+    try:
+        content = json.loads(path.read_bytes(), parse_constant=_reject_constant)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            _fail(f'a JSON object with "format": "{FORMAT}" is required; this is something else')
+        if content.get("version") != VERSION:
+            _fail(f"version {VERSION} of the format is required, found {content.get('version')!r}")
+        checksum = content.pop("checksum", None)
+        if checksum != _checksum(content):
+            _fail("its checksum does not fit its content: the file was edited or damaged")
+        return _read_content(content)
+    except FileNotFoundError as cause:
+        raise PerfTableError(
+            f"there is no performance table {path}: measure one with `bullet-graph profile`"
+        ) from cause
+    except OSError as cause:
+        raise PerfTableError(f"cannot read the performance table {path}: {cause}") from cause
+    except PerfTableError as error:
+        raise PerfTableError(f"cannot use the performance table {path}: {error}") from error
+    except ValueError as cause:
+        raise PerfTableError(
+            f"the performance table {path} is not valid JSON ({cause}), perhaps truncated: {PROFILE_AGAIN}"
+        ) from cause
+
+
+def _read_content(content: dict[str, Any]) -> PerfTable:
+    entries = {name: value for name, value in content.items() if name not in ("format", "version")}
+    table = _record(PerfTable, entries, "the table")
+    key = _record(TableKey, table["key"], "key")
+    for name, kind in _KEY_TYPES.items():
+        _require_type(key[name], kind, f"key.{name}")
+    _require_type(table["complete"], bool, "complete")
+    _require_type(table["provenance"], dict, "provenance")
+    table["key"] = TableKey(**key)
+    for name in ("points", "held_back"):
+        table[name] = _read_points(table[name], name)
+    return PerfTable(**table)
+
+
+def _read_points(value: Any, where: str) -> Points:
+    lists = _record(Points, value, where)
+    for name in lists:
+        _require_type(lists[name], list, f"{where}.{name}")
+    return Points(
+        decode=_point_list(DecodePoint, lists["decode"], f"{where}.decode"),
+        prefill=_point_list(PrefillPoint, lists["prefill"], f"{where}.prefill"),
+        mixed=_point_list(MixedPoint, lists["mixed"], f"{where}.mixed"),
+        split=_point_list(SplitPoint, lists["split"], f"{where}.split"),
+    )
+
+
+def _point_list(kind: type[_Point], values: list[Any], where: str) -> tuple[_Point, ...]:
+    records = (_record(kind, value, f"{where}[{index}]") for index, value in enumerate(values))
+    return tuple(
+        kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+        for record in records
+    )
+
+
+def _record(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
+    """The object's entries; they must be exactly the fields of the dataclass."""
+    _require_type(value, dict, where)
+    names = {entry.name for entry in fields(kind)}
+    if missing := names - value.keys():
+        _fail(f"{where} lacks {', '.join(sorted(missing))}")
+    if unknown := value.keys() - names:
+        _fail(f"{where} has unknown entries: {', '.join(sorted(unknown))}")
+    return dict(value)
+
+
+def _require_type(value: Any, kind: type, where: str) -> None:
+    if not isinstance(value, kind):
+        _fail(f"{where} must be of type {kind.__name__}, found {value!r:.80}")
+
+
+def _fail(problem: str) -> NoReturn:
+    raise PerfTableError(f"{problem}; {PROFILE_AGAIN}")
+
+
+def _reject_constant(name: str) -> NoReturn:
+    _fail(f"it holds {name} where a finite number is required")
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    """As JSON returns it (tuples become lists), so that the checksum is the same after reading."""
+    plain: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
+    return plain
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+# ---- tables by name ----
+
+
+def shipped_folder() -> Path:
+    """Folder of shipped tables: inside an installed package, or beside the package in a checkout."""
+    installed = _PACKAGE_FOLDER / "_capture"
+    return installed if installed.is_dir() else _PACKAGE_FOLDER.parent / "capture"
+
+
+def gpu_nickname(gpu: str) -> str:
+    """A GPU's name in files and options: ``h200`` for ``NVIDIA H200``."""
+    words = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    return words.removeprefix("nvidia-")
+
+
+def table_file_name(gpu: str, model: str, dtype: str) -> str:
+    """Name of a table's file, such as ``h200_llama-3.1-8b_bfloat16.json``.
+
+    Args:
+        gpu: the device's name or nickname.
+        model: a preset's name, or a model folder, of which the last part is used.
+        dtype: of weights and KV cache.
+    """
+    return f"{gpu_nickname(gpu)}_{Path(model).name}_{dtype}.json"
+
+
+def list_tables(folder: Path | None = None) -> tuple[Path, ...]:
+    """Tables of a folder, sorted by name; None lists the shipped ones."""
+    return tuple(sorted((folder or shipped_folder()).glob("*_*_*.json")))
+
+
+def find_table(gpu: str, model: str, dtype: str, *, folder: Path | None = None) -> Path:
+    """The shipped table (or that of ``folder``) for a GPU, model and dtype.
+
+    Raises:
+        PerfTableError: there is none; the message lists the tables of the folder.
+    """
+    folder = folder or shipped_folder()
+    path = folder / table_file_name(gpu, model, dtype)
+    if path.is_file():
+        return path
+    there = ", ".join(table.name for table in list_tables(folder)) or "none"
+    raise PerfTableError(
+        f"no performance table {path.name} is known in {folder} (there: {there}): measure one with "
+        "`bullet-graph profile`, or give the path of a table"
+    )
+
+
+def load_table(
+    gpu_or_path: str | Path, *, model: str, dtype: str = "bfloat16", folder: Path | None = None
+) -> PerfTable:
+    """Read a table by the name of its GPU, or a file.
+
+    Args:
+        gpu_or_path: a path that ends in ``.json``, or a GPU such as ``h200``.
+        model: of the table; ignored for a file.
+        dtype: likewise.
+        folder: where to look; None takes the shipped tables.
+
+    Raises:
+        PerfTableError: there is no such table, or it cannot be used.
+    """
+    if Path(gpu_or_path).suffix == ".json":
+        return read_table(Path(gpu_or_path))
+    return read_table(find_table(str(gpu_or_path), model, dtype, folder=folder))

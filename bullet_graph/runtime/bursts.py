@@ -20,12 +20,11 @@ from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.backend import PartitionBackend, open_backend
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition, partition_of
-from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S
-from bullet_graph.perf.profile_point import ProfileLimits, ProfilePoint
+from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S, ProfileLimits, ProfilePoint
 from bullet_graph.runtime.build import build_decoder, partitions_of
 from bullet_graph.runtime.cuda import lane_stream
 from bullet_graph.runtime.eager_lane import EagerLane
-from bullet_graph.runtime.profile_setup import Prepared
+from bullet_graph.runtime.profile import Prepared
 from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
 

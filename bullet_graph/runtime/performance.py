@@ -1,41 +1,51 @@
-"""Finds the performance model of a runtime: measured where there is a table, estimated where that is asked for."""
+"""Finds the performance model of a runtime: a measured table, or an estimate if the user asks for one."""
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+from platformdirs import user_data_path
+
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import PerfTableError
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
-from bullet_graph.hardware import gpu_spec
+from bullet_graph.hardware import GENERIC, gpu_spec
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.perf.padded import PaddedModel
-from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
+from bullet_graph.perf.provenance import installed_version
 from bullet_graph.perf.roofline import Roofline
-from bullet_graph.perf.shipped import list_tables
-from bullet_graph.perf.table import PerfTable, require_match
-from bullet_graph.perf.table_file import read_table
+from bullet_graph.perf.table import (
+    PerfTable,
+    TableKey,
+    list_tables,
+    read_table,
+    require_match,
+    shape_numbers,
+    table_file_name,
+)
 from bullet_graph.runtime.capture_plan import named_plan
-from bullet_graph.runtime.perf_tables import table_key, user_table_file
 from bullet_graph.runtime.resolve import Runtime
 
 ROOFLINE = "roofline"
-"""The ``perf_table`` that asks for an estimate from arithmetic instead of measured numbers."""
+"""The ``perf_table`` that selects an estimate by arithmetic instead of a measured table."""
+
+_KERNEL_LIBRARIES = {"flashinfer": "flashinfer-python", "torch": "torch", "triton": "triton"}
 
 
 def find_performance(
     config: EngineConfig, runtime: Runtime, *, cached_table: Callable[[], PerfTable | None] = lambda: None
 ) -> PerformanceModel | None:
-    """The performance model that the configuration needs or names; None where it needs none.
+    """The performance model that the configuration names or needs; None if it needs none.
 
     Args:
-        cached_table: asked where neither the user nor the package has a table.
+        cached_table: asked if neither the user nor the package has a table.
 
     Raises:
-        PerfTableError: the table named cannot be read or is of another GPU, model, dtype or kernels; or one is needed
-            and none fits.
-        ConfigError: the configuration names a capture plan, by which batches are padded, that it cannot follow.
+        PerfTableError: the named table cannot be read or is of another GPU, model, dtype or kernels; or a table is
+            needed and none fits.
+        ConfigError: the configuration names a capture plan that it cannot follow.
     """
     name = config.perf_table
     if name == ROOFLINE:
@@ -72,13 +82,13 @@ def find_performance(
 
 
 def table_model(table: PerfTable, max_num_seqs: int, model: ModelConfig) -> TableModel:
-    """Predictions from a table, batches padded as the engine's graphs pad them."""
+    """Predictions from a table, with batches padded as the engine's graphs pad them."""
     buckets = batch_size_buckets(max_num_seqs)
     return TableModel(table, model, pad=partial(bucket_for, buckets=buckets))
 
 
 def table_file(config: EngineConfig, runtime: Runtime) -> Path | None:
-    """The table that is named, or the user's own of this GPU and model, or one that comes with the package."""
+    """The named table, or the user's own for this GPU and model, or a shipped one."""
     if config.perf_table is not None:
         return Path(config.perf_table)
     key = table_key(runtime, config.model)
@@ -94,6 +104,34 @@ def table_file(config: EngineConfig, runtime: Runtime) -> Path | None:
 
 def _device(runtime: Runtime) -> tuple[str, int]:
     if runtime.device.type == "cpu":
-        return "generic", 64
+        return GENERIC.name, GENERIC.num_sms
     key = table_key(runtime, "")
     return key.gpu, key.num_sms
+
+
+def table_key(runtime: Runtime, model: str) -> TableKey:
+    """The key of tables that are valid for this runtime, which must be on a GPU.
+
+    Args:
+        model: the preset's name, or the model folder.
+    """
+    gpu = torch.cuda.get_device_properties(runtime.device)
+    versions = {name: installed_version(package) for name, package in _KERNEL_LIBRARIES.items()}
+    return TableKey(
+        gpu=gpu.name,
+        num_sms=gpu.multi_processor_count,
+        model=model if runtime.folder is None else runtime.folder.resolve().name,
+        shape=shape_numbers(runtime.model),
+        dtype=str(runtime.dtype).removeprefix("torch."),
+        kernels={name: version for name, version in versions.items() if version is not None},
+    )
+
+
+def user_tables_folder() -> Path:
+    """Default folder of this user's tables."""
+    return user_data_path("bullet_graph") / "perf_tables"
+
+
+def user_table_file(key: TableKey) -> Path:
+    """File of this user's table for ``key``, named as the shipped tables are."""
+    return user_tables_folder() / table_file_name(key.gpu, key.model, key.dtype)

@@ -6,25 +6,41 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bullet_graph.errors import ConfigError, PerfTableError
+from bullet_graph.config import EngineConfig
+from bullet_graph.errors import ConfigError, DeviceError, PerfTableError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
-from bullet_graph.perf.profile_plan import ProfilePlan, StepCosts, plan_profile
-from bullet_graph.perf.profile_point import ProfilePoint
-from bullet_graph.perf.profile_record import from_points, to_points
+from bullet_graph.perf.profile_plan import (
+    ProfileLimits,
+    ProfilePlan,
+    ProfilePoint,
+    StepCosts,
+    from_points,
+    plan_profile,
+    to_points,
+)
 from bullet_graph.perf.provenance import collect_provenance
-from bullet_graph.perf.table import PerfTable, TableKey, require_match
-from bullet_graph.perf.table_file import read_table, write_table
-from bullet_graph.perf.traffic import decode_weight_bytes, kv_cache_bytes_per_token
-from bullet_graph.runtime.bursts import Workbench, open_workbench
-from bullet_graph.runtime.perf_tables import table_key, user_table_file
-from bullet_graph.runtime.profile_setup import Prepared
-from bullet_graph.runtime.resolve import Runtime
+from bullet_graph.perf.roofline import decode_weight_bytes, kv_cache_bytes_per_token
+from bullet_graph.perf.table import PerfTable, TableKey, read_table, require_match, write_table
+from bullet_graph.runtime.build import plan_ledger
+from bullet_graph.runtime.memory import MemoryLedger
+from bullet_graph.runtime.performance import table_key, user_table_file
+from bullet_graph.runtime.resolve import Runtime, resolve
 
+if TYPE_CHECKING:
+    from bullet_graph.runtime.bursts import Workbench
+
+PROFILED_SMS = (16, 24, 32, 48, 64, 80, 96)
+"""Default sizes of the decode lane to measure, in SMs, up to three quarters of the GPU."""
+_MOST_OF_GPU = 0.75
+_MAX_MODEL_LEN = 16384
+"""Longest sequence measured, in tokens; a longer limit would only take memory."""
+_MEMORY_UTILIZATION = 0.85
+"""Less than an engine takes: each lane's stream keeps its own activations."""
 _HEAT_S = 3.0
 _LEAST_BURST_S = 0.1
 
@@ -33,13 +49,60 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a profile will measure, decided before anything is allocated.
+
+    Attributes:
+        config: with the sizes of the decode lane.
+        runtime: with a length limit no longer than is measured.
+        ledger: of the memory.
+    """
+
+    config: EngineConfig
+    runtime: Runtime
+    ledger: MemoryLedger
+
+    @property
+    def limits(self) -> ProfileLimits:
+        """Limits of the points that can be measured."""
+        return ProfileLimits(
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+            self.runtime.max_model_len,
+            self.ledger.kv_cache_tokens,
+        )
+
+
+def prepare_profile(config: EngineConfig) -> Prepared:
+    """Decide what the configuration leaves open: sizes of the decode lane, length limit, share of the memory.
+
+    Raises:
+        DeviceError: there is no GPU, or a library it needs is missing.
+        BulletGraphError: any other error of an engine with this configuration.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"a profile measures a GPU, but torch {torch.__version__} sees no CUDA device: check `nvidia-smi` and "
+            "that torch is a CUDA build, or take a table that was measured on such a GPU"
+        )
+    config = dataclasses.replace(config, device="cuda", gpu_memory_utilization=_MEMORY_UTILIZATION)
+    runtime = resolve(config)
+    runtime = dataclasses.replace(runtime, max_model_len=min(runtime.max_model_len, _MAX_MODEL_LEN))
+    if not config.decode_sms and config.partition_backend != "none":
+        num_sms = torch.cuda.get_device_properties(runtime.device).multi_processor_count
+        sizes = tuple(size for size in PROFILED_SMS if size <= _MOST_OF_GPU * num_sms)
+        config = dataclasses.replace(config, decode_sms=sizes)
+    return Prepared(config, runtime, plan_ledger(config, runtime))
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """One round over all points.
 
     Attributes:
-        seconds: it took.
+        seconds: its duration.
         burst_s: measured part of a burst.
-        num_points: measured in it; fewer where an earlier run had done some.
+        num_points: points measured; fewer if an earlier run had done some.
         device: clocks and power meanwhile.
     """
 
@@ -60,25 +123,27 @@ def profile_model(
     progress: bool = False,
     tell: Tell = lambda _: None,
 ) -> tuple[PerfTable, Path]:
-    """Measure a table and write it; returns it and its file.
+    """Measure a table and write it; returns the table and its file.
 
-    What was measured is kept beside the file after each pass and when interrupted, and the next call goes on
-    from there.
+    Results are saved beside the file after each pass and on an interrupt, and the next call continues from there.
 
     Args:
         prepared: model, dtype, limits, partitions and seed.
-        time_budget_s: for the measurements; loading and capturing come on top.
-        file: to write the table to; None for this user's own of GPU, model and dtype.
-        overwrite: replace the file if it is there.
-        restart: measure all anew instead of going on.
+        time_budget_s: for the measurements, without loading and capturing.
+        file: file of the table; None for this user's own table of GPU, model and dtype.
+        overwrite: replace an existing file.
+        restart: measure everything again instead of continuing.
         progress: show progress bars.
-        tell: told what goes on, a line at a time.
+        tell: called with lines that describe the progress.
 
     Raises:
-        ConfigError: the budget is too short, the file cannot be written, or what was measured before cannot be read
-            or does not belong to the same plan.
-        BulletGraphError: see :func:`open_workbench`.
+        ConfigError: the budget is too short, the file cannot be written, or saved results cannot be read or belong to
+            another plan.
+        BulletGraphError: see :func:`~bullet_graph.runtime.bursts.open_workbench`.
     """
+    # Imports the kernel libraries, which `prepare_profile` must report as missing in its own words.
+    from bullet_graph.runtime.bursts import open_workbench  # noqa: PLC0415
+
     config, runtime = prepared.config, prepared.runtime
     key = table_key(runtime, config.model)
     file = user_table_file(key) if file is None else file
@@ -130,7 +195,7 @@ def profile_model(
                 tell(_describe(done))
                 write_table(table(complete=False), partial)
         except BaseException:
-            # Ctrl-C above all: what was measured is worth minutes.
+            # Above all Ctrl-C: the results took minutes.
             write_table(table(complete=False), partial)
             raise
     finished = table(complete=True)
@@ -140,15 +205,15 @@ def profile_model(
 
 
 def _measure(
-    bench: Workbench, plan: ProfilePlan, measured: Repeats, time_budget_s: float, progress: bool
+    bench: "Workbench", plan: ProfilePlan, measured: Repeats, time_budget_s: float, progress: bool
 ) -> Iterator[Pass]:
-    """Go round all points, shortening the bursts where they take longer than was guessed."""
+    """Measure all points in passes; bursts get shorter if they take longer than estimated."""
     num_points, burst_s = len(plan.points), plan.burst_s
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     done, total = sum(map(len, measured.values())), plan.num_passes * num_points
     spent_s = time_budget_s * done / total
     if done < total:
-        # The clocks of a GPU that was idle are not those that it keeps.
+        # A GPU that was idle does not keep its clocks under load.
         bench.measure(max(plan.grid, key=lambda point: (point.kind == "prefill", point.tokens)), _HEAT_S)
     with progress_bar(progress, total=total, initial=done, desc="Measuring", unit="burst") as advance:
         for number in range(plan.num_passes):

@@ -1,4 +1,4 @@
-"""The simulated executor: two lanes in virtual time, their speed told by a performance model. No torch."""
+"""The simulated executor: two lanes in virtual time, with the speed that a performance model predicts. No torch."""
 
 import math
 from collections import deque
@@ -11,20 +11,67 @@ import numpy as np
 
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, lane_tpcs
-from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.runtime.step import Placement, Step, StepResult
-from bullet_graph.runtime.step_work import StepRecord, StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The work of a step, in the terms of the performance model.
+
+    Attributes:
+        tokens: number of prompt rows.
+        pairs: (query, key) pairs of their attention.
+        batch_size: number of decode rows.
+        kv_tokens: tokens that the decode rows attend to, all together.
+        num_sampled: number of rows for which a token is sampled.
+    """
+
+    tokens: int
+    pairs: float
+    batch_size: int
+    kv_tokens: int
+    num_sampled: int
+
+    @classmethod
+    def of(cls, step: Step, *, samples: bool) -> "StepWork":
+        """The work of this step; ``samples``: it includes the last layer, so that tokens are sampled."""
+        tokens, pairs, batch_size, kv_tokens, num_sampled = 0, 0.0, 0, 0, 0
+        if step.prefill is not None:
+            tokens = len(step.prefill.token_ids)
+            lengths = np.diff(step.prefill.q_indptr).tolist()
+            pairs = sum(map(attention_pairs, lengths, step.prefill.starts.tolist()))
+            num_sampled = int(np.count_nonzero(step.prefill.samples))
+        if step.decode is not None:
+            batch_size = len(step.decode.slots)
+            kv_tokens = int(step.decode.positions.sum()) + batch_size
+        return cls(tokens, pairs, batch_size, kv_tokens, num_sampled + batch_size if samples else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A finished launch.
+
+    Attributes:
+        placement: its lane, partition and layers.
+        work: work of its whole step.
+        device_ms: its time on the device.
+    """
+
+    placement: Placement
+    work: StepWork
+    device_ms: float
 
 
 @dataclass(slots=True)
 class _Job:
-    """A launch on its way through a lane.
+    """A launch in flight.
 
     Attributes:
-        alone_ms: time of its whole step, all layers, with the device to itself.
-        factor: real over predicted time; ``alone_ms`` has it in it.
-        left: share of its step's layers still to run.
-        start_s: when it began; None before.
+        alone_ms: time of its whole step, all layers, alone on the device; includes ``factor``.
+        factor: real ÷ predicted time.
+        left: share of the step's layers that is left of this launch.
+        start_s: when it began to run, or None.
     """
 
     ticket: int
@@ -37,25 +84,25 @@ class _Job:
 
 
 class SimulatedExecutor:
-    """Carries steps out in virtual time, which passes while the caller launches, waits or sleeps.
+    """Carries out steps in virtual time, which passes while the caller launches, waits or sleeps.
 
-    Each lane runs its launches in order. A launch has the speed that the model predicts for it alone, or, while both
-    lanes run on parts of the GPU, beside the other. Two launches of which one may use the whole GPU, and neither takes
-    turns, get half of its time each. Sampled tokens are all 0, log-probabilities are never given.
+    Each lane runs its launches in order. A launch runs at the predicted speed: alone, or beside the other lane while
+    both run on parts of the GPU. If one of them may use the whole GPU and neither takes turns, each gets half of the
+    time. Sampled tokens are all 0, and there are no log-probabilities.
 
     Args:
         model: predicts step times.
-        partitions: that steps may be placed on; the whole GPU always is.
-        max_batch_sizes: most rows of a decode step by partition; one that is not in it takes any.
-        host_overhead_ms: what a launch costs the host; the device goes on meanwhile.
-        time_noise: how far launches are from what the model predicts: standard deviation of the logarithm of their
-            times, whose median stays as predicted.
+        partitions: partitions for steps, besides the whole GPU.
+        max_batch_sizes: most rows of a decode step by partition; a partition that is not in it takes any.
+        host_overhead_ms: host time of a launch; the device continues meanwhile.
+        time_noise: standard deviation of the logarithm of a launch's real ÷ predicted time; the median stays 1.
         seed: of the noise.
-        on_step: told of every launch that has finished.
+        on_step: called with every finished launch.
     """
 
     max_in_flight = 2
     num_missing_graphs = 0
+    has_prefill_lane = True
 
     def __init__(
         self,
@@ -73,7 +120,8 @@ class SimulatedExecutor:
         self._on_step = on_step
         self._time_noise = time_noise
         self._random = Random(seed)
-        self._partitions = tuple(dict.fromkeys((WHOLE_GPU, *partitions)))
+        self.num_sms = model.num_sms
+        self.partitions: Sequence[SmPartition] = tuple(dict.fromkeys((WHOLE_GPU, *partitions)))
         self._host_overhead_s = host_overhead_ms / 1e3
         self._now_s = 0.0
         self._lanes: dict[Lane, deque[_Job]] = {lane: deque() for lane in LANES}
@@ -83,23 +131,7 @@ class SimulatedExecutor:
         self._pair: tuple[int, int] | None = None
         self._pair_ms: dict[Lane, float] = {}
 
-    @property
-    def has_prefill_lane(self) -> bool:
-        """Both lanes are there."""
-        return True
-
-    @property
-    def num_sms(self) -> int:
-        """See :attr:`Executor.num_sms`."""
-        return self._model.num_sms
-
-    @property
-    def partitions(self) -> Sequence[SmPartition]:
-        """See :attr:`Executor.partitions`."""
-        return self._partitions
-
     def max_batch_size(self, partition: SmPartition) -> int | None:
-        """See :meth:`Executor.max_batch_size`."""
         return self._max_batch_sizes.get(partition)
 
     def padded_rows(self, rows: int) -> int:
@@ -114,13 +146,13 @@ class SimulatedExecutor:
         """Enqueue a step; see :meth:`Executor.launch`.
 
         Raises:
-            PartitionError: the partition is none of :attr:`partitions`, has no time for this kind of step, or takes no
-                batch as large.
+            PartitionError: the partition is not in ``partitions``, has no times for this kind of step, or is too small
+                for the batch.
             ValueError: the layers do not follow those that the lane ran last, or decode rows are on the prefill lane.
         """
-        if placement.partition not in self._partitions:
+        if placement.partition not in self.partitions:
             raise PartitionError(
-                f"a step was placed on {placement.partition}, but this device has {list(self._partitions)}: "
+                f"a step was placed on {placement.partition}, but this device has {list(self.partitions)}: "
                 "name the partition when the executor is made"
             )
         lane, num_layers = placement.lane, self._model.num_layers
@@ -148,14 +180,13 @@ class SimulatedExecutor:
         return ticket
 
     def done(self, ticket: int) -> bool:
-        """See :meth:`Executor.done`."""
         return ticket in self._results
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
         """See :meth:`Executor.wait_any`.
 
         Raises:
-            KeyError: none of the tickets is under way or waits to be read.
+            KeyError: none of the tickets is in flight or waits to be read.
         """
         while True:
             for ticket in tickets:
@@ -170,7 +201,6 @@ class SimulatedExecutor:
             self._advance(next_s)
 
     def wait(self, ticket: int) -> StepResult:
-        """See :meth:`Executor.wait`."""
         self.wait_any([ticket], None)
         return self._results.pop(ticket)
 
@@ -179,7 +209,6 @@ class SimulatedExecutor:
         return self._now_s
 
     def sleep_until(self, time_s: float) -> None:
-        """See :meth:`Executor.sleep_until`."""
         self._advance(time_s)
 
     def shutdown(self) -> bool:
@@ -213,8 +242,7 @@ class SimulatedExecutor:
     def _beside_ms(self, decode: _Job, prefill: _Job) -> dict[Lane, float]:
         """Times of both lanes' whole steps while both run.
 
-        Right after a change of the split the lanes may still be on two partitions: each then has the time that
-        its own promises.
+        After a change of the split the lanes may be on two partitions: each then has the time of its own.
         """
         decode_tpcs = decode.placement.partition.decode_tpcs
         prefill_tpcs = prefill.placement.partition.prefill_tpcs
@@ -230,7 +258,7 @@ class SimulatedExecutor:
     # ---- the passing of time ----
 
     def _active(self) -> list[tuple[_Job, float]]:
-        """What runs at this moment, and how long its whole step takes at its present speed, in ms."""
+        """The jobs that run now, each with the time of its whole step at its present speed, in ms."""
         heads = {lane: jobs[0] for lane, jobs in self._lanes.items() if jobs}
         if len(heads) == 1:
             (job,) = heads.values()
@@ -252,7 +280,7 @@ class SimulatedExecutor:
         return min((self._now_s + job.left * ms / 1e3 for job, ms in self._active()), default=None)
 
     def _advance(self, until_s: float) -> None:
-        """Let the lanes run to this time; one that has passed changes nothing."""
+        """Let the lanes run to this time; a time in the past changes nothing."""
         while active := self._active():
             for job, _ in active:
                 if job.start_s is None:

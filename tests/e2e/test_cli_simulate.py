@@ -10,7 +10,7 @@ from click.testing import Result
 from fakes.perf_tables import h200_table, interrupted_table
 
 from bullet_graph.cli.serving.goodput import spread_targets
-from bullet_graph.perf.table_file import write_table
+from bullet_graph.perf.table import write_table
 from bullet_graph.perf.trace import read_trace
 
 TARGETS = ("--goodput", "ttft:500", "tpot:15")

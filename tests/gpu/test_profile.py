@@ -10,12 +10,11 @@ from click.testing import CliRunner, Result
 from bullet_graph.cli.main import main
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, PerfTableError
-from bullet_graph.perf.profile_record import from_points
-from bullet_graph.perf.table_file import read_table
+from bullet_graph.perf.profile_plan import from_points
+from bullet_graph.perf.table import read_table
 from bullet_graph.runtime.bursts import Workbench
 from bullet_graph.runtime.performance import table_model
-from bullet_graph.runtime.profile import profile_model
-from bullet_graph.runtime.profile_setup import Prepared, prepare_profile
+from bullet_graph.runtime.profile import Prepared, prepare_profile, profile_model
 
 pytestmark = pytest.mark.gpu
 

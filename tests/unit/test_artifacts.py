@@ -25,8 +25,7 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.offsets import DriverId, remember, remembered
-from bullet_graph.perf.shipped import list_tables
-from bullet_graph.perf.table_file import read_table
+from bullet_graph.perf.table import list_tables, read_table
 from bullet_graph.runtime.artifacts import measured
 from bullet_graph.runtime.artifacts.building import _add_flashinfer, _add_start
 from bullet_graph.runtime.artifacts.library_caches import TRITON, caches_below, collect, restore

@@ -44,9 +44,9 @@ from bench.kernels.harness import blocks_for, lengths, scattered_blocks
 from bullet_graph.errors import ConfigError, DeviceError
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, SampleRange
-from bullet_graph.perf.profile_point import ProfilePoint
+from bullet_graph.perf.profile_plan import ProfilePoint
 from bullet_graph.perf.provenance import collect_provenance
-from bullet_graph.perf.traffic import decode_step_bytes
+from bullet_graph.perf.roofline import decode_step_bytes
 from bullet_graph.workloads import WorkloadRequest
 
 ROOT = Path(__file__).resolve().parents[2]

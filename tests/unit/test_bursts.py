@@ -15,7 +15,7 @@ from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.decoder import Decoder, cos_sin_table
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import dummy_weights
-from bullet_graph.perf.profile_point import ProfileLimits, ProfilePoint
+from bullet_graph.perf.profile_plan import ProfileLimits, ProfilePoint
 from bullet_graph.runtime.bursts import Workbench
 from bullet_graph.runtime.rows import lay_out
 

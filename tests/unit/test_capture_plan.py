@@ -25,7 +25,7 @@ from bullet_graph.graphs.capture_plan import (
 from bullet_graph.graphs.key import batch_size_buckets, row_buckets
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
-from bullet_graph.perf.shipped import load_table
+from bullet_graph.perf.table import load_table
 
 PLAN = CapturePlan(
     model="m",

@@ -31,8 +31,8 @@ from bullet_graph.hardware import GENERIC
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.perf.predict import TableModel
+from bullet_graph.runtime.simulated import StepRecord, StepWork
 from bullet_graph.runtime.step import Placement
-from bullet_graph.runtime.step_work import StepRecord, StepWork
 
 MODEL = TableModel(h200_table(), LLAMA_8B)
 SPLIT = partition_of(48, num_sms=132)

@@ -22,7 +22,7 @@ from bullet_graph.graphs.key import GraphKey, largest_first, smallest_holding
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, partition_of
-from bullet_graph.perf.padded import PaddedModel
+from bullet_graph.perf.performance import PaddedModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner

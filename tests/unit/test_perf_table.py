@@ -11,17 +11,23 @@ import pytest
 from fakes.perf_tables import H200_KEY, LLAMA_8B, h200_table, interrupted_table
 
 from bullet_graph.errors import PerfTableError
-from bullet_graph.perf import shipped
-from bullet_graph.perf.shipped import find_table, gpu_nickname, list_tables, load_table, table_file_name
+from bullet_graph.perf import table as tables
 from bullet_graph.perf.table import (
     DecodePoint,
     MixedPoint,
     PrefillPoint,
     SplitPoint,
+    _checksum,
+    find_table,
+    gpu_nickname,
+    list_tables,
+    load_table,
+    read_table,
     require_match,
     shape_numbers,
+    table_file_name,
+    write_table,
 )
-from bullet_graph.perf.table_file import _checksum, read_table, write_table
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -240,10 +246,10 @@ def test_a_table_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
 def test_an_installed_package_looks_inside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "bullet_graph"
     package.mkdir()
-    monkeypatch.setattr(shipped, "_PACKAGE_FOLDER", package)
-    assert shipped.shipped_folder() == tmp_path / "capture"
+    monkeypatch.setattr(tables, "_PACKAGE_FOLDER", package)
+    assert tables.shipped_folder() == tmp_path / "capture"
     (package / "_capture").mkdir()
-    assert shipped.shipped_folder() == package / "_capture"
+    assert tables.shipped_folder() == package / "_capture"
 
 
 def test_every_shipped_table_can_be_read() -> None:

@@ -8,15 +8,20 @@ from hypothesis import strategies as st
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.profile_plan import (
+    KINDS,
     MIN_INTERVALS,
     WARM_S,
+    Measured,
+    ProfileLimits,
     ProfilePlan,
+    ProfilePoint,
     StepCosts,
     burst_seconds,
+    find_outliers,
+    from_points,
     plan_profile,
+    to_points,
 )
-from bullet_graph.perf.profile_point import KINDS, ProfileLimits, ProfilePoint
-from bullet_graph.perf.profile_record import Measured, find_outliers, from_points, to_points
 
 NUM_SMS = 132
 DECODE_SMS = (16, 24, 32, 48, 64, 80, 96)

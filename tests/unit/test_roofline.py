@@ -1,6 +1,7 @@
-"""The roofline: near to what an H200 was measured to do, and sound where nothing was."""
+"""Arithmetic of bytes, waves and times: by hand, near to an H200's measurements, and sound elsewhere."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from fakes import perf_tables
@@ -8,11 +9,20 @@ from fakes.perf_tables import LLAMA_8B, Shape
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.hardware import GENERIC, gpu_spec
+from bullet_graph.hardware import GENERIC, H100, H200, gpu_spec
+from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
-from bullet_graph.perf.roofline import Roofline
+from bullet_graph.perf.roofline import (
+    Roofline,
+    decode_step_bytes,
+    decode_weight_bytes,
+    kv_cache_bytes_per_token,
+    layer_matrices,
+    num_waves,
+    wave_chunk_tokens,
+    wave_efficiency,
+)
 
-SPEC = gpu_spec("NVIDIA H200", 132)
 TINY = Shape(
     vocab_size=512,
     hidden_size=128,
@@ -22,11 +32,107 @@ TINY = Shape(
     num_kv_heads=1,
     head_dim=64,
 )
+SMALL = Shape(hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, num_layers=28)
+COUNTED = Shape(
+    vocab_size=100, hidden_size=8, intermediate_size=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=5
+)
+"""Small enough to count by hand."""
+
+
+# ---- bytes ----
+
+
+def test_weight_bytes_by_hand() -> None:
+    # A layer: qkv 8×40, o 20×8, gate, up and down 3×8×20, two norms of 8.
+    layer = 320 + 160 + 480 + 16
+    # The final norm, the output head and the two sequences' embedding rows.
+    rest = 8 + 800 + 2 * 8
+    assert decode_weight_bytes(COUNTED, batch_size=2, dtype_bytes=2) == 2 * (3 * layer + rest)
+
+
+def test_biases_and_head_norms_are_counted() -> None:
+    plain = decode_weight_bytes(COUNTED, batch_size=1, dtype_bytes=2)
+    biased = decode_weight_bytes(replace(COUNTED, qkv_bias=True), batch_size=1, dtype_bytes=2)
+    normed = decode_weight_bytes(replace(COUNTED, qk_norm=True), batch_size=1, dtype_bytes=2)
+    assert biased - plain == 3 * 40 * 2
+    assert normed - plain == 3 * 10 * 2
+
+
+def test_step_bytes_by_hand() -> None:
+    # Keys and values, 3 layers, 2 heads of 5, 4 bytes each.
+    assert kv_cache_bytes_per_token(COUNTED, dtype_bytes=4) == 240
+    weights = decode_weight_bytes(COUNTED, batch_size=7, dtype_bytes=4)
+    # 50 tokens read and one written for each of the 7 sequences.
+    step = decode_step_bytes(COUNTED, batch_size=7, context_tokens=50, dtype_bytes=4)
+    assert step == weights + 7 * 51 * 240
+
+
+def test_llama_3_1_8b_matches_its_known_size() -> None:
+    # 8.03e9 parameters, less the embedding table (128256×4096) but for one row.
+    parameters = decode_weight_bytes(LLAMA_8B, batch_size=1, dtype_bytes=1)
+    assert parameters == 8_030_261_248 - 128256 * 4096 + 4096
+    assert kv_cache_bytes_per_token(LLAMA_8B, dtype_bytes=2) == 131_072
+
+
+def test_copy_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bullet_graph.perf.bandwidth._time_on_cpu_s", lambda *_: 1e-3)
+    assert measure_copy_gb_per_s("cpu", num_bytes=1_000_000) == pytest.approx(2.0)
+
+
+def test_copy_bandwidth_of_this_machine_is_plausible() -> None:
+    assert 0.1 < measure_copy_gb_per_s("cpu", num_bytes=16 << 20) < 10_000
+
+
+# ---- waves ----
+
+
+def test_layer_matrices_of_llama_8b() -> None:
+    assert layer_matrices(LLAMA_8B) == ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "sms", "waves"),
+    [(1536, 6144, 96, 3), (1537, 6144, 96, 4), (1, 256, 132, 1), (128, 257, 1, 2), (2048, 6144, 132, 3)],
+)
+def test_num_waves_by_hand(rows: int, columns: int, sms: int, waves: int) -> None:
+    assert num_waves(rows, columns, sms) == waves
+
+
+@pytest.mark.parametrize("sms", [16, 80, 96, 104, 128])
+def test_16_rows_an_sm_fill_every_wave_of_llama_8b(sms: int) -> None:
+    assert wave_efficiency(16 * sms, sms, layer_matrices(LLAMA_8B)) == 1
+    assert wave_chunk_tokens(16 * sms + 60, sms, LLAMA_8B) == 16 * sms
+    # One row more opens another row of tiles, and so a wave that is nearly empty.
+    assert wave_efficiency(16 * sms + 1, sms, layer_matrices(LLAMA_8B)) < 1
+
+
+def test_fewer_rows_than_a_step_are_a_chunk_as_they_are() -> None:
+    assert wave_chunk_tokens(63, 96, LLAMA_8B) == 63
+    assert wave_chunk_tokens(64, 96, LLAMA_8B) == 64
+
+
+def test_of_equally_good_chunks_the_largest_is_taken() -> None:
+    assert wave_chunk_tokens(3 * 1536, 96, LLAMA_8B) == 3 * 1536
+
+
+@given(st.integers(64, 4096), st.integers(1, 132), st.sampled_from([LLAMA_8B, SMALL]))
+def test_no_other_chunk_has_a_higher_rate(max_tokens: int, sms: int, shape: Shape) -> None:
+    best, matrices = wave_chunk_tokens(max_tokens, sms, shape), layer_matrices(shape)
+    assert best <= max_tokens
+    assert best % 64 == 0
+    assert 0 < wave_efficiency(best, sms, matrices) <= 1
+    assert all(
+        wave_efficiency(tokens, sms, matrices) <= wave_efficiency(best, sms, matrices)
+        for tokens in range(64, max_tokens + 1, 64)
+    )
+
+
+# ---- times ----
 
 
 @pytest.fixture(scope="module")
 def roofline() -> PerformanceModel:
-    return Roofline(SPEC, LLAMA_8B)
+    return Roofline(H200, LLAMA_8B)
 
 
 @pytest.mark.parametrize("batch_size", [1, 8, 64, 256])
@@ -54,15 +160,24 @@ def test_prefill_and_mixed_on_an_h200(roofline: PerformanceModel) -> None:
 
 
 def test_sizes_of_the_decode_lane_leave_prefill_16_sms() -> None:
-    assert tuple(Roofline(SPEC, LLAMA_8B).decode_sms) == (16, 32, 48, 64, 80, 96, 112)
+    assert tuple(Roofline(H200, LLAMA_8B).decode_sms) == (16, 32, 48, 64, 80, 96, 112)
     assert Roofline(GENERIC, TINY).decode_sms == (16, 32, 48)
     assert Roofline(gpu_spec("Small GPU", 20), TINY).decode_sms == ()
 
 
 def test_an_unknown_gpu_has_generic_rates_for_its_sms() -> None:
     spec = gpu_spec("Some GPU", 40)
-    assert spec.num_sms == 40
+    assert (spec.name, spec.num_sms, spec.is_measured) == ("Some GPU", 40, False)
     assert spec.tflops == GENERIC.tflops
+
+
+def test_a_known_gpu_is_found_by_name_and_says_whether_it_was_measured() -> None:
+    assert gpu_spec("NVIDIA H200", 132) is H200
+    assert H200.is_measured
+    assert gpu_spec("NVIDIA H100 80GB HBM3", 132) is H100
+    assert not H100.is_measured
+    part = gpu_spec("NVIDIA H200", 60)
+    assert (part.num_sms, part.tflops, part.is_measured) == (60, H200.tflops, False)
 
 
 def test_chunks_follow_the_waves(roofline: PerformanceModel) -> None:
@@ -89,7 +204,7 @@ def test_every_time_of_a_tiny_model_on_a_generic_gpu() -> None:
 def test_more_work_never_takes_less_time(
     batch_size: int, kv: int, tokens: int, cached: int, sms: int
 ) -> None:
-    model = Roofline(SPEC, LLAMA_8B)
+    model = Roofline(H200, LLAMA_8B)
     pairs, more_pairs = attention_pairs(tokens, cached), attention_pairs(tokens + 1, cached)
     assert model.decode(batch_size, kv, sms).ms <= model.decode(batch_size, kv + 1, sms).ms
     assert model.decode(batch_size, kv, sms).ms <= model.decode(batch_size + 1, kv, sms).ms

@@ -19,7 +19,7 @@ from bullet_graph.hardware import H200
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
-from bullet_graph.perf.shipped import load_table
+from bullet_graph.perf.table import load_table
 from bullet_graph.perf.trace import read_trace
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo

@@ -16,7 +16,7 @@ from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
 from bullet_graph.perf.metrics import PercentileSummary, RequestMetrics, summarize_ms
-from bullet_graph.perf.traffic import decode_step_bytes
+from bullet_graph.perf.roofline import decode_step_bytes
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.workloads import WorkloadRequest, make_prompt_token_ids

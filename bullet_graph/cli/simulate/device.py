@@ -10,11 +10,10 @@ from bullet_graph.hardware import KNOWN_GPUS, gpu_spec
 from bullet_graph.kernels.shapes import kv_block_bytes
 from bullet_graph.models.config import DTYPE_BYTES, ModelConfig
 from bullet_graph.models.presets import resolve_model
-from bullet_graph.perf.padded import PaddedModel
-from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
-from bullet_graph.perf.shipped import gpu_nickname, load_table
+from bullet_graph.perf.table import gpu_nickname, load_table
 from bullet_graph.runtime.capture_plan import check_plan
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
 from bullet_graph.runtime.performance import table_model

@@ -16,9 +16,9 @@ from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.goodput_search import GoodputSearch
-from bullet_graph.perf.padded import PaddedModel
+from bullet_graph.perf.performance import PaddedModel
 from bullet_graph.perf.replay_metrics import ReplayResult, summarize_replay
-from bullet_graph.runtime.step_work import StepRecord
+from bullet_graph.runtime.simulated import StepRecord
 from bullet_graph.workloads import Workload, load_workload
 from bullet_graph.workloads.arrivals import arrival_times, trace_times
 

@@ -14,8 +14,7 @@ from bullet_graph.errors import CacheError, PerfTableError
 from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.partition import offsets
 from bullet_graph.partition.smctrl import identify_driver
-from bullet_graph.perf.table import PerfTable
-from bullet_graph.perf.table_file import read_table
+from bullet_graph.perf.table import PerfTable, read_table
 from bullet_graph.runtime.artifacts.source import ArtifactSource, data_of
 from bullet_graph.runtime.performance import ROOFLINE, table_file
 from bullet_graph.runtime.resolve import Runtime
