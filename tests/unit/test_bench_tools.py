@@ -1,0 +1,172 @@
+"""The tools of bench/: campaigns, single measurements, and the command lines that campaigns and pages give."""
+
+import importlib
+import json
+import re
+import shlex
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from bench import offline, policies, server_overhead
+from bench.campaign import Campaign, Job, main, read_campaign
+from bench.peers.command import compare as compare_peers
+from bullet_graph.cli.main import main as program
+from bullet_graph.errors import ConfigError
+
+BENCH = Path(__file__).parents[2] / "bench"
+APPEND = "python -c \"import os; open('{results}/out','a').write(os.environ.get('CUDA_VISIBLE_DEVICES','-')+' %s;')\""
+SLEEP = 'python -c "import time; time.sleep(90)"'
+
+
+def states(jobs: list[Job], results: Path, gpus: list[int | None], *, time_limit_s: float = 60) -> list[str]:
+    return [o.state for o in Campaign(jobs, gpus, results, time_limit_s=time_limit_s).run()]
+
+
+def test_commands_of_a_job_run_in_order_on_its_gpu_and_not_again(tmp_path: Path) -> None:
+    job = Job("one", (APPEND % "a", APPEND % "b"))
+    assert states([job], tmp_path, [3]) == ["done", "done"]
+    assert (tmp_path / "out").read_text() == "3 a;3 b;"
+    assert states([job], tmp_path, [3]) == ["done before", "done before"]
+    assert (tmp_path / "out").read_text() == "3 a;3 b;"
+
+
+def test_jobs_share_no_gpu(tmp_path: Path) -> None:
+    # A second mkdir of the same GPU's folder would fail.
+    (tmp_path / "nap.py").write_text(
+        "import os, time\n"
+        f"folder = {str(tmp_path)!r} + '/gpu' + os.environ['CUDA_VISIBLE_DEVICES']\n"
+        "os.mkdir(folder)\n"
+        "time.sleep(0.3)\n"
+        "os.rmdir(folder)\n"
+    )
+    jobs = [Job(f"job{i}", (f"python {{results}}/nap.py {i}",)) for i in range(4)]
+    assert states(jobs, tmp_path, [0, 1]) == ["done"] * 4
+
+
+def test_a_failure_ends_its_job_alone(tmp_path: Path) -> None:
+    bad = Job("bad", ('python -c "import sys; sys.exit(3)"', APPEND % "never"))
+    good = Job("good", (APPEND % "good",))
+    assert states([bad, good], tmp_path, [None]) == ["failed (3)", "not begun", "done"]
+    assert (tmp_path / "out").read_text().endswith(" good;")
+
+
+def test_the_time_limit_interrupts_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    job = Job("slow", (APPEND % "first", SLEEP, APPEND % "last"))
+    start_s = time.monotonic()
+    assert states([job], tmp_path, [None], time_limit_s=2) == ["done", "stopped", "not begun"]
+    assert time.monotonic() - start_s < 45
+    again = Job("slow", (APPEND % "first", APPEND % "last"))
+    assert states([again], tmp_path, [None]) == ["done before", "done"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("job = 3", "is no campaign"),
+        ("[[job]]\nname = 'a'", "is no campaign"),
+        ("[[job]]\nname = 'a'\ncommands = []", "each with commands"),
+        ("[[job]]\nname='a'\ncommands=['x']\n[[job]]\nname='a'\ncommands=['y']", "different names"),
+        ("= no toml", "is no campaign"),
+    ],
+)
+def test_a_file_that_is_no_campaign_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "campaign.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_campaign(path)
+
+
+def test_bad_options_exit_with_2(tmp_path: Path) -> None:
+    path = tmp_path / "campaign.toml"
+    path.write_text("[[job]]\nname='a'\ncommands=['python -V']")
+    for options in (["--gpus", "0,0"], ["--gpus", "x"], ["--only", "b"]):
+        result = CliRunner().invoke(main, [str(path), "--results", str(tmp_path / "r"), *options])
+        assert result.exit_code == 2, result.output
+    result = CliRunner().invoke(main, [str(path), "--results", str(tmp_path / "r"), "--gpus", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert len(json.loads((tmp_path / "r" / "campaign.json").read_text())) == 1
+
+
+def written_commands() -> list[str]:
+    """Commands of the campaigns, of bench/README.md, and those that bench/offline.py runs."""
+    lines = [
+        command.format(results="r")
+        for path in (BENCH / "campaigns").glob("*.toml")
+        for job in read_campaign(path)
+        for command in job.commands
+    ]
+    text = re.sub(r"\\\n\s*", "", (BENCH / "README.md").read_text(encoding="utf-8"))
+    lines += re.findall(r"^python .*", text, flags=re.MULTILINE)
+    return lines + [f"python -m bullet_graph bench {m.format(model='tiny')}" for m in offline.MEASUREMENTS]
+
+
+@pytest.mark.parametrize("line", written_commands())
+def test_commands_that_are_written_down_are_accepted(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(click.Path, "convert", lambda _, value, *__: Path(value))
+    _, first, *arguments = shlex.split(line)
+    module = arguments.pop(0) if first == "-m" else first.removesuffix(".py").replace("/", ".")
+    command: click.Command
+    if module == "pytest":
+        return
+    if module == "bullet_graph":
+        command = program
+        context = click.Context(command)
+        while isinstance(command, click.Group):
+            found = command.get_command(context, arguments.pop(0))
+            assert found is not None, line
+            command = found
+    else:
+        command = compare_peers if module == "bench.peers" else importlib.import_module(module).main
+    command.make_context(line, list(arguments))
+
+
+# ---- single measurements, on the tiny model ----
+
+
+def test_the_server_is_compared_with_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "overhead.json"
+    engine = "--device cpu --max-num-seqs 8 --max-model-len 512 --kv-cache-bytes 4MiB"
+    load = ("--trace", "synthetic:conv", "--num-prompts", "3", "--request-rate", "inf")
+    options = ("--model", "tiny", "--engine-options", engine, "--repeats", "1", "--limit-percent", "1e9")
+    result = CliRunner().invoke(server_overhead.main, [*load, *options, "--output-json", str(path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    (run,) = found["runs"]
+    assert run["engine"]["total_input_tokens"] == run["server"]["total_input_tokens"] > 0
+    assert run["server"]["completed"] == run["engine"]["completed"] > 0
+    assert found["comparison"].keys() >= set(server_overhead.COMPARED)
+
+
+def test_the_medians_of_the_repeats_are_compared() -> None:
+    names = ("p90_ttft_ms", "p90_tpot_ms", "median_itl_ms", "p99_itl_ms", "output_throughput")
+    none = dict.fromkeys(names)
+
+    def run(engine: float, server: float) -> dict[str, dict[str, object]]:
+        return {
+            "engine": none | {"median_ttft_ms": engine, "median_tpot_ms": 8.0},
+            "server": none | {"median_ttft_ms": server, "median_tpot_ms": 8.0},
+        }
+
+    comparison = server_overhead.compare([run(10, 11), run(20, 21), run(90, 500)])
+    assert comparison["median_ttft_ms"] == {"engine": 20, "server": 21, "percent": 100 * (21 / 20 - 1)}
+    assert comparison["median_tpot_ms"]["percent"] == 0
+    assert comparison["p99_itl_ms"] == {"engine": None, "server": None, "percent": None}
+
+
+def test_a_steady_load_and_the_host_s_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RUNNING": 2, "LONG_PROMPT": 32, "EVERY_S": 0.2, "SETTLE_S": 0.0}.items():
+        monkeypatch.setattr(policies, name, value)
+    path = tmp_path / "r.json"
+    options = ("--policies", "mixed", "--host-policies", "serial", "--num-long", "4", "--steps", "3")
+    tiny = ("--model", "tiny", "--perf-table", "roofline", "--output-json", str(path))
+    result = CliRunner().invoke(policies.main, [*tiny, *options])
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    assert found["steady"][0]["itl_ms"]["p50"] > 0
+    assert found["steady"][0]["prefill_tokens_per_s"] > 0
+    assert found["host"][0]["launch_ms"]["p50"] >= 0
+    assert {"argv", "provenance"} <= found.keys()
