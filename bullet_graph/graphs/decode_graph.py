@@ -12,10 +12,10 @@ from torch import Tensor
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.collector import paused_collector
 from bullet_graph.graphs.compiled import HalfCompiler, compile_now
-from bullet_graph.graphs.cublas import cublas_sm_count, fitting_blas
 from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, decode_functions, halves_for
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, largest_first, smallest_holding
 from bullet_graph.graphs.report import CaptureReport
+from bullet_graph.kernels.cublas import cublas_sm_count, fitting_blas
 from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader, packed_offsets

@@ -1,4 +1,4 @@
-"""Which captured graph serves a decode step."""
+"""Which sizes CUDA graphs are captured for, and which of them serves a step."""
 
 import math
 from bisect import bisect_left
@@ -10,17 +10,16 @@ from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.roofline import DecoderShape, layer_matrices
 
 PRODUCT_FLOPS_PER_MS = 600e9
-"""Rate of a layer's matrix products of many rows, 600 TFLOP/s: an H200 under its power cap does 610 to 683 with an 8B
-model's (bench/LOG.md). Where they are slower, more sizes are captured than the host needs."""
+"""Rate of a layer's matrix products of many rows. An H200 under its power cap does 610 to 683 TFLOP/s with an 8B model
+(bench/LOG.md). On a slower GPU, more sizes are captured than the host needs."""
 
 FINE_ROWS = 1024
-"""Up to so many rows short forwards are captured for any model, and padding stays within a tile of a matrix product."""
+"""For any model, piecewise graphs reach this number of rows, in steps of at most a matrix product's tile."""
 
 _ROW_STEPS = ((256, 16), (512, 32), (FINE_ROWS, 64), (2048, 128), (4096, 256))
-"""(up to so many rows, buckets so many apart): above 256, padding is an eighth of the rows at most, 4 % on average."""
+"""(last bucket, step up to it): above 256 rows, padding is at most an eighth of the rows, 4 % on average."""
 
 _LARGEST_ROW_STEP = 512
-"""Above the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +47,19 @@ def batch_size_buckets(max_batch_size: int) -> tuple[int, ...]:
 
 
 def launch_bound_rows(shape: DecoderShape) -> int:
-    """Rows up to which launching a layer kernel by kernel takes the host longer than its products take the device.
+    """Rows up to which launching a layer kernel by kernel takes longer than its products: 276 for llama-3.1-8b.
 
-    Host time of a layer × rate / (2 × weights of its matrices), since each weight is multiplied and added once a row:
-    276 for llama-3.1-8b, 3,815 for qwen3-0.6b.
+    Host time of a layer × rate / (2 × weights of its matrices), since each weight is multiplied and added once per row.
     """
     weights = sum(columns * depth for columns, depth in layer_matrices(shape))
     return math.ceil(GENERIC.eager_layer_ms * PRODUCT_FLOPS_PER_MS / (2 * weights))
 
 
 def row_buckets(max_rows: int, shape: DecoderShape) -> tuple[int, ...]:
-    """Numbers of rows to capture short forwards for, rising.
+    """Numbers of rows to capture piecewise graphs for, rising, up to ``max_rows``.
 
-    They end with the first that holds :func:`launch_bound_rows`, or with 1,024 for large models, whose device is
-    kept busy by longer forwards while the host launches them.
-
-    Args:
-        max_rows: most rows of a forward; no size is above it.
-        shape: of the model.
+    They end with the first that holds :func:`launch_bound_rows` and 1,024 rows. Longer forwards keep the device busy
+    while the host launches them.
     """
     sizes: list[int] = []
     start = 0
@@ -76,12 +70,9 @@ def row_buckets(max_rows: int, shape: DecoderShape) -> tuple[int, ...]:
 
 
 def worthwhile_buckets(times_ms: Mapping[int, float]) -> tuple[int, ...]:
-    """The sizes that are faster than every larger one, rising.
+    """The sizes that are faster than every larger one, rising, by their measured times.
 
-    Matrix kernels are at times slower for fewer rows: then the rows are better padded up to the next size.
-
-    Args:
-        times_ms: measured time by size.
+    Some matrix kernels are slower for fewer rows: then it is faster to pad to the next size.
     """
     kept: list[int] = []
     for size in sorted(times_ms, reverse=True):
@@ -91,13 +82,13 @@ def worthwhile_buckets(times_ms: Mapping[int, float]) -> tuple[int, ...]:
 
 
 def largest_first(batch_sizes: Mapping[SmPartition, Sequence[int]]) -> list[GraphKey]:
-    """The graphs to capture for these sizes by partition, the largest first: the smaller find room in its memory."""
+    """The graphs to capture, the largest first: smaller ones reuse its memory."""
     keys = [GraphKey(size, partition) for partition, sizes in batch_sizes.items() for size in sizes]
     return sorted(keys, key=lambda key: -key.batch_size)
 
 
 def smallest_holding(batch_size: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of the rising sizes that holds so many rows; None where none does."""
+    """The smallest of the rising sizes that holds the batch, or None."""
     index = bisect_left(sizes, batch_size)
     return sizes[index] if index < len(sizes) else None
 

@@ -1,11 +1,10 @@
-"""Piecewise CUDA graphs: a short forward is cut at its attentions, and what lies between two of them is captured.
+"""Piecewise CUDA graphs: a short forward is cut at its attentions, and each piece between two of them is captured.
 
-Attention alone depends on the sequences' lengths. All else depends on the number of rows, so it is captured once for
-each number and replayed. An eager forward costs the host about 200 µs a layer, whatever its size; a short one would
-wait for that on the device. :func:`~bullet_graph.graphs.key.row_buckets` says how long short is.
+Attention alone depends on the sequences' lengths. Everything else depends on the number of rows, so it is captured once
+for each number and replayed. Launching a layer kernel by kernel costs the host about 200 µs, whatever its rows; a short
+forward would wait for that on the device. :func:`~bullet_graph.graphs.key.row_buckets` says how long short is.
 """
 
-import time
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from bullet_graph.graphs.collector import paused_collector
 from bullet_graph.graphs.key import bucket_for, worthwhile_buckets
-from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.kernels.attention import LayerRows
-from bullet_graph.kernels.ops import LayerOps, RowInputs
+from bullet_graph.kernels.ops import RowInputs, TorchOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, Hidden
 from bullet_graph.models.layers import attention_output
@@ -26,45 +24,41 @@ _TIMED_REPLAYS = 5
 
 
 def piecewise_buffer_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: int) -> int:
-    """Buffers of :class:`~bullet_graph.graphs.piecewise.PiecewiseForward` of up to ``max_rows`` rows.
-
-    Activations and their residual, qkv, queries and what attention made of them; positions and cache slots in int32.
-    """
+    """Bytes of the buffers of a :class:`PiecewiseForward`: activations, and int32 positions and cache slots."""
     columns = 2 * config.hidden_size + (config.q_size + 2 * config.kv_size) + 2 * config.q_size
     return max_rows * (columns * dtype_bytes + 2 * 4)
 
 
 def piecewise_scratch_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: int) -> int:
-    """What captured pieces of forwards of up to ``max_rows`` rows compute in, the graphs themselves left out.
+    """Device memory of piecewise graphs in bytes, without the graphs themselves.
 
-    Besides their buffers that is the intermediate results of one piece, in a pool that all of them share: at most three
+    Besides the buffers these are the intermediate results of one piece, in a pool that all pieces share: at most three
     of [rows, hidden_size] at a time, and gate, up and their product.
     """
     columns = 3 * config.hidden_size + 3 * config.intermediate_size
-    return (
-        piecewise_buffer_bytes(config, max_rows, dtype_bytes=dtype_bytes) + max_rows * columns * dtype_bytes
-    )
+    buffers = piecewise_buffer_bytes(config, max_rows, dtype_bytes=dtype_bytes)
+    return buffers + max_rows * columns * dtype_bytes
 
 
 class PiecewiseForward:
-    """Pieces of a forward of up to ``max_rows`` rows; one forward at a time.
+    """The pieces of a forward, over buffers at fixed addresses; one forward at a time.
 
-    Piece ``i`` ends with the rows of layer ``i``, whose keys and values it has written into the cache; from the
-    second on, it begins with what attention gave in the layer before. So a forward is: :meth:`load`, then for each
-    layer its piece and its attention from :meth:`rows` into ``attended``. What follows the last attention is left to
-    the caller, who may want but a few of the rows.
+    Piece ``i`` ends with the queries of layer ``i``, whose keys and values it has written into the cache. From the
+    second on, a piece begins with the attention output of the layer before. A forward is: :meth:`load`, then for each
+    layer its piece and its attention, from :meth:`rows` into ``attended``. The caller computes what follows the last
+    attention, perhaps for a few of the rows.
 
     Args:
         decoder: weights and cache.
-        ops: how the steps of a layer are computed.
+        ops: operations of a layer.
         max_rows: size of the buffers.
 
     Attributes:
-        attended: [max_rows, num_heads, head_dim], where attention puts what the next piece reads.
+        attended: [max_rows, num_heads, head_dim], where attention writes what the next piece reads.
         residual: [max_rows, hidden_size], of the piece that ran last.
     """
 
-    def __init__(self, decoder: Decoder, ops: LayerOps, max_rows: int) -> None:
+    def __init__(self, decoder: Decoder, ops: TorchOps, max_rows: int) -> None:
         self._decoder = decoder
         self._ops = ops
         config, weights = decoder.config, decoder.weights
@@ -78,20 +72,19 @@ class PiecewiseForward:
         self._kv_slots = self._positions.clone()
 
     def clear(self) -> None:
-        """Forget the last forward: what runs next without :meth:`load` writes into the cache's padding alone."""
-        for buffer in (
-            *(self._x, self.residual, self._qkv, self._queries, self.attended),
-            *(self._positions, self._kv_slots),
-        ):
+        """Zero the buffers: without :meth:`load`, what runs next writes into the cache's padding block alone."""
+        for buffer in (self._x, self.residual, self._qkv, self._queries, self.attended):
             buffer.zero_()
+        for indices in (self._positions, self._kv_slots):
+            indices.zero_()
 
     def load(self, hidden: Hidden, positions: Tensor, kv_slots: Tensor) -> None:
         """Take a forward's inputs.
 
         Args:
             hidden: activations before the first layer, [rows].
-            positions: at least [rows]; what is more is of padding.
-            kv_slots: likewise; those of padding belong to no sequence.
+            positions: of the rows and of padding.
+            kv_slots: likewise; padding's belong to no sequence.
         """
         rows = len(hidden.x)
         self._x[:rows].copy_(hidden.x)
@@ -111,13 +104,8 @@ class PiecewiseForward:
         x, residual = self._x[:rows], self.residual[:rows]
         if layer_index > 0:
             layer = layers[layer_index - 1]
-            x, residual = attention_output(
-                ops,
-                self.attended[:rows].flatten(1),
-                residual,
-                *layer.output_weights,
-                eps,
-            )
+            attended = self.attended[:rows].flatten(1)
+            x, residual = attention_output(ops, attended, residual, *layer.output_weights, eps)
         layer = layers[layer_index]
         normed, _ = ops.add_rms_norm(x, residual, layer.input_norm, eps, summed=self.residual[:rows])
         keys, values = decoder.cache.layer(layer_index)
@@ -134,29 +122,27 @@ class PiecewiseForward:
 
 
 class PiecewiseGraphs:
-    """Captures a :class:`PiecewiseForward` for rising numbers of rows, and replays what fits.
+    """CUDA graphs of a :class:`PiecewiseForward`, for several numbers of rows.
 
     Args:
         decoder: weights and cache.
-        ops: how the steps of a layer are computed.
-        buckets: numbers of rows to capture, rising; longer forwards will not be asked for.
+        ops: operations of a layer.
+        buckets: numbers of rows to capture, rising; no forward is longer.
 
     Attributes:
-        pieces: what is captured; between replays, its buffers are the caller's to fill and read.
-        buckets: numbers of rows to pad a forward to, rising; once captured, those that are faster than all larger ones.
+        pieces: what is captured; between replays, the caller fills and reads its buffers.
+        buckets: numbers of rows to pad a forward to; once timed, those that are faster than all larger ones.
     """
 
-    def __init__(self, decoder: Decoder, ops: LayerOps, *, buckets: tuple[int, ...]) -> None:
+    def __init__(self, decoder: Decoder, ops: TorchOps, *, buckets: tuple[int, ...]) -> None:
         self.buckets = buckets
         self._num_layers = decoder.config.num_layers
         self.pieces = PiecewiseForward(decoder, ops, self.buckets[-1] if self.buckets else 0)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, *, progress: bool) -> CaptureReport:
-        """Capture every piece for every number of rows on the current stream, which must see the whole GPU."""
-        start_s = time.perf_counter()
-        free_before, _ = torch.cuda.mem_get_info()
+    def capture(self, *, progress: bool) -> None:
+        """Capture every piece for every number of rows on the current stream, which must have all SMs; time them."""
         total = len(self.buckets) * self._num_layers
         with progress_bar(progress, total=total, desc="Capturing layers", unit="graph") as advance:
             for rows in self.buckets[::-1]:
@@ -164,19 +150,11 @@ class PiecewiseGraphs:
                     self.capture_piece(rows, layer)
                     advance(1)
         self.choose_buckets({rows: self.time_ms(rows) for rows in self.buckets})
-        torch.cuda.synchronize()
-        free_after, _ = torch.cuda.mem_get_info()
-        return CaptureReport(
-            num_graphs=total,
-            compile_seconds=0.0,
-            capture_seconds=time.perf_counter() - start_s,
-            num_bytes=free_before - free_after,
-        )
 
     def capture_piece(self, rows: int, layer: int) -> None:
-        """Capture one piece on the current stream, which must see the whole GPU; a size's layers in their order."""
+        """Capture one piece on the current stream, which must have all SMs; layer 0 of each size comes first."""
         if layer == 0:
-            # Kernels are loaded on first use, which a capture may not; all layers use the same.
+            # Kernels are loaded on first use, which a capture does not allow; all layers use the same.
             self.pieces.clear()
             self.pieces.run(min(1, self._num_layers - 1), rows)
         graph = torch.cuda.CUDAGraph()
@@ -189,15 +167,11 @@ class PiecewiseGraphs:
         self._graphs[rows, layer] = graph
 
     def choose_buckets(self, times_ms: Mapping[int, float]) -> None:
-        """From now on use no size that is slower than a larger one.
-
-        Args:
-            times_ms: of a piece, by its rows; of every size.
-        """
+        """From now on use no size that is slower than a larger one; ``times_ms`` are those of a piece, by rows."""
         self.buckets = worthwhile_buckets(times_ms)
 
     def time_ms(self, rows: int) -> float:
-        """Time of one piece, the least of several, on the current stream; nothing else should run on the GPU."""
+        """The least of several times of one piece on the current stream; nothing else should run on the GPU."""
         self.pieces.clear()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_REPLAYS + 1)]
         events[0].record()
@@ -209,9 +183,9 @@ class PiecewiseGraphs:
         return min(times)
 
     def bucket(self, rows: int) -> int | None:
-        """The captured number of rows to pad ``rows`` to; None for more than any holds, and while it is not captured.
+        """The number of rows to pad ``rows`` to; None if it is not captured, or ``rows`` exceeds the largest bucket.
 
-        Before it is, a forward is not padded to a larger number instead: its time grows with its rows.
+        A forward whose own bucket is not captured yet is not padded to a larger one: its time grows with its rows.
         """
         if not self.buckets or rows > self.buckets[-1]:
             return None

@@ -15,12 +15,12 @@ from bullet_graph.kernels.shapes import DecoderShape
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """What a layer has computed of a forward's rows when attention begins.
+    """Queries, keys and values of a forward's rows in one layer.
 
     Attributes:
-        q: [rows, num_heads, head_dim], of the rows that attend: all of them, or those that are sampled.
-        k: [all rows, num_kv_heads, head_dim], rotated, as the cache has them; its rows are strided.
-        v: likewise.
+        q: [rows, num_heads, head_dim], of the rows that attend: all rows, or the sampled ones.
+        k: [all rows, num_kv_heads, head_dim], rotated, as in the cache; rows are strided.
+        v: likewise, not rotated.
     """
 
     q: Tensor
@@ -29,12 +29,7 @@ class LayerRows:
 
     @classmethod
     def of(cls, q: Tensor, qkv: Tensor, config: DecoderShape) -> "LayerRows":
-        """Views, no copies.
-
-        Args:
-            q: as :meth:`~bullet_graph.kernels.ops.LayerOps.rope_and_cache` has given it.
-            qkv: [rows, q_size + 2 * kv_size], as it has left it.
-        """
+        """Views of what :meth:`~bullet_graph.kernels.ops.TorchOps.rope_and_cache` gave (q) and left (qkv)."""
         heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         k, v = heads[:, config.num_heads :].split(config.num_kv_heads, dim=1)
         return cls(q, k, v)
@@ -44,14 +39,11 @@ class Attention(Protocol):
     """Causal attention of one batch, planned once and run for each layer."""
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
-        """Attend to the sequences' keys and values, this batch's own included, which are in the cache, too.
+        """Attend to the sequences' keys and values, this batch's own included; returns [rows, q_size].
 
         Args:
-            layer: which layer's cache.
-            rows: of that layer.
-
-        Returns:
-            [rows, num_heads * head_dim].
+            layer: index of the layer, for its cache.
+            rows: of that layer; their keys and values are in the cache, too.
         """
 
 
@@ -87,7 +79,6 @@ class ReferenceAttention:
         ]
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
-        """See :meth:`Attention.run`; reads keys and values from the cache alone."""
         keys, values = self._cache.layer(layer)
         q = rows.q
         out = torch.empty_like(q)
@@ -107,31 +98,29 @@ class ReferenceAttention:
 
 
 class CacheAttention(Protocol):
-    """Planned attention that reads keys and values from the cache alone."""
+    """Planned attention that reads keys and values from the cache."""
 
     def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attend, from the planned rows ``q`` [rows, num_heads, head_dim] into ``out`` of the same shape."""
 
 
 class RowAttention(Protocol):
-    """Planned attention of some of a forward's rows, which reads keys and values from the forward's rows alone."""
+    """Planned attention of some of a forward's rows, which reads keys and values from the forward's rows."""
 
     def run_into(self, rows: LayerRows, out: Tensor) -> None:
-        """Attend, into the planned rows of ``out`` [all rows, num_heads, head_dim]; leaves the others alone."""
+        """Attend, into the planned rows of ``out`` [all rows, num_heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
 class MixedAttention:
-    """Prompt rows that attend to the cache, prompt rows that need not, decode rows, in this order.
-
-    See :class:`~bullet_graph.kernels.attention.Attention`.
+    """An :class:`Attention` of up to three kinds of rows, in this order; None where there are no rows of a kind.
 
     Attributes:
-        cached: None when there are no rows of the first kind; likewise the two below.
-        fresh: of the second.
-        decode: of the third.
-        num_cached_rows: where the second kind begins.
-        num_prefill_rows: where the third kind begins.
+        cached: prompt rows that attend to the cache.
+        fresh: rows of prompts that begin in this forward.
+        decode: decode rows.
+        num_cached_rows: where the fresh rows begin.
+        num_prefill_rows: where the decode rows begin.
     """
 
     cached: CacheAttention | None
@@ -141,17 +130,12 @@ class MixedAttention:
     num_prefill_rows: int
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
-        """See :meth:`~bullet_graph.kernels.attention.Attention.run`."""
         out = torch.empty_like(rows.q)
-        self.run_into(layer, rows, out)
+        self.bind(rows, out).run(layer)
         return out.flatten(1)
 
-    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
-        """As :meth:`run`, into ``out`` [rows, num_heads, head_dim]."""
-        self.bind(rows, out).run(layer)
-
     def bind(self, rows: LayerRows, out: Tensor) -> "BoundAttention":
-        """For rows and results that stay where they are from layer to layer; see :meth:`run_into`."""
+        """Attention from rows into ``out`` [rows, num_heads, head_dim], both at the same place in all layers."""
         cached, fresh, decode = self.cached, self.fresh, self.decode
         parts: list[Callable[[int], None]] = []
         if cached is not None:
@@ -167,11 +151,10 @@ class MixedAttention:
 
 @dataclass(frozen=True, slots=True)
 class BoundAttention:
-    """A forward's attention over buffers of fixed addresses: cutting them anew for each layer costs the host time."""
+    """A forward's attention over fixed buffers, which are sliced once: slicing in each layer costs the host time."""
 
     parts: tuple[Callable[[int], None], ...]
 
     def run(self, layer: int) -> None:
-        """Attend to this layer's keys and values."""
         for part in self.parts:
             part(layer)

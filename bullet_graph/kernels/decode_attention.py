@@ -1,4 +1,4 @@
-"""Decode attention over the paged KV cache by Triton kernels, whose schedule is computed on the device."""
+"""Decode attention over the paged KV cache by Triton kernels that divide the work on the device."""
 
 import math
 from collections.abc import Mapping
@@ -20,27 +20,26 @@ _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""
 _TILE_ELEMENTS = 64 * 128
 _ALIGNMENT_BYTES = 16
-"""Triton compiles a kernel anew for pointers that are not aligned so."""
+"""Triton compiles a kernel anew for pointers without this alignment."""
 _MANY_ROWS = 32
-"""From so many rows on, a program combines several heads: one a head would be more programs than fit at once."""
+"""From this batch size on, a combining program takes several heads: one per head would not all fit at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeKernelSettings:
-    """How decode attention is laid out on an SM; what is fastest depends on the GPU and the heads.
+    """How decode attention is laid out on an SM; the fastest choice depends on the GPU and the heads.
 
     Attributes:
-        kv_heads: key heads of a tile, a divisor of the model's: more read longer runs of memory, but once
-            their query heads are more than 16, they also compute more.
+        kv_heads: key heads of a tile, a divisor of the model's. More heads read longer runs of memory; with more than
+            16 query heads they also compute more.
         tile: keys of a tile, tokens times ``kv_heads``, a power of two.
         num_warps: of a program.
-        num_stages: of the loop over tiles, at least 3: all but two of so many tiles are on their way while one
-            is computed.
-        ctas_per_sm: programs that an SM holds at once: they must all fit, registers and shared memory.
-        max_registers: of a thread, None for what the compiler takes.
-        sequence_cost: what starting a sequence costs, in blocks, when work is divided.
-        combine_rows: in batches of at least so many rows, whoever computes the last part of a sequence adds the parts
-            up. With fewer there are many parts of each, and a second kernel adds them on more SMs.
+        num_stages: pipeline stages of the loop over tiles, at least 3.
+        ctas_per_sm: programs that an SM holds at once; their registers and shared memory must fit.
+        max_registers: of a thread, None for the compiler's choice.
+        sequence_cost: cost of starting a sequence, in blocks, when work is divided.
+        combine_rows: from this batch size on, the program that finishes a sequence last adds its parts up. Smaller
+            batches have many parts per sequence, and a second kernel adds them on more SMs.
     """
 
     kv_heads: int
@@ -54,13 +53,10 @@ class DecodeKernelSettings:
 
 
 def default_settings(config: DecoderShape, *, whole_gpu: bool = True) -> DecodeKernelSettings:
-    """Settings for a model in a 16-bit dtype: as many key heads a tile as have at most 16 query heads.
+    """Settings for a model in a 16-bit dtype: as many key heads per tile as have at most 16 query heads.
 
-    Two programs an SM draw all that the memory gives where all SMs do; on a part of them three do (1 to 3 %
-    slower there and 14 % faster here; bench/results/h200/decode_attention.json).
-
-    Args:
-        whole_gpu: the lane has all SMs.
+    With all SMs, two programs per SM saturate the memory; three are 1 to 3 % slower. On a part of the SMs, three are
+    14 % faster (bench/results/h200/decode_attention.json).
     """
     group = config.num_heads // config.num_kv_heads
     fitting = (n for n in (16, 8, 4, 2, 1) if config.num_kv_heads % n == 0 and n * group <= _LEAST_Q_BLOCK)
@@ -72,16 +68,16 @@ def default_settings(config: DecoderShape, *, whole_gpu: bool = True) -> DecodeK
 
 
 class RepeatedLaunch:
-    """Launches that differ by where their tensors lie, and in nothing else.
+    """Launches of one kernel that differ by the addresses of their tensors alone.
 
-    Triton's Python takes some 20 µs to find a launch's compiled kernel, longer than a short kernel runs. It does so
-    for the first launch here; the others go to what it found, unless their tensors are aligned otherwise.
+    Triton's Python takes about 20 µs to find a launch's compiled kernel, longer than a short kernel runs. Here it does
+    so for the first launch; later ones reuse the compiled kernel, unless their tensors are aligned differently.
 
     Args:
         kernel: of ``triton.jit``; its parameters are tensors, then numbers, then constexprs.
         grid: programs along each axis, at most three.
-        numbers: its numbers.
-        constants: its constexprs, in their order.
+        numbers: values of the number parameters.
+        constants: values of the constexprs, in their order.
         options: of the compiler and the launch, such as ``num_warps``.
 
     Raises:
@@ -111,16 +107,12 @@ class RepeatedLaunch:
         self._aligned: list[bool] = []
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Enqueue the kernel on the current stream; dtypes are those of the first call.
-
-        Args:
-            tensors: its tensors, all of them.
-        """
+        """Enqueue the kernel on the current stream; the tensors' dtypes are those of the first call."""
         aligned = [tensor.data_ptr() % _ALIGNMENT_BYTES == 0 for tensor in tensors]
         if self._compiled is not None and aligned == self._aligned:
             self._compiled[self._grid](*tensors, *self._numbers, *self._constants.values())
             return
-        # None in Triton's interpreter, which has nothing to find.
+        # None in Triton's interpreter, which compiles nothing.
         self._compiled = self._kernel[self._grid](
             *tensors, *self._numbers, **self._constants, **self._options
         )
@@ -129,11 +121,10 @@ class RepeatedLaunch:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Which blocks each row attends to, on the device; read when the kernels run, not when they are launched.
+    """Which blocks each row attends to; the kernels read these device tensors when they run, not at launch.
 
     Attributes:
-        kv_indptr: [rows + 1] int32, where each row's blocks start in ``kv_indices``, the first at 0; every row has
-            a block.
+        kv_indptr: [rows + 1] int32, where each row's blocks start in ``kv_indices``: from 0 on, at least one each.
         kv_indices: block ids, int32.
         last_block_tokens: [rows] int32, tokens in each row's last block, at least 1.
     """
@@ -144,7 +135,7 @@ class DecodeBatch:
 
 
 class TritonDecodeAttention:
-    """Kernels and scratch of one decode lane; never shared by two lanes that run at the same time.
+    """Kernels and scratch of one lane; never shared by two lanes that run at the same time.
 
     The launches depend on the number of rows alone, so a captured graph serves batches of any lengths.
 
@@ -186,7 +177,7 @@ class TritonDecodeAttention:
         self._arrived = torch.zeros(max_rows * config.num_kv_heads, dtype=torch.int32, device=device)
 
     def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
-        """Lay the launches out; nothing is computed or copied.
+        """Lay the launches out; computes and copies nothing.
 
         Args:
             num_sms: SMs that the kernels will have, None for all.
@@ -216,7 +207,7 @@ class TritonDecodeAttention:
         )
 
     def _workers(self, num_sms: int, settings: DecodeKernelSettings) -> int:
-        """Ranges that the work is cut into; for each of them a program per group of key heads runs."""
+        """Ranges that the work is cut into; a program per group of key heads runs for each."""
         head_groups = self._config.num_kv_heads // settings.kv_heads
         return max(1, num_sms * settings.ctas_per_sm // head_groups)
 
@@ -282,14 +273,14 @@ class TritonDecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDecode:
-    """One batch's attention, to be run for each layer; see :class:`~bullet_graph.kernels.attention.Attention`.
+    """One batch's :class:`~bullet_graph.kernels.attention.Attention`, to run for each layer.
 
     Attributes:
         lane: whose kernels and scratch.
-        batch: at the addresses it will be read from.
+        batch: at the addresses that the kernels will read.
         num_rows: query rows.
         attention: the first kernel, which attends by ranges of blocks.
-        combination: the second, which adds up what the ranges gave; None where the first does.
+        combination: the second kernel, which adds the ranges' results up; None where the first does so.
     """
 
     lane: TritonDecodeAttention
@@ -299,7 +290,6 @@ class PlannedDecode:
     combination: RepeatedLaunch | None
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
-        """See :meth:`~bullet_graph.kernels.attention.Attention.run`; reads keys and values from the cache alone."""
         out = torch.empty_like(rows.q)
         self.run_into(layer, rows.q, out)
         return out.flatten(1)
@@ -308,7 +298,7 @@ class PlannedDecode:
         """As :meth:`run`, from ``q`` into ``out``, both [rows, num_heads, head_dim] and contiguous.
 
         Raises:
-            ConfigError: ``q`` or ``out`` has not the planned shape, or is not contiguous.
+            ConfigError: ``q`` or ``out`` is not contiguous, or not of the planned number of rows.
         """
         for name, tensor in (("q", q), ("out", out)):
             if len(tensor) != self.num_rows or not tensor.is_contiguous():

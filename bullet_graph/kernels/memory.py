@@ -12,7 +12,7 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.kernels.shapes import DecoderShape
 
 _RING_BUFFERS = 4
-"""One more than the steps that can be unfinished at once: two in flight, and one being prepared."""
+"""Two steps can be in flight and one in preparation; one more, so that none waits."""
 
 
 class KVCache:
@@ -33,7 +33,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.block_tokens = block_tokens
-        # Zeroed: padded rows attend to the padding block, and uninitialised memory may hold NaN.
+        # Zeroed: padding rows attend to the padding block, and uninitialised memory may hold NaN.
         self._data = torch.zeros(
             shape.num_layers,
             2,
@@ -44,7 +44,7 @@ class KVCache:
             dtype=dtype,
             device=device,
         )
-        # Views made once: an eager forward asks for them three times a layer, and its launches are what it waits for.
+        # Views made once: an eager forward asks for them three times a layer, and waits for Python.
         self._layers = [(self._data[index, 0], self._data[index, 1]) for index in range(shape.num_layers)]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -53,11 +53,7 @@ class KVCache:
 
 
 class PinnedRing:
-    """Staging buffers taken in turn; one is reused only when the copies out of it have finished.
-
-    Args:
-        num_bytes: size of each buffer.
-    """
+    """Pinned staging buffers of ``num_bytes`` each, taken in turn; a buffer is reused once its copies have finished."""
 
     def __init__(self, num_bytes: int) -> None:
         self._buffers = [

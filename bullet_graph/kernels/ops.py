@@ -1,7 +1,6 @@
-"""Operations of a decoder layer in plain torch: the CPU's, and what torch.compile fuses."""
+"""A layer's operations but attention in plain torch: on any device, and as torch.compile fuses them."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,78 +8,9 @@ from torch import Tensor
 from bullet_graph.kernels.shapes import DecoderShape
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float32 inside (Zhang and Sennrich 2019)."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Add the residual, then norm.
-
-    Args:
-        x: [rows, hidden_size].
-        residual: the same shape.
-        summed: the same shape, where to put the sum (``residual`` itself, perhaps), or None for new memory.
-
-    Returns:
-        (normed, x + residual), both in x's dtype.
-    """
-    summed = torch.add(x, residual, out=summed) if summed is not None else x + residual
-    return rms_norm(summed, weight, eps), summed
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Project rows: x @ weight.T + bias.
-
-    Args:
-        x: [rows, in_features].
-        weight: [out_features, in_features].
-        bias: [out_features] or None.
-        out: [rows, out_features], where to put the result, or None for new memory.
-    """
-    if out is None:
-        return torch.nn.functional.linear(x, weight, bias)
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU: silu(gate) * up. [rows, 2 * intermediate_size] to [rows, intermediate_size]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
-
-
-def swiglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
-    """Project rows to gate and up, then SwiGLU.
-
-    Args:
-        x: [rows, hidden_size].
-        gate_up_weight: [2 * intermediate_size, hidden_size]: gate's rows, then up's.
-
-    Returns:
-        [rows, intermediate_size] in x's dtype.
-    """
-    return silu_and_mul(linear(x, gate_up_weight))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding over split halves (Su et al. 2021, in the layout of Hugging Face checkpoints).
-
-    Args:
-        x: [rows, heads, head_dim].
-        cos: [rows, head_dim / 2], float32; likewise ``sin``.
-    """
-    low, high = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class RowInputs:
-    """What the forward of ``rows`` tokens needs besides their hidden states.
+    """The inputs of a forward's rows besides their hidden states.
 
     Attributes:
         positions: [rows] integer, position of each token in its sequence.
@@ -101,24 +31,52 @@ class HeadNorms:
     k: Tensor
 
 
-class LayerOps(Protocol):
-    """The steps of a layer but attention; torch here, Triton in ``triton_ops``."""
+class TorchOps:
+    """The reference; Triton's operations derive from it."""
 
+    @staticmethod
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :func:`add_rms_norm`."""
+        """Add the residual, then norm.
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """See :func:`linear`."""
+        Args:
+            x: [rows, hidden_size].
+            residual: the same shape.
+            summed: the same shape, where to put the sum (may be ``residual``), or None for new memory.
+
+        Returns:
+            (normed, x + residual), both in x's dtype.
+        """
+        summed = torch.add(x, residual, out=summed) if summed is not None else x + residual
+        return _rms_norm(summed, weight, eps), summed
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Project rows: x @ weight.T + bias.
+
+        Args:
+            x: [rows, in_features].
+            weight: [out_features, in_features].
+            bias: [out_features] or None.
+            out: [rows, out_features], where to put the result, or None for new memory.
+        """
+        if out is None:
+            return torch.nn.functional.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    @staticmethod
+    def silu_and_mul(gate_up: Tensor) -> Tensor:
+        """SwiGLU: silu(gate) * up. [rows, 2 * intermediate_size] to [rows, intermediate_size]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
 
     def swiglu(self, x: Tensor, gate_up_weight: Tensor) -> Tensor:
-        """See :func:`swiglu`."""
+        """Project [rows, hidden_size] by [2 * intermediate_size, hidden_size], gate's rows first; then SwiGLU."""
+        return self.silu_and_mul(self.linear(x, gate_up_weight))
 
+    @staticmethod
     def rope_and_cache(
-        self,
         qkv: Tensor,
         inputs: RowInputs,
         keys: Tensor,
@@ -132,34 +90,12 @@ class LayerOps(Protocol):
         Args:
             qkv: [rows, q_size + 2 * kv_size]; its keys are replaced by the rotated ones.
             keys: [num_blocks, block_tokens, num_kv_heads, head_dim]; likewise ``values``.
-            norms: RMSNorm of each query and key head before RoPE, None where the model has none.
-            shape: of the model.
+            norms: applied to each query and key head before RoPE; None where the model has none.
             out: [rows, num_heads, head_dim], where to put the queries, or None for new memory.
 
         Returns:
             Queries, [rows, num_heads, head_dim].
         """
-
-
-class TorchOps:
-    """Reference implementation, on any device."""
-
-    add_rms_norm = staticmethod(add_rms_norm)
-    linear = staticmethod(linear)
-    silu_and_mul = staticmethod(silu_and_mul)
-    swiglu = staticmethod(swiglu)
-
-    @staticmethod
-    def rope_and_cache(
-        qkv: Tensor,
-        inputs: RowInputs,
-        keys: Tensor,
-        values: Tensor,
-        norms: HeadNorms | None,
-        shape: DecoderShape,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See :meth:`LayerOps.rope_and_cache`."""
         rows, heads = len(qkv), shape.num_heads
         q, k, v = torch.tensor_split(
             qkv.view(rows, heads + 2 * shape.num_kv_heads, shape.head_dim),
@@ -168,10 +104,32 @@ class TorchOps:
         )
         normed_k = k
         if norms is not None:
-            q = rms_norm(q, norms.q, shape.rms_norm_eps)
-            normed_k = rms_norm(k, norms.k, shape.rms_norm_eps)
+            q = _rms_norm(q, norms.q, shape.rms_norm_eps)
+            normed_k = _rms_norm(k, norms.k, shape.rms_norm_eps)
         cos, sin = inputs.cos_sin[inputs.positions].chunk(2, dim=-1)
-        keys.flatten(0, 1)[inputs.kv_slots] = k.copy_(rotate(normed_k, cos, sin))
+        keys.flatten(0, 1)[inputs.kv_slots] = k.copy_(_rotate(normed_k, cos, sin))
         values.flatten(0, 1)[inputs.kv_slots] = v
-        rotated = rotate(q, cos, sin)
+        rotated = _rotate(q, cos, sin)
         return rotated if out is None else out.copy_(rotated)
+
+
+LayerOps = TorchOps
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, in float32 inside (Zhang and Sennrich 2019)."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding over split halves (Su et al. 2021, in the layout of Hugging Face checkpoints).
+
+    Args:
+        x: [rows, heads, head_dim].
+        cos: [rows, head_dim / 2], float32; likewise ``sin``.
+    """
+    low, high = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)

@@ -49,11 +49,11 @@ def pack_settings(
 
 
 class SamplingState:
-    """What sampling keeps for each slot, on the device.
+    """State of sampling by slot, on the device.
 
     Attributes:
         settings: [num_slots, SETTINGS_COLUMNS] int32, rows of :func:`pack_settings`.
-        last_token: [num_slots] int32, the token sampled last: the input of the slot's next decode row.
+        last_token: [num_slots] int32, the token sampled last, which the slot's next decode row reads.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:

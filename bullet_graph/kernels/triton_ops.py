@@ -8,9 +8,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bullet_graph.errors import ConfigError
-from bullet_graph.kernels import ops
 from bullet_graph.kernels.gpu import Gpu
-from bullet_graph.kernels.ops import HeadNorms, RowInputs
+from bullet_graph.kernels.ops import HeadNorms, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import MASKED_IDS_COLUMN, SETTINGS_COLUMNS, SamplingState
 from bullet_graph.kernels.shapes import DecoderShape
 from bullet_graph.kernels.triton_kernels import (
@@ -40,8 +39,8 @@ _TMA_ALIGNMENT = 8
 """Elements of 16 bits: TMA requires rows that start at multiples of 16 bytes."""
 
 
-class TritonOps:
-    """Triton's :class:`~bullet_graph.kernels.ops.LayerOps`; all tensors contiguous, on one device.
+class TritonOps(TorchOps):
+    """Triton's kernels; all tensors contiguous, on one device.
 
     Args:
         gpu: the GPU, for streams that have all of its SMs. None: no kernel runs whose grid is laid out for all SMs.
@@ -54,7 +53,6 @@ class TritonOps:
     def add_rms_norm(
         x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :func:`~bullet_graph.kernels.ops.add_rms_norm`."""
         rows, hidden_size = x.shape
         normed = torch.empty_like(x)
         summed = torch.empty_like(x) if summed is None else summed
@@ -75,11 +73,11 @@ class TritonOps:
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """See :func:`~bullet_graph.kernels.ops.linear`; one row has a kernel of its own."""
+        # One row has a kernel of its own.
         out_features, in_features = weight.shape
         block = min(in_features & -in_features, _GEMV_BLOCK)  # the largest power of two that divides it
         if len(x) != 1 or block < _GEMV_LEAST_BLOCK:
-            return ops.linear(x, weight, bias, out)
+            return TorchOps.linear(x, weight, bias, out)
         if out is None:
             out = x.new_empty(1, out_features)
         gemv_kernel[(out_features,)](
@@ -89,7 +87,6 @@ class TritonOps:
 
     @staticmethod
     def silu_and_mul(gate_up: Tensor) -> Tensor:
-        """See :func:`~bullet_graph.kernels.ops.silu_and_mul`."""
         rows, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, intermediate_size)
         block = min(triton.next_power_of_2(intermediate_size), 2048)
@@ -99,7 +96,7 @@ class TritonOps:
         return out
 
     def swiglu(self, x: Tensor, gate_up_weight: Tensor) -> Tensor:
-        """See :func:`~bullet_graph.kernels.ops.swiglu`; many rows on Hopper take one launch, and round once."""
+        # Many rows on Hopper take one launch, which rounds once.
         if self._fused_swiglu_sms and len(x) >= FUSED_SWIGLU_MIN_ROWS and can_fuse(x, gate_up_weight):
             return swiglu_matmul(x, gate_up_weight, num_sms=self._fused_swiglu_sms)
         return self.silu_and_mul(self.linear(x, gate_up_weight))
@@ -114,7 +111,6 @@ class TritonOps:
         shape: DecoderShape,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`~bullet_graph.kernels.ops.LayerOps.rope_and_cache`."""
         rows, half = len(qkv), shape.head_dim // 2
         q = qkv.new_empty(rows, shape.num_heads, shape.head_dim) if out is None else out
         heads = shape.num_heads + 2 * shape.num_kv_heads

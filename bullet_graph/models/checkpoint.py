@@ -19,41 +19,18 @@ from bullet_graph.kernels.memory import PinnedRing
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.json_files import read_json_object
 from bullet_graph.models.progress import progress_bar
-from bullet_graph.models.weights import ModelWeights, checkpoint_views, empty_weights, weight_shapes
+from bullet_graph.models.weights import ModelWeights, checkpoint_views, weight_shapes
 
 _STAGING_BYTES = 16 * 1024**2
-"""Of a pinned buffer: large enough for a copy's full speed."""
+"""Size of a pinned buffer, large enough for a copy's full speed."""
 
-# Bytes an element takes in the file, of the types that are read.
+# By safetensors' names: the types that are read, and the bytes of an element.
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-
-
-def load_weights(
-    folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, progress: bool
-) -> ModelWeights:
-    """Load ``model.safetensors``, or the shards that ``model.safetensors.index.json`` names.
-
-    Args:
-        folder: the model folder.
-        config: what its config.json says.
-        dtype: of the weights returned.
-        device: where to put them.
-        progress: show a progress bar, in bytes read.
-
-    Raises:
-        CheckpointError: as :func:`open_checkpoint` says.
-    """
-    with open_checkpoint(folder, config) as checkpoint:
-        weights = empty_weights(config, dtype, device)
-        with weights_bar(progress, checkpoint.num_bytes) as advance:
-            for num_bytes in checkpoint.fill(weights):
-                advance(num_bytes)
-    return weights
 
 
 @contextmanager
 def weights_bar(progress: bool, num_bytes: int) -> Iterator[Callable[[float], object]]:
-    """Yield what advances the bar of weights that are loaded, in bytes."""
+    """A progress bar of weights, advanced by bytes."""
     settings = {"total": num_bytes, "desc": "Loading weights", "unit": "B", "unit_scale": True}
     with progress_bar(progress, **settings) as advance:
         yield advance
@@ -61,7 +38,7 @@ def weights_bar(progress: bool, num_bytes: int) -> Iterator[Callable[[float], ob
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """One tensor's entry in a file's header; ``element_type`` is safetensors' name, such as ``BF16``."""
+    """One tensor's entry in a file's header."""
 
     path: Path
     file: Any
@@ -85,10 +62,10 @@ class _StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Opened files that hold what the config calls for.
+    """Opened files with the tensors that the config requires.
 
     Attributes:
-        source: the one that lists the tensors, for messages.
+        source: the file that lists the tensors, for messages.
         tensors: by Hugging Face's names.
         config: of the model.
     """
@@ -99,17 +76,16 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors that are loaded, as they are stored."""
+        """Stored size of all tensors that are loaded."""
         return sum(self.tensors[name].num_bytes for name in weight_shapes(self.config))
 
     def fill(self, weights: ModelWeights) -> Iterator[int]:
-        """Copy the tensors into ``weights``, and yield the bytes read after each piece of one.
+        """Copy the tensors into ``weights``, converting their types, and yield the bytes read after each piece.
 
-        Types are converted on the way. To a GPU they go through pinned buffers, on the current stream; when the last is
-        yielded, its copy may be under way.
+        Copies to a GPU go through pinned buffers on the current stream; after the last piece, they may be under way.
 
         Raises:
-            CheckpointError: a file that was whole when it was opened is not any more.
+            CheckpointError: a file that was whole when it was opened cannot be read any more.
         """
         views = dict(checkpoint_views(self.config, weights))
         copy = _copier(weights.embed.device)
@@ -123,14 +99,13 @@ class Checkpoint:
 
 @contextmanager
 def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """Open a folder's files, and check every name, shape and type by their headers; nothing is allocated.
+    """Open a folder's safetensors files, and check every name, shape and type by their headers; allocates nothing.
 
-    A tensor the config does not call for is an error too, because the two then describe different models; left aside
+    A tensor that the config does not require is an error too, because the two then describe different models. Ignored
     are precomputed rotary frequencies and the ``lm_head`` of a model with tied embeddings.
 
     Raises:
-        CheckpointError: a file is missing or broken, or a tensor is missing, unexpected, or has the wrong
-            shape or type.
+        CheckpointError: a file is missing or broken, or a tensor is missing, unexpected, or of the wrong shape or type.
     """
     with ExitStack() as stack:
         source, tensors = _open_files(folder, stack)
@@ -140,7 +115,7 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
 
 
 def _copier(device: torch.device) -> Callable[[Tensor, Tensor], Iterator[int]]:
-    """Copies a tensor on the host into one of its shape on ``device``, and yields the elements of each piece."""
+    """A function that copies a host tensor into one on ``device``, and yields the elements of each piece."""
     if device.type == "cpu":
 
         def copy(source: Tensor, target: Tensor) -> Iterator[int]:
@@ -151,7 +126,7 @@ def _copier(device: torch.device) -> Callable[[Tensor, Tensor], Iterator[int]]:
     ring = PinnedRing(_STAGING_BYTES)
 
     def copy_pinned(source: Tensor, target: Tensor) -> Iterator[int]:
-        # Pieces of fused tensors are rows of theirs, so both are contiguous.
+        # Views of fused tensors are rows of them, so both are contiguous.
         rest, room = source.view(-1), target.view(-1)
         for start in range(0, room.numel(), piece := _STAGING_BYTES // target.element_size()):
             part = rest[start : start + piece]
@@ -243,18 +218,16 @@ def _fail(source: Path, names: list[str], problem: str) -> NoReturn:
 
 
 class WeightLoading:
-    """Fills weights in a thread, on a stream of its own on a GPU; as a context it ends the thread, whatever happens.
+    """Fills weights in a thread, on a stream of its own on a GPU, beside captures; leaving the context ends the thread.
 
-    What a capture needs is where the weights are, not what they are: they are made beforehand, and are zero or partly
-    filled until :meth:`join` returns.
-
-    The thread calls nothing that a CUDA graph forbids which another thread captures at the same time, in the mode
-    ``thread_local``: it waits for its own stream and events, and never for the device or the default stream.
+    A capture needs the addresses of weights, not their values: they are zero or partly filled until :meth:`join`
+    returns. The thread waits for its own stream and events, never for the device or the default stream: another thread
+    may be capturing a CUDA graph in the mode ``thread_local``.
 
     Args:
-        weights: to be filled, made on the current stream.
-        fill: fills them on the current stream, and yields the bytes of each piece. It is run in the thread.
-        advance: told these bytes, in the thread.
+        weights: allocated on the current stream.
+        fill: fills them on the current stream, and yields the bytes of each piece; runs in the thread.
+        advance: called with these bytes, in the thread.
 
     Attributes:
         started_s: when the thread began, on the clock of ``time.perf_counter``.
@@ -287,7 +260,7 @@ class WeightLoading:
         self._thread.join()
         error, self._error = self._error, None
         if error is not None:
-            # Its frames would keep the weights for as long as the caller keeps the error.
+            # Its frames would keep the weights alive with the error.
             traceback.clear_frames(error.__traceback__)
             raise error
 
@@ -301,7 +274,7 @@ class WeightLoading:
 
     def _run(self) -> None:
         try:
-            # Of a thread's own: weights made in this mode may be changed in it alone, and others in it as well.
+            # Inference mode is a thread's own. Weights made in it can be changed in it alone; others as well.
             with torch.inference_mode(), self._own_stream():
                 for num_bytes in self._fill:
                     self._advance(num_bytes)
@@ -311,7 +284,7 @@ class WeightLoading:
         except BaseException as error:
             self._error = error
         finally:
-            del self._fill  # and what it holds
+            del self._fill  # and the files that it holds open
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bullet_graph.kernels.attention import Attention, LayerRows
 from bullet_graph.kernels.memory import KVCache
-from bullet_graph.kernels.ops import LayerOps, RowInputs
+from bullet_graph.kernels.ops import RowInputs, TorchOps
 from bullet_graph.models.config import Llama3RopeScaling, ModelConfig
 from bullet_graph.models.layers import LayerFunctions
 from bullet_graph.models.weights import ModelWeights
@@ -29,11 +29,11 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Which rows of a forward are sampled: after the last layer's keys and values, only these are computed.
+    """The rows of a forward that are sampled: after the last layer's keys and values, only these are computed.
 
     Attributes:
         rows: [s] integer, indices of the forward's rows, rising.
-        attention: planned for them, one query row for each sequence that is sampled; None where none is.
+        attention: planned for one query row per sampled sequence; None without any.
         num_padding: rows of zeros to compute behind them, for a number of rows whose kernels the device has loaded.
     """
 
@@ -81,10 +81,10 @@ class Decoder:
             positions: [rows], position of each row's token.
             kv_slots: [rows], where its keys and values go: block * block_tokens + offset.
             attention: planned for these rows.
-            sampled: the rows that the last layer need give; None for all of them.
+            sampled: the rows that the last layer must return; None for all rows.
 
         Returns:
-            Activations of all rows, or after the last layer of those sampled alone, and of their padding.
+            Activations of all rows; after the last layer those of the sampled rows and their padding.
         """
         inputs = RowInputs(positions, kv_slots, self.cos_sin)
         eps = self.config.rms_norm_eps
@@ -107,10 +107,10 @@ class Decoder:
     def finish_last_layer(
         self, rows: LayerRows, residual: Tensor, sampled: SampledRows, functions: LayerFunctions
     ) -> Hidden:
-        """Attention of the last layer and what follows it, for the sampled rows alone.
+        """Compute the last layer from its attention on, for the sampled rows alone.
 
         Args:
-            rows: all of them; their keys and values are in the cache.
+            rows: all rows; their keys and values are in the cache.
             residual: of all rows, [rows, hidden_size].
         """
         rows = LayerRows(rows.q[sampled.rows], rows.k, rows.v)
@@ -128,7 +128,7 @@ class Decoder:
         )
         return Hidden(x, residual)
 
-    def logits(self, hidden: Hidden, ops: LayerOps, out: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Hidden, ops: TorchOps, out: Tensor | None = None) -> Tensor:
         """Final norm and output projection of [n] rows.
 
         Args:

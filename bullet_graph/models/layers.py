@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from bullet_graph.kernels.ops import HeadNorms, LayerOps
+from bullet_graph.kernels.ops import HeadNorms, TorchOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Layer:
 
 
 def attention_input(
-    ops: LayerOps,
+    ops: TorchOps,
     x: Tensor,
     residual: Tensor,
     norm: Tensor,
@@ -99,7 +99,7 @@ def attention_input(
 
 
 def attention_output(
-    ops: LayerOps,
+    ops: TorchOps,
     attended: Tensor,
     residual: Tensor,
     o: Tensor,
@@ -127,11 +127,11 @@ class LayerFunctions:
         attention_output: :func:`attention_output` with the operations bound.
     """
 
-    ops: LayerOps
+    ops: TorchOps
     attention_input: Callable[..., tuple[Tensor, Tensor]]
     attention_output: Callable[..., tuple[Tensor, Tensor]]
 
 
-def eager_functions(ops: LayerOps) -> LayerFunctions:
+def eager_functions(ops: TorchOps) -> LayerFunctions:
     """A layer computed operation by operation."""
     return LayerFunctions(ops, partial(attention_input, ops), partial(attention_output, ops))

@@ -140,11 +140,6 @@ class Tokenizer:
         """Entries of the vocabulary, added tokens included; a model's may be padded to more."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether ``apply_chat_template`` has a template to apply."""
-        return self._chat_template is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
 

@@ -37,7 +37,7 @@ class ModelWeights:
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's name and shape of each tensor a checkpoint of this model holds; no tied ``lm_head``."""
+    """Hugging Face's name and shape of each tensor in a checkpoint; no ``lm_head`` with tied embeddings."""
     weights = empty_weights(config, torch.float32, torch.device("meta"))
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_views(config, weights)}
 
@@ -53,7 +53,7 @@ def dummy_weights(
 
 
 def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Weights to be filled later: what runs with them before then gives numbers, and no NaN."""
+    """Weights to be filled later; until then, a forward with them gives no NaN."""
     weights = empty_weights(config, dtype, device)
     for _, view in checkpoint_views(config, weights):
         view.zero_()
@@ -61,11 +61,10 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
 
 
 def fill_dummy(config: ModelConfig, weights: ModelWeights, *, seed: int) -> Iterator[int]:
-    """Draw random weights on their own device and the current stream, and yield the bytes of each tensor.
+    """Draw random weights on their device and the current stream, and yield the bytes of each tensor.
 
-    The same seed, dtype and kind of device give the same weights. Matrices are normal with variance 1 / in_features,
-    which keeps a layer's outputs about as large as its normalized inputs whatever the depth; norms are 1 and biases
-    small.
+    The same seed, dtype and kind of device give the same weights. Matrices are normal with variance 1 / in_features, so
+    a layer's outputs are about as large as its normalized inputs at any depth; norms are 1 and biases small.
     """
     generator = torch.Generator(weights.embed.device).manual_seed(seed)
     for name, view in checkpoint_views(config, weights):
@@ -79,7 +78,7 @@ def fill_dummy(config: ModelConfig, weights: ModelWeights, *, seed: int) -> Iter
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Weights with whatever is in their memory."""
+    """Uninitialised weights."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -113,7 +112,7 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 
 def checkpoint_views(config: ModelConfig, weights: ModelWeights) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a checkpoint, by Hugging Face's name, as a view of where it lies in ``weights``."""
+    """Each tensor of a checkpoint, by Hugging Face's name, as a view of its place in ``weights``."""
     qkv_sizes = [config.q_size, config.kv_size, config.kv_size]
     yield "model.embed_tokens.weight", weights.embed
     for index, layer in enumerate(weights.layers):

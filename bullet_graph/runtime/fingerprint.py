@@ -29,7 +29,7 @@ _NONE = "none"
 
 KERNEL_SOURCES = (
     "config.py",
-    *("graphs/aot.py", "graphs/compiled.py", "graphs/cublas.py", "graphs/halves.py"),
+    *("graphs/aot.py", "graphs/compiled.py", "graphs/halves.py"),
     "kernels/*.py",
     "models/*.py",
 )

@@ -11,12 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from bullet_graph.errors import CheckpointError
 from bullet_graph.models import weights as loader
-from bullet_graph.models.checkpoint import load_weights
+from bullet_graph.models.checkpoint import open_checkpoint, weights_bar
 from bullet_graph.models.families import load_model_config
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import (
     ModelWeights,
     dummy_weights,
+    empty_weights,
     weight_shapes,
 )
 
@@ -25,7 +26,15 @@ SHARD = "model-00001-of"
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, progress: bool = False) -> ModelWeights:
-    return load_weights(folder, load_model_config(folder), dtype=dtype, device=CPU, progress=progress)
+    config = load_model_config(folder)
+    with (
+        open_checkpoint(folder, config) as checkpoint,
+        weights_bar(progress, checkpoint.num_bytes) as advance,
+    ):
+        weights = empty_weights(config, dtype, CPU)
+        for num_bytes in checkpoint.fill(weights):
+            advance(num_bytes)
+    return weights
 
 
 def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:

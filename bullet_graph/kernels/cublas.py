@@ -1,4 +1,4 @@
-"""Which library of matrix kernels serves a decode step, and how many SMs it is told it has."""
+"""Which library serves the matrix products of a decode step, and for how many SMs it lays them out."""
 
 import ctypes
 from collections.abc import Iterator
@@ -10,17 +10,16 @@ import torch
 from bullet_graph.errors import DeviceError
 
 _LT_ROWS = (17, 112)
-"""Rows of a matrix product, from and to, for which cublasLt chooses better."""
+"""First and last number of rows for which cublasLt chooses faster kernels than cuBLAS."""
 
 
 @contextmanager
 def cublas_sm_count(num_sms: int | None) -> Iterator[None]:
-    """Have cuBLAS choose and lay out its kernels for so many SMs; None leaves it as it is.
+    """Have cuBLAS choose and lay out its kernels for this number of SMs in the block; None changes nothing.
 
-    A stream mask is invisible to cuBLAS: it fills the whole device with blocks, which then queue for the SMs of the
-    lane. Told the number, a decode step of 64 rows takes 12 % less on 16 SMs, 14 % on 32, 10 % on 64; the matrix
-    products of prefill gain nothing, so they are not told (bench/LOG.md). The handle is this thread's own, shared by
-    its streams: the setting is undone at the end of the block.
+    cuBLAS does not see a stream's mask: it fills the whole device with blocks, which then queue for the SMs of the
+    lane. With the right number, a decode step of 64 rows takes 12 % less on 16 SMs, 14 % on 32 and 10 % on 64; the
+    products of prefill gain nothing (bench/LOG.md). The setting is that of this thread's handle, for all its streams.
 
     Raises:
         DeviceError: torch's cuBLAS cannot be found, or refuses.
@@ -45,7 +44,7 @@ def _set_sm_count(num_sms: int) -> None:
 
 @lru_cache
 def _library() -> ctypes.CDLL:
-    """The cuBLAS that torch has loaded: the loader knows it by its name."""
+    """The cuBLAS that torch has loaded, by its name."""
     name = f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}"
     try:
         return ctypes.CDLL(name)
@@ -55,14 +54,10 @@ def _library() -> ctypes.CDLL:
 
 @contextmanager
 def fitting_blas(rows: int, num_sms: int | None) -> Iterator[None]:
-    """Let torch's matrix products of so many rows go to the library whose choice of kernels is faster.
+    """Send torch's matrix products of ``rows`` rows to the faster library in the block.
 
-    Measured on an H200 (bench/results/h200/layer_rows.json): cublasLt's is 3 to 6 % faster at 32 to 112 rows, level
-    elsewhere. It does not heed :func:`cublas_sm_count`, so a part of the GPU keeps cuBLAS.
-
-    Args:
-        rows: of the products.
-        num_sms: SMs of the lane, None for all.
+    Measured on an H200: cublasLt is 3 to 6 % faster at 32 to 112 rows, and level elsewhere. It ignores
+    :func:`cublas_sm_count`, so a lane with a part of the SMs (``num_sms`` is not None) keeps cuBLAS.
     """
     if num_sms is not None or not _LT_ROWS[0] <= rows <= _LT_ROWS[1]:
         yield
