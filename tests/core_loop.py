@@ -172,8 +172,8 @@ class CheckedExecutor:
     def sleep_until(self, time_s: float) -> None:
         self.clock.sleep_until(time_s)
 
-    def shutdown(self) -> bool:
-        return self.clock.shutdown()
+    def shutdown(self, failure: BaseException | None = None) -> None:
+        self.clock.shutdown(failure)
 
 
 def make_planner(policy: str, *, max_chunk_tokens: int = 8192) -> Planner:

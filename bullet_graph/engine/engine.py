@@ -1,7 +1,6 @@
 """The engine: takes requests, steps the loop, and owns the executor."""
 
 import dataclasses
-import gc
 import inspect
 import itertools
 import time
@@ -9,8 +8,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from bullet_graph._imports import BEGAN_S
 from bullet_graph._version import __version__
@@ -29,7 +26,7 @@ from bullet_graph.planner.options import Corrections
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.slack import PREPARE_MS
 from bullet_graph.runtime.build import build_executor
-from bullet_graph.runtime.executor import Executor, keep_for_ever, max_batch_sizes
+from bullet_graph.runtime.executor import Executor, max_batch_sizes
 from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.resolve import load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
@@ -392,20 +389,9 @@ class Engine:
             return
         trace, self._trace = self._trace, None
         self._core.close()
-        device_lives = executor.shutdown()
-        del executor
+        executor.shutdown(self._failure)
         if trace is not None:
             trace.close()
-        if not device_lives:
-            # The driver frees its memory when the process ends.
-            keep_for_ever(self._failure)
-            return
-        if self._failure is not None:
-            # Its traceback keeps the frames of the failed step alive, and they keep weights and cache.
-            traceback.clear_frames(self._failure.__traceback__)
-        gc.collect()
-        if self.device_name == "cuda":
-            torch.cuda.empty_cache()
 
     def _alive(self) -> Executor:
         if self._failure is not None:

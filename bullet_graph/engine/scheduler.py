@@ -279,7 +279,7 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._pool.release(sequence.slot)
+        self._pool.clear(sequence.slot)
         sequence.kv_capacity = 0
         self._free_slots.append(sequence.slot)
         sequence.slot = -1

@@ -15,6 +15,7 @@ from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.runtime.artifacts.use import Captures
+from bullet_graph.runtime.executor import clear_frames
 from bullet_graph.runtime.rows import Rows, lay_out, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, Step, StepLogprobs, StepResult
 
@@ -154,7 +155,6 @@ class CpuExecutor:
     def sleep_until(self, time_s: float) -> None:
         time.sleep(max(time_s - time.perf_counter(), 0.0))
 
-    def shutdown(self) -> bool:
-        del self._decoder, self._state
-        self._forwards.clear()
-        return True
+    def shutdown(self, failure: BaseException | None = None) -> None:
+        self.__dict__.clear()
+        clear_frames(failure)

@@ -28,7 +28,7 @@ from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.artifacts.use import Captures
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
-from bullet_graph.runtime.executor import keep_for_ever
+from bullet_graph.runtime.executor import clear_frames, keep_for_ever
 from bullet_graph.runtime.rows import lay_out, settings_row
 from bullet_graph.runtime.self_check import SelfCheckStep
 from bullet_graph.runtime.step import Placement, SlotInit, Step, StepLogprobs, StepResult
@@ -384,19 +384,21 @@ class CudaExecutor:
     def sleep_until(self, time_s: float) -> None:
         time.sleep(max(time_s - time.perf_counter(), 0.0))
 
-    def shutdown(self) -> bool:
+    def shutdown(self, failure: BaseException | None = None) -> None:
         try:
             torch.cuda.synchronize(self._device)
         except RuntimeError:
             # The device has failed for the whole process; the cause was reported when it happened. Graphs and pinned
             # buffers are kept for ever: the driver takes the memory back when the process ends.
             keep_for_ever(self.__dict__.copy())
+            keep_for_ever(failure)
             self.__dict__.clear()
-            return False
+            return
         backend = self._backend
         self.__dict__.clear()
         backend.close()
-        return True
+        clear_frames(failure)
+        torch.cuda.empty_cache()
 
     def _stream(self, lane: Lane, partition: SmPartition) -> torch.cuda.Stream:
         return lane_stream(self._backend, lane, partition, self._device)

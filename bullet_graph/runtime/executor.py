@@ -1,6 +1,8 @@
 """The interface between the engine loop and a device."""
 
 import ctypes
+import gc
+import traceback
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -81,18 +83,25 @@ class Executor(Protocol):
     def sleep_until(self, time_s: float) -> None:
         """Sleep to this time of :meth:`now`, with no launch under way."""
 
-    def shutdown(self) -> bool:
+    def shutdown(self, failure: BaseException | None = None) -> None:
         """Free the device memory; no launch may follow. Never raises, even on a failed device.
 
-        Returns:
-            False where the device has failed. Objects that use its memory, or memory pinned for it, must then never be
-            freed: that would abort the process.
+        Args:
+            failure: the error that ended the engine. The frames of its traceback may hold device memory. They are
+                cleared, but kept for ever if the device has failed: freeing its memory would abort the process.
         """
 
 
 def keep_for_ever(what: object) -> None:
     """Never free an object, not even at the end of the process: a failed device may still use its memory."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
+
+
+def clear_frames(failure: BaseException | None) -> None:
+    """Free what an error's traceback holds, and everything else that only cycles hold."""
+    if failure is not None:
+        traceback.clear_frames(failure.__traceback__)
+    gc.collect()
 
 
 def max_batch_sizes(executor: Executor) -> dict[int, int]:

@@ -211,12 +211,12 @@ class SimulatedExecutor:
     def sleep_until(self, time_s: float) -> None:
         self._advance(time_s)
 
-    def shutdown(self) -> bool:
-        """Drop what is under way; see :meth:`Executor.shutdown`."""
+    def shutdown(self, failure: BaseException | None = None) -> None:
+        """Drop what is under way."""
+        del failure
         for jobs in self._lanes.values():
             jobs.clear()
         self._results.clear()
-        return True
 
     # ---- how long things take ----
 

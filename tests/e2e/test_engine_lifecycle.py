@@ -11,6 +11,7 @@ from engines import GREEDY, Model, at_any_depth, make_engine, run_to_end, tokens
 from bullet_graph import Engine, EngineDeadError, RequestError
 from bullet_graph.kernels.attention import LayerRows, ReferenceAttention
 from bullet_graph.runtime.cpu import CpuExecutor
+from bullet_graph.runtime.executor import keep_for_ever
 from bullet_graph.runtime.step import Placement, Step
 
 PROMPT = [5, 17, 300, 8]
@@ -167,11 +168,10 @@ def test_nothing_is_freed_of_a_device_that_has_failed(monkeypatch: pytest.Monkey
         held.append(weakref.ref(pinned))
         raise RuntimeError("on fire")
 
-    def shutdown(executor: CpuExecutor) -> bool:
-        give_back(executor)
-        return False
+    def shutdown(executor: CpuExecutor, failure: BaseException | None = None) -> None:
+        executor.__dict__.clear()
+        keep_for_ever(failure)
 
-    give_back = CpuExecutor.shutdown
     engine = make_engine()
     monkeypatch.setattr(CpuExecutor, "wait", failing)
     monkeypatch.setattr(CpuExecutor, "shutdown", shutdown)

@@ -34,7 +34,7 @@ def test_each_block_has_at_most_one_owner(num_blocks: int, operations: list[tupl
     peak = 0
     for name, slot, num_tokens in operations:
         if name == "release":
-            pool.release(slot)
+            pool.clear(slot)
             expected[slot] = []
         else:
             need = -(-num_tokens // BLOCK_TOKENS)
@@ -55,7 +55,7 @@ def test_each_block_has_at_most_one_owner(num_blocks: int, operations: list[tupl
         peak = max(peak, len(owned))
     assert pool.peak_used == peak
     for slot in range(NUM_SLOTS):
-        pool.release(slot)
+        pool.clear(slot)
     assert pool.num_free == num_blocks - 1
 
 
@@ -96,7 +96,7 @@ def test_lowest_blocks_come_first_and_are_used_again() -> None:
     assert pool.owned(0) == [1, 2, 3]
     assert PADDING_BLOCK not in pool.owned(0)
     assert pool.grow(1, BLOCK_TOKENS)
-    pool.release(0)
+    pool.clear(0)
     assert pool.grow(2, 4 * BLOCK_TOKENS)
     assert pool.owned(2) == [1, 2, 3, 5]
     assert pool.peak_used == 5
