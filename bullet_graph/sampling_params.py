@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen, with the names vLLM users know."""
+"""How a request's tokens are sampled; the names are those of vLLM."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ MAX_LOGPROBS = 20
 """Most alternatives a request may ask for at each position."""
 
 MAX_MASKED_TOKEN_IDS = 16
-"""Most token ids that ``min_tokens`` can keep from being sampled; each device slot has room for so many."""
+"""Most token ids that ``min_tokens`` can keep from being sampled: the room of a device slot."""
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 """A lower temperature means 0: dividing logits by it leaves nothing but the most probable token."""
@@ -57,71 +57,58 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        _require(_is_real(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "≥ 0")
-        _require(
-            self.temperature <= MAX_TEMPERATURE,
-            "temperature",
-            self.temperature,
-            f"at most {MAX_TEMPERATURE:g}",
-        )
-        _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(
-            _is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer ≥ 1, or -1 for all"
-        )
-        _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        _require(
-            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),
-            "seed",
-            self.seed,
-            "None or an integer in [0, 2**63)",
-        )
-        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
-        _require(
-            _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            self.min_tokens,
-            f"between 0 and max_tokens ({self.max_tokens})",
-        )
-        _require(
-            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-            "logprobs",
-            self.logprobs,
-            f"None or between 0 and {MAX_LOGPROBS}",
-        )
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
-        _require(_is_int(self.n) and self.n >= 1, "n", self.n, "≥ 1")
         stops = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
-        _require(
-            stops is not None and all(isinstance(s, str) and s for s in stops),
-            "stop",
-            self.stop,
-            "a non-empty string, or a sequence of them",
-        )
         ids = _items(self.stop_token_ids)
-        _require(
-            ids is not None and all(_is_int(i) and i >= 0 for i in ids),
-            "stop_token_ids",
-            self.stop_token_ids,
-            "a sequence of integers ≥ 0",
-        )
-        # Frozen values all the way down: a list handed in by the caller must not change under the engine.
+        max_tokens = self.max_tokens if _is_int(self.max_tokens) else 0
+        for name, holds, allowed in (
+            ("temperature", _is_real(self.temperature, 0, MAX_TEMPERATURE), f"in [0, {MAX_TEMPERATURE:g}]"),
+            ("top_p", _is_real(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
+            ("top_k", _is_int(self.top_k, -1), "an integer ≥ 1, or -1 for all"),
+            ("min_p", _is_real(self.min_p, 0, 1), "in [0, 1]"),
+            (
+                "seed",
+                self.seed is None or _is_int(self.seed, 0, 2**63 - 1),
+                "None or an integer in [0, 2**63)",
+            ),
+            ("max_tokens", _is_int(self.max_tokens, 1), "an integer ≥ 1"),
+            (
+                "min_tokens",
+                _is_int(self.min_tokens, 0, max_tokens),
+                f"between 0 and max_tokens ({max_tokens})",
+            ),
+            (
+                "logprobs",
+                self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS),
+                f"None or between 0 and {MAX_LOGPROBS}",
+            ),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
+            ("n", _is_int(self.n, 1), "an integer ≥ 1"),
+            (
+                "stop",
+                stops is not None and all(isinstance(s, str) and s for s in stops),
+                "a non-empty string, or a sequence of them",
+            ),
+            (
+                "stop_token_ids",
+                ids is not None and all(_is_int(i, 0) for i in ids),
+                "a sequence of integers ≥ 0",
+            ),
+        ):
+            if not holds:
+                raise SamplingParamsError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
+        # Frozen values all the way down: a list of the caller's must not change under the engine.
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", ids)
 
 
 def _items(values: object) -> tuple[Any, ...] | None:
-    """The items of a sequence, but for text, whose characters are hardly meant; None for anything else."""
+    """The items of a sequence; None for anything else, and for text, whose characters are hardly meant."""
     return tuple(values) if isinstance(values, Sequence) and not isinstance(values, (str, bytes)) else None
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _is_real(value: object, least: float, most: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require(condition: bool, name: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise SamplingParamsError(f"{name} must be {allowed}, got {value!r}")
+def _is_int(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

@@ -16,7 +16,7 @@ class Slo:
 
     Attributes:
         ttft_ms: most time from arrival to the first token.
-        ttft_ms_per_token: as much again for each token of the prompt; added to ``ttft_ms`` where both are given.
+        ttft_ms_per_token: more time to the first token for each token of the prompt; adds to ``ttft_ms``.
         tpot_ms: most time per output token after the first, on average over the request.
 
     Raises:
@@ -75,14 +75,14 @@ class Slo:
         return self.ttft_ms is not None or self.ttft_ms_per_token is not None
 
     def ttft_limit_ms(self, prompt_tokens: int) -> float:
-        """Most time to the first token of a prompt of so many tokens; infinite without a target."""
+        """Most time to the first token for a prompt of this length; infinite without a target."""
         if not self.has_ttft:
             return math.inf
         return (self.ttft_ms or 0.0) + (self.ttft_ms_per_token or 0.0) * prompt_tokens
 
 
 NO_TARGETS = Slo()
-"""Serve as fast as the device can."""
+"""No targets: serve as fast as the device can."""
 
 
 def _is_real(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""What a decision trace tells in a few numbers: who had the device, how predictions did, why targets were missed."""
+"""Sums up a decision trace: device time by policy, prediction errors, and why targets were missed."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from bullet_graph.perf.trace import LANES, LaneName, Launch, Trace, TracedReques
 FloatArray = NDArray[np.float64]
 
 IDLE = "idle"
-"""Where a policy's name could stand: no launch was on the device."""
+"""In the place of a policy's name: no launch was on the device."""
 
 # Shares are sums of floats: less than this is nothing.
 _NEGLIGIBLE = 1e-6
@@ -21,12 +21,7 @@ _NEGLIGIBLE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of a trace.
-
-    Attributes:
-        start_s: on the engine's clock.
-        end_s: likewise.
-    """
+    """A part of a trace, on the engine's clock."""
 
     start_s: float
     end_s: float
@@ -87,7 +82,7 @@ class Occupancy:
         return np.where(index >= 0, values[index], 0.0) if len(self.launches) else np.zeros(index.size)
 
     def sms(self, num_sms: int) -> FloatArray:
-        """[n]: the SMs that each launch may use, of a device with so many."""
+        """[n]: the SMs that each launch may use, of a device with ``num_sms``."""
         own = (x.decode_sms if x.lane == "decode" else x.prefill_sms for x in self.launches)
         return np.array([num_sms if sms is None else sms for sms in own], dtype=np.float64)
 
@@ -116,13 +111,12 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class PolicyShare:
-    """What a policy had of the run.
+    """A policy's part of a window.
 
     Attributes:
-        policy: its name.
         num_launches: that ended in the window.
         device_share: of the device time of all launches.
-        wall_share: of the time that passed; where two policies ran at once, each has half.
+        wall_share: of the time that passed; two policies that run at once have half each.
     """
 
     policy: str
@@ -133,14 +127,7 @@ class PolicyShare:
 
 @dataclass(frozen=True, slots=True)
 class LaneShares:
-    """Of the time that passed, the share in which launches were on the device.
-
-    Attributes:
-        decode: the decode lane was busy.
-        prefill: the prefill lane was busy.
-        both: both were.
-        idle: neither was.
-    """
+    """The shares of the time that passed in which the lanes had a launch on the device."""
 
     decode: float
     prefill: float
@@ -153,12 +140,9 @@ class PredictionError:
     """Predicted against measured device time of a policy's launches on a lane.
 
     Attributes:
-        policy: the policy.
-        lane: the lane.
         num_launches: those with a prediction.
-        median_percent: median absolute error, of the measured time.
-        p90_percent: its 90th percentile.
-        bias_percent: how much all predictions together exceed all measurements together; negative: too short.
+        median_percent: median absolute error, of the measured time; ``p90_percent`` its 90th percentile.
+        bias_percent: (sum of predictions ÷ sum of measurements − 1) × 100; negative: predictions are too short.
     """
 
     policy: str
@@ -174,12 +158,12 @@ class RequestCounts:
     """Requests that ended.
 
     Attributes:
-        completed: all that were not cut off.
+        completed: neither aborted nor failed.
         cut_off: aborted or failed; not judged.
         without_targets: completed, with no target to meet.
         met: completed within all of their targets.
         missed_ttft: completed, the first token late.
-        missed_tpot: completed, with too much time between tokens; may be among ``missed_ttft`` as well.
+        missed_tpot: completed, too much time between tokens; may count in ``missed_ttft`` as well.
     """
 
     completed: int
@@ -195,12 +179,9 @@ class Miss:
     """A target that a request missed.
 
     Attributes:
-        request_id: the request.
         target: ``ttft`` or ``tpot``.
-        measured_ms: what it took.
-        limit_ms: the target.
         cause: TTFT: ``queued`` or ``prefill``, whichever took longer. TPOT: the policy that ran longest in the gaps
-            between its tokens that exceeded the target, or ``idle``.
+            between tokens that exceeded the target, or ``idle``.
         shares: of the time to the first token, or of those gaps, by cause, largest first.
     """
 
@@ -214,19 +195,14 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """A trace, or a part of it, summed up.
+    """Figures of a trace, or of a part of it.
 
     Attributes:
-        header: where the trace comes from.
-        duration_s: time that passed.
         num_launches: that ended in it.
         num_decisions: ticks at which a plan was made.
-        num_infeasible: those at which options were weighed and none held the TPOT budget.
+        num_infeasible: those at which there were options but none held the TPOT budget.
         bounds: ticks by what decided.
         policies: largest wall share first.
-        lanes: how busy they were.
-        errors: by policy and lane.
-        requests: how they fared.
         causes: misses by ``target: cause``, most frequent first.
         misses: the worst first, as a multiple of the target.
         notes: what the file lacks.
@@ -366,7 +342,7 @@ def _ttft_shares(request: TracedRequest, ttft_ms: float) -> dict[str, float]:
 def _late_gap_shares(
     request: TracedRequest, limit_ms: float, occupancy: Occupancy, weights: dict[str, FloatArray]
 ) -> dict[str, float]:
-    """Who had the device in the gaps between tokens that were longer than the target: there is at least one."""
+    """The policies' shares of the gaps between tokens that were longer than the target; there is at least one."""
     token_us = np.array(request.token_us)
     late = np.diff(token_us) / 1e3 > limit_ms
     late_s = np.diff(token_us)[late].sum() / 1e6

@@ -20,17 +20,7 @@ LANES: tuple[LaneName, LaneName] = ("decode", "prefill")
 
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
-    """Where a trace comes from.
-
-    Attributes:
-        model: its name.
-        device: its name.
-        num_sms: SMs of the GPU; None where there is none to divide.
-        num_layers: layers of the model.
-        policy: the policy asked for.
-        slo: the engine's latency targets, in words.
-        version: of the package.
-    """
+    """Where a trace comes from; ``num_sms`` is None on a device without SM partitions, ``slo`` is text."""
 
     model: str
     device: str
@@ -43,26 +33,22 @@ class TraceHeader:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A plan, and what there was to do when it was made.
+    """A plan, and the load it was made for. Times are on the engine's clock.
 
     Attributes:
-        decision: its number.
-        time_s: on the engine's clock.
         running: sequences that decoded.
         waiting: prompts that waited, as far as the planner looked.
         kv_tokens: tokens that the running sequences attended to.
         queued_tokens: tokens of all waiting prompts.
-        budget_ms: longest interval between tokens that held every TPOT target; None without targets.
-        slack_ms: longest wait for the next token that did; None without targets.
-        policy: the policy chosen.
-        decode: decode steps could be launched.
+        budget_ms: longest interval between tokens that holds every TPOT target; None without targets.
+        slack_ms: longest wait for the next token that does; None without targets.
+        decode: whether decode steps may be launched.
         chunk_tokens: most prompt rows of the next chunk.
-        slice_layers: layers of each slice on the prefill lane.
-        decode_sms: SMs of the decode lane; None for all.
-        prefill_sms: SMs of the prefill lane; None for all.
+        slice_layers: layers of each launch on the prefill lane.
+        decode_sms: SMs of the decode lane; None for all. Likewise ``prefill_sms``.
         bound: what decided.
-        options: what was weighed, with predictions.
-        count: ticks in a row at which the same was decided.
+        options: the options considered, with their predictions.
+        count: consecutive ticks with this decision.
     """
 
     decision: int
@@ -86,22 +72,17 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A step, or some layers of one, given to a lane.
+    """A step, or some layers of one, on a lane.
 
     Attributes:
-        ticket: the executor's number for it, unique among those under way.
-        lane: where it ran.
-        decision: the decision that it followed.
-        time_s: when the host launched it.
-        policy: its policy.
-        decode_rows: sequences that decoded.
-        prefill_rows: prompt tokens.
+        ticket: the executor's number for it, unique among those in flight.
+        decision: the number of the decision that it followed.
+        time_s: when the host launched it, on the engine's clock.
         layers: layers it ran.
-        decode_sms: SMs of the decode lane at the time; None for all.
-        prefill_sms: SMs of the prefill lane at the time; None for all.
-        predicted_ms: time on the device, foretold; None without a prediction.
-        retired_s: when the host saw that it was over; None if it never did.
-        device_ms: time on the device, measured; None likewise.
+        decode_sms: SMs of the decode lane at the time; None for all. Likewise ``prefill_sms``.
+        predicted_ms: predicted device time; None without a prediction.
+        retired_s: when the host saw its end; None if it never did.
+        device_ms: measured device time; None likewise.
     """
 
     ticket: int
@@ -124,15 +105,11 @@ class TracedRequest:
     """A request that ended.
 
     Attributes:
-        request_id: the caller's id.
         reason: ``stop``, ``length``, ``abort`` or ``error``.
-        prompt_tokens: of its prompt.
-        output_tokens: of its output.
         arrival_s: on the engine's clock.
-        first_scheduled_s: when its first chunk was launched; None if none was.
+        first_scheduled_s: launch of its first chunk; None if there was none.
         token_us: when each token reached the host, in microseconds after its arrival.
-        ttft_limit_ms: its target for the first token; None without one.
-        tpot_limit_ms: its target for the mean time between tokens; None without one.
+        ttft_limit_ms: its target for the first token; None without one. Likewise ``tpot_limit_ms``.
     """
 
     request_id: str
@@ -159,17 +136,7 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace file's content.
-
-    Attributes:
-        header: where it comes from.
-        decisions: in order.
-        launches: in order.
-        requests: those that ended, in order.
-        notes: what is missing from it.
-        start_s: its first event, or the first arrival, on the engine's clock.
-        end_s: its last event.
-    """
+    """The content of a trace file, in order; ``start_s`` is its first event or arrival, ``notes`` say what it lacks."""
 
     header: TraceHeader
     decisions: tuple[Decision, ...]
@@ -229,7 +196,7 @@ def read_trace(path: Path) -> Trace:
 
 
 class _Reader:
-    """What the lines so far told."""
+    """Takes a file's lines one by one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
