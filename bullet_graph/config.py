@@ -130,6 +130,7 @@ class Setting:
         no_value: what None, or no value, stands for.
         minimum: the least an integer may be.
         parse: reads a value from text.
+        wanted: what a text must be.
     """
 
     help: str
@@ -137,6 +138,7 @@ class Setting:
     no_value: str | None = None
     minimum: int | None = None
     parse: Callable[[str], Any] | None = None
+    wanted: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,7 @@ class EngineConfig:
             "Performance table of `bullet-graph profile`; roofline: an unmeasured estimate.",
             metavar="FILE|roofline",
             no_value="the one that fits this GPU and model",
+            wanted="a file's name, roofline or None",
         ),
     ] = None
     capture_plan: Annotated[
@@ -200,6 +203,7 @@ class EngineConfig:
             "comes with the package.",
             metavar="FILE.toml|NAME",
             no_value="all batch sizes for all partitions",
+            wanted="a file's name, a shipped plan's or None",
         ),
     ] = None
     compile: Annotated[
@@ -217,6 +221,7 @@ class EngineConfig:
             metavar="DIR|auto|off",
             no_value="off",
             parse=lambda text: None if text == "off" else text,
+            wanted="a folder, auto or None",
         ),
     ] = None
     self_check: Annotated[
@@ -303,7 +308,7 @@ class EngineConfig:
             elif setting.minimum is not None:
                 _require_count(name, value, setting.minimum)
             elif hint == str | None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"{name} must be {setting.metavar} or None, got {value!r}")
+                raise ConfigError(f"{name} must be {setting.wanted}, got {value!r}")
         if self.capture_plan is not None and (self.decode_sms or not self.cuda_graphs):
             raise ConfigError(
                 "capture_plan says which partitions and sizes are captured: leave out decode_sms and "

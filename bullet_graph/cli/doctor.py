@@ -36,7 +36,7 @@ _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
     "--calibrate",
     "wants_calibration",
     is_flag=True,
-    help="Find and prove where this driver keeps stream masks, and remember it: about a minute on an idle GPU.",
+    help="Find out where this driver keeps stream masks, prove it, and remember it: a minute on an idle GPU.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def doctor(
@@ -47,9 +47,9 @@ def doctor(
     wants_calibration: bool,
     as_json: bool,
 ) -> None:
-    """Tell what works on this machine, and what to do about the rest.
+    """Check what works on this machine, and say how to mend the rest.
 
-    Exit code 1 when an engine could not run as asked, 2 when a calibration fails.
+    Exit code 1: an engine could not run as asked; 2: a calibration failed.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""``bullet-graph generate``: text, or token ids, as they come."""
+"""``bullet-graph generate``: prints text, or token ids, as they are generated."""
 
 import dataclasses
 import json
@@ -26,8 +26,8 @@ _LABEL_CHARS = 60
 Prompt = str | Sequence[int]
 
 
-def parse_ids(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """An option's callback: read each value's token ids, written as ``1,2,3``; an empty text has none."""
+def _parse_ids(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Read each value's token ids, written as ``1,2,3``; an empty text has none."""
     try:
         return tuple(tuple(int(part) for part in value.split(",") if value.strip()) for value in values)
     except ValueError as error:
@@ -37,23 +37,39 @@ def parse_ids(_: click.Context, __: click.Parameter, values: tuple[str, ...]) ->
 @click.command()
 @engine_options(max_num_seqs=256, max_num_seqs_shown="as many as there are outputs, at most 256")
 @click.option("--prompt", "texts", multiple=True, help="A prompt; may be given again.")
-@click.option("--prompt-ids", "ids", multiple=True, callback=parse_ids, help="A prompt as token ids: 1,2,3.")
+@click.option("--prompt-ids", "ids", multiple=True, callback=_parse_ids, help="A prompt as token ids: 1,2,3.")
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file with a prompt a line; blank lines are passed over.",
+    help="A file with one prompt per line; blank lines are skipped.",
 )
 @click.option("--chat", is_flag=True, help="Put each text into the model's chat template.")
-@click.option("--temperature", type=float, default=1.0, show_default=True, help="0: the likeliest token.")
-@click.option("--top-p", type=float, default=1.0, show_default=True)
-@click.option("--top-k", type=int, default=-1, show_default=True, help="-1: all tokens.")
-@click.option("--min-p", type=float, default=0.0, show_default=True)
-@click.option("--max-tokens", type=int, default=128, show_default=True)
-@click.option("--stop", multiple=True, help="A text that ends the output; may be given again.")
+@click.option(
+    "--temperature", type=float, default=1.0, show_default=True, help="0: always the most probable token."
+)
+@click.option(
+    "--top-p", type=float, default=1.0, show_default=True, help="Probability mass to sample from, in (0, 1]."
+)
+@click.option(
+    "--top-k",
+    type=int,
+    default=-1,
+    show_default=True,
+    help="Sample from the K most probable tokens; -1: from all.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Least probability, relative to the top token's.",
+)
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens of each output.")
+@click.option("--stop", multiple=True, help="Text that ends the output; may be given again.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
-@click.option("--logprobs", type=int, help="So many alternatives a token, with --json.")
-@click.option("--n", type=int, default=1, show_default=True, help="Outputs a prompt.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a prompt, as each is done.")
+@click.option("--logprobs", type=int, help="With --json: alternatives to report for each token.")
+@click.option("--n", type=int, default=1, show_default=True, help="Outputs per prompt.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt, as each finishes.")
 def generate(
     config: EngineConfig,
     texts: tuple[str, ...],
@@ -66,8 +82,8 @@ def generate(
 ) -> None:
     """Continue prompts, printing text as it comes (token ids where the model has no tokenizer).
 
-    Without --prompt, --prompt-ids and --prompt-file the prompt is all of standard input. Several prompts run
-    together and are printed in order; one that is wrong fails alone, and the exit code is then 2.
+    Without --prompt, --prompt-ids or --prompt-file, the prompt is standard input. Several prompts run together and
+    are printed in order. A wrong prompt fails alone; the exit code is then 2.
 
     \b
     Examples:
@@ -82,9 +98,7 @@ def generate(
         raise click.UsageError("--chat needs texts: --prompt-ids cannot go into a chat template")
     prompts: list[str | tuple[int, ...]] = [*_read_texts(texts, ids, prompt_file), *ids]
     config = fit_max_num_seqs(config, len(prompts) * params.n)
-    accepted = run_generate(
-        config, prompts, params, chat=chat, as_json=as_json, trace_decisions=trace_decisions
-    )
+    accepted = _run(config, prompts, params, chat=chat, as_json=as_json, trace_decisions=trace_decisions)
     if not accepted:
         click.get_current_context().exit(EXIT_ERROR)
 
@@ -112,12 +126,10 @@ def _decode(content: bytes, source: str) -> str:
 
 
 class OrderedPrinter:
-    """Prints streams that run together one after the other.
-
-    The first stream that is not over is printed as it comes; what the others bring waits for its turn.
+    """Prints concurrent streams one after the other: the first unfinished one as it comes, the others in their turn.
 
     Args:
-        labels: a heading for each stream; a single stream has none.
+        labels: a heading for each stream; a single stream is printed without.
     """
 
     def __init__(self, labels: Sequence[str]) -> None:
@@ -128,14 +140,14 @@ class OrderedPrinter:
         self._print_label()
 
     def push(self, stream: int, text: str) -> None:
-        """Take more of a stream."""
+        """Add text to a stream."""
         if stream == self._current:
             click.echo(text, nl=False)
         else:
             self._waiting[stream] += text
 
     def end(self, stream: int) -> None:
-        """Note that a stream is over."""
+        """End a stream."""
         self._ended[stream] = True
         while self._current < len(self._labels) and self._ended[self._current]:
             click.echo()
@@ -149,31 +161,16 @@ class OrderedPrinter:
             click.echo(f"=== {self._labels[self._current]}")
 
 
-def run_generate(
+def _run(
     config: EngineConfig,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     *,
     chat: bool,
     as_json: bool,
-    trace_decisions: Path | None = None,
+    trace_decisions: Path | None,
 ) -> bool:
-    """Generate and print.
-
-    Args:
-        config: the engine's settings.
-        prompts: texts or token ids, at least one.
-        params: for every prompt.
-        chat: put the prompts, all texts, into the model's chat template.
-        as_json: print JSON lines, each when its request is done, instead of streaming.
-        trace_decisions: write every decision to this file.
-
-    Returns:
-        Whether every prompt was accepted; what was wrong with the others is on stderr.
-
-    Raises:
-        BulletGraphError: from the model or the device.
-    """
+    """Generate and print; return whether every prompt was accepted. Errors of the others go to stderr."""
     tokenizer = load_tokenizer(resolve(config))
     inputs = [_apply_chat_template(prompt, tokenizer) for prompt in prompts] if chat else prompts
     with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
@@ -190,16 +187,12 @@ def run_generate(
                 if as_json:
                     click.echo(json.dumps({"request_id": str(index), "error": str(error)}))
         if as_json:
-            _print_json_lines(engine, prompts)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    click.echo(json.dumps(_to_json(output, prompts[int(output.request_id)]), allow_nan=False))
         else:
             _stream(engine, prompts, accepted, params.n, tokenizer)
     return len(accepted) == len(prompts)
-
-
-def _print_json_lines(engine: Engine, prompts: Sequence[Prompt]) -> None:
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            click.echo(json.dumps(_to_json(output, prompts[int(output.request_id)]), allow_nan=False))
 
 
 def _stream(
@@ -225,7 +218,7 @@ def _apply_chat_template(prompt: Prompt, tokenizer: Tokenizer | None) -> list[in
     if tokenizer is None:
         raise ModelError("--chat needs a model folder with tokenizer.json and a chat template: found none")
     text = tokenizer.apply_chat_template([{"role": "user", "content": str(prompt)}])
-    # The template has put the special tokens in already.
+    # The template contains the special tokens.
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -243,17 +236,13 @@ def _text(completion: CompletionOutput, tokenizer: Tokenizer | None) -> str:
 
 
 def _to_json(output: RequestOutput, prompt: Prompt) -> dict[str, Any]:
-    metrics = output.metrics
     return {
         "request_id": output.request_id,
         "prompt": prompt if isinstance(prompt, str) else None,
         "prompt_token_ids": output.prompt_token_ids,
         "outputs": [dataclasses.asdict(completion) for completion in output.outputs],
         "metrics": {
-            "queue_ms": metrics.queue_ms,
-            "ttft_ms": metrics.ttft_ms,
-            "tpot_ms": metrics.tpot_ms,
-            "e2e_ms": metrics.e2e_ms,
+            name: getattr(output.metrics, name) for name in ("queue_ms", "ttft_ms", "tpot_ms", "e2e_ms")
         },
         "error": None,
     }

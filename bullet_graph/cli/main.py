@@ -16,7 +16,7 @@ from bullet_graph.errors import BulletGraphError, EngineDeadError
 _CLI = "bullet_graph.cli"
 
 _COMMANDS = {
-    "doctor": (f"{_CLI}.doctor:doctor", "Tell what works on this machine, and what to do about the rest."),
+    "doctor": (f"{_CLI}.doctor:doctor", "Check what works on this machine, and say how to mend the rest."),
     "explain": (f"{_CLI}.explain:explain", "Sum up a decision trace."),
     "generate": (f"{_CLI}.generate:generate", "Continue prompts, printing text as it comes."),
     "profile": (f"{_CLI}.profile:profile", "Measure this GPU for the planner and the simulator."),
@@ -38,7 +38,7 @@ _CAPTURE_COMMANDS = {
         f"{_CLI}.capture.build:build",
         "Compile and collect what an engine needs, so that it starts fast.",
     ),
-    "explain": (f"{_CLI}.capture.explain:explain", "Tell why captures fit this machine or do not."),
+    "explain": (f"{_CLI}.capture.explain:explain", "Explain why entries fit this machine or do not."),
     "export": (f"{_CLI}.capture.archive:export", "Write an entry into one file."),
     "import": (f"{_CLI}.capture.archive:import_", "Place an exported entry into the store."),
     "list": (f"{_CLI}.capture.listing:list_", "List the store's entries, and whether they fit this machine."),

@@ -28,12 +28,10 @@ class ProfileResult:
     """What ``--json`` prints.
 
     Attributes:
-        file: the table.
-        num_points: points that predictions are made of.
-        num_held_back: points that they are judged by.
+        num_points: points that predictions are made from.
+        num_held_back: points that predictions are compared with.
         outliers: repeats more than 10 % off their point's median.
-        held_back_errors: of the predictions.
-        passes: how long each round over the points took, with clocks and power.
+        passes: duration, clocks and power of each round over the points.
     """
 
     file: str
@@ -68,14 +66,14 @@ class ProfileResult:
     type=click.FloatRange(min=0, min_open=True),
     default=480.0,
     show_default=True,
-    help="For the measurements alone; a shorter one means fewer points and shorter bursts.",
+    help="Time for the measurements alone; less time means fewer points and shorter bursts.",
 )
 @setting_options("seed")
 @click.option(
-    "--output", type=click.Path(path_type=Path), help="The table's file.  [default: in your data folder]"
+    "--output", type=click.Path(path_type=Path), help="File of the table.  [default: in your data folder]"
 )
 @click.option("--overwrite", is_flag=True, help="Replace the table if it exists.")
-@click.option("--restart", is_flag=True, help="Forget what an interrupted profile measured.")
+@click.option("--restart", is_flag=True, help="Discard what an interrupted profile measured.")
 @click.option("--json", "as_json", is_flag=True, help="Print a summary as JSON and nothing else.")
 def profile(
     time_budget_s: float,
@@ -85,11 +83,10 @@ def profile(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Measure how fast this GPU decodes and prefills: alone, together, and at once on parts of it.
+    """Measure how fast this GPU decodes and prefills: each alone, in one forward, and both on parts of the GPU.
 
-    The table is what the planner (--policy auto and split, targets for TPOT) and the simulator predict from. Nothing
-    else should run on the GPU meanwhile. An interrupted profile goes on where it was when the same command is
-    given again.
+    The planner (--policy auto and split, TPOT targets) and the simulator predict from the resulting table. Nothing else
+    should run on the GPU meanwhile. The same command continues an interrupted profile.
 
     \b
     Examples:

@@ -27,12 +27,14 @@ _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 @engine_options(max_num_seqs=256)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all.")
 @click.option("--port", type=int, default=8000, show_default=True, help="TCP port; 0: a free one.")
-@click.option("--served-model-name", help="What requests call the model.  [default: --model]")
-@click.option("--api-key", help="Required of every request but /health, as `Authorization: Bearer KEY`.")
+@click.option("--served-model-name", help="The model's name in requests.  [default: --model]")
+@click.option(
+    "--api-key", help="Key that every request but /health must carry, as `Authorization: Bearer KEY`."
+)
 @click.option(
     "--api-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file with the key, which the list of processes then does not show.",
+    help="A file with that key; keeps it out of the list of processes.",
 )
 @click.option(
     "--max-body-size",
@@ -41,15 +43,17 @@ _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
     show_default=True,
     metavar="SIZE",
     callback=parse_size,
-    help="Of a request's body; a larger one gets 413.",
+    help="Largest body of a request; larger ones get 413.",
 )
-@click.option("--max-prompt-tokens", type=int, help="Of a prompt.  [default: what the model has room for]")
+@click.option(
+    "--max-prompt-tokens", type=int, help="Most tokens of a prompt.  [default: what the model has room for]"
+)
 @click.option(
     "--max-queue-len",
     type=int,
     default=1024,
     show_default=True,
-    help="While so many sequences wait for KV blocks, requests get 429.",
+    help="Requests get 429 while this many sequences wait for KV blocks.",
 )
 @click.option(
     "--request-timeout",
@@ -67,7 +71,7 @@ _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="After SIGTERM, for requests under way; then they are aborted. A second signal aborts them at once.",
+    help="After SIGTERM, time for requests in progress; then they are aborted. A second signal aborts them at once.",
 )
 @click.option(
     "--watchdog-timeout",
@@ -76,13 +80,13 @@ _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Without progress on a lane for so long, all requests fail and /health is 503.",
+    help="After this long without progress on a lane, all requests fail and /health is 503.",
 )
 @click.option(
     "--warmup/--no-warmup",
     default=True,
     show_default=True,
-    help="Serve a few requests before listening, so that kernels made on first use are there.",
+    help="Serve a few requests before listening, so that no client waits for kernels compiled on first use.",
 )
 def serve(
     config: EngineConfig,
@@ -93,7 +97,7 @@ def serve(
     warmup: bool,
     **settings: Any,
 ) -> None:
-    """Serve the model over HTTP, with OpenAI's interface, and a live page at /.
+    """Serve the model over HTTP, with OpenAI's interface and a live page at /.
 
     Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics (Prometheus), /version, /openapi.json.
 
@@ -120,12 +124,7 @@ def serve(
 def run_serve(
     config: EngineConfig, settings: ServeSettings, *, warmup: bool, trace_decisions: Path | None
 ) -> None:
-    """Serve until told to stop.
-
-    Raises:
-        ConfigError: the address cannot be had.
-        BulletGraphError: from the model or the device.
-    """
+    """Serve until a signal ends it."""
     # The server's libraries are an extra, and --help works without them.
     from bullet_graph.serve.lifecycle import bind, run_server, warm_up  # noqa: PLC0415
     from bullet_graph.serve.metrics import EnergyMeter  # noqa: PLC0415
@@ -150,11 +149,7 @@ def run_serve(
 
 
 def require_serve_extra() -> None:
-    """Make sure that the server's libraries are there.
-
-    Raises:
-        ConfigError: naming those that are not, and the extra that brings them.
-    """
+    """Raise ConfigError where the server's libraries are not installed; it names the extra that brings them."""
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

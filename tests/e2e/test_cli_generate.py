@@ -121,9 +121,9 @@ def test_sampling_follows_the_seed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--max-tokens", "0"), "max_tokens must be ≥ 1, got 0"),
+        (("--max-tokens", "0"), "max_tokens must be an integer ≥ 1, got 0"),
         (("--max-tokens", "-3"), "max_tokens"),
-        (("--temperature", "nan"), "temperature must be ≥ 0, got nan"),
+        (("--temperature", "nan"), "temperature must be in [0, 1e+06], got nan"),
         (("--temperature", "-1"), "temperature"),
         (("--top-p", "0"), "top_p"),
         (("--min-p", "2"), "min_p"),
