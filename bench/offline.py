@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -33,7 +34,7 @@ MEASUREMENTS = (
 )
 
 
-def measure(arguments: str) -> dict[str, object]:
+def measure(arguments: str) -> dict[str, Any]:
     """Run one command and return its result, the command itself first.
 
     Raises:

@@ -23,13 +23,17 @@ from bench.record import write_report
 from bullet_graph import Engine, SamplingParams, Slo
 from bullet_graph.cli.engine_run import watch_device
 from bullet_graph.engine.output import OutputKind
-from bullet_graph.perf.metrics import summarize_ms
+from bullet_graph.perf.metrics import RequestMetrics, summarize_ms
 
 STEADY_POLICIES = "mixed:2048,auto,split,mixed"
 HOST_POLICIES = "mixed,auto,split:64"
-GREEDY = {"temperature": 0, "ignore_eos": True}
 RUNNING, LONG_PROMPT, EVERY_S = 64, 8192, 0.4
 SETTLE_S = 1.0
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """As many tokens as asked for, always the likeliest."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
 
 
 def start_decoding(engine: Engine, count: int, prompt_tokens: int, output_kind: OutputKind, slo: Slo) -> None:
@@ -37,7 +41,7 @@ def start_decoding(engine: Engine, count: int, prompt_tokens: int, output_kind: 
     rng = np.random.default_rng(0)
     for index in range(count):
         prompt = rng.integers(0, engine.model_config.vocab_size, prompt_tokens).tolist()
-        params = SamplingParams(max_tokens=4000, **GREEDY)
+        params = greedy(4000)
         engine.add_request(f"run-{index}", prompt, params, output_kind=output_kind, slo=slo)
     while engine.stats().num_decoding < count:
         engine.step()
@@ -62,7 +66,8 @@ def steady(engine: Engine, policy: str, slo: Slo, num_long: int) -> dict[str, An
         engine.step()
     rng = np.random.default_rng(1)
     prompts = rng.integers(0, engine.model_config.vocab_size, (num_long, LONG_PROMPT)).tolist()
-    start_s, sent, ends = engine.now(), 0, []
+    start_s, sent = engine.now(), 0
+    ends: list[RequestMetrics] = []
     with watch_device(engine) as monitor:
         while len(ends) < num_long:
             due_s = start_s + EVERY_S * sent
@@ -70,7 +75,7 @@ def steady(engine: Engine, policy: str, slo: Slo, num_long: int) -> dict[str, An
                 engine.add_request(
                     f"long-{sent}",
                     prompts[sent],
-                    SamplingParams(max_tokens=1, **GREEDY),
+                    greedy(1),
                     output_kind=OutputKind.FINAL_ONLY,
                     arrival_s=due_s,
                     slo=Slo(ttft_ms=slo.ttft_ms),
@@ -121,7 +126,7 @@ def host_time(engine: Engine, policy: str, slo: Slo, steps: int, running: int) -
     launch: list[float] = []
     for step in range(steps):
         if step % 150 == 75:
-            engine.add_request(f"long-{step}", long_prompt, SamplingParams(max_tokens=1, **GREEDY))
+            engine.add_request(f"long-{step}", long_prompt, greedy(1))
         spent.update(wait_any=0.0, launch=0.0)
         start_s = time.perf_counter()
         engine.step()
@@ -160,8 +165,14 @@ def main(
     """Run every policy and write the results as one JSON."""
     targets = Slo(ttft_ms=500, tpot_ms=15)
     report: dict[str, Any] = {"model": model, "steady": [], "host": []}
-    limits = {"max_num_seqs": 512, "max_model_len": 16384}
-    with Engine(model, policy="auto", perf_table=perf_table, load_format="dummy", **limits) as engine:
+    with Engine(
+        model,
+        policy="auto",
+        perf_table=perf_table,
+        load_format="dummy",
+        max_num_seqs=512,
+        max_model_len=16384,
+    ) as engine:
         report["partition_backend"] = engine.partition_backend
         steady(engine, "auto", targets, num_long=3)  # kernels are loaded on first use, and the card gets warm
         for policy in filter(None, policies.split(",")):

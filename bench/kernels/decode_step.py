@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 import torch
+from torch._C._autograd import DeviceType
 
 from bench.kernels.harness import (
     DTYPE,
@@ -163,7 +164,7 @@ def profile(run: Callable[[], object]) -> dict[str, float]:
     launched = [
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Memcpy")
+        if event.device_type == DeviceType.CUDA and not event.name.startswith("Memcpy")
     ]
     steps = [time_by_group(one) for one in split_steps(launched)]
     if not steps:

@@ -96,7 +96,8 @@ def lengths(rows: int, context: int, spread: bool) -> Int32Array:
     if not spread:
         return np.full(rows, context, dtype=np.int32)
     drawn = np.random.default_rng(0).lognormal(0.0, 1.0, rows)
-    return np.clip(drawn * context / drawn.mean(), 1, 16384).astype(np.int32)
+    kv_lens: Int32Array = np.clip(drawn * context / drawn.mean(), 1, 16384).astype(np.int32)
+    return kv_lens
 
 
 def blocks_for(kv_lens: Int32Array) -> int:

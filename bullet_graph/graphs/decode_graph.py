@@ -83,8 +83,6 @@ class DecodeGraphs:
         max_batch_size: most rows of a step.
         num_kv_blocks: most entries of ``kv_indices``, padding not counted.
         padding_slot: slot that padded rows read and write.
-        grid_follows_partition: lay attention and matrix products out for the partition's SMs instead of the
-            device's; False is for comparisons.
         halves: how steps of more than one row compute a layer's halves; others than the default are for comparisons.
         compiler_for: gives the compiler of halves that bear this name.
     """
@@ -97,7 +95,6 @@ class DecodeGraphs:
         max_batch_size: int,
         num_kv_blocks: int,
         padding_slot: int,
-        grid_follows_partition: bool = True,
         halves: Halves = DEFAULT_HALVES,
         compiler_for: Callable[[str], HalfCompiler] = lambda _: compile_now,
     ) -> None:
@@ -105,7 +102,6 @@ class DecodeGraphs:
         self._halves = halves
         self._compiler_for = compiler_for
         self._functions: dict[Halves, LayerFunctions] = {}
-        self._grid_follows_partition = grid_follows_partition
         device = decoder.cos_sin.device
         self._attention = TritonDecodeAttention(
             decoder.config,
@@ -264,9 +260,7 @@ class DecodeGraphs:
 
     def _lane_sms(self, partition: SmPartition) -> int | None:
         """SMs to lay kernels out for, None for the device's."""
-        if not self._grid_follows_partition or partition.decode_tpcs is None:
-            return None
-        return SMS_PER_TPC * partition.decode_tpcs
+        return None if partition.decode_tpcs is None else SMS_PER_TPC * partition.decode_tpcs
 
     def _forward(self, step: _DeviceStep, last: int | None) -> Tensor:
         rows = len(step.slots)

@@ -204,20 +204,14 @@ class Workbench:
             stream = self._stream("decode", partition)
             lanes.append(FedLane(stream, lambda: self._eager.run(rows)))
         if point.kind in ("prefill", "split"):
-            lanes.append(self.prefill_lane([point], partition))
+            lanes.append(self._prefill_lane(point, partition))
         return run_burst(lanes, burst_s)
 
-    def prefill_lane(self, chunks: Sequence[ProfilePoint], partition: SmPartition) -> FedLane:
-        """The prefill lane on its SMs of the partition, each piece of its work being these chunks in turn."""
-        forwards = [lay_out(self._chunk(chunk), None, KV_BLOCK_TOKENS) for chunk in chunks]
+    def _prefill_lane(self, point: ProfilePoint, partition: SmPartition) -> FedLane:
+        rows = lay_out(self._chunk(point), None, KV_BLOCK_TOKENS)
+        # On the whole GPU as the decode lane runs it, whose short forwards are captured.
         whole_gpu = partition == WHOLE_GPU
-
-        def launch() -> None:
-            for rows in forwards:
-                # On the whole GPU as the decode lane runs it, whose short forwards are captured.
-                self._eager.run(rows, whole_gpu=whole_gpu)
-
-        return FedLane(self._stream("prefill", partition), launch)
+        return FedLane(self._stream("prefill", partition), lambda: self._eager.run(rows, whole_gpu=whole_gpu))
 
     def _stream(self, lane: Lane, partition: SmPartition) -> torch.cuda.Stream:
         return lane_stream(self._backend, lane, partition, self._device)
