@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
@@ -22,10 +23,20 @@ def memory_of(engine: Engine) -> list[weakref.ref[torch.Tensor]]:
     executor = engine._executor
     assert isinstance(executor, CpuExecutor)
     decoder = executor._decoder
-    tensors = [decoder.weights.embed, decoder.weights.lm_head, decoder.cache._data, decoder.cos_sin]
-    for layer in decoder.weights.layers:
-        tensors += [t for field in fields(layer) if (t := getattr(layer, field.name)) is not None]
+    tensors = [*tensors_of(decoder.weights), decoder.cache._data, decoder.cos_sin]
     return [weakref.ref(tensor) for tensor in tensors]
+
+
+def tensors_of(weights: object) -> Iterator[torch.Tensor]:
+    """All tensors of a dataclass, those of its parts included."""
+    if isinstance(weights, torch.Tensor):
+        yield weights
+    elif isinstance(weights, tuple):
+        for part in weights:
+            yield from tensors_of(part)
+    elif is_dataclass(weights):
+        for field in fields(weights):
+            yield from tensors_of(getattr(weights, field.name))
 
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, num_calls: int, error: BaseException) -> None:
