@@ -1,4 +1,4 @@
-"""Sequences that wait for blocks, and the order in which they are to be served."""
+"""Sequences that wait for KV blocks, and the order to serve them."""
 
 from collections.abc import Iterable
 from heapq import nsmallest
@@ -10,19 +10,19 @@ from bullet_graph.planner.slack import QueuedPrompt, order_prompts
 from bullet_graph.planner.tuning import PlannerTuning
 
 QUEUE_IN_SIGHT = 64
-"""Prompts at the head of the queue that a tick looks at: more than any chunk holds of usual lengths."""
+"""Prompts at the head of the queue that a tick considers: more of usual length than a chunk holds."""
 
 _NEVER = float("inf")
 
 
 class PromptQueue:
-    """Sequences without blocks; a dequeued one may come back.
+    """Sequences without blocks; a sequence may return after a preemption.
 
     Args:
         prompt_order: of those without targets; see :class:`~bullet_graph.config.EngineConfig`.
 
     Attributes:
-        num_tokens: of their prompts.
+        num_tokens: tokens of their prompts.
     """
 
     def __init__(self, prompt_order: PromptOrder, tuning: PlannerTuning) -> None:
@@ -38,29 +38,29 @@ class PromptQueue:
 
     @property
     def longest_first(self) -> bool:
-        """Whether prompts come in the order of what they may generate, the longest output first."""
+        """Whether prompts are ordered by the most tokens they may generate, the longest first."""
         return self._prompt_order == "longest-output" and not self._num_with_deadline
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence at the end."""
+        """Add a sequence at the end."""
         self._waiting[sequence] = _queued(sequence)
         self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence, wherever it stands."""
+        """Remove a sequence."""
         del self._waiting[sequence]
         self._count(sequence, -1)
 
     def ordered(self, started: list[Sequence], now_s: float, ms_per_token: float) -> Iterable[Sequence]:
-        """The head of the queue behind prompts under way, or among them, in the order to serve them.
+        """Prompts under way and the head of the queue, in the order to serve them.
 
-        By slack (:func:`~bullet_graph.planner.slack.order_prompts`) where there are targets, else by ``prompt_order``,
-        those under way and preempted ones before the others.
+        With targets :func:`~bullet_graph.planner.slack.order_prompts` decides. Else it is ``prompt_order``,
+        with prompts under way and preempted ones first.
 
         Args:
-            started: under way.
+            started: prompts under way.
             now_s: on the clock of arrivals and deadlines.
-            ms_per_token: prefill time of a token, for predicting who will be late.
+            ms_per_token: prefill time per token, to predict which prompts will be late.
         """
         if self._num_with_deadline or any(s.deadline_s < _NEVER for s in started):
             unordered = [*started, *self._waiting]
@@ -81,7 +81,7 @@ class PromptQueue:
 
 
 def _queued(sequence: Sequence) -> QueuedPrompt:
-    """What the order of prompts depends on; stays the same while the sequence waits for blocks."""
+    """The numbers that decide the order of prompts; constant while the sequence waits for blocks."""
     return QueuedPrompt(
         sequence.num_tokens - sequence.num_cached,
         sequence.arrival_s,

@@ -1,4 +1,4 @@
-"""The performance model of a measured table: interpolation, with a roofline where nothing was measured."""
+"""The performance model of a measured table: interpolation, and a roofline where nothing was measured."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -15,10 +15,10 @@ _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _MAX_BATCH_SIZE = 4096
 _MAX_CHUNK_TOKENS = 1 << 16
-"""Up to here and beyond, the roofline carries the measured times on."""
+"""The roofline extends the measured times to this number of rows and beyond."""
 
 _ENOUGH_SIZES = 3
-"""Chunk sizes measured on so many SMs, from which their rates say more than arithmetic does."""
+"""With this many measured chunk sizes on a number of SMs, their rates decide; with fewer, arithmetic does."""
 
 
 def _unpadded(batch_size: int) -> int:
@@ -28,19 +28,19 @@ def _unpadded(batch_size: int) -> int:
 class TableModel:
     """Predicts times from a table; implements :class:`~bullet_graph.perf.performance.PerformanceModel`.
 
-    Within the measured range times are interpolated: linearly in rows and in the tokens that a row attends to, and
-    by rates between numbers of SMs. Outside of it, a roofline scaled to agree with the nearest measured points goes
-    on, and the prediction says ``measured=False``. No prediction falls when rows or depth rise (but that of a split of
-    a size that was not measured may). Rows are at least 1; a mixed forward may have no decode rows.
+    Times are interpolated within the measured range: linearly in rows and in the tokens that a row attends to, and by
+    rates between numbers of SMs. Outside of it, a roofline scaled to the nearest measured points takes over, and the
+    prediction has ``measured=False``. Predictions never fall as rows or depth rise, except for a split of a size that
+    was not measured. Rows are at least 1; a mixed forward may have no decode rows.
 
     Args:
-        table: a complete one.
-        shape: of the model, the same as the table's.
-        pad: rows of the captured graph that serves a batch size: a decode step costs as much as its graph. The
-            table's own batch sizes are taken for those of graphs.
+        table: complete.
+        shape: of the model; must be the table's.
+        pad: rows of the captured graph that serves a batch size, since a decode step costs as much as its graph. The
+            table's batch sizes are those of graphs.
 
     Raises:
-        PerfTableError: the table is that of an interrupted profile, or of another model.
+        PerfTableError: the table is of an interrupted profile, or of another model.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class TableModel:
         return Prediction(*self._prefill(tokens, pairs / tokens, sms or self.num_sms))
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
-        """A forward of prompt rows and decode rows; without measured ones, both parts are put together."""
+        """A forward of prompt rows and decode rows."""
         return Prediction(*self._mixed(tokens, pairs, batch_size, kv_tokens))
 
     def split(
         self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
     ) -> SplitPrediction:
-        """Both lanes at once; a size that was not measured takes the slowdown of the nearest that was."""
+        """Both lanes at once; a size that was not measured takes the slowdown of the nearest measured size."""
         rows = self._pad(batch_size)
         depth, prefill_depth = kv_tokens / rows, pairs / tokens
         beside = self._beside.get(decode_sms)
@@ -114,8 +114,8 @@ class TableModel:
     def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:
         """The chunk of at most ``max_tokens`` rows with the highest prefill rate.
 
-        Measured sizes, and the most that fits, are compared at one depth; where fewer than three sizes that fit were
-        measured on so many SMs, whole waves decide.
+        Measured sizes and ``max_tokens`` itself are compared at one depth. With fewer than three measured sizes,
+        full waves decide.
         """
         if max_tokens < CHUNK_STEP_TOKENS:
             return max_tokens
@@ -167,17 +167,17 @@ def _check(table: PerfTable, shape: DecoderShape) -> None:
 # ---- one lane ----
 
 LaneReference = Callable[[float, float, int], float]
-"""Milliseconds of (rows, depth, SMs) by arithmetic."""
+"""Milliseconds at (rows, depth, SMs) by arithmetic."""
 
 
 class LaneTimes:
-    """Milliseconds of a lane, alone, by rows, depth (tokens that a row attends to) and SMs.
+    """Milliseconds of one lane alone, by rows, depth (tokens that a row attends to) and SMs.
 
     Args:
         points: (SMs, rows, depth, milliseconds).
-        reference: what carries the measured times on where there are none.
+        reference: extends the measured times.
         num_sms: SMs of the whole GPU.
-        end: rows up to which it is asked, beyond the measured ones.
+        end: most rows to be asked for.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class LaneTimes:
             lambda x, y: reference(x, y, num_sms),
             xs=nodes_around(self._rows[num_sms], end),
         )
-        # A part of the GPU is like the whole one, slower: few points place it.
+        # A part of the GPU behaves like the whole, but slower: a few points suffice to place it.
         self._surfaces = {num_sms: self.whole} | {
             sms: fill_surface(
                 measured,
@@ -212,17 +212,17 @@ class LaneTimes:
         self._measured_sizes = sorted(self._surfaces)
 
     def __call__(self, x: float, y: float, sms: int) -> tuple[float, bool]:
-        """Milliseconds of x rows of depth y on so many SMs, and whether they come from measured points alone."""
+        """Milliseconds of x rows of depth y on ``sms`` SMs, and whether they rest on measured points alone."""
         surface = self.surface(sms)
         least, greatest = surface.measured_range
         return surface(x, y), least <= x <= greatest
 
     def measured_rows(self, sms: int) -> list[float]:
-        """Numbers of rows measured on so many SMs, rising."""
+        """Numbers of rows measured on ``sms`` SMs, rising."""
         return self._rows.get(sms, [])
 
     def surface(self, sms: int) -> Surface:
-        """Times on so many SMs; where none were measured there, what other numbers of SMs tell, kept for later."""
+        """Times on ``sms`` SMs; estimated from other numbers of SMs if none were measured."""
         surface = self._surfaces.get(sms)
         if surface is None:
             surface = self._surfaces[sms] = self._estimate(sms)
@@ -249,9 +249,9 @@ class LaneTimes:
 class Beside:
     """Times of both lanes, each kept busy, for one size of the decode lane.
 
-    A lane's time depends on its own rows and depth, and more weakly on the other lane's work: that is told by one
-    number (rows of the chunk beside a decode step, KV tokens of the step beside a chunk), between whose measured
-    values the logarithm interpolates.
+    A lane's time depends on its own rows and depth, and more weakly on the other lane's work. One number stands for
+    that work: rows of the chunk beside a decode step, or KV tokens of the step beside a chunk. Times are interpolated
+    in its logarithm.
 
     Args:
         decode: (rows of the chunk, rows, depth, milliseconds of a decode step).
@@ -274,14 +274,14 @@ class Beside:
     def __call__(
         self, batch_size: float, context_tokens: float, tokens: float, prefill_depth: float
     ) -> tuple[float, float, bool]:
-        """Milliseconds of a decode step and of a forward, and whether both come from measured points alone."""
+        """Milliseconds of a decode step and of a forward, and whether both rest on measured points alone."""
         decode_ms, decode_measured = self._decode(tokens, batch_size, context_tokens)
         prefill_ms, prefill_measured = self._prefill(batch_size * context_tokens, tokens, prefill_depth)
         return decode_ms, prefill_ms, decode_measured and prefill_measured
 
 
 class _Layers:
-    """Surfaces at several values of a third number, by whose logarithm they are interpolated."""
+    """Surfaces at several values of a third number, interpolated in its logarithm."""
 
     __slots__ = ("_greatest", "_logs", "_measured", "_surfaces")
 
@@ -311,7 +311,7 @@ def _surfaces(points: Iterable[tuple[float, float, float, float]], alone: Surfac
     by_key: dict[float, list[tuple[float, float, float]]] = {}
     for key, *point in points:
         by_key.setdefault(key, []).append((point[0], point[1], point[2]))
-    # The best measured group tells the form; a few points then place the others.
+    # The group with the most points gives the form; a few points then place the others.
     richest = max(by_key, key=lambda key: len(by_key[key]))
     form = fill_surface(
         by_key.pop(richest), alone, xs=alone.xs, ys=alone.ys, reference_from=alone.measured_range[0]
@@ -327,15 +327,15 @@ def _surfaces(points: Iterable[tuple[float, float, float, float]], alone: Surfac
 _USUAL_DEPTH = 8192.0
 
 _LEAST_REST_SHARE = 0.25
-"""Attention is never taken for more than the rest of a forward's time."""
+"""Least share of a mixed forward's time that is not attention."""
 
 
 class MixedTimes:
     """Milliseconds of a mixed forward on the whole GPU.
 
-    A forward is taken apart: the attention of its prompt rows (a slope by their depth, from prefill alone), that of its
-    decode rows (a slope by KV tokens, from the mixed points, else from decode alone) and the rest, a surface over
-    prompt rows and decode rows. Without any mixed point the rest is a prefill of all the rows together.
+    A forward has three parts: the attention of its prompt rows (a slope in their depth, from prefill alone), that of
+    its decode rows (a slope in KV tokens, from the mixed points, else from decode alone), and the rest, a surface over
+    prompt rows and decode rows. Without mixed points the rest is a prefill of all rows together.
 
     Args:
         points: measured.
@@ -378,7 +378,7 @@ class MixedTimes:
 
 
 def _slope(surface: Surface, x: float) -> float:
-    """Milliseconds that one more token of depth costs x rows, over the usual depths."""
+    """Milliseconds that one more token of depth costs x rows, over usual depths."""
     return (surface(x, _USUAL_DEPTH) - surface(x, 0.0)) / _USUAL_DEPTH
 
 
@@ -400,7 +400,7 @@ def _kv_slope(batch_size: float, points: Sequence[MixedPoint], decode: Surface) 
 
 
 def _scale(x: float, y: float, scales: dict[tuple[float, float], float]) -> float:
-    """Between measured places, their scales weighted by nearness (the inverse square of the logarithms' distance)."""
+    """Measured scales, weighted by the inverse square of the distance in logarithms."""
     if (x, y) in scales:
         return scales[x, y]
     if not scales:

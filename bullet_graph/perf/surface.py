@@ -5,28 +5,28 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Reference = Callable[[float, float], float]
-"""Time at (x, y) by another model, to carry the form of the surface where it was not measured."""
+"""Milliseconds at (x, y) by another model, which gives the surface its form where nothing was measured."""
 
 NOTHING_MEASURED = (math.inf, -math.inf)
-"""The measured range of a surface without measured points."""
+"""Measured range of a surface without measured points."""
 
 _FAR_YS = (1 << 14, 1 << 16, 1 << 18, 1 << 22)
-"""Nodes beyond the measured depths, the last beyond any context: a look-up never leaves the surface that way."""
+"""Nodes beyond the measured depths; the last is beyond any context."""
 
 _LEAST_SHARE = 0.25
-"""An extrapolation downwards stops at this share of the row's smallest time: no work is free."""
+"""Extrapolation downwards stops at this share of the row's smallest time."""
 
 
 class Surface:
     """Milliseconds over rows x (batch size, or tokens of a chunk) and depth y (tokens that a row attends to).
 
-    Never falling in x at the same y, nor in y at the same x.
+    Times never fall as x or y rises.
 
     Args:
         xs: nodes, rising, at least two.
         ys: nodes, rising, at least two.
         cells: ``cells[i][j]`` is the time at ``xs[i]``, ``ys[j]``.
-        measured_range: least and greatest x with measured points near.
+        measured_range: least and greatest x near measured points.
     """
 
     __slots__ = ("_cells", "_last_x", "_last_y", "measured_range", "xs", "ys")
@@ -46,7 +46,7 @@ class Surface:
         self._last_y = len(self.ys) - 1
 
     def __call__(self, x: float, y: float) -> float:
-        """Time at (x, y); beyond the nodes, the last slope goes on."""
+        """Milliseconds at (x, y); the last slope continues beyond the nodes."""
         xs, ys = self.xs, self.ys
         i = bisect_right(xs, x, 1, self._last_x)
         j = bisect_right(ys, y, 1, self._last_y)
@@ -73,19 +73,19 @@ def fill_surface(
     ys: Iterable[float] = (),
     reference_from: float = math.inf,
 ) -> Surface:
-    """Make a surface of scattered points.
+    """Make a surface from scattered points.
 
-    A row measured at several depths goes on along its own slopes; one measured at a single depth takes the slope
-    of the nearest row that has one (attention costs rows × depth), else the reference's. Rows that were not measured
-    are the reference, scaled to agree with the rows beside them.
+    A row measured at several depths continues along its own slopes. A row measured at one depth takes the slope of
+    the nearest row that has one (attention costs rows × depth), else the reference's. Other rows follow the reference,
+    scaled to agree with the measured rows beside them.
 
     Args:
-        points: (x, y, milliseconds); several at the same place count as their mean.
+        points: (x, y, milliseconds); several at the same place are averaged.
         reference: positive everywhere.
-        xs: nodes to have besides the points' own.
+        xs: nodes in addition to those of the points.
         ys: likewise.
-        reference_from: least x where the reference is itself measured: from there up to the points' largest x,
-            times count as measured. Infinite for a reference that is arithmetic.
+        reference_from: least x where the reference itself is measured: from there up to the points' largest x, times
+            count as measured. Infinite for arithmetic.
     """
     rows = _group(points)
     all_xs = sorted({*map(float, xs), *rows})
@@ -138,7 +138,7 @@ def _row_line(
 
 
 def _line(ys: Sequence[float], values: Sequence[float]) -> Callable[[float], float]:
-    """Through all points, going on along the outer slopes (a falling one is noise, and taken as flat)."""
+    """Through all points, continued along the outer slopes; a falling slope is noise and taken as flat."""
 
     def value(y: float) -> float:
         j = min(max(bisect_left(ys, y), 1), len(ys) - 1)
@@ -168,7 +168,7 @@ def _fill(
     scale = lines[low](y) / reference(low, y)
     if low != high:
         share = math.log(x / low) / math.log(high / low)
-        # Outside the measured rows the nearest one's scale holds on.
+        # Outside the measured rows, the nearest row's scale applies.
         share = min(max(share, 0.0), 1.0)
         scale += (lines[high](y) / reference(high, y) - scale) * share
     return scale * reference(x, y)
@@ -177,7 +177,7 @@ def _fill(
 def clamp_cells(
     filled: Sequence[Sequence[float]], measured: Sequence[Sequence[float | None]]
 ) -> list[list[float]]:
-    """Measured cells, and filled ones kept between those below and above them, so that measured ones stay."""
+    """Measured cells, and filled ones limited to the range between the measured cells below and above them."""
     lowest = _never_falling([[0.0 if ms is None else ms for ms in row] for row in measured])
     turned = [[-math.inf if ms is None else -ms for ms in reversed(row)] for row in reversed(measured)]
     highest = [[-ms for ms in reversed(row)] for row in reversed(_never_falling(turned))]

@@ -1,4 +1,4 @@
-"""The values between the engine loop and its planner: what there is to do, and how to do it."""
+"""The values between the engine loop and its planner: the load, the options, and the plan."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,10 +6,10 @@ from typing import Literal
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 
 PolicyName = Literal["serial", "solo", "mixed", "split"]
-"""How a tick shares the GPU: ``solo`` has one phase only, ``serial`` takes turns of whole prefills and steps."""
+"""How a launch shared the GPU: ``solo`` runs one phase only, ``serial`` alternates whole chunks and decode steps."""
 
 Bound = Literal["forced", "tpot", "ttft", "throughput", "nothing"]
-"""What decided: a forced policy, a latency target, the highest throughput, or that there was no choice."""
+"""The reason of a choice: a forced policy, a latency target, the highest throughput, or no alternative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +17,12 @@ class DecodeLoad:
     """The sequences that decode now.
 
     Attributes:
-        batch_size: how many.
+        batch_size: number of sequences.
         kv_tokens: tokens they attend to, all together.
-        budget_ms: longest interval between their tokens, kept up from now on, that holds every TPOT target which
-            can still be held; infinite without targets.
-        slack_ms: longest wait for their next token alone, after which every such target can still be held by
-            decoding alone on the whole GPU; infinite without targets.
+        budget_ms: longest constant interval between tokens that holds every TPOT target that can still be held;
+            infinite without targets.
+        slack_ms: longest single wait for the next token after which decode alone on the whole GPU still holds every
+            such target; infinite without targets.
         target_ms: the tightest TPOT target among them; infinite without targets.
     """
 
@@ -35,11 +35,11 @@ class DecodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class PromptLoad:
-    """A prompt, or the rest of one, that no launched step covers yet.
+    """A prompt, or the rest of one, that is in no launched step.
 
     Attributes:
         tokens_left: tokens still to prefill.
-        tokens_cached: tokens before them whose keys and values are in the cache, or will be.
+        tokens_cached: tokens before them, which are in the KV cache or in launched steps.
         deadline_s: when its first token is due, on the engine's clock; infinite without a target.
     """
 
@@ -54,9 +54,9 @@ class ChunkLoad:
 
     Attributes:
         tokens: rows of its forward.
-        attention_pairs: (query, key) pairs of its attention, all sequences together.
-        layers_left: layers not launched yet.
-        deadline_s: the earliest deadline among its prompts.
+        attention_pairs: (query, key) pairs of attention of all its sequences.
+        layers_left: layers that are not launched.
+        deadline_s: earliest deadline of its prompts.
     """
 
     tokens: int
@@ -67,16 +67,16 @@ class ChunkLoad:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """All there is to do at one tick.
+    """The work at one tick.
 
     Attributes:
         now_s: on the engine's clock.
         decode: None when no sequence decodes.
-        prompts: waiting prompts in the order in which they will be served; at most the first 64.
+        prompts: at most the first 64 waiting prompts, in the order to serve them.
         queued_tokens: tokens of all waiting prompts.
         chunk: the chunk under way, or None.
-        steps_left: decode steps that the longest output may still take, of all that run or wait; None where the
-            prompts come in an order that does not tell.
+        steps_left: decode steps that the longest output may still take; known if the longest outputs come first,
+            else None.
     """
 
     now_s: float
@@ -89,7 +89,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to share the GPU that the planner weighed.
+    """A weighed way to share the GPU.
 
     Attributes:
         policy: its policy.
@@ -98,11 +98,10 @@ class Option:
         slice_layers: layers of a slice in ``split``; 0 elsewhere.
         interval_ms: predicted time from one decode step to the next; 0 without decode.
         prefill_tokens_per_s: predicted prefill rate; 0 without prefill.
-        throughput: rates of both phases as shares of what each reaches alone on the whole GPU, added up; more
-            than 1 is better than taking turns.
-        measured: the prediction comes from measured points alone.
+        throughput: prefill rate ÷ its solo rate + decode rate ÷ its solo rate; more than 1 beats taking turns.
+        measured: the prediction rests on measured points alone.
         holds_tpot: the interval fits the budget.
-        holds_ttft: the first prompt's token is predicted before its deadline.
+        holds_ttft: the rate meets the deadlines that can be met, and the next chunk ends before the earliest.
     """
 
     policy: PolicyName
@@ -123,17 +122,17 @@ class Plan:
 
     Attributes:
         policy: the policy chosen.
-        decode: decode steps may be launched.
-        prefill_lane: where prompt rows go: ``decode`` puts whole chunks into the decode lane's forwards
-            (``serial``, ``solo``, ``mixed``), ``prefill`` runs them in slices of layers on a lane of their own
+        decode: whether decode steps may be launched.
+        prefill_lane: lane of the prompt rows: ``decode`` puts whole chunks into the decode lane's forwards
+            (``serial``, ``solo``, ``mixed``), ``prefill`` runs them in slices of layers on their own lane
             (``split``, and ``solo`` while a chunk is under way there).
         chunk_tokens: most prompt rows of the next chunk; 0 starts none.
         slice_layers: layers of each slice launched on the prefill lane.
         partition: of both lanes.
-        decode_ms: predicted time of the decode lane's next step on the device; None without a prediction.
-        slice_ms: predicted time of the next slice on the device; None without a prediction.
-        bound: what decided.
-        options: what was weighed, empty when there was no choice.
+        decode_ms: predicted device time of the decode lane's next forward; None without a prediction.
+        slice_ms: predicted device time of the next slice; None without a prediction.
+        bound: reason of the choice.
+        options: the weighed options; empty if there was no choice.
     """
 
     policy: PolicyName

@@ -1,4 +1,4 @@
-"""Short sustained measurements on the GPU: each lane's stream is kept fed, and its work timed by events."""
+"""Short sustained measurements on the GPU: each lane's stream is kept busy, and CUDA events time its work."""
 
 import time
 from collections import deque
@@ -29,14 +29,14 @@ from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
 
 _AHEAD = 2
-"""Steps in flight on each lane, as the engine has."""
+"""Steps in flight on each lane, as in the engine."""
 
 
 class FedLane:
-    """Keeps a stream fed and notes when each piece of work finished.
+    """Keeps a stream busy and records when each piece of work finished.
 
     Args:
-        stream: bound to its SMs for as long as the lane is fed.
+        stream: bound to its SMs meanwhile.
         launch: enqueues one piece of work on the current stream.
     """
 
@@ -48,16 +48,16 @@ class FedLane:
 
     @property
     def has_enough(self) -> bool:
-        """Whether the fewest intervals have been measured."""
+        """Whether enough intervals have been measured."""
         return len(self._done) > MIN_INTERVALS
 
     def poll(self) -> None:
-        """Note what has finished."""
+        """Record finished work."""
         while self._pending and self._pending[0].query():
             self._done.append((self._pending.popleft(), time.perf_counter()))
 
     def feed(self, until_s: float) -> None:
-        """Launch if there is room and what is under way may finish before ``until_s``."""
+        """Launch if there is room and the work in flight may finish before ``until_s``."""
         if len(self._pending) == _AHEAD or (
             self._launched > MIN_INTERVALS and self._busy_until_s() > until_s
         ):
@@ -69,7 +69,7 @@ class FedLane:
         self._pending.append(event)
 
     def interval_ms(self, from_s: float) -> float:
-        """Mean time between one finish and the next, of those from ``from_s`` on or else of the last few."""
+        """Mean time between one finish and the next from ``from_s`` on, or of the last few."""
         ends = [event for event, at_s in self._done if at_s >= from_s]
         if len(ends) <= MIN_INTERVALS:
             ends = [event for event, _ in self._done[-MIN_INTERVALS - 1 :]]
@@ -87,17 +87,17 @@ class FedLane:
 
 
 def run_burst(lanes: Sequence[FedLane], burst_s: float) -> tuple[float, ...]:
-    """Feed the lanes side by side for ``burst_s`` after a warm-up, and longer where steps are slow.
+    """Keep the lanes busy side by side for ``burst_s`` after a warm-up, and longer if steps are slow.
 
     Returns:
-        Time of a lane's step, in ms, for each lane.
+        Time of a step of each lane, in ms.
     """
     start_s = time.perf_counter()
     end_s = start_s + WARM_S + burst_s
     while (now_s := time.perf_counter()) < end_s or not all(lane.has_enough for lane in lanes):
         for lane in lanes:
             lane.poll()
-            # A lane that is done goes on for the other's sake: what is wanted is both at once.
+            # A lane that has enough continues while the other needs it: both must run at once.
             needed = any(not other.has_enough for other in lanes if other is not lane)
             lane.feed(float("inf") if needed else max(end_s, now_s))
     torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def run_burst(lanes: Sequence[FedLane], burst_s: float) -> tuple[float, ...]:
 
 
 class Workbench:
-    """A model, its cache, and both lanes' buffers, to measure points with.
+    """A model, its cache and both lanes' buffers, which measure points.
 
     Args:
         decoder: weights and cache on the GPU; the cache is filled with random numbers.
@@ -159,11 +159,11 @@ class Workbench:
         torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Give the memory back. Before the streams are closed: torch asks them about pinned buffers it frees."""
+        """Free the memory; must precede the closing of the streams, which torch asks about pinned buffers."""
         self.__dict__.clear()
 
     def capture(self, points: Sequence[ProfilePoint], *, progress: bool) -> int:
-        """Compile, and capture the decode graphs that these points replay; returns how many."""
+        """Compile, and capture the decode graphs of these points; returns their number."""
 
         def stream_for(partition: SmPartition) -> torch.cuda.Stream:
             return self._stream("decode", partition)
@@ -174,7 +174,7 @@ class Workbench:
             if point.kind in ("decode", "split")
         }
         self._graphs.capture({}, stream_for, progress=False)
-        # The largest first: the smaller then find room in its memory.
+        # Largest first: the smaller ones then fit into its memory.
         ordered = sorted(keys, key=lambda key: (-key.batch_size, key.partition.decode_tpcs or 0))
         with progress_bar(progress, total=len(keys), desc="Capturing decode graphs", unit="graph") as advance:
             for key in ordered:
@@ -209,7 +209,7 @@ class Workbench:
 
     def _prefill_lane(self, point: ProfilePoint, partition: SmPartition) -> FedLane:
         rows = lay_out(self._chunk(point), None, KV_BLOCK_TOKENS)
-        # On the whole GPU as the decode lane runs it, whose short forwards are captured.
+        # On the whole GPU as on the decode lane, with piecewise graphs.
         whole_gpu = partition == WHOLE_GPU
         return FedLane(self._stream("prefill", partition), lambda: self._eager.run(rows, whole_gpu=whole_gpu))
 
@@ -265,15 +265,15 @@ class OpenWorkbench:
 
 @contextmanager
 def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[OpenWorkbench]:
-    """Verify the partitions, load the weights and make a workbench; its streams are closed after the block.
+    """Verify the partitions, load the weights and make a workbench; closes its streams after the block.
 
     Raises:
-        PartitionError: the partitions cannot be had.
+        PartitionError: the partitions cannot be made or verified.
         CheckpointError: the weights cannot be read.
     """
     config, runtime, ledger = prepared.config, prepared.runtime, prepared.ledger
     partitions = partitions_of(config, runtime)
-    # Before the weights: a partition that does not hold should not cost their loading.
+    # Before the weights, so that a failing partition does not cost their loading.
     backend, why = open_backend(config.partition_backend, partitions, device=runtime.device.index)
     with closing(backend):
         bench = Workbench(

@@ -440,6 +440,19 @@ def test_waiting_no_longer_than_asked() -> None:
     loop.run()
 
 
+def test_a_chunk_is_due_when_the_first_of_its_prompts_is() -> None:
+    # Slices of 20 layers, chunks of 300 rows.
+    loop = CoreLoop(_Wayward([18]), executor=CheckedExecutor(max_in_flight=1))
+    loop.add(100, 5, slo=Slo(ttft_ms=900))
+    loop.add(100, 5, slo=Slo(ttft_ms=500))
+    loop.add(100, 5, slo=Slo(ttft_ms=700))
+    loop.step(0.0)
+    chunk = loop.core._chunk
+    assert chunk is not None
+    assert (chunk.tokens, chunk.load().deadline_s) == (300, 0.5)
+    loop.run()
+
+
 @pytest.mark.parametrize(
     ("chunk_tokens", "decode_rows", "filled"),
     # Up to the next multiple of 64, not beyond 256, and never less than was planned.
