@@ -22,6 +22,9 @@ from bullet_graph.cli.bench.startup_plot import draw_startup
 from bullet_graph.errors import BulletGraphError, CheckpointError
 from bullet_graph.perf.provenance import collect_provenance
 
+# They build a capture cache, in processes of their own.
+pytestmark = pytest.mark.timeout(300)
+
 CONFIG = EngineConfig(model="tiny", device="cpu", max_model_len=128, max_num_seqs=4)
 TOLD = {
     "began_s": 103.0,

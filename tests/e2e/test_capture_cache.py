@@ -41,6 +41,9 @@ from bullet_graph.graphs.compiled import Half, LayerHalf
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime import fingerprint as runtime_fingerprint
 
+# They build a capture cache, in processes of their own.
+pytestmark = pytest.mark.timeout(300)
+
 __all__ = ["built", "quickly", "store"]
 
 HALF = "halves/cpu-8196/attention_output.pt2"

@@ -1,6 +1,8 @@
 """What the doctor makes of machines that are complete, incomplete and broken."""
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,36 +11,48 @@ from fakes.machines import DRIVER, GPU, complete_machine, finding, not_green
 from bullet_graph.runtime.cache_folders import CacheFolder
 from bullet_graph.runtime.diagnose import Level, diagnose
 from bullet_graph.runtime.machine import Asked, MaskOffset
-from bullet_graph.runtime.partition_checks import (
-    BackendCheck,
-    PartitionChecks,
-    SizeCheck,
-)
+from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks, SizeCheck
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
-AUTO = Asked()
+GREEN, YELLOW, RED = Level.GREEN, Level.YELLOW, Level.RED
+AUTO, CPU, CUDA = Asked(), Asked(device="cpu"), Asked(device="cuda")
+
+WITHOUT_GPU: dict[str, Any] = {
+    "driver": None,
+    "driver_problem": "no driver",
+    "torch_cuda": None,
+    "uses_gpu": False,
+    "gpu": None,
+    "mask_offset": None,
+    "partitions": None,
+}
+REFUSED = BackendCheck("smctrl", problem="no offset: run `bullet-graph doctor --calibrate`")
+NO_BACKEND = PartitionChecks((), (REFUSED,), None, "smctrl refused: no")
+WHOLE_GPU_ONLY = PartitionChecks(
+    (16,), (BackendCheck("none", 132, (SizeCheck(None, "0-131", 0.01),)),), None, "smctrl refused: this"
+)
 
 
-def without_gpu(**changes: Any) -> Any:
-    return complete_machine(
-        **{
-            "driver": None,
-            "driver_problem": "no driver",
-            "torch_cuda": None,
-            "uses_gpu": False,
-            "gpu": None,
-            "mask_offset": None,
-            "partitions": None,
-            **changes,
-        }
-    )
+def gpu(**changes: Any) -> dict[str, Any]:
+    return {"gpu": dataclasses.replace(GPU, **changes)}
+
+
+def partitions(*backends: BackendCheck, choice: str) -> dict[str, Any]:
+    good = complete_machine().partitions
+    assert good is not None
+    return {"partitions": dataclasses.replace(good, backends=(*backends, *good.backends[1:]), choice=choice)}
+
+
+def flashinfer(version: str | None) -> dict[str, Any]:
+    provenance = complete_machine().provenance
+    versions = {**provenance.versions, "flashinfer": version}
+    return {"provenance": dataclasses.replace(provenance, versions=versions)}
 
 
 def test_a_machine_that_has_all() -> None:
     diagnosis = diagnose(AUTO, complete_machine())
     assert not_green(diagnosis) == {}
-    assert diagnosis.works
-    assert diagnosis.device == "cuda"
+    assert (diagnosis.works, diagnosis.device) == (True, "cuda")
     assert finding(diagnosis, "NVIDIA driver").found == "580.159.04, CUDA 13.0, x86_64"
     assert "compute capability 9.0, 132 SMs (66 TPCs)" in finding(diagnosis, "GPU").found
     assert finding(diagnosis, "GPU memory").found == "130.00 GiB of 140.00 GiB free"
@@ -51,181 +65,125 @@ def test_a_machine_that_has_all() -> None:
     assert sections == sorted(sections, key=list(dict.fromkeys(sections)).index)
 
 
-@pytest.mark.parametrize(("found", "shown"), [(None, "not installed"), ("0.6.11", "0.6.11")])
-def test_flashinfer_is_missing_or_of_another_release(found: str | None, shown: str) -> None:
-    machine = complete_machine(gpu_path_problem="ModuleNotFoundError: No module named 'flashinfer'")
-    versions = {**machine.provenance.versions, "flashinfer": found}
-    provenance = dataclasses.replace(machine.provenance, versions=versions)
-    diagnosis = diagnose(AUTO, dataclasses.replace(machine, provenance=provenance))
-    assert not_green(diagnosis) == {"FlashInfer": Level.RED, "GPU path": Level.RED}
-    assert not diagnosis.works
-    line = finding(diagnosis, "FlashInfer")
-    assert line.found == shown
-    assert f"pip install flashinfer-python=={FLASHINFER_RELEASE}" in str(line.advice)
-    assert "No module named 'flashinfer'" in str(finding(diagnosis, "GPU path").advice)
+CASES: dict[str, tuple[Asked, dict[str, Any], dict[str, Level], dict[str, str]]] = {
+    # What was asked, how the machine differs from a complete one, what is not green, and words of these lines.
+    "FlashInfer is missing": (
+        AUTO,
+        flashinfer(None) | {"gpu_path_problem": "ModuleNotFoundError: No module named 'flashinfer'"},
+        {"FlashInfer": RED, "GPU path": RED},
+        {
+            "FlashInfer": f"not installed release .*pip install flashinfer-python=={FLASHINFER_RELEASE}",
+            "GPU path": "No module named 'flashinfer'",
+        },
+    ),
+    "another FlashInfer": (AUTO, flashinfer("0.6.11"), {"FlashInfer": RED}, {"FlashInfer": "0.6.11 release"}),
+    "no bindings": (AUTO, {"cuda_python": None}, {"cuda-python": RED}, {"cuda-python": r"graph\[cuda\]"}),
+    "no compilers": (
+        AUTO,
+        {"missing_compilers": ("nvcc", "ninja")},
+        {"compilers": YELLOW},
+        {"compilers": "^no nvcc, no ninja"},
+    ),
+    "an unknown driver": (
+        AUTO,
+        {"mask_offset": MaskOffset(None)} | partitions(REFUSED, choice="green"),
+        {"stream masks": YELLOW, "back end smctrl": YELLOW},
+        {"stream masks": "doctor --calibrate", "back end smctrl": "^cannot be opened"},
+    ),
+    "a named back end fails": (
+        Asked(partition_backend="smctrl"),
+        {"mask_offset": MaskOffset(None), "partitions": NO_BACKEND},
+        {"stream masks": YELLOW, "back end smctrl": RED, "--partition-backend smctrl": RED},
+        {"--partition-backend smctrl": "smctrl refused: no"},
+    ),
+    "auto can do without a split": (
+        AUTO,
+        {"partitions": WHOLE_GPU_ONLY},
+        {"--partition-backend auto": YELLOW},
+        {"--partition-backend auto": "smctrl refused: this"},
+    ),
+    "auto cannot where sizes are asked for": (
+        Asked(decode_sms=(16,)),
+        {"partitions": WHOLE_GPU_ONLY},
+        {"--partition-backend auto": RED},
+        {"--partition-backend auto": "smctrl refused: this"},
+    ),
+    "a calibrated offset": (
+        AUTO,
+        {"mask_offset": MaskOffset("calibration", 0x600)},
+        {},
+        {"stream masks": "offset 0x600 proven on this machine"},
+    ),
+    "a damaged calibration": (
+        AUTO,
+        {"mask_offset": MaskOffset(None, problem="delete the file")},
+        {"stream masks": YELLOW},
+        {"stream masks": "delete the file"},
+    ),
+    "an old GPU": (
+        AUTO,
+        gpu(compute_capability=(7, 0)),
+        {"GPU": RED},
+        {"GPU": "need compute capability 7.5"},
+    ),
+    "no bfloat16": (AUTO, gpu(compute_capability=(7, 5)), {"GPU": YELLOW}, {"GPU": "--dtype float16"}),
+    "a busy GPU": (AUTO, gpu(free_bytes=60 * 1024**3), {"GPU memory": YELLOW}, {"GPU memory": "nvidia-smi"}),
+    "one GPU of several": (AUTO, gpu(num_gpus=4), {}, {"GPU": "one of 4"}),
+    "a GPU that cannot be used": (
+        AUTO,
+        {"gpu": None, "gpu_problem": "CUDA error: device busy", "partitions": None},
+        {"GPU": RED},
+        {"GPU": "device busy"},
+    ),
+    "a driver without a release": (
+        AUTO,
+        {"driver": None, "driver_problem": "use green", "mask_offset": None},
+        {"NVIDIA driver": YELLOW},
+        {"NVIDIA driver": "use green$"},
+    ),
+    "no GPU": (AUTO, WITHOUT_GPU, {}, {"GPU": "no NVIDIA GPU: the engine runs on the CPU"}),
+    "no GPU, but asked for": (CUDA, WITHOUT_GPU, {"GPU": RED}, {"GPU": "install the NVIDIA driver"}),
+    "torch without CUDA": (
+        AUTO,
+        WITHOUT_GPU | {"driver": DRIVER},
+        {"GPU": YELLOW},
+        {"GPU": "built without CUDA"},
+    ),
+    "torch sees no GPU": (
+        CUDA,
+        WITHOUT_GPU | {"driver": DRIVER, "torch_cuda": "13.1"},
+        {"GPU": RED},
+        {"GPU": "for CUDA 13.0, but torch, built for 13.1"},
+    ),
+    "the CPU asked for": (CPU, WITHOUT_GPU | {"driver": DRIVER}, {}, {"GPU": "not looked at: --device cpu"}),
+    "no partitions on the CPU": (Asked(partition_backend="none"), WITHOUT_GPU, {}, {}),
+    "a back end on the CPU": (Asked(partition_backend="green"), WITHOUT_GPU, {"SM partitions": RED}, {}),
+    "sizes on the CPU": (Asked(decode_sms=(16,)), WITHOUT_GPU, {"SM partitions": RED}, {}),
+    "a cache that cannot be written": (
+        AUTO,
+        {"caches": (CacheFolder("Triton", "/cache", 3 * 1024**2, False),)},
+        {"cache of Triton": YELLOW},
+        {"cache of Triton": "^/cache, 3.00 MiB"},
+    ),
+    "a model that does not fit": (
+        Asked(model="tiny"),
+        {"model_problem": "short by 3 GiB"},
+        {"tiny": RED},
+        {"tiny": "short by 3 GiB"},
+    ),
+    "a model that was not looked at": (Asked(model="tiny"), {}, {"tiny": RED}, {"tiny": "red lines above"}),
+}
 
 
-def test_a_missing_binding_is_red() -> None:
-    diagnosis = diagnose(AUTO, complete_machine(cuda_python=None))
-    assert not_green(diagnosis) == {"cuda-python": Level.RED}
-    assert "bullet-graph[cuda]" in str(finding(diagnosis, "cuda-python").advice)
-
-
-def test_missing_compilers_are_no_obstacle() -> None:
-    diagnosis = diagnose(AUTO, complete_machine(missing_compilers=("nvcc", "ninja")))
-    assert not_green(diagnosis) == {"compilers": Level.YELLOW}
-    assert finding(diagnosis, "compilers").found == "no nvcc, no ninja"
-    assert diagnosis.works
-
-
-def unknown_driver() -> Any:
-    refused = BackendCheck("smctrl", problem="no offset: run `bullet-graph doctor --calibrate`")
-    good = complete_machine().partitions
-    assert good is not None
-    return complete_machine(
-        mask_offset=MaskOffset(None),
-        partitions=dataclasses.replace(good, backends=(refused, *good.backends[1:]), choice="green"),
-    )
-
-
-def test_an_unknown_driver() -> None:
-    diagnosis = diagnose(AUTO, unknown_driver())
-    assert not_green(diagnosis) == {"stream masks": Level.YELLOW, "back end smctrl": Level.YELLOW}
-    assert "doctor --calibrate" in str(finding(diagnosis, "stream masks").advice)
-    assert finding(diagnosis, "back end smctrl").found == "cannot be opened"
-    assert diagnosis.works
-
-
-def test_a_named_back_end_that_fails_is_red() -> None:
-    asked = Asked(partition_backend="smctrl")
-    machine = unknown_driver()
-    checks = dataclasses.replace(
-        machine.partitions, backends=machine.partitions.backends[:1], choice=None, why="smctrl refused: no"
-    )
-    diagnosis = diagnose(asked, dataclasses.replace(machine, partitions=checks))
-    assert not_green(diagnosis) == {
-        "stream masks": Level.YELLOW,
-        "back end smctrl": Level.RED,
-        "--partition-backend smctrl": Level.RED,
-    }
-    assert not diagnosis.works
-
-
-@pytest.mark.parametrize(("decode_sms", "level"), [((), Level.YELLOW), ((16,), Level.RED)])
-def test_auto_needs_a_split_only_where_sizes_are_asked_for(decode_sms: tuple[int, ...], level: Level) -> None:
-    none = BackendCheck("none", 132, (SizeCheck(None, "0-131", 0.01),))
-    checks = PartitionChecks((16,), (none,), None, "smctrl refused: this; green refused: that")
-    diagnosis = diagnose(Asked(decode_sms=decode_sms), complete_machine(partitions=checks))
-    assert not_green(diagnosis) == {"--partition-backend auto": level}
-    assert "smctrl refused: this" in str(finding(diagnosis, "--partition-backend auto").advice)
-
-
-@pytest.mark.parametrize(
-    ("offset", "level", "words"),
-    [
-        (
-            MaskOffset("calibration", 0x600),
-            Level.GREEN,
-            "offset 0x600 proven on this machine",
-        ),
-        (MaskOffset(None, problem="delete the file"), Level.YELLOW, "delete the file"),
-    ],
-)
-def test_mask_offsets(offset: MaskOffset, level: Level, words: str) -> None:
-    line = finding(diagnose(AUTO, complete_machine(mask_offset=offset)), "stream masks")
-    assert line.level is level
-    assert words in f"{line.found} {line.advice}"
-
-
-@pytest.mark.parametrize(
-    ("changes", "name", "level", "words"),
-    [
-        ({"compute_capability": (7, 0)}, "GPU", Level.RED, "need compute capability 7.5"),
-        ({"compute_capability": (7, 5)}, "GPU", Level.YELLOW, "--dtype float16"),
-        ({"free_bytes": 60 * 1024**3}, "GPU memory", Level.YELLOW, "nvidia-smi"),
-    ],
-)
-def test_gpus_that_are_old_or_busy(changes: dict[str, Any], name: str, level: Level, words: str) -> None:
-    diagnosis = diagnose(AUTO, complete_machine(gpu=dataclasses.replace(GPU, **changes)))
-    assert not_green(diagnosis) == {name: level}
-    assert words in str(finding(diagnosis, name).advice)
-
-
-def test_one_gpu_of_several() -> None:
-    diagnosis = diagnose(AUTO, complete_machine(gpu=dataclasses.replace(GPU, num_gpus=4)))
-    assert "one of 4" in finding(diagnosis, "GPU").found
-
-
-def test_a_gpu_that_cannot_be_used() -> None:
-    machine = complete_machine(gpu=None, gpu_problem="CUDA error: device busy", partitions=None)
-    diagnosis = diagnose(AUTO, machine)
-    assert not_green(diagnosis) == {"GPU": Level.RED}
-    assert "device busy" in str(finding(diagnosis, "GPU").advice)
-
-
-def test_a_driver_that_does_not_tell_its_release() -> None:
-    machine = complete_machine(driver=None, driver_problem="use green", mask_offset=None)
-    diagnosis = diagnose(AUTO, machine)
-    assert not_green(diagnosis) == {"NVIDIA driver": Level.YELLOW}
-    assert finding(diagnosis, "NVIDIA driver").advice == "use green"
-
-
-def test_no_gpu() -> None:
-    diagnosis = diagnose(AUTO, without_gpu())
-    assert (diagnosis.works, diagnosis.device) == (True, "cpu")
-    assert not_green(diagnosis) == {}
-    assert finding(diagnosis, "GPU").found == "no NVIDIA GPU: the engine runs on the CPU"
-
-
-def test_a_gpu_asked_for_where_there_is_none() -> None:
-    diagnosis = diagnose(Asked(device="cuda"), without_gpu())
-    assert not_green(diagnosis) == {"GPU": Level.RED}
-    assert "install the NVIDIA driver" in str(finding(diagnosis, "GPU").advice)
-
-
-@pytest.mark.parametrize(
-    ("torch_cuda", "words"),
-    [(None, "built without CUDA"), ("13.1", "for CUDA 13.0, but torch, built for 13.1")],
-)
-def test_a_driver_whose_gpu_torch_does_not_see(torch_cuda: str | None, words: str) -> None:
-    machine = without_gpu(driver=DRIVER, torch_cuda=torch_cuda)
-    for device, level in (("auto", Level.YELLOW), ("cuda", Level.RED)):
-        diagnosis = diagnose(Asked(device=device), machine)  # type: ignore[arg-type]
-        assert not_green(diagnosis) == {"GPU": level}
-        assert words in str(finding(diagnosis, "GPU").advice)
-
-
-def test_the_gpu_is_left_alone_where_the_cpu_is_asked_for() -> None:
-    diagnosis = diagnose(Asked(device="cpu"), without_gpu(driver=DRIVER))
-    assert diagnosis.works
-    assert finding(diagnosis, "GPU").found == "not looked at: --device cpu"
-
-
-@pytest.mark.parametrize(
-    ("asked", "works"),
-    [
-        (Asked(partition_backend="none"), True),
-        (Asked(partition_backend="green"), False),
-        (Asked(decode_sms=(16,)), False),
-    ],
-)
-def test_partitions_need_a_gpu(asked: Asked, works: bool) -> None:
-    diagnosis = diagnose(asked, without_gpu())
-    assert diagnosis.works == works
-    assert not_green(diagnosis) == ({} if works else {"SM partitions": Level.RED})
-
-
-def test_a_cache_that_cannot_be_written() -> None:
-    caches = (CacheFolder("Triton", "/cache", 3 * 1024**2, False),)
-    diagnosis = diagnose(AUTO, complete_machine(caches=caches))
-    assert not_green(diagnosis) == {"cache of Triton": Level.YELLOW}
-    assert finding(diagnosis, "cache of Triton").found == "/cache, 3.00 MiB"
-
-
-@pytest.mark.parametrize(
-    ("problem", "words"), [("short by 3 GiB", "short by 3 GiB"), (None, "red lines above")]
-)
-def test_a_model_that_does_not_fit(problem: str | None, words: str) -> None:
-    diagnosis = diagnose(Asked(model="tiny"), complete_machine(model_problem=problem))
-    assert not_green(diagnosis) == {"tiny": Level.RED}
-    assert words in str(finding(diagnosis, "tiny").advice)
+@pytest.mark.parametrize(("asked", "changes", "levels", "words"), CASES.values(), ids=CASES)
+def test_machines(
+    asked: Asked, changes: dict[str, Any], levels: Mapping[str, Level], words: Mapping[str, str]
+) -> None:
+    machine = complete_machine(**changes)
+    diagnosis = diagnose(asked, machine)
+    assert not_green(diagnosis) == levels
+    assert diagnosis.works == (RED not in levels.values())
+    assert diagnosis.device == ("cuda" if machine.uses_gpu else "cpu")
+    for name, pattern in words.items():
+        line = finding(diagnosis, name)
+        assert re.search(pattern, f"{line.found} {line.advice or ''}".rstrip()), name

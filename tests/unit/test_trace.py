@@ -10,14 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from traces import HEADER as RUN_HEADER
+from traces import RUN, Record, decision, request, retire, write
+from traces import launch as launched
 
 from bullet_graph.engine.in_flight import Launch
 from bullet_graph.engine.output import CompletionOutput, FinishReason, RequestOutput
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError, TraceError
 from bullet_graph.partition.masks import SmPartition
+from bullet_graph.perf.explain import summarize_trace
 from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.trace import read_trace
+from bullet_graph.perf.trace import Trace, read_trace
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, Plan, PromptLoad
 from bullet_graph.runtime.step import Placement
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -243,7 +247,7 @@ def test_only_whole_lines_reach_the_file_before_it_is_closed(path: Path) -> None
 def test_a_run_that_ends_without_closing_loses_nothing(path: Path) -> None:
     code = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from pathlib import Path
 from test_trace import LOAD, PLAN, begin, launch
 trace = begin(Path({str(path)!r}))
@@ -253,3 +257,115 @@ raise RuntimeError("the engine failed")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "the engine failed" in done.stderr
     assert len(read_trace(path).launches) == 1
+
+
+# ---- reading what is damaged, or no trace ----
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    return write(tmp_path / "run.jsonl", RUN)
+
+
+def read(tmp_path: Path, *records: Record) -> Trace:
+    return read_trace(write(tmp_path / "trace.jsonl", [*RUN, *records]))
+
+
+def test_a_last_line_cut_short_is_left_out(tmp_path: Path, run_file: Path) -> None:
+    for cut in (2, 10):
+        content = run_file.read_bytes()[:-cut]
+        (tmp_path / "cut.jsonl").write_bytes(content)
+        trace = read_trace(tmp_path / "cut.jsonl")
+        assert trace.notes == (
+            "line 13, the last, was cut short and is left out",
+            "launches that were never seen to end, and are left out: 1",
+        )
+        assert summarize_trace(trace).notes == trace.notes
+        assert summarize_trace(trace).num_launches == 3
+
+
+def test_a_last_line_that_lacks_its_end_alone_is_whole(tmp_path: Path, run_file: Path) -> None:
+    (tmp_path / "cut.jsonl").write_bytes(run_file.read_bytes()[:-1])
+    assert read_trace(tmp_path / "cut.jsonl") == read_trace(run_file)
+
+
+def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"no\.jsonl: cannot be read \(No such file"):
+        read_trace(tmp_path / "no.jsonl")
+    with pytest.raises(TraceError, match=r"cannot be read \(Is a directory"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"timestamp,tokens\n1,2\n", "line 1: must hold one JSON object"),
+        (b"\x00\xff\xfe", "line 1: must hold one JSON object"),
+        (b"[" * 100_000, "line 1: must hold one JSON object"),
+        (b'{"timestamp": 1}\n', "line 1: does not begin a decision trace"),
+        (b"[]\n", "line 1: does not begin a decision trace"),
+    ],
+)
+def test_files_that_are_no_trace(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "t.jsonl").write_bytes(content)
+    with pytest.raises(TraceError, match=rf"t\.jsonl.*{message}"):
+        read_trace(tmp_path / "t.jsonl")
+
+
+def test_another_version(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [RUN_HEADER | {"format_version": 1, "version": "9.9"}])
+    with pytest.raises(TraceError, match=r"line 1: format version 2 is required, but the trace has 1.*9\.9"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("line", [b'{"type": "retire", "tick\n', b"\n", b"\xff\n", b'{"a": NaN}\n'])
+def test_a_broken_line_in_the_middle(tmp_path: Path, line: bytes) -> None:
+    written = [json.dumps(record).encode() + b"\n" for record in RUN]
+    (tmp_path / "t.jsonl").write_bytes(b"".join([*written[:5], line, *written[5:]]))
+    with pytest.raises(TraceError, match=r"t\.jsonl, line 6: must hold one JSON object"):
+        read_trace(tmp_path / "t.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"type": "guess"}, "must have a type among .* but has 'guess'"),
+        ({"type": ["launch"]}, "must have a type among"),
+        ({}, "must have a type among .* but has None"),
+        (retire(9, 101.0, 1.0), "ticket 9 ends, but is not under way"),
+        (decision(0, 101.0, "solo"), "decision 0 is there twice"),
+        (launched(9, "decode", 101.0, "solo", 7), "decision 7 is on no line before"),
+        (launched(9, "decode", 101.0, "solo", 0) | {"lane": "fast"}, 'lane must be one of .*"fast"'),
+        (launched(9, "decode", 101.0, "solo", 0) | {"layers": 1.5}, "layers must be an integer, but is 1.5"),
+        (
+            launched(9, "decode", 101.0, "solo", 0) | {"layers": True},
+            "layers must be an integer, but is true",
+        ),
+        (launched(9, "decode", 101.0, "solo", 0) | {"layers": 10**400}, "layers must be an integer"),
+        (
+            launched(9, "decode", 101.0, "solo", 0) | {"predicted_ms": "1"},
+            'predicted_ms must be a number or null, but is "1"',
+        ),
+        (launched(9, "decode", 101.0, "solo", 0) | {"time_s": None}, "time_s must be a number, but is null"),
+        (decision(9, 101.0, "solo", options=[1]), "options must be a list, each of it an object"),
+        (request("r", []) | {"token_us": [1, 2.5]}, "token_us must be a list, each of it an integer"),
+        (request("r", []) | {"request_id": 5}, "request_id must be a text, but is 5"),
+    ],
+)
+def test_broken_records(tmp_path: Path, record: Record, message: str) -> None:
+    with pytest.raises(TraceError, match=rf"trace\.jsonl, line 14: {message}"):
+        read(tmp_path, record)
+
+
+def test_launches_that_cannot_be(tmp_path: Path) -> None:
+    step = launched(9, "decode", 101.0, "solo", 0)
+    with pytest.raises(TraceError, match="line 15: ticket 9 is under way already"):
+        read(tmp_path, step, step)
+    with pytest.raises(TraceError, match="line 15: device_ms must not be negative, but is -1"):
+        read(tmp_path, step, retire(9, 102.0, -1.0))
+
+
+def test_tickets_may_come_again(tmp_path: Path) -> None:
+    again = (launched(1, "decode", 101.0, "solo", 0), retire(1, 101.1, 10.0))
+    assert [step.device_ms for step in read(tmp_path, *again).launches] == [100.0, 100.0, 200.0, 50.0, 10.0]
