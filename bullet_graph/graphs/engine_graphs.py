@@ -1,4 +1,4 @@
-"""All that an engine captures, one graph after another: some at its start, the others when there is time."""
+"""Captures an engine's CUDA graphs one after another: some at its start, the others while it serves."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ from bullet_graph.perf.start_report import PhaseName, StartClock
 
 
 class EngineGraphs:
-    """Captures what a plan says, in the order of :func:`~bullet_graph.graphs.capture_order.capture_order`.
+    """Captures a plan's graphs, in the order of :func:`~bullet_graph.graphs.capture_order.capture_order`.
 
     Args:
-        decode: of the engine, with nothing captured.
-        pieces: likewise, made for the plan's rows.
+        decode: with nothing captured.
+        pieces: made for the plan's rows, with nothing captured.
         plan: what to capture.
         num_layers: of the model.
-        is_tuned: the plan's short forwards are known to be worthwhile, and need not be timed.
+        is_tuned: the plan's piecewise graphs are known to be worthwhile, and need not be timed.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class EngineGraphs:
         *,
         progress: bool,
     ) -> CaptureReport:
-        """Compile, and capture what an engine needs to be ready; waits for nothing but what it launches itself.
+        """Compile, and capture the graphs that an engine needs to be ready; waits for its own launches alone.
 
         Args:
             ready: ``hot`` or ``all`` graphs.
-            stream_for: the decode lane's stream, bound to a partition by the call.
-            clock: told of compilation, and of the captures by kind.
+            stream_for: binds the decode lane's stream to a partition, and returns it.
+            clock: records compilation, and captures by kind.
             progress: show a progress bar.
         """
         start_s = time.perf_counter()
@@ -93,7 +93,7 @@ class EngineGraphs:
 
     @property
     def next_partition(self) -> SmPartition | None:
-        """The SMs that the stream of the next :meth:`prepare_next` must be bound to; None when nothing is left."""
+        """The partition whose stream the next :meth:`prepare_next` needs; None when nothing is left."""
         key = self._progress.next
         if key is not None:
             return _partition(key)
@@ -101,13 +101,13 @@ class EngineGraphs:
 
     @property
     def next_needs_quiet(self) -> bool:
-        """Whether the next :meth:`prepare_next` takes times, and so wants the GPU to itself."""
+        """The next :meth:`prepare_next` measures a time, and so needs the GPU for itself."""
         return not self._progress.num_missing
 
     def prepare_next(self, stream: torch.cuda.Stream) -> None:
-        """Capture the next graph on this stream; when all are there, time the next size of short forwards.
+        """Capture the next graph on this stream; once all are captured, time the next size of piecewise graphs.
 
-        Sizes that are slower than a larger one are left aside once all have been timed.
+        When all sizes are timed, those that are slower than a larger one are no longer used.
         """
         key = self._progress.next
         if key is not None:
@@ -130,7 +130,7 @@ class EngineGraphs:
 
 @contextmanager
 def _beside_nothing(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work on a stream, after all that the current one was given and before all that it will be: they share buffers."""
+    """Work on a stream after all earlier work of the current one, and before all later work: they share buffers."""
     current = torch.cuda.current_stream()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):

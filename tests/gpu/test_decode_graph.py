@@ -7,19 +7,19 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from decoders import new_decoder
 
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.halves import Halves
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.kernels.attention import ReferenceAttention
-from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import ModelWeights, checkpoint_views, dummy_weights, empty_weights
+from bullet_graph.models.weights import checkpoint_views
 from bullet_graph.partition.masks import WHOLE_GPU
 
 pytestmark = pytest.mark.gpu
@@ -36,17 +36,10 @@ class Setup:
     state: SamplingState
 
 
-def upcast(config: ModelConfig, weights: ModelWeights) -> ModelWeights:
-    wide = empty_weights(config, torch.float32, DEVICE)
-    views = (checkpoint_views(config, one) for one in (wide, weights))
-    for (_, target), (_, source) in zip(*views, strict=True):
-        target.copy_(source)
-    return wide
-
-
-def build_decoder(config: ModelConfig, weights: ModelWeights, dtype: torch.dtype) -> Decoder:
-    cache = KVCache(config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, dtype=dtype, device=DEVICE)
-    return Decoder(config, weights, cache, cos_sin_table(config, MAX_LEN, DEVICE))
+def build_decoder(config: ModelConfig, dtype: torch.dtype, *, random_cache: bool = False) -> Decoder:
+    return new_decoder(
+        config, num_blocks=NUM_BLOCKS, max_len=MAX_LEN, dtype=dtype, device="cuda", random_cache=random_cache
+    )
 
 
 def align_caches(decoder: Decoder, reference: Decoder) -> None:
@@ -59,14 +52,13 @@ def align_caches(decoder: Decoder, reference: Decoder) -> None:
 @pytest.fixture(scope="module", params=["llama-3.1-8b", "qwen3-8b", "llama-3.2-1b"])
 def setup(request: pytest.FixtureRequest) -> Setup:
     config = replace(PRESETS[request.param], num_layers=NUM_LAYERS)
-    weights = dummy_weights(config, dtype=torch.bfloat16, device=DEVICE, seed=11)
-    decoder = build_decoder(config, weights, torch.bfloat16)
-    reference = build_decoder(config, upcast(config, weights), torch.float32)
-    generator = torch.Generator(DEVICE).manual_seed(7)
-    for index in range(NUM_LAYERS):
-        for cache in decoder.cache.layer(index):
-            cache.normal_(generator=generator)
+    decoder = build_decoder(config, torch.bfloat16, random_cache=True)
+    reference = build_decoder(config, torch.float32)
+    views = (checkpoint_views(config, one.weights) for one in (reference, decoder))
+    for (_, target), (_, source) in zip(*views, strict=True):
+        target.copy_(source)
     align_caches(decoder, reference)
+    generator = torch.Generator(DEVICE).manual_seed(7)
     state = SamplingState(MAX_BATCH + 1, DEVICE)
     state.last_token.random_(0, config.vocab_size, generator=generator)
     graphs = DecodeGraphs(

@@ -5,19 +5,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from decoders import new_decoder
+from forward_rows import make_rows
 
 from bullet_graph.graphs.key import row_buckets
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.kernels.gpu import Gpu
-from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import TritonOps
-from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import dummy_weights
 from bullet_graph.runtime.eager_lane import EagerLane
-from bullet_graph.runtime.rows import lay_out
-from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
+from bullet_graph.runtime.rows import Rows
 
 pytestmark = pytest.mark.gpu
 
@@ -38,14 +37,14 @@ class Setup:
 @pytest.fixture(scope="module", params=["llama-3.1-8b", "qwen3-8b", "qwen3-0.6b"])
 def setup(request: pytest.FixtureRequest) -> Setup:
     config = replace(PRESETS[request.param], num_layers=3)
-    weights = dummy_weights(config, dtype=torch.bfloat16, device=DEVICE, seed=11)
-    cache = KVCache(
-        config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, dtype=torch.bfloat16, device=DEVICE
+    decoder = new_decoder(
+        config,
+        num_blocks=NUM_BLOCKS,
+        max_len=8192,
+        dtype=torch.bfloat16,
+        device="cuda",
+        random_cache=True,
     )
-    for layer in range(config.num_layers):
-        for half in cache.layer(layer):
-            half.normal_()
-    decoder = Decoder(config, weights, cache, cos_sin_table(config, 8192, DEVICE))
     with torch.inference_mode():
         buckets = row_buckets(MAX_ROWS, config)
         graphs = PiecewiseGraphs(decoder, TritonOps(Gpu.of(DEVICE)), buckets=buckets)
@@ -70,34 +69,10 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     return Setup(decoder, state, captured, eager)
 
 
-def make_step(
-    chunks: list[tuple[int, int, bool]], decode_rows: int, seed: int
-) -> tuple[PrefillBatch, DecodeBatch]:
+def rows_of(chunks: list[tuple[int, int, bool]], decode_rows: int) -> Rows:
     """Chunks as (start, tokens, whether it ends the prompt), and decode rows of random contexts."""
-    rng = np.random.default_rng(seed)
-    blocks = (1 + rng.permutation(NUM_BLOCKS - 1)).astype(np.int32)
-
-    def take(ends: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        nonlocal blocks
-        counts = [-(-end // BLOCK_TOKENS) for end in ends]
-        taken, blocks = blocks[: sum(counts)], blocks[sum(counts) :]
-        return np.concatenate(([0], np.cumsum(counts))).astype(np.int32), taken
-
-    lengths = [tokens for _, tokens, _ in chunks]
-    kv_indptr, kv_indices = take([start + tokens for start, tokens, _ in chunks])
-    prefill = PrefillBatch(
-        slots=np.arange(len(chunks), dtype=np.int32),
-        token_ids=rng.integers(0, 1000, sum(lengths)).astype(np.int32),
-        q_indptr=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
-        starts=np.array([start for start, _, _ in chunks], dtype=np.int32),
-        kv_indptr=kv_indptr,
-        kv_indices=kv_indices,
-        samples=np.array([samples for _, _, samples in chunks]),
-    )
-    positions = rng.integers(0, 400, decode_rows).astype(np.int32)
-    kv_indptr, kv_indices = take([int(position) + 1 for position in positions])
-    slots = np.arange(len(chunks), len(chunks) + decode_rows, dtype=np.int32)
-    return prefill, DecodeBatch(slots, positions, kv_indptr, kv_indices)
+    positions = np.random.default_rng(len(chunks) + decode_rows).integers(0, 400, decode_rows)
+    return make_rows(chunks, positions.tolist(), num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +90,7 @@ def make_step(
 def test_pieces_equal_the_eager_forward(
     setup: Setup, chunks: list[tuple[int, int, bool]], decode_rows: int
 ) -> None:
-    prefill, decode = make_step(chunks, decode_rows, seed=len(chunks) + decode_rows)
-    rows = lay_out(prefill, decode if decode_rows else None, BLOCK_TOKENS)
+    rows = rows_of(chunks, decode_rows)
     cache = setup.decoder.cache
     before = [tuple(half.clone() for half in cache.layer(i)) for i in range(3)]
     last_tokens = setup.state.last_token.clone()
@@ -143,8 +117,7 @@ def test_pieces_equal_the_eager_forward(
 
 @torch.inference_mode()
 def test_a_forward_too_long_for_any_bucket_is_launched_kernel_by_kernel(setup: Setup) -> None:
-    prefill, _ = make_step([(0, 1699, True)], 0, seed=1)
-    forward = setup.captured.begin(lay_out(prefill, None, BLOCK_TOKENS))
+    forward = setup.captured.begin(rows_of([(0, 1699, True)], 0))
     assert forward.bucket is None
     logits, _ = setup.captured.finish(setup.captured.run_layers(forward))
     assert torch.isfinite(logits).all()
@@ -152,16 +125,14 @@ def test_a_forward_too_long_for_any_bucket_is_launched_kernel_by_kernel(setup: S
 
 @torch.inference_mode()
 def test_pieces_are_for_the_whole_gpu(setup: Setup) -> None:
-    prefill, _ = make_step([(0, 100, True)], 0, seed=2)
-    rows = lay_out(prefill, None, BLOCK_TOKENS)
+    rows = rows_of([(0, 100, True)], 0)
     assert setup.captured.begin(rows).bucket is not None
     assert setup.captured.begin(rows, whole_gpu=False).bucket is None
 
 
 @torch.inference_mode()
 def test_pieces_can_stop_between_layers(setup: Setup) -> None:
-    prefill, decode = make_step([(0, 100, True)], 20, seed=3)
-    rows = lay_out(prefill, decode, BLOCK_TOKENS)
+    rows = rows_of([(0, 100, True)], 20)
     lane = setup.captured
     last_tokens = setup.state.last_token.clone()
     whole, _ = lane.run(rows)

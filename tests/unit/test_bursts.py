@@ -8,13 +8,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
+from decoders import new_decoder
 from fakes.flashinfer_prefill import install
 
 from bullet_graph.config import KV_BLOCK_TOKENS
-from bullet_graph.kernels.memory import KVCache
-from bullet_graph.models.decoder import Decoder, cos_sin_table
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import dummy_weights
 from bullet_graph.perf.profile_plan import ProfileLimits, ProfilePoint
 from bullet_graph.runtime.bursts import Workbench
 from bullet_graph.runtime.rows import lay_out
@@ -32,13 +30,9 @@ def test_a_prompt_beside_the_most_rows_that_decode(monkeypatch: pytest.MonkeyPat
     for name in ("synchronize", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     config = replace(PRESETS["tiny"], num_layers=1)
-    cache = KVCache(
-        config, num_blocks=NUM_BLOCKS, block_tokens=KV_BLOCK_TOKENS, dtype=torch.float32, device=CPU
-    )
-    weights = dummy_weights(config, dtype=torch.float32, device=CPU, seed=2)
     backend: Any = None
     bench = Workbench(
-        Decoder(config, weights, cache, cos_sin_table(config, 64, CPU)),
+        new_decoder(config, num_blocks=NUM_BLOCKS, block_tokens=KV_BLOCK_TOKENS),
         backend,
         num_kv_blocks=NUM_BLOCKS,
         limits=ProfileLimits(MAX_BATCH_SIZE, 8, 64, NUM_BLOCKS * KV_BLOCK_TOKENS),

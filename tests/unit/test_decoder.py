@@ -1,107 +1,194 @@
-"""The forward can stop and resume between any two layers."""
+"""The forward is the same whole, in ranges of layers, for sampled rows alone, and in pieces between attentions."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
+from decoders import new_decoder
 
-from bullet_graph.kernels.attention import ReferenceAttention
-from bullet_graph.kernels.memory import KVCache
+from bullet_graph.graphs.piecewise import (
+    PiecewiseForward,
+    PiecewiseGraphs,
+    piecewise_buffer_bytes,
+    piecewise_scratch_bytes,
+)
+from bullet_graph.kernels.attention import LayerRows, ReferenceAttention
 from bullet_graph.kernels.ops import TorchOps
-from bullet_graph.models.decoder import Decoder, Hidden, SampledRows, cos_sin_table
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import dummy_weights
 
 CONFIG = PRESETS["tiny"]
-CPU = torch.device("cpu")
-ROWS = 9
+ROWS, BLOCK_TOKENS = 9, 8
+BLOCKS = torch.tensor([3, 1])
+POSITIONS = torch.arange(ROWS)
+TOKEN_IDS = POSITIONS * 7
+KV_SLOTS = BLOCKS[POSITIONS // BLOCK_TOKENS] * BLOCK_TOKENS + POSITIONS % BLOCK_TOKENS
+FUNCTIONS = eager_functions(TorchOps())
 
 
-@dataclass(frozen=True)
-class Forward:
-    """One prompt of nine tokens in two blocks of a fresh cache."""
+def fresh_decoder(config: ModelConfig = CONFIG) -> Decoder:
+    return new_decoder(config, num_blocks=4, block_tokens=BLOCK_TOKENS)
 
-    decoder: Decoder
-    attention: ReferenceAttention
 
-    @classmethod
-    def new(cls) -> "Forward":
-        cache = KVCache(CONFIG, num_blocks=4, block_tokens=8, dtype=torch.float32, device=CPU)
-        weights = dummy_weights(CONFIG, dtype=torch.float32, device=CPU, seed=2)
-        attention = ReferenceAttention(
-            cache, q_indptr=[0, ROWS], kv_lens=[ROWS], kv_indptr=[0, 2], kv_indices=torch.tensor([3, 1])
-        )
-        return cls(Decoder(CONFIG, weights, cache, cos_sin_table(CONFIG, 32, CPU)), attention)
+def attention_of(decoder: Decoder, first_row: int = 0) -> ReferenceAttention:
+    """Of one prompt's rows from ``first_row`` on."""
+    return ReferenceAttention(
+        decoder.cache, q_indptr=[0, ROWS - first_row], kv_lens=[ROWS], kv_indptr=[0, 2], kv_indices=BLOCKS
+    )
 
-    def start(self) -> Hidden:
-        return self.decoder.embed(torch.arange(ROWS) * 7)
 
-    def run(self, hidden: Hidden, first: int, last: int | None, sampled: SampledRows | None = None) -> Hidden:
-        positions = torch.arange(ROWS)
-        kv_slots = torch.where(positions < 8, 24 + positions, positions)
-        functions = eager_functions(TorchOps())
-        return self.decoder.run_layers(
+def last_row(decoder: Decoder) -> SampledRows:
+    return SampledRows(torch.tensor([ROWS - 1]), attention_of(decoder, ROWS - 1))
+
+
+def run(decoder: Decoder, cuts: tuple[int, ...] = (), sampled: SampledRows | None = None) -> Hidden:
+    """The prompt's forward, in ranges of layers that end at ``cuts``."""
+    hidden = decoder.embed(TOKEN_IDS)
+    for first, last in zip((0, *cuts), (*cuts, None), strict=True):
+        hidden = decoder.run_layers(
             hidden,
-            positions,
-            kv_slots,
-            self.attention,
-            functions,
+            POSITIONS,
+            KV_SLOTS,
+            attention_of(decoder),
+            FUNCTIONS,
             first=first,
             last=last,
             sampled=sampled,
         )
-
-    def logits(self, hidden: Hidden) -> torch.Tensor:
-        return self.decoder.logits(hidden, TorchOps())
-
-    def assert_same_cache(self, other: "Forward") -> None:
-        for layer in range(CONFIG.num_layers):
-            for ours, theirs in zip(
-                self.decoder.cache.layer(layer), other.decoder.cache.layer(layer), strict=True
-            ):
-                assert torch.equal(ours, theirs)
+    return hidden
 
 
-@pytest.mark.parametrize("cuts", [[2], [1, 3], [1, 2, 3]])
+def logits(decoder: Decoder, hidden: Hidden) -> torch.Tensor:
+    return decoder.logits(hidden, TorchOps())
+
+
+def assert_same_cache(one: Decoder, other: Decoder, *, exactly: bool = True) -> None:
+    """But for the padding block, which padding leaves its trace in."""
+    for layer in range(CONFIG.num_layers):
+        for ours, theirs in zip(one.cache.layer(layer), other.cache.layer(layer), strict=True):
+            torch.testing.assert_close(ours[1:], theirs[1:], **({"rtol": 0, "atol": 0} if exactly else {}))
+
+
+# ---- ranges of layers, and sampled rows ----
+
+
+@pytest.mark.parametrize("cuts", [(2,), (1, 3), (1, 2, 3)])
 @torch.inference_mode()
-def test_layer_ranges_add_up_to_the_whole(cuts: list[int]) -> None:
-    whole, sliced = Forward.new(), Forward.new()
-    expected = whole.logits(whole.run(whole.start(), 0, None))
-    hidden = sliced.start()
-    for first, last in zip([0, *cuts], [*cuts, None], strict=True):
-        hidden = sliced.run(hidden, first, last)
-    assert torch.equal(sliced.logits(hidden), expected)
-    sliced.assert_same_cache(whole)
+def test_layer_ranges_add_up_to_the_whole(cuts: tuple[int, ...]) -> None:
+    whole, sliced = fresh_decoder(), fresh_decoder()
+    assert torch.equal(logits(sliced, run(sliced, cuts)), logits(whole, run(whole)))
+    assert_same_cache(sliced, whole)
 
 
-@pytest.mark.parametrize("cuts", [[], [1, 3], [CONFIG.num_layers - 1]])
+@pytest.mark.parametrize("cuts", [(), (1, 3), (CONFIG.num_layers - 1,)])
 @torch.inference_mode()
-def test_the_last_layer_gives_the_sampled_rows_alone(cuts: list[int]) -> None:
-    whole, pruned = Forward.new(), Forward.new()
-    expected = whole.logits(whole.run(whole.start(), 0, None))[-1:]
-    attention = ReferenceAttention(
-        pruned.decoder.cache,
-        q_indptr=[0, 1],
-        kv_lens=[ROWS],
-        kv_indptr=[0, 2],
-        kv_indices=torch.tensor([3, 1]),
-    )
-    hidden = pruned.start()
-    for first, last in zip([0, *cuts], [*cuts, None], strict=True):
-        hidden = pruned.run(hidden, first, last, SampledRows(torch.tensor([ROWS - 1]), attention))
-    logits = pruned.logits(hidden)
-    assert logits.shape == (1, CONFIG.vocab_size)
-    torch.testing.assert_close(logits, expected)
-    pruned.assert_same_cache(whole)
+def test_the_last_layer_gives_the_sampled_rows_alone(cuts: tuple[int, ...]) -> None:
+    whole, pruned = fresh_decoder(), fresh_decoder()
+    found = logits(pruned, run(pruned, cuts, last_row(pruned)))
+    assert found.shape == (1, CONFIG.vocab_size)
+    torch.testing.assert_close(found, logits(whole, run(whole))[-1:])
+    assert_same_cache(pruned, whole)
 
 
 @torch.inference_mode()
 def test_a_forward_that_samples_nothing_still_fills_the_cache() -> None:
-    whole, pruned = Forward.new(), Forward.new()
-    whole.run(whole.start(), 0, None)
-    hidden = pruned.run(
-        pruned.start(), 0, None, SampledRows(torch.empty(0, dtype=torch.long), attention=None)
-    )
-    assert pruned.logits(hidden).shape == (0, CONFIG.vocab_size)
-    pruned.assert_same_cache(whole)
+    whole, pruned = fresh_decoder(), fresh_decoder()
+    run(whole)
+    hidden = run(pruned, sampled=SampledRows(torch.empty(0, dtype=torch.long), attention=None))
+    assert logits(pruned, hidden).shape == (0, CONFIG.vocab_size)
+    assert_same_cache(pruned, whole)
+
+
+# ---- pieces between attentions ----
+
+
+def assert_same_keys(decoder: Decoder, layer: int, rows: LayerRows) -> None:
+    """A piece gives the keys and values that it has put into the cache."""
+    for own, cached in zip((rows.k, rows.v), decoder.cache.layer(layer), strict=True):
+        assert torch.equal(own, cached.flatten(0, 1)[KV_SLOTS])
+
+
+@pytest.mark.parametrize("bucket", [ROWS, 16])
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, qkv_bias=True)], ids=["plain", "with bias"])
+@torch.inference_mode()
+def test_pieces_and_attentions_make_the_forward(config: ModelConfig, bucket: int) -> None:
+    whole, cut = fresh_decoder(config), fresh_decoder(config)
+    expected = logits(whole, run(whole))[-1:]
+    pieces = PiecewiseForward(cut, TorchOps(), max_rows=32)
+    padding = torch.zeros(bucket - ROWS, dtype=torch.long)
+    attention = attention_of(cut)
+    for _ in range(2):  # the second time over what the first left in the buffers
+        pieces.load(cut.embed(TOKEN_IDS), torch.cat((POSITIONS, padding)), torch.cat((KV_SLOTS, padding)))
+        for layer in range(CONFIG.num_layers):
+            pieces.run(layer, bucket)
+            if layer < CONFIG.num_layers - 1:
+                rows = pieces.rows(ROWS)
+                pieces.attended[:ROWS] = attention.run(layer, rows).view_as(rows.q)
+                assert_same_keys(cut, layer, rows)
+        hidden = cut.finish_last_layer(pieces.rows(ROWS), pieces.residual[:ROWS], last_row(cut), FUNCTIONS)
+        torch.testing.assert_close(logits(cut, hidden), expected)
+    assert_same_cache(cut, whole, exactly=False)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 33])
+def test_the_ledger_counts_what_pieces_take(rows: int) -> None:
+    pieces = PiecewiseForward(fresh_decoder(), TorchOps(), max_rows=rows)
+    buffers = [value for value in vars(pieces).values() if isinstance(value, torch.Tensor)]
+    assert len(buffers) == 7
+    expected = piecewise_buffer_bytes(CONFIG, rows, dtype_bytes=4)
+    assert sum(buffer.nbytes for buffer in buffers) == expected
+    # Beside them, three of hidden size, and gate, up and their product.
+    results = rows * 4 * 3 * (CONFIG.hidden_size + CONFIG.intermediate_size)
+    assert piecewise_scratch_bytes(CONFIG, rows, dtype_bytes=4) == expected + results
+
+
+class _Graph:
+    """On the CPU there is nothing to record: what is captured runs."""
+
+    def capture_begin(self, **_: object) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        self.pieces.run(CONFIG.num_layers - 1, 16)  # type: ignore[attr-defined]
+
+
+class _Event:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, _: "_Event") -> float:
+        return 1.0
+
+
+@torch.inference_mode()
+def test_captures_and_timings_leave_the_cache_of_sequences_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may capture while it serves: the buffers then hold where its last forward's rows are."""
+    decoder = fresh_decoder()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    graphs = PiecewiseGraphs(decoder, TorchOps(), buckets=(16,))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: _Event())
+    monkeypatch.setattr(_Graph, "pieces", graphs.pieces, raising=False)
+
+    def load() -> None:
+        graphs.pieces.load(decoder.embed(POSITIONS), POSITIONS, KV_SLOTS)
+        graphs.pieces.attended.fill_(1.0)
+
+    load()
+    graphs.pieces.run(0, ROWS)
+    before = [half.clone() for layer in range(CONFIG.num_layers) for half in decoder.cache.layer(layer)]
+    assert before[0].any()
+    for layer in range(CONFIG.num_layers):
+        graphs.capture_piece(16, layer)
+    load()
+    graphs.time_ms(16)
+    after = [half for layer in range(CONFIG.num_layers) for half in decoder.cache.layer(layer)]
+    assert all(torch.equal(old[1:], new[1:]) for old, new in zip(before, after, strict=True))

@@ -8,17 +8,16 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
+from decoders import new_decoder
 from fakes.flashinfer_prefill import Runs, install
 from forward_rows import make_rows
 
 from bullet_graph.kernels.attention import ReferenceAttention
-from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.models.decoder import Decoder, SampledRows, cos_sin_table
+from bullet_graph.models.decoder import Decoder, SampledRows
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import dummy_weights
 from bullet_graph.runtime import eager_lane
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.rows import Rows
@@ -36,14 +35,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     return install(monkeypatch)
 
 
-def new_decoder() -> Decoder:
-    generator = torch.Generator().manual_seed(3)
-    cache = KVCache(CONFIG, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, dtype=torch.float32, device=CPU)
-    for layer in range(CONFIG.num_layers):
-        for half in cache.layer(layer):
-            half.normal_(generator=generator)
-    weights = dummy_weights(CONFIG, dtype=torch.float32, device=CPU, seed=2)
-    return Decoder(CONFIG, weights, cache, cos_sin_table(CONFIG, 64, CPU))
+def filled_decoder() -> Decoder:
+    return new_decoder(CONFIG, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, random_cache=True)
 
 
 def reference_logits(decoder: Decoder, rows: Rows) -> torch.Tensor:
@@ -96,7 +89,7 @@ def test_forward_equals_the_reference(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", few_fresh_rows)
-    decoder, reference = new_decoder(), new_decoder()
+    decoder, reference = filled_decoder(), filled_decoder()
     lane = EagerLane(
         decoder,
         SamplingState(MAX_SEQS, CPU),

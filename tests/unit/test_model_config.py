@@ -1,12 +1,12 @@
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import FAMILIES, Family, write_checkpoint
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 from bullet_graph.errors import ModelError, UnsupportedModelError
 from bullet_graph.models.config import Llama3RopeScaling, ModelConfig
@@ -16,7 +16,6 @@ from bullet_graph.models.presets import PRESETS, resolve_model
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
-    "bos_token_id": 128000,
     "eos_token_id": 128009,
     "hidden_act": "silu",
     "hidden_size": 4096,
@@ -26,7 +25,6 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
     "num_key_value_heads": 8,
-    "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
         "factor": 8.0,
@@ -56,7 +54,6 @@ QWEN3: dict[str, Any] = {
     "rms_norm_eps": 1e-06,
     "rope_scaling": None,
     "rope_theta": 1000000,
-    "sliding_window": None,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
     "use_sliding_window": False,
@@ -112,17 +109,13 @@ def test_unscaled_rope(tmp_path: Path, changes: dict[str, Any], rope_theta: floa
     assert config.rope_theta == rope_theta
 
 
-def test_older_rope_type_key(tmp_path: Path) -> None:
-    older = changed(LLAMA, rope_scaling=scaling(rope_type=ABSENT, type="llama3"))
-    config = load_model_config(write(tmp_path, older))
-    assert config.rope_scaling == Llama3RopeScaling(8.0, 1.0, 4.0, 8192)
-
-
-def test_defaults_of_older_llama_configs(tmp_path: Path) -> None:
-    older = changed(
-        LLAMA, num_key_value_heads=ABSENT, attention_bias=ABSENT, mlp_bias=ABSENT, tie_word_embeddings=ABSENT
+def test_older_llama_configs(tmp_path: Path) -> None:
+    absent = ("num_key_value_heads", "attention_bias", "mlp_bias", "tie_word_embeddings")
+    rope = scaling(rope_type=ABSENT, type="llama3")
+    config = load_model_config(
+        write(tmp_path, changed(LLAMA, rope_scaling=rope, **dict.fromkeys(absent, ABSENT)))
     )
-    config = load_model_config(write(tmp_path, older))
+    assert config.rope_scaling == Llama3RopeScaling(8.0, 1.0, 4.0, 8192)
     assert (config.num_kv_heads, config.head_dim, config.tie_word_embeddings) == (32, 128, False)
 
 
@@ -284,14 +277,16 @@ def test_bad_rope(tmp_path: Path, rope: Any, key: str, error: type[ModelError], 
     assert f"config.json: {outer_key}.{key} must be " in str(caught.value)
 
 
-def test_even_head_dim_is_required_of_a_derived_one(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"head_dim must be even.* it is 15"):
-        load_model_config(write(tmp_path, changed(LLAMA, hidden_size=480)))
-
-
-def test_qwen3_must_give_head_dim(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="head_dim must be given"):
-        load_model_config(write(tmp_path, changed(QWEN3, head_dim=ABSENT)))
+@pytest.mark.parametrize(
+    ("base", "changes", "problem"),
+    [
+        (LLAMA, {"hidden_size": 480}, r"head_dim must be even.* it is 15"),
+        (QWEN3, {"head_dim": ABSENT}, "head_dim must be given"),
+    ],
+)
+def test_bad_head_dim(tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        load_model_config(write(tmp_path, changed(base, **changes)))
 
 
 def test_bad_generation_config_is_named(tmp_path: Path) -> None:
@@ -332,27 +327,22 @@ def test_missing_folder_or_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_configs_transformers_accepts(tmp_path: Path, name: str) -> None:
     preset = PRESETS[name]
-    rope = {"rope_type": "default", "rope_theta": preset.rope_theta}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": preset.rope_theta}
     if preset.rope_scaling is not None:
-        rope |= {field: getattr(preset.rope_scaling, field) for field in Llama3RopeScaling.__slots__}
-        rope |= {"rope_type": "llama3"}
-    classes = {"Llama": LlamaConfig, "Qwen2": Qwen2Config, "Qwen3": Qwen3Config}
-    classes[preset.architecture.removesuffix("ForCausalLM")](
-        architectures=[preset.architecture],
-        vocab_size=preset.vocab_size,
-        hidden_size=preset.hidden_size,
-        intermediate_size=preset.intermediate_size,
-        num_hidden_layers=preset.num_layers,
-        num_attention_heads=preset.num_heads,
-        num_key_value_heads=preset.num_kv_heads,
-        head_dim=preset.head_dim,
-        max_position_embeddings=preset.max_position_embeddings,
-        rms_norm_eps=preset.rms_norm_eps,
-        rope_parameters=rope,
-        tie_word_embeddings=preset.tie_word_embeddings,
-        eos_token_id=list(preset.eos_token_ids),
-        dtype=preset.dtype,
-    ).save_pretrained(tmp_path)
+        rope |= {"rope_type": "llama3"} | asdict(preset.rope_scaling)
+    values = asdict(preset)
+    renamed = {
+        "num_hidden_layers": values.pop("num_layers"),
+        "num_attention_heads": values.pop("num_heads"),
+        "num_key_value_heads": values.pop("num_kv_heads"),
+        "architectures": [values.pop("architecture")],
+        "eos_token_id": list(values.pop("eos_token_ids")),
+    }
+    for name in ("rope_theta", "rope_scaling", "qkv_bias", "qk_norm"):
+        del values[name]
+    classes = {"LlamaForCausalLM": LlamaConfig, "Qwen3ForCausalLM": Qwen3Config}
+    config = classes[preset.architecture](**values, **renamed, rope_parameters=rope)
+    config.save_pretrained(tmp_path)
     assert load_model_config(tmp_path) == preset
 
 

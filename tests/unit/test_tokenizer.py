@@ -14,7 +14,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from bullet_graph.errors import ModelError, PromptError
-from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.models.presets import PRESETS, PRESETS_OF_BYTES
+from bullet_graph.models.tokenizer import Tokenizer, byte_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "  Be <brief> & kind. "},
@@ -294,3 +295,43 @@ def test_template_that_fails_or_breaks_out(tmp_path: Path, template: str) -> Non
 def test_strftime_now(tmp_path: Path) -> None:
     write_config(tmp_path, chat_template="{{ strftime_now('%Y') }}")
     assert abs(int(read(tmp_path).apply_chat_template(MESSAGES)) - datetime.now().year) <= 1
+
+
+# ---- the tokenizer that needs no file ----
+
+BYTES = byte_tokenizer(512)
+
+
+def test_the_byte_tokenizer_fits_its_presets() -> None:
+    for name in PRESETS_OF_BYTES:
+        assert byte_tokenizer(PRESETS[name].vocab_size).vocab_size == PRESETS[name].vocab_size
+
+
+def test_every_token_has_a_text() -> None:
+    texts = [BYTES.decode([i], skip_special_tokens=False) for i in range(512)]
+    assert all(texts)
+    assert len(BYTES.encode("eatonahi")) < 8  # pairs of letters are one token
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_texts_come_back(text: str) -> None:
+    assert BYTES.decode(BYTES.encode(text), skip_special_tokens=False) == text
+
+
+def test_long_texts_are_the_same_tokens() -> None:
+    """They take another way through the library, one that lets other threads run."""
+    assert BYTES.encode("hello " * 2000) == BYTES.encode("hello ") * 2000
+
+
+def test_a_conversation_has_a_token_at_each_end_of_a_turn() -> None:
+    text = BYTES.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    ids = BYTES.encode(text, add_special_tokens=False)
+    assert (ids[0], ids.count(256), ids.count(257)) == (256, 2, 1)
+    assert BYTES.decode(ids) == "user\nhi\nassistant\n"
+
+
+@pytest.mark.parametrize("vocab_size", [0, 257, 515])
+def test_other_sizes_are_refused(vocab_size: int) -> None:
+    with pytest.raises(ModelError, match=f"from 258 to 514 entries, but {vocab_size} were asked for"):
+        byte_tokenizer(vocab_size)
