@@ -50,7 +50,8 @@ class Source:
     @property
     def command(self) -> str | None:
         """The command line that made the file, as the file records it."""
-        found = (str(one.get("argv") or one.get("command") or "") for one in self.entries)
+        commands = (one.get("command") for one in self.entries)
+        found = (str(one or "") for one in (*commands, *(one.get("argv") for one in self.provenances)))
         words = [word for word in dict.fromkeys(found) if word]
         return f"`{words[0]}`" + (f" and {len(words) - 1} more" if words[1:] else "") if words else None
 

@@ -129,14 +129,6 @@ def test_a_result_that_cannot_be_written_is_refused_first(
     assert "does not exist" in result.output
 
 
-def test_the_command_line_names_no_absolute_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = [f"{ROOT}/bench/offline.py", "--model", f"{Path.home()}/m", "--slo", "ttft:500 tpot:15"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert record.command_line() == "python bench/offline.py --model '~/m' --slo 'ttft:500 tpot:15'"
-    monkeypatch.setattr(sys, "argv", [f"{ROOT}/bench/kernels/sustained.py", "--rows", "512"])
-    assert record.command_line() == "python bench/kernels/sustained.py --rows 512"
-
-
 # ---- inputs and operations ----
 
 
@@ -287,7 +279,7 @@ def written(command: click.Command, path: Path, *arguments: object) -> tuple[dic
     result = run(command, *arguments, "--output-json", path)
     assert result.exit_code == 0, result.output
     report: dict[str, Any] = json.loads(path.read_text())
-    assert {"argv", "provenance"} <= report.keys()
+    assert report["provenance"]["argv"]
     return report, result.output
 
 
