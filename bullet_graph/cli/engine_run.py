@@ -1,6 +1,9 @@
-"""What every measuring command does around its engine: opening it, watching its device, describing it."""
+"""What every measuring command does around its engine: build it, watch its device, describe the run."""
 
+import dataclasses
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bullet_graph.config import EngineConfig
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats
 from bullet_graph.graphs.compile_counts import CompileCounts
@@ -20,12 +23,16 @@ from bullet_graph.perf.start_report import StartReport
 from bullet_graph.runtime.artifacts.use import CacheUse
 from bullet_graph.runtime.memory import MemoryLedger, format_bytes
 from bullet_graph.runtime.resolve import Runtime, load_tokenizer
+from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload, load_workload
+
+_OWN_FIELDS = ("model", "load_format", "dtype", "device", "policy", "seed")
+"""Settings that results have fields of their own for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Under which conditions a benchmark ran; part of every result.
+    """The conditions of a benchmark; part of every result.
 
     Attributes:
         load_format: ``dummy`` or ``safetensors``, resolved.
@@ -34,10 +41,10 @@ class RunRecord:
         num_steps: forwards during the measurement.
         num_preemptions: sequences that lost their KV blocks and were recomputed during the measurement.
         kv_blocks_peak: most KV blocks in use at once.
-        device: what the device did during the measurement.
-        start: what the engine's start took, before.
-        compiles: what it compiled; all zero where a cache had it.
-        cache_use: what a cache of captures has brought to it.
+        device: clocks, power and energy during the measurement.
+        start: phases of the engine's start.
+        compiles: what the start compiled; all zero where a capture cache had it.
+        cache_use: what the start took from a capture cache.
     """
 
     model: str
@@ -58,15 +65,15 @@ class RunRecord:
 
 
 def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | None = None) -> Engine:
-    """Build the engine; unless quiet, show its memory ledger first and progress bars where somebody watches.
+    """Build an engine.
 
     Args:
         config: its settings.
-        quiet: show nothing.
-        trace_decisions: write every decision to this file, in the place of one that is there.
+        quiet: show neither its memory ledger, nor its graphs, nor progress bars (all on stderr).
+        trace_decisions: write every decision to this file; an existing one is replaced.
     """
     if trace_decisions is not None:
-        # Whether it may be replaced, the command has checked.
+        # The command has checked that it may be replaced.
         trace_decisions.unlink(missing_ok=True)
     engine = Engine(
         **config.values(),
@@ -87,22 +94,34 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
     return engine
 
 
-def load_requests(runtime: Runtime, trace: str, num_prompts: int | None, *, seed: int) -> Workload:
-    """The workload for a model; see :func:`bullet_graph.workloads.load_workload`.
+def config_for(config: EngineConfig, policies: Sequence[Policy], slo: Slo) -> EngineConfig:
+    """Settings of one engine that can serve under each policy in turn, and begins with these targets.
 
     Args:
-        runtime: of the model, whose tokenizer counts the tokens of a file with texts.
-        trace: its name or file.
-        num_prompts: the first so many requests, or None for all.
-        seed: of a synthetic workload.
+        config: its settings otherwise.
+        policies: at least one. The engine prepares the sizes that ``split:NUM_SMS`` names, unless another policy
+            chooses the size: then it prepares those of ``config.decode_sms``, or of the performance table.
+        slo: targets.
     """
+    sizes = config.decode_sms
+    chooses_size = any(policy.name in ("auto", "split") and policy.decode_sms is None for policy in policies)
+    if not chooses_size:
+        named = (policy.decode_sms for policy in policies)
+        sizes += tuple(size for size in named if size is not None and size not in sizes)
+    if len(policies) > 1 and any(policy.uses_prefill_lane for policy in policies):
+        # An engine for auto can serve as any other.
+        policy = Policy("auto")
+    else:
+        # The largest forward counts; and mixed may need a table where serial never does.
+        policy = max(policies, key=lambda policy: (policy.chunk_tokens or math.inf, policy.name == "mixed"))
+    return dataclasses.replace(config, policy=policy, slo=slo, decode_sms=sizes)
+
+
+def load_requests(runtime: Runtime, trace: str, num_prompts: int | None, *, seed: int) -> Workload:
+    """Load a workload; the model's tokenizer counts the tokens of texts. See ``load_workload``."""
     tokenizer = load_tokenizer(runtime)
-    return load_workload(
-        trace,
-        num_requests=num_prompts,
-        seed=seed,
-        tokenize=None if tokenizer is None else tokenizer.encode,
-    )
+    tokenize = None if tokenizer is None else tokenizer.encode
+    return load_workload(trace, num_requests=num_prompts, seed=seed, tokenize=tokenize)
 
 
 def watch_device(engine: Engine) -> DeviceMonitor:
@@ -110,11 +129,6 @@ def watch_device(engine: Engine) -> DeviceMonitor:
     if engine.device_name != "cuda":
         return DeviceMonitor(None)
     return DeviceMonitor.for_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
-
-
-def resolved_load_format(config: EngineConfig, runtime: Runtime) -> str:
-    """``dummy`` or ``safetensors``: where the weights come from."""
-    return "dummy" if runtime.folder is None or config.load_format == "dummy" else "safetensors"
 
 
 def describe_run(
@@ -125,7 +139,7 @@ def describe_run(
     device: DeviceReport,
     engine: Engine,
 ) -> RunRecord:
-    """Describe a measurement from the engine's start, and its statistics before and after."""
+    """Describe a measurement by the engine's start, and its statistics before and after."""
     return RunRecord(
         model=config.model,
         load_format=resolved_load_format(config, runtime),
@@ -145,10 +159,14 @@ def describe_run(
     )
 
 
+def resolved_load_format(config: EngineConfig, runtime: Runtime) -> str:
+    """``dummy`` or ``safetensors``: where the weights come from."""
+    return "dummy" if runtime.folder is None or config.load_format == "dummy" else "safetensors"
+
+
 def engine_settings(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
-    """An engine's settings for a result, those left out that it has fields of its own for."""
-    own_fields = ("model", "load_format", "dtype", "device", "policy", "seed")
-    settings = {name: value for name, value in config.values().items() if name not in own_fields}
+    """An engine's settings in a result, except those that results have fields of their own for."""
+    settings = {name: value for name, value in config.values().items() if name not in _OWN_FIELDS}
     return settings | {"max_model_len": runtime.max_model_len, "slo": str(config.slo)}
 
 

@@ -25,12 +25,12 @@ _COMMANDS = {
 }
 
 _BENCH_COMMANDS = {
-    "latency": (f"{_CLI}.bench.command:latency", "Time one batch of equal requests."),
-    "online": (f"{_CLI}.bench.command:online", "Serve a trace as it arrives: latencies and goodput."),
-    "serve": (f"{_CLI}.bench.serve_command:serve", "Like `online`, against a server by URL."),
-    "startup": (f"{_CLI}.bench.startup_command:startup", "Time an engine's start, phase by phase."),
-    "sweep": (f"{_CLI}.bench.sweep_command:sweep", "Find each policy's goodput, by workload."),
-    "throughput": (f"{_CLI}.bench.command:throughput", "Serve a whole trace at once: tokens per second."),
+    "latency": (f"{_CLI}.bench.latency:latency", "Time one batch of equal requests."),
+    "online": (f"{_CLI}.bench.replay:online", "Serve a trace as it arrives: latencies and goodput."),
+    "serve": (f"{_CLI}.bench.replay:serve", "Like `online`, against a server by URL."),
+    "startup": (f"{_CLI}.bench.startup:startup", "Time an engine's start, phase by phase."),
+    "sweep": (f"{_CLI}.bench.sweep:sweep", "Find each policy's goodput, by workload."),
+    "throughput": (f"{_CLI}.bench.throughput:throughput", "Serve a whole trace at once: tokens per second."),
 }
 
 _CAPTURE_COMMANDS = {

@@ -46,7 +46,7 @@ def setting_options(*names: str, **defaults: Any) -> Decorator:
         names: of fields of :class:`~bullet_graph.config.EngineConfig`.
         defaults: the command's own defaults, in the place of the engine's.
     """
-    return _all_of([_setting_option(name, defaults) for name in names])
+    return all_of([_setting_option(name, defaults) for name in names])
 
 
 def _setting_option(name: str, defaults: dict[str, Any], **look: Any) -> Decorator:
@@ -114,12 +114,12 @@ def engine_options(
             )
             command(config=config, **arguments)
 
-        return _all_of(options)(with_config)
+        return all_of(options)(with_config)
 
     return decorate
 
 
-def _all_of(options: list[Decorator]) -> Decorator:
+def all_of(options: list[Decorator]) -> Decorator:
     """The options together, in this order in the help."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -149,7 +149,7 @@ def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
     return dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, num_sequences))
 
 
-result_options = _all_of(
+result_options = all_of(
     [
         click.option(
             "--output-json", type=click.Path(path_type=Path), help="Write the result to this file as well."

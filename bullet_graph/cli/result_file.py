@@ -1,22 +1,28 @@
-"""Results as JSON files: refused before the run rather than after it, and written whole or not at all."""
+"""Results: checked before a run, printed as a table or JSON, and written to a file whole or not at all."""
 
-import dataclasses
 import json
 import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import click
 
 from bullet_graph.errors import ConfigError
 
 IMAGE_FORMATS = ("svg", "png")
 
+_SECRET_OPTIONS = ("--api-key",)
+
 
 def check_result_file(path: Path | None, *, overwrite: bool | None, option: str = "--output-json") -> None:
-    """Make sure, before a long run, that its result can be written; None is nothing to write.
+    """Make sure, before a long run, that its result can be written.
 
     Args:
-        path: of the file.
-        overwrite: it may be replaced; None where the command has no ``--overwrite``.
+        path: of the file; None: nothing is written.
+        overwrite: whether it may be replaced; None where the command has no ``--overwrite``.
         option: that named it.
 
     Raises:
@@ -35,22 +41,8 @@ def check_result_file(path: Path | None, *, overwrite: bool | None, option: str 
         raise ConfigError(f"{option} {path}: no permission to write into {path.parent}")
 
 
-def require_matplotlib(option: str) -> None:
-    """Make sure, before a long run, that the pictures an option asks for can be drawn: matplotlib is an extra.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401, PLC0415
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"{option} needs matplotlib, which is not installed: pip install 'bullet-graph[bench]'"
-        ) from None
-
-
 def check_plot_file(path: Path | None, *, overwrite: bool) -> None:
-    """Make sure, before a long run, that the picture of ``--plot`` can be drawn and written; None is nothing to draw.
+    """Make sure, before a long run, that the picture of ``--plot`` can be drawn and written.
 
     Raises:
         ConfigError: its name has another ending, matplotlib is missing, or as :func:`check_result_file` says.
@@ -60,16 +52,63 @@ def check_plot_file(path: Path | None, *, overwrite: bool) -> None:
     if path.suffix[1:].lower() not in IMAGE_FORMATS:
         raise ConfigError(f"--plot {path}: the name must end in .svg or .png")
     check_result_file(path, overwrite=overwrite, option="--plot")
-    require_matplotlib("--plot")
+    require_extra("matplotlib", "--plot")
 
 
-def to_json(result: Any) -> str:
-    """A result dataclass as JSON text, the fields of its ``run`` beside its own.
+def require_extra(module: str, what: str) -> None:
+    """Require a library of the extra ``bench``.
+
+    Raises:
+        ConfigError: it is not installed; ``what`` needs it.
+    """
+    if find_spec(module) is None:
+        raise ConfigError(f"{what} needs {module}, which is not installed: pip install 'bullet-graph[bench]'")
+
+
+def command_line() -> list[str]:
+    """This process's command line as results keep it: without secrets and without absolute paths of home folders.
+
+    The program is ``bullet-graph``, or ``python -m MODULE``. Paths below the current folder become relative.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.parent != "bullet_graph":
+        program = ["python", "-m", spec.name.removesuffix(".__main__")]
+    elif spec is None and Path(sys.argv[0]).suffix == ".py":
+        program = ["python", sys.argv[0]]
+    else:
+        program = ["bullet-graph"]
+    words = [*program, *sys.argv[1:]]
+    for index, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if name in _SECRET_OPTIONS:
+            if equals:
+                words[index] = f"{name}=***"
+            elif index + 1 < len(words):
+                words[index + 1] = "***"
+    folders = {f"{Path.cwd()}{os.sep}": "", f"{Path.home()}{os.sep}": f"~{os.sep}"}
+    for folder, short in folders.items():
+        if folder != os.sep * 2:
+            words = [word.replace(folder, short) for word in words]
+    return words
+
+
+def to_json(fields: Mapping[str, Any]) -> str:
+    """A result as JSON text, with its own command line as ``argv``.
 
     A figure that is not finite is a bug and raises ValueError.
     """
-    fields = dataclasses.asdict(result)
-    return json.dumps(fields | fields.pop("run"), indent=2, allow_nan=False)
+    return json.dumps({"argv": command_line(), **fields}, indent=2, allow_nan=False)
+
+
+def emit(fields: Mapping[str, Any], path: Path | None, *, as_json: bool, show: Callable[[], object]) -> None:
+    """Write a result to its file, if it has one, and print it: as JSON, or as ``show`` does."""
+    text = to_json(fields)
+    if path is not None:
+        write_result_file(path, text)
+    if as_json:
+        click.echo(text)
+    else:
+        show()
 
 
 def write_result_file(path: Path, text: str) -> None:

@@ -14,15 +14,16 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol
 
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ConfigError, EngineDeadError, PromptError, RequestError, WorkloadError
 from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.replay_metrics import ServedRequest
+from bullet_graph.perf.replay_metrics import ReplayResult, ServedRequest, summarize_replay
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
-from bullet_graph.workloads import Workload, WorkloadRequest, make_prompt_token_ids
+from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, make_prompt_token_ids
 from bullet_graph.workloads.arrivals import Times
 
 WARMUP_OUTPUT_TOKENS = 64
@@ -71,6 +72,19 @@ class Replay:
     def duration_s(self) -> float:
         """Seconds from the start to the last token."""
         return self.end_s - self.start_s
+
+    def result(self, arrivals: Arrivals, *, started: datetime, backend: str, model_id: str) -> ReplayResult:
+        """The replay's figures; see :func:`~bullet_graph.perf.replay_metrics.summarize_replay`."""
+        return summarize_replay(
+            self.served,
+            duration_s=self.duration_s,
+            started=started,
+            backend=backend,
+            model_id=model_id,
+            request_rate=arrivals.request_rate,
+            burstiness=None if arrivals.request_rate is None else arrivals.burstiness,
+            max_concurrency=arrivals.max_concurrency,
+        )
 
 
 # ---- requests ----

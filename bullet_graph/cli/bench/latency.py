@@ -1,21 +1,26 @@
-"""Latency of one batch of equal requests, and how near its decode step comes to the memory's bandwidth."""
+"""``bullet-graph bench latency``: one batch of equal requests, and its decode step against the memory's bandwidth."""
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
 from tqdm import tqdm
 
-from bullet_graph.cli.engine_run import RunRecord, describe_run, open_engine, watch_device
+from bullet_graph.cli.engine_run import describe_run, open_engine, watch_device
+from bullet_graph.cli.options import engine_options, fit_max_num_seqs, result_options
+from bullet_graph.cli.result_file import check_result_file, emit
+from bullet_graph.cli.tables import figures_table, percentiles_table, print_line, print_table
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
-from bullet_graph.perf.metrics import PercentileSummary, RequestMetrics, summarize_ms
+from bullet_graph.perf.metrics import RequestMetrics, summarize_ms
 from bullet_graph.perf.roofline import decode_step_bytes
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.sampling_params import SamplingParams
@@ -24,124 +29,99 @@ from bullet_graph.workloads import WorkloadRequest, make_prompt_token_ids
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """A batch of equal requests; lengths in tokens."""
-
-    batch_size: int
-    input_len: int
-    output_len: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyResult:
-    """What a latency benchmark found.
-
-    Attributes:
-        avg_latency: mean time of a whole batch, in seconds.
-        latencies: each iteration's, in seconds.
-        percentiles: of ``latencies``, in seconds, by percentile.
-        prefill_ms: from a batch's arrival until each of its requests has a token.
-        decode_step_ms: steps in which every request of the batch got a token and none was in prefill; None
-            where outputs have one token.
-        decode_step_bytes: what such a step must move at the mean context: weights and KV cache.
-        achieved_gb_per_s: ``decode_step_bytes`` over the median decode step.
-        copy_gb_per_s: bandwidth of a large copy on the same device, bytes read plus bytes written.
-        share_of_copy_percent: the one in percent of the other.
-    """
-
-    avg_latency: float
-    latencies: tuple[float, ...]
-    percentiles: dict[str, float]
-    batch_size: int
-    input_len: int
-    output_len: int
-    num_iters: int
-    prefill_ms: PercentileSummary | None
-    decode_step_ms: PercentileSummary | None
-    decode_step_bytes: float
-    achieved_gb_per_s: float | None
-    copy_gb_per_s: float
-    share_of_copy_percent: float | None
-    run: RunRecord
-
-
-def run_latency(
+@click.command()
+@engine_options(max_num_seqs=1024, max_num_seqs_shown="the batch size")
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--input-len", type=click.IntRange(min=1), default=32, show_default=True, help="In tokens.")
+@click.option("--output-len", type=click.IntRange(min=1), default=128, show_default=True, help="In tokens.")
+@click.option("--num-iters", type=click.IntRange(min=1), default=30, show_default=True)
+@click.option("--num-iters-warmup", type=click.IntRange(min=0), default=10, show_default=True)
+@result_options
+def latency(
     config: EngineConfig,
-    shape: BatchShape,
-    *,
+    batch_size: int,
+    input_len: int,
+    output_len: int,
     num_iters: int,
     num_iters_warmup: int,
-    quiet: bool,
-    trace_decisions: Path | None = None,
-) -> LatencyResult:
-    """Run the same batch again and again.
+    output_json: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    trace_decisions: Path | None,
+) -> None:
+    """Time one batch of equal requests, over and over, and compare its decode step with the memory's bandwidth.
 
-    Args:
-        config: the engine's settings; ``max_num_seqs`` must hold the batch.
-        shape: the batch.
-        num_iters: timed iterations.
-        num_iters_warmup: untimed iterations before them.
-        quiet: show neither the memory ledger nor progress bars.
-        trace_decisions: write every decision, those of untimed iterations included, to this file.
-
-    Raises:
-        BulletGraphError: from the model or the device, or where the batch does not fit the settings.
+    \b
+    Examples:
+      bullet-graph bench latency --model tiny --batch-size 2 --num-iters 5
+      bullet-graph bench latency --model llama-3.1-8b --batch-size 64 --input-len 1000
     """
-    if shape.batch_size > config.max_num_seqs:
+    check_result_file(output_json, overwrite=overwrite)
+    config = fit_max_num_seqs(config, batch_size)
+    if batch_size > config.max_num_seqs:
         raise ConfigError(
-            f"batch_size={shape.batch_size} requests run at once only if max_num_seqs, now "
-            f"{config.max_num_seqs}, is at least as many: raise it or leave it out"
+            f"batch_size={batch_size} requests run at once only if max_num_seqs, now {config.max_num_seqs}, is at "
+            "least as many: raise it or leave it out"
         )
     runtime = resolve(config)
-    if shape.input_len + shape.output_len > runtime.max_model_len:
+    if input_len + output_len > runtime.max_model_len:
         raise ConfigError(
-            f"input_len={shape.input_len} and output_len={shape.output_len} together exceed "
+            f"input_len={input_len} and output_len={output_len} together exceed "
             f"max_model_len={runtime.max_model_len}: lower them or raise it"
         )
-    with open_engine(config, quiet=quiet, trace_decisions=trace_decisions) as engine:
-        batches = [
-            _make_prompts(shape, number, runtime.model.vocab_size, config.seed)
-            for number in range(num_iters_warmup + num_iters)
+    request = WorkloadRequest(prompt_tokens=input_len, output_tokens=output_len, arrival_s=None)
+    vocab_size = runtime.model.vocab_size
+    batches = [
+        [
+            make_prompt_token_ids(request, number * batch_size + row, vocab_size, config.seed).tolist()
+            for row in range(batch_size)
         ]
+        for number in range(num_iters_warmup + num_iters)
+    ]
+    with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
         for prompts in batches[:num_iters_warmup]:
-            _run_batch(engine, prompts, shape.output_len)
+            _run_batch(engine, prompts, output_len)
         before = engine.stats()
-        runs = []
         with watch_device(engine) as monitor:
             # disable=None: no bar where stderr is not a terminal.
-            for prompts in tqdm(batches[num_iters_warmup:], unit="batch", disable=True if quiet else None):
-                runs.append(_run_batch(engine, prompts, shape.output_len))
+            measured = tqdm(batches[num_iters_warmup:], unit="batch", disable=True if as_json else None)
+            runs = [_run_batch(engine, prompts, output_len) for prompts in measured]
         record = describe_run(config, runtime, before, engine.stats(), monitor.report, engine)
-    # Only now that the engine has given its memory back is there room for the copy.
+    # The copy needs the memory that the engine has just released.
     copy_gb_per_s = measure_copy_gb_per_s(runtime.device.type)
 
     latencies_s = [latency_s for latency_s, _ in runs]
-    decode_step_ms = summarize_ms(gap for _, metrics in runs for gap in decode_gaps_ms(metrics))
+    step_ms = summarize_ms(gap for _, metrics in runs for gap in decode_gaps_ms(metrics))
     # The k-th decode step attends to input_len + k tokens, k from 1 to output_len - 1.
     step_bytes = decode_step_bytes(
         runtime.model,
-        batch_size=shape.batch_size,
-        context_tokens=shape.input_len + shape.output_len / 2,
+        batch_size=batch_size,
+        context_tokens=input_len + output_len / 2,
         dtype_bytes=runtime.dtype.itemsize,
     )
-    achieved_gb_per_s = None if decode_step_ms is None else step_bytes / decode_step_ms.p50 / 1e6
-    return LatencyResult(
-        avg_latency=float(np.mean(latencies_s)),
-        latencies=tuple(latencies_s),
-        percentiles={str(p): float(np.percentile(latencies_s, p)) for p in _PERCENTILES},
-        batch_size=shape.batch_size,
-        input_len=shape.input_len,
-        output_len=shape.output_len,
-        num_iters=num_iters,
-        prefill_ms=summarize_ms(prefill_ms(metrics) for _, metrics in runs),
-        decode_step_ms=decode_step_ms,
-        decode_step_bytes=step_bytes,
-        achieved_gb_per_s=achieved_gb_per_s,
-        copy_gb_per_s=copy_gb_per_s,
-        share_of_copy_percent=None if achieved_gb_per_s is None else 100 * achieved_gb_per_s / copy_gb_per_s,
-        run=record,
-    )
+    achieved_gb_per_s = None if step_ms is None else step_bytes / step_ms.p50 / 1e6
+    prefill = summarize_ms(prefill_ms(metrics) for _, metrics in runs)
+    assert prefill is not None
+    fields = {
+        "avg_latency": float(np.mean(latencies_s)),
+        "latencies": latencies_s,
+        "percentiles": {str(p): float(np.percentile(latencies_s, p)) for p in _PERCENTILES},
+        "batch_size": batch_size,
+        "input_len": input_len,
+        "output_len": output_len,
+        "num_iters": num_iters,
+        "prefill_ms": dataclasses.asdict(prefill),
+        "decode_step_ms": None if step_ms is None else dataclasses.asdict(step_ms),
+        "decode_step_bytes": step_bytes,
+        "achieved_gb_per_s": achieved_gb_per_s,
+        "copy_gb_per_s": copy_gb_per_s,
+        "share_of_copy_percent": None
+        if achieved_gb_per_s is None
+        else 100 * achieved_gb_per_s / copy_gb_per_s,
+        "energy_joules": record.device.energy_joules,
+        **dataclasses.asdict(record),
+    }
+    emit(fields, output_json, as_json=as_json, show=lambda: _print(fields))
 
 
 def prefill_ms(batch: Sequence[RequestMetrics]) -> float:
@@ -152,22 +132,13 @@ def prefill_ms(batch: Sequence[RequestMetrics]) -> float:
 def decode_gaps_ms(batch: Sequence[RequestMetrics]) -> list[float]:
     """Times of the steps in which the whole batch decodes.
 
-    They are the gaps between the tokens of the request that started last, up to the first request's end:
-    before, another request was still in prefill; after, the batch is smaller.
+    They are the gaps between the tokens of the request that started last, up to the first request's end: before,
+    another request was still in prefill; after, the batch is smaller.
     """
     last_started = max(batch, key=lambda metrics: metrics.token_times_s[0])
     first_end_s = min(metrics.token_times_s[-1] for metrics in batch)
     times_s = [time_s for time_s in last_started.token_times_s if time_s <= first_end_s]
     return [(b - a) * 1e3 for a, b in itertools.pairwise(times_s)]
-
-
-def _make_prompts(shape: BatchShape, number: int, vocab_size: int, seed: int) -> list[list[int]]:
-    request = WorkloadRequest(prompt_tokens=shape.input_len, output_tokens=shape.output_len, arrival_s=None)
-    first = number * shape.batch_size
-    return [
-        make_prompt_token_ids(request, first + row, vocab_size, seed).tolist()
-        for row in range(shape.batch_size)
-    ]
 
 
 def _run_batch(
@@ -183,3 +154,23 @@ def _run_batch(
         finished += engine.step()
     elapsed_s = time.perf_counter() - start_s
     return elapsed_s, [output.metrics for output in finished]
+
+
+def _print(fields: dict[str, Any]) -> None:
+    """Show times and achieved bandwidth side by side."""
+    rows = {"batch latency, mean": f"{fields['avg_latency'] * 1e3:,.2f} ms"}
+    for percentile, seconds in fields["percentiles"].items():
+        rows[f"batch latency, p{percentile}"] = f"{seconds * 1e3:,.2f} ms"
+    step = fields["decode_step_ms"]
+    if step is not None:
+        rows["decode step, median"] = f"{step['p50']:,.3f} ms · {fields['achieved_gb_per_s']:,.1f} GB/s"
+        share = f"{fields['share_of_copy_percent']:.1f} % of {fields['copy_gb_per_s']:,.1f} GB/s"
+        rows["of the measured copy"] = share
+    title = (
+        f"Latency: {fields['model']}, batch {fields['batch_size']}, {fields['input_len']} tokens in, "
+        f"{fields['output_len']} out"
+    )
+    print_table(figures_table(title, fields, rows))
+    print_table(percentiles_table({"prefill": fields["prefill_ms"], "decode step": step}))
+    if fields["num_preemptions"]:
+        print_line("The KV cache was too small for the batch: times include recomputation.", style="bold red")

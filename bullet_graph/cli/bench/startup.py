@@ -1,4 +1,4 @@
-"""How long engines take to start, each in a fresh process, with empty caches of kernels and with filled ones."""
+"""``bullet-graph bench startup``: how long an engine takes to start, each time in a new process."""
 
 import dataclasses
 import json
@@ -9,20 +9,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from bullet_graph import errors
 from bullet_graph.cli.engine_run import engine_settings, resolved_load_format
+from bullet_graph.cli.options import engine_options, result_options
+from bullet_graph.cli.result_file import check_plot_file, check_result_file, emit
+from bullet_graph.cli.tables import print_line, print_table
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError
-from bullet_graph.perf.provenance import Provenance, collect_provenance
+from bullet_graph.perf.energy import DeviceMonitor
+from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.perf.start_report import PhaseName
 from bullet_graph.runtime.resolve import resolve
 
@@ -34,20 +37,20 @@ _PROCESS = "process"
 
 
 @dataclass(frozen=True, slots=True)
-class StartPolicy:
+class StartKind:
     """A way to start.
 
     Attributes:
-        name: of the fields in the result.
+        name: of its fields in the result.
+        config: of the engine.
         num_iters: starts.
         empty_caches: each start has empty folders for compiled kernels; else those that the last one filled.
-        settings: of the engine, in the place of those that all policies have.
     """
 
     name: str
+    config: EngineConfig
     num_iters: int
     empty_caches: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class StartRun:
         capture: see :class:`~bullet_graph.graphs.report.CaptureReport`; None where nothing is captured.
         compiles: what was compiled; see :class:`~bullet_graph.graphs.compile_counts.CompileCounts`.
         cache_use: what a capture cache gave; see :class:`~bullet_graph.runtime.artifacts.use.CacheUse`.
-        num_missing_graphs: left to be captured when the token was out.
+        num_missing_graphs: left to be captured after the first token.
     """
 
     startup_s: float
@@ -90,99 +93,127 @@ class StartRun:
         return totals
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartupResult:
-    """What starts took.
+@click.command()
+@engine_options(max_num_seqs=256, without=("trace_decisions",))
+@click.option(
+    "--num-iters-cold",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Starts with empty caches of compiled kernels; the last of them fills those of the warm ones.",
+)
+@click.option(
+    "--num-iters-warm",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Starts with filled caches; and, with --capture-cache, as many of each kind from that and with empty ones.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    help="Draw the phases over time: a file ending in .svg or .png.",
+)
+@result_options
+def startup(
+    config: EngineConfig,
+    num_iters_cold: int,
+    num_iters_warm: int,
+    plot: Path | None,
+    output_json: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Time an engine's start, from a new process to its first token, phase by phase.
 
-    Attributes:
-        runs: of each policy, by its name.
-        load_format: ``dummy`` or ``safetensors``, resolved.
-        engine: the engine's settings.
+    Each start is a process of its own, so that imports count. A cold one has empty folders for what Inductor, Triton
+    and FlashInfer compile; a warm one has those that a cold one filled. They are private ones: yours are neither read
+    nor written. With --capture-cache, both do without it, and a third kind starts from it, with empty folders. On a GPU
+    a fourth does so with --ready hot. Files of weights may be in the operating system's cache in all of them.
+
+    \b
+    Examples:
+      bullet-graph bench startup --model tiny --num-iters-cold 1 --num-iters-warm 3
+      bullet-graph bench startup --model llama-3.1-8b --policy auto --ready hot \\
+          --capture-plan llama-3.1-8b_bfloat16_conv --plot start.svg --output-json start.json
+      bullet-graph bench startup --model llama-3.1-8b --capture-cache auto --output-json start.json
     """
+    check_result_file(output_json, overwrite=overwrite)
+    check_plot_file(plot, overwrite=overwrite)
+    runtime = resolve(config)  # errors show before a process is started
+    without = dataclasses.replace(config, capture_cache=None)
+    kinds = [
+        StartKind("cold", without, num_iters_cold, empty_caches=True),
+        StartKind("warm", without, num_iters_warm),
+    ]
+    if config.capture_cache is not None:
+        kinds.append(StartKind("cached", config, num_iters_warm, empty_caches=True))
+        if config.ready == "all" and runtime.device.type == "cuda":
+            hot = dataclasses.replace(config, ready="hot")
+            kinds.append(StartKind("cached_hot", hot, num_iters_warm, empty_caches=True))
+    provenance = dataclasses.asdict(collect_provenance(runtime.device.type))
+    with DeviceMonitor.for_gpu(provenance["device_uuid"]) as monitor:
+        runs = run_starts(kinds, quiet=as_json)
+    dtype = str(runtime.dtype).removeprefix("torch.")
+    fields: dict[str, Any] = {}
+    for kind, of_kind in runs.items():
+        fields |= _kind_fields(kind, of_kind)
+    fields |= {
+        "model": config.model,
+        "load_format": resolved_load_format(config, runtime),
+        "dtype": dtype,
+        "policy": str(config.policy),
+        "engine": engine_settings(config, runtime),
+        "energy_joules": monitor.report.energy_joules,
+        "provenance": provenance,
+    }
+    title = f"{config.model}, {dtype}, on {provenance['device_name']}"
+    if plot is not None:
+        # matplotlib is an extra.
+        from bullet_graph.cli.plots import draw_starts  # noqa: PLC0415
 
-    runs: Mapping[str, tuple[StartRun, ...]]
-    model: str
-    load_format: str
-    dtype: str
-    policy: str
-    engine: dict[str, Any]
-    provenance: Provenance
-
-    def average(self, policy: str, what: str) -> float:
-        """Mean ``startup_s`` or ``first_token_s`` of a policy."""
-        return float(np.mean([getattr(run, what) for run in self.runs[policy]]))
-
-    def phase_seconds(self, policy: str) -> dict[str, float]:
-        """Mean seconds of each phase of a policy."""
-        runs = [run.seconds for run in self.runs[policy]]
-        return {name: float(np.mean([run.get(name, 0.0) for run in runs])) for name in runs[0]}
-
-    @property
-    def phase_names(self) -> list[str]:
-        """Phases that any start had, in the order of a start."""
-        there = {name for runs in self.runs.values() for run in runs for name in run.seconds}
-        return [name for name in (_PROCESS, *get_args(PhaseName)) if name in there]
-
-    def fields(self) -> dict[str, Any]:
-        """The figures for a JSON file."""
-        figures: dict[str, Any] = {}
-        for policy, runs in self.runs.items():
-            figures |= {
-                f"avg_{policy}_startup_time": self.average(policy, "startup_s"),
-                f"avg_{policy}_first_token_time": self.average(policy, "first_token_s"),
-                f"num_iters_{policy}": len(runs),
-                f"{policy}_startup_times": [run.startup_s for run in runs],
-                f"{policy}_phases": self.phase_seconds(policy),
-                f"{policy}_runs": [dataclasses.asdict(run) for run in runs],
-            }
-        own = {name: getattr(self, name) for name in ("model", "load_format", "dtype", "policy", "engine")}
-        return figures | own | {"provenance": dataclasses.asdict(self.provenance)}
+        median = {
+            kind: sorted(of_kind, key=lambda run: run.startup_s)[(len(of_kind) - 1) // 2]
+            for kind, of_kind in runs.items()
+        }
+        plot.write_bytes(
+            draw_starts(median, phase_names(runs), title=title, image_format=plot.suffix[1:].lower())
+        )
+    emit(fields, output_json, as_json=as_json, show=lambda: _print(title, runs, fields))
 
 
-def run_startup(config: EngineConfig, policies: Sequence[StartPolicy], *, quiet: bool) -> StartupResult:
-    """Start engines, one after another.
+def run_starts(kinds: Sequence[StartKind], *, quiet: bool) -> dict[str, tuple[StartRun, ...]]:
+    """Start engines one after another; returns the starts of each kind, by its name.
 
     The folders for compiled kernels are private ones: those of the user are neither read nor written.
 
     Args:
-        config: the engine's settings.
-        policies: the first has empty caches.
-        quiet: do not tell of each start.
+        kinds: the first has empty caches.
+        quiet: print nothing about each start.
 
     Raises:
         BulletGraphError: from the settings, the model or the device.
     """
-    runtime = resolve(config)  # raises for what can be known before a process is started
     runs: dict[str, tuple[StartRun, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="bullet-graph-startup-") as folder:
         caches = Path(folder)
-        for policy in policies:
-            of_policy: list[StartRun] = []
-            for number in range(policy.num_iters):
-                if policy.empty_caches:
+        for kind in kinds:
+            for number in range(kind.num_iters):
+                if kind.empty_caches:
                     caches = Path(tempfile.mkdtemp(dir=folder))
-                of_policy.append(_start(dataclasses.replace(config, **policy.settings), caches))
+                run = _start(kind.config, caches)
+                runs[kind.name] = (*runs.get(kind.name, ()), run)
                 if not quiet:
-                    run = of_policy[-1]
                     click.echo(
-                        f"{policy.name} start {number + 1} of {policy.num_iters}: ready after {run.startup_s:.2f} s, "
+                        f"{kind.name} start {number + 1} of {kind.num_iters}: ready after {run.startup_s:.2f} s, "
                         f"first token after {run.first_token_s:.2f} s",
                         err=True,
                     )
-            runs[policy.name] = tuple(of_policy)
-    return StartupResult(
-        runs=runs,
-        model=config.model,
-        load_format=resolved_load_format(config, runtime),
-        dtype=str(runtime.dtype).removeprefix("torch."),
-        policy=str(config.policy),
-        engine=engine_settings(config, runtime),
-        provenance=collect_provenance(runtime.device.type),
-    )
+    return runs
 
 
 def cache_variables(folder: Path) -> dict[str, str]:
-    """Where a process is to keep what it compiles, by the libraries' own variables: all of it below ``folder``."""
+    """Make a process keep everything it compiles below ``folder``, by the libraries' own variables."""
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
@@ -216,11 +247,7 @@ def _start(config: EngineConfig, caches: Path) -> StartRun:
 
 
 def read_run(found: Mapping[str, Any], started_s: float) -> StartRun:
-    """One start, as its process tells it.
-
-    Args:
-        started_s: when the process was started, on the clock of ``time.perf_counter``, which both share.
-    """
+    """One start, from the report of its process and the time it was started, on a clock that both share."""
     offset_s = found["began_s"] - started_s
     phases = [
         TimedPhase(phase["name"], offset_s + phase["start_s"], offset_s + phase["end_s"])
@@ -239,21 +266,36 @@ def read_run(found: Mapping[str, Any], started_s: float) -> StartRun:
     )
 
 
-def print_startup(result: StartupResult) -> None:
-    """Show a table on stdout: a row for each phase, a column for each policy."""
-    policies = list(result.runs)
-    table = Table(
-        "phase, s",
-        title=f"Starts: {result.model}, {result.dtype}, on {result.provenance.device_name}",
-        title_justify="left",
-    )
-    for policy in policies:
-        table.add_column(f"{policy} ({len(result.runs[policy])})", justify="right")
-    seconds = {policy: result.phase_seconds(policy) for policy in policies}
-    for name in result.phase_names:
-        table.add_row(name, *(f"{seconds[policy].get(name, 0.0):,.2f}" for policy in policies))
+def phase_names(runs: Mapping[str, Sequence[StartRun]]) -> list[str]:
+    """Phases that any start had, in the order of a start."""
+    there = {name for of_kind in runs.values() for run in of_kind for name in run.seconds}
+    return [name for name in (_PROCESS, *get_args(PhaseName)) if name in there]
+
+
+def _kind_fields(kind: str, runs: Sequence[StartRun]) -> dict[str, Any]:
+    """The figures of one kind of start; means of all its starts."""
+    seconds = [run.seconds for run in runs]
+    return {
+        f"avg_{kind}_startup_time": float(np.mean([run.startup_s for run in runs])),
+        f"avg_{kind}_first_token_time": float(np.mean([run.first_token_s for run in runs])),
+        f"num_iters_{kind}": len(runs),
+        f"{kind}_startup_times": [run.startup_s for run in runs],
+        f"{kind}_phases": {
+            name: float(np.mean([run.get(name, 0.0) for run in seconds])) for name in seconds[0]
+        },
+        f"{kind}_runs": [dataclasses.asdict(run) for run in runs],
+    }
+
+
+def _print(title: str, runs: Mapping[str, Sequence[StartRun]], fields: Mapping[str, Any]) -> None:
+    """Show a table on stdout: a row for each phase, a column for each kind of start."""
+    table = Table("phase, s", title=f"Starts: {title}", title_justify="left")
+    for kind in runs:
+        table.add_column(f"{kind} ({len(runs[kind])})", justify="right")
+    for name in phase_names(runs):
+        table.add_row(name, *(f"{fields[f'{kind}_phases'].get(name, 0.0):,.2f}" for kind in runs))
     table.add_section()
-    for label, what in (("ready", "startup_s"), ("first token out", "first_token_s")):
-        table.add_row(label, *(f"{result.average(policy, what):,.2f}" for policy in policies))
-    Console().print(table)
-    Console().print("Means of all starts; phases may overlap.")
+    for label, what in (("ready", "startup"), ("first token out", "first_token")):
+        table.add_row(label, *(f"{fields[f'avg_{kind}_{what}_time']:,.2f}" for kind in runs))
+    print_table(table)
+    print_line("Means of all starts; phases may overlap.")

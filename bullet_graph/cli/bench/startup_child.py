@@ -1,6 +1,6 @@
 """One start of an engine in a process of its own: ``python -m bullet_graph.cli.bench.startup_child RESULT < CONFIG``.
 
-The configuration is pickled; the result is a JSON file with the start's phases, or the package's error that ended it.
+The configuration is pickled. The result is a JSON file with the phases of the start, or the error that ended it.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from bullet_graph.errors import BulletGraphError
 from bullet_graph.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 16
-"""Of the request whose first token is waited for."""
+"""Of the request whose first token ends the measurement."""
 
 
 def start(config: EngineConfig) -> dict[str, Any]:
-    """Start an engine, generate a token, and tell what it took; times are those of ``time.perf_counter``."""
+    """Start an engine and generate a token; times are those of ``time.perf_counter``."""
     with Engine(**config.values()) as engine:
         prompt = [0] * min(PROMPT_TOKENS, engine.max_model_len - 1)
         engine.generate(
@@ -38,7 +38,7 @@ def start(config: EngineConfig) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Write the result; returns the exit code."""
     result = Path(sys.argv[1])
     try:
         found = start(pickle.loads(sys.stdin.buffer.read()))

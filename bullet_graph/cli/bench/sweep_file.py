@@ -1,4 +1,4 @@
-"""The one file of a goodput sweep: every run is in it as soon as it has ended, and an interrupted sweep goes on."""
+"""The one file of a sweep: each run is in it as soon as it has ended, and an interrupted sweep resumes from it."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bullet_graph.cli.result_file import check_result_file, write_result_file
+from bullet_graph.cli.result_file import check_result_file, command_line, to_json, write_result_file
 from bullet_graph.errors import ConfigError
 
 FORMAT = 1
@@ -18,7 +18,7 @@ _MOST_DIFFERENCES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class CellKey:
-    """What one search is about.
+    """The name of one search.
 
     Attributes:
         system: what served, with its setting, such as ``bullet_graph auto`` or ``vllm 0.24.0 chunk 512``.
@@ -35,14 +35,14 @@ class CellKey:
 
 @dataclass(frozen=True, slots=True)
 class SweepCell:
-    """One search, as far as it has come.
+    """The progress of one search.
 
     Attributes:
-        key: what it is about.
-        goodput: the highest rate that served enough, in requests a second; None: none did, or it is not finished.
+        key: its name.
+        goodput: the highest rate that served enough, in requests per second; None: none did, or it is not finished.
         finished: whether the search is over.
-        runs: the fields of each run in the order of running: those of
-            :class:`~bullet_graph.perf.replay_metrics.ReplayResult` and whatever else the system tells.
+        runs: the fields of each run, in the order of running: those of
+            :class:`~bullet_graph.perf.replay_metrics.ReplayResult`, and what the system adds.
     """
 
     key: CellKey
@@ -52,35 +52,37 @@ class SweepCell:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The run at the goodput; None where there is none."""
-        at_goodput = [run for run in self.runs if run["request_rate"] == self.goodput]
-        return at_goodput[-1] if at_goodput else None
+        """The last run at the goodput; None where there is none."""
+        return next((run for run in reversed(self.runs) if run["request_rate"] == self.goodput), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What a sweep's file holds.
+    """The content of a sweep's file.
 
     Attributes:
-        settings: all that decides the runs; ``attainment`` is the share of requests that must meet all targets.
+        settings: everything that decides the runs; ``attainment`` is the share of requests that must meet all targets.
         provenance: of the machine and the code that began the sweep.
-        continued: the provenance of each later start whose machine or code was another.
+        argv: the command line that began it.
+        continued: the provenance of each later start on another machine or code.
         finished: whether every search is over.
         cells: in the order of their first runs.
     """
 
     settings: dict[str, Any]
     provenance: dict[str, Any]
+    argv: tuple[str, ...] = ()
     continued: tuple[dict[str, Any], ...] = ()
     finished: bool = False
     cells: tuple[SweepCell, ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """The sweep as its file's JSON has it."""
+        """The sweep as in its file's JSON."""
         return {
             "format": FORMAT,
             "kind": KIND,
             "finished": self.finished,
+            "argv": list(self.argv),
             "settings": self.settings,
             "provenance": self.provenance,
             "continued": list(self.continued),
@@ -96,7 +98,7 @@ def read_sweep(path: Path) -> Sweep:
     """Read a sweep's file, finished or not.
 
     Raises:
-        ConfigError: it cannot be read, or is no sweep's file of this format.
+        ConfigError: it cannot be read, or is not a sweep's file of this format.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -112,6 +114,7 @@ def read_sweep(path: Path) -> Sweep:
         return Sweep(
             settings=dict(fields["settings"]),
             provenance=dict(fields["provenance"]),
+            argv=tuple(fields.get("argv", ())),
             continued=tuple(fields["continued"]),
             finished=bool(fields["finished"]),
             cells=tuple(_read_cell(cell) for cell in fields["cells"]),
@@ -123,7 +126,6 @@ def read_sweep(path: Path) -> Sweep:
 def _read_cell(fields: Mapping[str, Any]) -> SweepCell:
     runs = tuple(dict(run) for run in fields["runs"])
     for name, run in itertools.product(("request_rate", "slo_attainment"), runs):
-        # What every reader goes by.
         if not isinstance(run[name], (int, float)):
             raise TypeError(f"{name} of a run must be a number, got {run[name]!r}")
     key = CellKey(*(fields[field.name] for field in dataclasses.fields(CellKey)))
@@ -142,20 +144,20 @@ class SweepFile:
     def open(
         cls, path: Path, *, settings: Mapping[str, Any], provenance: Mapping[str, Any], overwrite: bool
     ) -> "SweepFile":
-        """Begin a sweep, or go on with the one in the file if it has these settings and is not finished.
+        """Begin a sweep, or resume the one in the file if it has these settings and is not finished.
 
         Args:
             path: of the file.
-            settings: all that decides the runs, in values that JSON has.
-            provenance: of this machine and code; a date in it, ``date_utc``, may differ when a sweep goes on.
-            overwrite: a file that is finished, or something else, may be replaced.
+            settings: everything that decides the runs, in values that JSON has.
+            provenance: of this machine and code; its ``date_utc`` may differ when a sweep resumes.
+            overwrite: whether a file that cannot be resumed may be replaced.
 
         Raises:
             ConfigError: the file cannot be written; or, without ``overwrite``, it is finished, or of another sweep, or
-                no sweep's file.
+                not a sweep's file.
         """
         check_result_file(path, overwrite=True)
-        new = Sweep(settings=_as_json(settings), provenance=_as_json(provenance))
+        new = Sweep(settings=_as_json(settings), provenance=_as_json(provenance), argv=tuple(command_line()))
         if not path.exists():
             return cls(path, new)
         try:
@@ -172,11 +174,16 @@ class SweepFile:
 
     @property
     def sweep(self) -> Sweep:
-        """What the file holds."""
+        """The content of the file."""
         return dataclasses.replace(self._sweep, cells=tuple(self._cells.values()))
 
+    @property
+    def num_runs(self) -> int:
+        """Runs in the file."""
+        return sum(len(cell.runs) for cell in self._cells.values())
+
     def cell(self, key: CellKey) -> SweepCell:
-        """A search as far as it has come."""
+        """The progress of a search."""
         return self._cells.get(key, SweepCell(key))
 
     def runs(self, key: CellKey) -> list[dict[str, Any]]:
@@ -184,21 +191,21 @@ class SweepFile:
         return list(self.cell(key).runs)
 
     def add_run(self, key: CellKey, fields: Mapping[str, Any]) -> None:
-        """Keep a run.
+        """Append a run.
 
         Args:
             key: of its cell.
-            fields: at least ``request_rate`` and ``slo_attainment``, as numbers; all of values that JSON has.
+            fields: at least ``request_rate`` and ``slo_attainment``, as numbers; all in values that JSON has.
         """
         cell = self.cell(key)
         self._put(dataclasses.replace(cell, runs=(*cell.runs, _as_json(fields))))
 
     def finish_cell(self, key: CellKey, goodput: float | None) -> None:
-        """Keep what a search found."""
+        """Store the goodput of a search that is over."""
         self._put(dataclasses.replace(self.cell(key), goodput=goodput, finished=True))
 
     def finish(self) -> None:
-        """Close the sweep: the file will not be gone on with."""
+        """Mark the sweep as finished: it will not be resumed."""
         self._sweep = dataclasses.replace(self._sweep, finished=True)
         self._write()
 
@@ -207,7 +214,7 @@ class SweepFile:
         self._write()
 
     def _write(self) -> None:
-        write_result_file(self.path, json.dumps(self.sweep.fields(), indent=2, allow_nan=False))
+        write_result_file(self.path, to_json(self.sweep.fields()))
 
 
 def _require_same(path: Path, found: Sweep, settings: Mapping[str, Any]) -> None:
@@ -236,6 +243,6 @@ def _without_date(provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_json(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values as they come back from a file: a tuple is a list there."""
+    """The same values as a file returns them: a tuple becomes a list."""
     parsed: dict[str, Any] = json.loads(json.dumps(fields, allow_nan=False))
     return parsed

@@ -1,7 +1,6 @@
 """``bullet-graph capture plan``: what an engine should capture for a workload."""
 
 import dataclasses
-import json
 import math
 import sys
 from pathlib import Path
@@ -12,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bullet_graph.cli.options import setting_options
-from bullet_graph.cli.result_file import check_result_file, write_result_file
-from bullet_graph.cli.serving.options import burstiness_option, num_prompts_option, parse_rate, trace_option
+from bullet_graph.cli.replay_options import burstiness_option, num_prompts_option, parse_rate, trace_option
+from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.cli.simulate.run import SimulationSpec, Simulator
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.capture_proposal import PIECEWISE, Budget, CaptureUsage, GroupKey, SizeUse, propose
@@ -21,6 +20,7 @@ from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, format_p
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.runtime.capture_plan import max_forward_rows
+from bullet_graph.workloads import Arrivals
 
 _GB = 1e9
 _ROW_BINS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -107,16 +107,9 @@ def plan(
     spec = SimulationSpec(
         gpu=gpu,
         config=config,
-        policies=(config.policy,),
         trace=trace,
         num_prompts=num_prompts,
-        request_rate=request_rate,
-        time_scale=1.0,
-        burstiness=burstiness,
-        max_concurrency=None,
-        host_overhead_ms=0.2,
-        time_noise=0.0,
-        attainment=0.9,
+        arrivals=Arrivals(request_rate=request_rate, burstiness=burstiness, seed=config.seed),
     )
     with progress_bar(not as_json and sys.stderr.isatty(), unit="req") as advance:
         proposal = Proposal.make(Simulator(spec), Budget(memory_gb * _GB, time_s), lambda _: advance(1))
@@ -124,7 +117,7 @@ def plan(
     if output is not None:
         write_result_file(output, text.rstrip("\n"))
     if as_json:
-        click.echo(json.dumps(proposal.fields(text), indent=2, allow_nan=False))
+        click.echo(to_json(proposal.fields(text)))
         return
     console = Console(stderr=output is None)
     console.print(proposal.title, markup=False, soft_wrap=True)
@@ -152,8 +145,8 @@ class Proposal:
         Raises:
             ConfigError: the budget does not allow a single graph.
         """
-        spec, device, config = simulator.spec, simulator.device, simulator.spec.config
-        (policy,) = spec.policies
+        device, config = simulator.device, simulator.spec.config
+        policy = config.policy
         lanes = device.performance.decode_sms if policy.name in ("auto", "split") else ()
         default = default_plan(
             model=Path(config.model).name,
@@ -165,7 +158,7 @@ class Proposal:
             decode_sms=lanes if policy.decode_sms is None else (policy.decode_sms,),
         )
         usage = CaptureUsage(device.unpadded)
-        simulator.run(policy, spec.request_rate, capture_plan=default, on_done=on_done, on_step=usage.note)
+        simulator.run(policy, capture_plan=default, on_done=on_done, on_step=usage.note)
         return cls(simulator, budget, usage, default, propose(usage.groups(default), budget, like=default))
 
     @property
@@ -173,7 +166,7 @@ class Proposal:
         """The workload and the device."""
         spec, device = self.simulator.spec, self.simulator.device
         rate = {None: "its own times", math.inf: "once"}.get(
-            spec.request_rate, f"{spec.request_rate or 0:g} requests/s"
+            spec.arrivals.request_rate, f"{spec.arrivals.request_rate or 0:g} requests/s"
         )
         table = "a measured table" if device.is_measured else "roofline"
         served = f"{self.simulator.workload.name} at {rate}, {spec.config.slo}"
@@ -184,7 +177,7 @@ class Proposal:
         num_layers = self.usage.model.num_layers
         return (
             "What an engine captures at its start; written by `bullet-graph capture plan` for",
-            f"{self.title}, policy {self.simulator.spec.policies[0]}.",
+            f"{self.title}, policy {self.simulator.spec.config.policy}.",
             f"About {self.plan.graph_bytes(num_layers) / _GB:.2f} GB and {self.plan.capture_s(num_layers):.1f} s. "
             f"Padding and missing sizes cost {self._lost_percent(self.plan):.2f} %",
             f"of the device's time, and {self._lost_percent(self.default):.2f} % without a plan.",
@@ -217,8 +210,10 @@ class Proposal:
         num_layers = self.usage.model.num_layers
         return self.simulator.describe() | {
             "model": spec.config.model,
-            "policy": str(spec.policies[0]),
-            "request_rate": "trace" if spec.request_rate is None else _finite(spec.request_rate, "inf"),
+            "policy": str(spec.config.policy),
+            "request_rate": "trace"
+            if spec.arrivals.request_rate is None
+            else _finite(spec.arrivals.request_rate, "inf"),
             "budget": {
                 "memory_gb": _finite(self.budget.memory_bytes / _GB),
                 "time_s": _finite(self.budget.time_s),

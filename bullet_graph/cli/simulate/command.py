@@ -1,22 +1,29 @@
-"""``bullet-graph simulate``: what a GPU would make of a trace, in virtual time."""
+"""``bullet-graph simulate``: a trace on a GPU that need not be there, in virtual time."""
 
-import json
+import dataclasses
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from bullet_graph.cli.options import result_options, setting_options
-from bullet_graph.cli.result_file import check_plot_file, check_result_file, write_result_file
-from bullet_graph.cli.serving.goodput import GoodputCommand
-from bullet_graph.cli.serving.options import TRACE_TIMES, serving_options
+from bullet_graph.cli.replay_options import TRACE_TIMES, GoodputCommand, replay_options
+from bullet_graph.cli.result_file import check_plot_file, check_result_file, emit
+from bullet_graph.cli.simulate.run import PolicyRun, SimulationSpec, Simulator
+from bullet_graph.cli.tables import goodput_table, print_line, print_replays, print_table
 from bullet_graph.config import EngineConfig, Policy
+from bullet_graph.engine.simulation import HOST_OVERHEAD_MS
 from bullet_graph.errors import ConfigError
-from bullet_graph.slo import Slo
+from bullet_graph.models.progress import progress_bar
+from bullet_graph.perf.goodput_search import GoodputSearch
+from bullet_graph.slo import NO_TARGETS, Slo
+from bullet_graph.workloads import Arrivals
 
 _FIRST_RATE = 8.0
+_TOLERANCE = 0.02
 
 
 @click.command(cls=GoodputCommand)
@@ -25,8 +32,8 @@ _FIRST_RATE = 8.0
     default="h200",
     show_default=True,
     metavar="NAME|TABLE.json|roofline:NAME",
-    help="Whose times to use: a table that comes with the package, one that `bullet-graph profile` wrote, or an "
-    "estimate by arithmetic.",
+    help="Whose times to use: a table that comes with the package, a table of `bullet-graph profile`, or an estimate "
+    "by arithmetic.",
 )
 @click.option(
     "--model",
@@ -34,7 +41,7 @@ _FIRST_RATE = 8.0
     show_default=True,
     help="A preset's name, or a Hugging Face model folder.",
 )
-@serving_options(default_policy="auto", request_rate_more=" With --sweep, where to begin.")
+@replay_options(default_policy="auto", request_rate_more=" With --sweep, the first rate.")
 @setting_options(
     "decode_sms",
     "capture_plan",
@@ -50,18 +57,18 @@ _FIRST_RATE = 8.0
 @click.option(
     "--host-overhead-ms",
     type=click.FloatRange(min=0),
-    default=0.2,
+    default=HOST_OVERHEAD_MS,
     show_default=True,
-    help="What each launch costs the host.",
+    help="Host time per launch.",
 )
 @click.option(
     "--time-noise",
     type=click.FloatRange(min=0, max=1),
     default=0.0,
     show_default=True,
-    help="How far the device's times are from those predicted: 0.1 is about 10 %.",
+    help="Relative spread of the device's times around the prediction: 0.1 is about 10 %.",
 )
-@click.option("--sweep", is_flag=True, help="Find the highest rate at which each policy holds the targets.")
+@click.option("--sweep", is_flag=True, help="Find the highest rate at which each policy meets the targets.")
 @click.option(
     "--attainment",
     type=click.FloatRange(min=0, max=1, min_open=True),
@@ -115,41 +122,55 @@ def simulate(
     check_result_file(output_json, overwrite=overwrite)
     _check_combination(policies, config.slo, request_rate, sweep, plot, trace_decisions)
     check_plot_file(plot, overwrite=overwrite)
-    # Here and below: torch takes seconds to import, and --help must not wait for it.
-    from bullet_graph.cli.simulate.run import SimulationSpec, Simulator  # noqa: PLC0415
-
-    spec = SimulationSpec(
-        gpu=gpu,
-        config=config,
-        policies=policies,
-        trace=trace,
-        num_prompts=num_prompts,
+    arrivals = Arrivals(
         request_rate=request_rate,
-        time_scale=time_scale,
         burstiness=burstiness,
+        time_scale=time_scale,
         max_concurrency=max_concurrency,
-        host_overhead_ms=host_overhead_ms,
-        time_noise=time_noise,
-        attainment=attainment,
+        seed=config.seed,
     )
-    simulator = Simulator(spec)
-    progress = not as_json and sys.stderr.isatty()
+    simulator = Simulator(
+        SimulationSpec(
+            gpu=gpu,
+            config=config,
+            trace=trace,
+            num_prompts=num_prompts,
+            arrivals=arrivals,
+            host_overhead_ms=host_overhead_ms,
+            time_noise=time_noise,
+        )
+    )
+    show_progress = not as_json and sys.stderr.isatty()
     if sweep:
-        from bullet_graph.cli.simulate.report import report_sweep  # noqa: PLC0415
-
-        first_rate = _FIRST_RATE if request_rate is None or math.isinf(request_rate) else request_rate
-        searches = simulator.sweep(first_rate, progress=progress)
-        fields = report_sweep(simulator, searches, plot=plot, detailed=save_detailed, quiet=as_json)
-    else:
-        from bullet_graph.cli.simulate.report import report_runs  # noqa: PLC0415
-
-        runs = simulator.compare(trace_file=trace_decisions, overwrite=overwrite, progress=progress)
-        fields = report_runs(simulator, runs, detailed=save_detailed, quiet=as_json)
-    text = json.dumps(fields, indent=2, allow_nan=False)
-    if output_json is not None:
-        write_result_file(output_json, text)
-    if as_json:
-        click.echo(text)
+        searches = _search(simulator, policies, attainment, show_progress=show_progress)
+        _report_searches(
+            simulator, searches, attainment, plot, output_json, detailed=save_detailed, as_json=as_json
+        )
+        return
+    runs: dict[str, PolicyRun] = {}
+    total = len(policies) * len(simulator.workload.requests)
+    with progress_bar(show_progress, total=total, unit="req") as advance:
+        for policy in policies:
+            decisions = None
+            if trace_decisions is not None:
+                decisions = simulator.open_trace(trace_decisions, policy, overwrite=overwrite)
+            try:
+                runs[str(policy)] = simulator.run(policy, trace=decisions, on_done=lambda _: advance(1))
+            finally:
+                if decisions is not None:
+                    decisions.close()
+    results = [run.fields(detailed=save_detailed) | {"policy": policy} for policy, run in runs.items()]
+    common = simulator.describe()
+    emit(
+        results[0] | common if len(results) == 1 else common | {"results": results},
+        output_json,
+        as_json=as_json,
+        show=lambda: print_replays(
+            simulator.title(),
+            {policy: run.fields() for policy, run in runs.items()},
+            next(iter(runs.values())).result.details.errors,
+        ),
+    )
 
 
 def _check_combination(
@@ -160,13 +181,84 @@ def _check_combination(
     plot: Path | None,
     trace_decisions: Path | None,
 ) -> None:
-    if sweep and slo == Slo():
+    if sweep and slo == NO_TARGETS:
         raise ConfigError(
-            "--sweep looks for the rate that holds the targets: give some, as --goodput ttft:500 tpot:15"
+            "--sweep looks for the rate that meets the targets: give some, as --goodput ttft:500 tpot:15"
         )
     if sweep and request_rate is None:
         raise ConfigError(f"--sweep chooses the rates itself: leave out --request-rate {TRACE_TIMES}")
     if plot is not None and not sweep:
-        raise ConfigError("--plot draws figures against the rate: add --sweep")
+        raise ConfigError("--plot draws figures over the rate: add --sweep")
     if trace_decisions is not None and (sweep or len(policies) > 1):
         raise ConfigError("--trace-decisions writes one run: give one --policy, and no --sweep")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Search:
+    """The goodput of a policy (None: no rate served enough), and the runs tried, lowest rate first."""
+
+    goodput: float | None
+    runs: tuple[PolicyRun, ...]
+
+
+def _search(
+    simulator: Simulator, policies: tuple[Policy, ...], attainment: float, *, show_progress: bool
+) -> dict[str, _Search]:
+    """Find every policy's goodput."""
+    arrivals = simulator.spec.arrivals
+    rate_given = arrivals.request_rate
+    first_rate = _FIRST_RATE if rate_given is None or math.isinf(rate_given) else rate_given
+    found: dict[str, _Search] = {}
+    with progress_bar(show_progress, unit="run") as advance:
+        for policy in policies:
+            search = GoodputSearch(first_rate=first_rate, attainment=attainment, tolerance=_TOLERANCE)
+            runs: dict[float, PolicyRun] = {}
+            while (rate := search.next_rate()) is not None:
+                runs[rate] = simulator.run(policy, dataclasses.replace(arrivals, request_rate=rate))
+                search.record(rate, runs[rate].result.slo_attainment or 0.0)
+                advance(1)
+            found[str(policy)] = _Search(search.goodput, tuple(runs[rate] for rate in sorted(runs)))
+    return found
+
+
+def _report_searches(
+    simulator: Simulator,
+    searches: Mapping[str, _Search],
+    attainment: float,
+    plot: Path | None,
+    output_json: Path | None,
+    *,
+    detailed: bool,
+    as_json: bool,
+) -> None:
+    """Draw each policy's search if asked to, and write and print its goodput."""
+    runs = {policy: [run.fields() for run in search.runs] for policy, search in searches.items()}
+    if plot is not None:
+        # matplotlib is an extra.
+        from bullet_graph.cli.plots import draw_rates  # noqa: PLC0415
+
+        image = draw_rates(
+            runs,
+            title=simulator.title(),
+            slo=simulator.spec.config.slo,
+            attainment=attainment,
+            image_format=plot.suffix[1:].lower(),
+        )
+        plot.write_bytes(image)
+    policies = {
+        policy: {
+            "goodput": search.goodput,
+            "results": [run.result.fields(detailed=detailed) for run in search.runs],
+        }
+        for policy, search in searches.items()
+    }
+
+    def show() -> None:
+        share = f"highest rate at which {100 * attainment:g} % of the requests meet all targets"
+        rows = {policy: (search.goodput, runs[policy]) for policy, search in searches.items()}
+        print_table(goodput_table(f"{simulator.title()}: {share}", rows, _TOLERANCE))
+        if plot is not None:
+            print_line(f"wrote {plot}")
+
+    fields = simulator.describe() | {"attainment": attainment, "policies": policies}
+    emit(fields, output_json, as_json=as_json, show=show)

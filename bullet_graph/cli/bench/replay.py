@@ -1,0 +1,520 @@
+"""``bullet-graph bench online`` and ``serve``: one replay, with an engine in this process or a server by URL."""
+
+import asyncio
+import dataclasses
+import gc
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import click
+
+from bullet_graph.cli.engine_run import config_for, describe_run, load_requests, open_engine, watch_device
+from bullet_graph.cli.options import engine_options, result_options
+from bullet_graph.cli.replay_options import GoodputCommand, num_warmups_option, replay_options
+from bullet_graph.cli.result_file import check_result_file, emit, require_extra
+from bullet_graph.cli.tables import print_replays
+from bullet_graph.config import EngineConfig, Policy
+from bullet_graph.engine.engine import Engine
+from bullet_graph.engine.replay import (
+    Replay,
+    StreamingSystem,
+    TimedRequest,
+    event_loop_factory,
+    replay,
+    replay_async,
+    require_some,
+    timed_requests,
+    warmup_requests,
+)
+from bullet_graph.errors import ConfigError, WorkloadError
+from bullet_graph.models.presets import resolve_model
+from bullet_graph.models.progress import progress_bar
+from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.perf.energy import DeviceReport
+from bullet_graph.perf.replay_metrics import ReplayResult, ServedRequest
+from bullet_graph.runtime.resolve import resolve
+from bullet_graph.slo import Slo
+from bullet_graph.workloads import Arrivals, Workload, load_workload
+
+_RECORD_FIELDS = ("model", "load_format", "dtype", "seed", "engine", "start", "provenance")
+"""Fields of the engine; a run has its own counters."""
+
+_ENGINE_FIELDS = (
+    "policy", "policy_shares", "num_steps", "num_preemptions", "kv_blocks_peak", "kv_blocks_total", "device",
+    "energy_joules", "joules_per_output_token", "joules_per_token", "load_format", "dtype", "engine", "provenance",
+    "partitions",
+)  # fmt: skip
+"""Fields of ``bench online`` that are null against a server, unless it reports them."""
+
+OnDone = Callable[[ServedRequest], object]
+
+
+# ---- clients ----
+
+
+class Client(Protocol):
+    """The side of a replay that sends the requests."""
+
+    @property
+    def backend(self) -> str:
+        """What serves."""
+
+    @property
+    def model_id(self) -> str:
+        """The model."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Random prompts are drawn from this many token ids."""
+
+    def replay(
+        self,
+        requests: Sequence[TimedRequest],
+        *,
+        max_concurrency: int | None = None,
+        on_done: OnDone = lambda _: None,
+        is_warmup: bool = False,
+    ) -> Replay:
+        """Serve requests; the counters of :meth:`usage` start again."""
+
+    def usage(self, result: ReplayResult) -> dict[str, Any]:
+        """Fields about the last replay that only the system knows."""
+
+
+class EngineClient:
+    """An engine in this process, under one policy.
+
+    The engine's loop is made anew for each replay, so that its counters are the replay's alone. The planner keeps what
+    it has learned of its predictions' errors.
+
+    Args:
+        engine: with nothing under way, and able to serve as ``policy``: one made for ``auto`` is.
+        policy: how prefill and decode share the device.
+        slo: the planner's targets.
+
+    Attributes:
+        device: clocks, power and energy during the last replay.
+    """
+
+    backend = "bullet_graph"
+
+    def __init__(self, engine: Engine, policy: Policy, slo: Slo) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._slo = slo
+        self.device: DeviceReport
+        self.model_id = engine.config.model
+        self.vocab_size = engine.model_config.vocab_size
+
+    def replay(
+        self,
+        requests: Sequence[TimedRequest],
+        *,
+        max_concurrency: int | None = None,
+        on_done: OnDone = lambda _: None,
+        is_warmup: bool = False,
+    ) -> Replay:
+        self._engine.set_policy(self._policy, self._slo)
+        with watch_device(self._engine) as monitor:
+            replayed = replay(
+                self._engine,
+                requests,
+                max_concurrency=max_concurrency,
+                on_done=on_done,
+                id_prefix="warmup-" if is_warmup else "",
+            )
+        self.device = monitor.report
+        return replayed
+
+    def usage(self, result: ReplayResult) -> dict[str, Any]:
+        stats = self._engine.stats()
+        return {
+            "policy": str(self._policy),
+            "policy_shares": stats.policy_shares,
+            "num_steps": stats.num_steps,
+            "num_preemptions": stats.num_preemptions,
+            "kv_blocks_peak": stats.kv_blocks_peak,
+            "kv_blocks_total": stats.kv_blocks_total,
+            "device": dataclasses.asdict(self.device),
+            **energy_fields(self.device.energy_joules, result),
+        }
+
+
+class StreamClient:
+    """The client of a system that streams its outputs on an event loop.
+
+    Args:
+        system: that serves.
+        runner: of the event loop.
+        backend: what serves.
+        model_id: the model.
+        vocab_size: of the model.
+    """
+
+    def __init__(
+        self, system: StreamingSystem, runner: asyncio.Runner, *, backend: str, model_id: str, vocab_size: int
+    ) -> None:
+        self._system = system
+        self._runner = runner
+        self.backend = backend
+        self.model_id = model_id
+        self.vocab_size = vocab_size
+
+    def replay(
+        self,
+        requests: Sequence[TimedRequest],
+        *,
+        max_concurrency: int | None = None,
+        on_done: OnDone = lambda _: None,
+        is_warmup: bool = False,
+    ) -> Replay:
+        del is_warmup
+        # A pause of the garbage collector would make tokens look late.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        replayed = replay_async(self._system, requests, max_concurrency=max_concurrency, on_done=on_done)
+        return self._runner.run(replayed)
+
+    def usage(self, result: ReplayResult) -> dict[str, Any]:
+        del result
+        return {}
+
+
+class ServerClient(StreamClient):
+    """A server with OpenAI's interface; a ``bullet-graph serve`` also reports its own counters."""
+
+    def __init__(self, server: Any, runner: asyncio.Runner, vocab_size: int) -> None:
+        self._server = server
+        model_id = str(server.settings["model"])
+        super().__init__(server, runner, backend="openai", model_id=model_id, vocab_size=vocab_size)
+
+    def replay(
+        self,
+        requests: Sequence[TimedRequest],
+        *,
+        max_concurrency: int | None = None,
+        on_done: OnDone = lambda _: None,
+        is_warmup: bool = False,
+    ) -> Replay:
+        self._before: dict[str, float] = self._runner.run(self._server.own_counters())
+        replayed = super().replay(
+            requests, max_concurrency=max_concurrency, on_done=on_done, is_warmup=is_warmup
+        )
+        self._after: dict[str, float] = self._runner.run(self._server.own_counters())
+        return replayed
+
+    def usage(self, result: ReplayResult) -> dict[str, Any]:
+        grown = {name: value - self._before.get(name, 0.0) for name, value in self._after.items()}
+        if not grown:
+            return {}
+        policies = {
+            name.partition("=")[2]: s for name, s in grown.items() if name.startswith("policy_seconds_total ")
+        }
+        total_s = sum(policies.values())
+        return {
+            "policy_shares": {policy: seconds / total_s for policy, seconds in policies.items() if seconds},
+            "num_steps": int(grown["num_steps_total"]),
+            "num_preemptions": int(grown["num_preemptions_total"]),
+            **energy_fields(grown.get("energy_joules_total"), result),
+        }
+
+
+def energy_fields(joules: float | None, result: ReplayResult) -> dict[str, float | None]:
+    """Energy of the whole GPU board, in total and per token; None without a GPU or NVML."""
+    tokens = {
+        "joules_per_output_token": result.total_output_tokens,
+        "joules_per_token": result.total_input_tokens + result.total_output_tokens,
+    }
+    per_token = {name: None if joules is None else joules / count for name, count in tokens.items()}
+    return {"energy_joules": joules, **per_token}
+
+
+# ---- one replay ----
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One replay.
+
+    Attributes:
+        result: latencies, rates and goodput, as the client saw them.
+        slo: targets of every request.
+        usage: further fields, from the system.
+    """
+
+    result: ReplayResult
+    slo: Slo
+    usage: Mapping[str, Any]
+
+    def fields(self, *, detailed: bool = False) -> dict[str, Any]:
+        """The figures for a JSON file; ``detailed`` adds those of each request."""
+        return self.result.fields(detailed=detailed) | {"slo": str(self.slo)} | dict(self.usage)
+
+
+def measure(
+    client: Client,
+    workload: Workload,
+    arrivals: Arrivals,
+    *,
+    slo: Slo,
+    prompt_seed: int | None = None,
+    label: str | None = None,
+) -> Measurement:
+    """Replay a workload.
+
+    Args:
+        client: sends the requests.
+        workload: the requests, with their recorded lengths.
+        arrivals: when they arrive.
+        slo: targets of every request.
+        prompt_seed: of random prompts; None: the arrivals' seed.
+        label: of a progress bar on a terminal; None: no bar.
+
+    Raises:
+        ConfigError: arrivals out of range, or a policy that the engine cannot serve.
+        WorkloadError: no request completed.
+        RequestError: the engine has requests under way.
+        EngineDeadError: the system failed.
+    """
+    requests = timed_requests(
+        workload,
+        arrivals.times(workload),
+        vocab_size=client.vocab_size,
+        slo=slo,
+        seed=arrivals.seed if prompt_seed is None else prompt_seed,
+    )
+    started = datetime.now()
+    show = label is not None and sys.stderr.isatty()
+    with progress_bar(show, total=len(requests), unit="req", desc=label, leave=False) as advance:
+        replayed = client.replay(
+            requests, max_concurrency=arrivals.max_concurrency, on_done=lambda _: advance(1)
+        )
+    require_some(replayed.served, workload.name)
+    result = replayed.result(arrivals, started=started, backend=client.backend, model_id=client.model_id)
+    return Measurement(result, slo, client.usage(result))
+
+
+def warm_up(client: Client, workload: Workload, num_warmups: int, *, slo: Slo, seed: int) -> None:
+    """Serve a few short requests, so that the next replay compiles no kernels.
+
+    Args:
+        client: sends the requests.
+        workload: of the next replay.
+        num_warmups: number of requests; 0 does nothing.
+        slo: targets of every request.
+        seed: of the next replay.
+    """
+    if num_warmups:
+        requests = warmup_requests(workload, num_warmups, vocab_size=client.vocab_size, slo=slo, seed=seed)
+        client.replay(requests, is_warmup=True)
+
+
+# ---- commands ----
+
+
+@click.command(cls=GoodputCommand)
+@replay_options(default_policy="mixed")
+@num_warmups_option(8)
+@engine_options(max_num_seqs=1024, without=("policy", "slo"))
+@result_options
+def online(
+    config: EngineConfig,
+    trace: str,
+    num_prompts: int | None,
+    request_rate: float | None,
+    burstiness: float,
+    time_scale: float,
+    max_concurrency: int | None,
+    slo: Slo,
+    policies: tuple[Policy, ...],
+    num_warmups: int,
+    save_detailed: bool,
+    output_json: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    trace_decisions: Path | None,
+) -> None:
+    """Serve a trace's requests as they arrive and measure latencies and goodput.
+
+    The requests go to an engine in this process, without HTTP, and sample greedily until their recorded output
+    lengths. Latency targets are the planner's as well. With one policy the JSON is flat, as that of vLLM's serving
+    benchmark. With several, served in turn by one engine, the field "results" holds one such object for each. A request
+    that is longer than the model's limit fails alone and is counted.
+
+    \b
+    Examples:
+      bullet-graph bench online --model tiny --trace synthetic:conv --num-prompts 20 --request-rate 20
+      bullet-graph bench online --model llama-3.1-8b --trace azure:conv --num-prompts 600 \\
+          --request-rate 20 --goodput ttft:500 tpot:15 --policy mixed:2048 --policy auto --output-json conv.json
+      bullet-graph bench online --model llama-3.1-8b --trace azure:code --request-rate trace \\
+          --time-scale 0.5 --max-concurrency 128 --policy auto --trace-decisions decisions.jsonl
+    """
+    check_result_file(output_json, overwrite=overwrite)
+    if trace_decisions is not None and len(policies) > 1:
+        raise ConfigError("--trace-decisions writes one run: give one --policy")
+    arrivals = Arrivals(
+        request_rate=request_rate,
+        burstiness=burstiness,
+        time_scale=time_scale,
+        max_concurrency=max_concurrency,
+        seed=config.seed,
+    )
+    # Errors in the settings, the trace and its arrivals show before the weights are loaded.
+    config = config_for(config, policies, slo)
+    runtime = resolve(config)
+    workload = load_requests(runtime, trace, num_prompts, seed=config.seed)
+    arrivals.times(workload)
+    if all(r.prompt_tokens + r.output_tokens > runtime.max_model_len for r in workload.requests):
+        raise WorkloadError(
+            f"each of the {len(workload.requests)} requests of {workload.name} is longer than max_model_len="
+            f"{runtime.max_model_len}, prompt and output together, so none can be served: raise --max-model-len, or "
+            "take a model with room for them"
+        )
+    runs: dict[str, Measurement] = {}
+    with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
+        for policy in policies:
+            # A policy that this engine cannot serve is refused before the first run.
+            engine.set_policy(policy, slo)
+        for policy in policies:
+            client = EngineClient(engine, policy, slo)
+            warm_up(client, workload, num_warmups, slo=slo, seed=arrivals.seed)
+            label = None if as_json else str(policy)
+            runs[str(policy)] = measure(client, workload, arrivals, slo=slo, label=label)
+        stats = engine.stats()
+        record = dataclasses.asdict(describe_run(config, runtime, stats, stats, client.device, engine))
+        partitions = engine.partition_backend
+    common = {name: record[name] for name in _RECORD_FIELDS} | {
+        "trace": workload.name,
+        "partitions": partitions,
+    }
+    results = [run.fields(detailed=save_detailed) for run in runs.values()]
+    emit(
+        results[0] | common if len(results) == 1 else common | {"results": results},
+        output_json,
+        as_json=as_json,
+        show=lambda: print_replays(
+            f"{config.model}, {record['dtype']}, on {record['provenance']['device_name']}: {workload.name}, {slo}",
+            {name: run.fields() for name, run in runs.items()},
+            next(iter(runs.values())).result.details.errors,
+        ),
+    )
+
+
+@click.command(cls=GoodputCommand)
+@replay_options(default_policy=None)
+@click.option("--base-url", required=True, metavar="URL", help="Of the server, with or without /v1.")
+@click.option(
+    "--model",
+    help="The served model's folder or preset: for the vocabulary of random prompts, where the server does not report "
+    "it, and the tokenizer of a trace with texts.",
+)
+@click.option("--api-key", help="The key that the server requires.")
+@num_warmups_option(8)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of arrivals, prompts and synthetic workloads.",
+)
+@result_options
+def serve(
+    base_url: str,
+    model: str | None,
+    api_key: str | None,
+    trace: str,
+    num_prompts: int | None,
+    request_rate: float | None,
+    burstiness: float,
+    time_scale: float,
+    max_concurrency: int | None,
+    slo: Slo,
+    num_warmups: int,
+    save_detailed: bool,
+    seed: int,
+    output_json: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Send a trace's requests to an OpenAI-compatible server as they arrive and measure latencies and goodput.
+
+    Workloads, arrivals and result fields are those of `bench online`; a field that only an engine in the same process
+    knows is null. Times are those that the client sees. Prompts are token ids, and outputs have their recorded lengths:
+    the server must know `ignore_eos`, as vLLM and SGLang do. A `bullet-graph serve` receives the latency targets of
+    --goodput with each request.
+
+    \b
+    Examples:
+      bullet-graph bench serve --base-url http://127.0.0.1:8000 --trace azure:conv --num-prompts 600 \\
+          --request-rate 20 --goodput ttft:500 tpot:15 --output-json server.json
+      bullet-graph bench serve --base-url http://10.0.0.7:8000/v1 --api-key KEY --model ./Qwen3-8B \\
+          --trace conversations.json --request-rate 8 --max-concurrency 64
+    """
+    check_result_file(output_json, overwrite=overwrite)
+    require_extra("aiohttp", "bench serve")
+    # aiohttp is an extra.
+    from bullet_graph.serve.client import OpenAiServer  # noqa: PLC0415
+
+    url = _api_url(base_url)
+    arrivals = Arrivals(
+        request_rate=request_rate,
+        burstiness=burstiness,
+        time_scale=time_scale,
+        max_concurrency=max_concurrency,
+        seed=seed,
+    )
+    shape, folder = (None, None) if model is None else resolve_model(model)
+    tokenizer = None if folder is None else Tokenizer.from_folder(folder)
+    tokenize = None if tokenizer is None else tokenizer.encode
+    workload = load_workload(trace, num_requests=num_prompts, seed=seed, tokenize=tokenize)
+    arrivals.times(workload)
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        server = runner.run(OpenAiServer.connect(url, api_key=api_key))
+        try:
+            vocab_size = server.settings["vocab_size"] if shape is None else shape.vocab_size
+            if not isinstance(vocab_size, int):
+                raise ConfigError(
+                    f"random prompts need the model's vocabulary, which {base_url} does not report: give --model, the "
+                    "served model's folder or preset"
+                )
+            client = ServerClient(server, runner, vocab_size)
+            warm_up(client, workload, num_warmups, slo=slo, seed=seed)
+            run = measure(client, workload, arrivals, slo=slo, label=None if as_json else "server")
+        finally:
+            runner.run(server.close())
+    fields: dict[str, Any] = dict.fromkeys(_ENGINE_FIELDS)
+    fields |= {
+        "model": client.model_id,
+        "trace": workload.name,
+        "seed": seed,
+        "server": dict(server.settings),
+    }
+    emit(
+        fields | run.fields(detailed=save_detailed),
+        output_json,
+        as_json=as_json,
+        show=lambda: print_replays(
+            f"{client.model_id} at {url}: {workload.name}, {slo}",
+            {"server": run.fields()},
+            run.result.details.errors,
+        ),
+    )
+
+
+def _api_url(base_url: str) -> str:
+    """The URL up to ``/v1``.
+
+    Raises:
+        ConfigError: it is no URL of a server.
+    """
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(f"--base-url must be such as http://127.0.0.1:8000, got {base_url!r}")
+    url = base_url.rstrip("/")
+    return url if parts.path.rstrip("/") else f"{url}/v1"

@@ -1,1 +1,0 @@
-"""What every command that serves a workload shares: options, targets, tables, pictures."""

@@ -1,0 +1,181 @@
+"""Results as tables for people, from the fields that their JSON has."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "e2e": "e2el"}
+_MOST_REASONS_SHOWN = 3
+_NONE = "–"
+
+Fields = Mapping[str, Any]
+
+
+def figure(value: float | None, decimals: int = 1) -> str:
+    """A number as text; – for None."""
+    return _NONE if value is None else f"{value:,.{decimals}f}"
+
+
+def print_line(text: str, style: str | None = None) -> None:
+    """Print a line on stdout, unwrapped and without markup."""
+    Console().print(text, markup=False, soft_wrap=True, style=style)
+
+
+def print_table(table: Table) -> None:
+    """Print a table on stdout."""
+    Console().print(table)
+
+
+def print_failures(reasons: Mapping[int, str]) -> None:
+    """Show the first few reasons why requests failed, by the requests' indices."""
+    for index, reason in list(reasons.items())[:_MOST_REASONS_SHOWN]:
+        print_line(f"request {index} failed: {reason}", style="red")
+    if len(reasons) > _MOST_REASONS_SHOWN:
+        print_line(f"… and {len(reasons) - _MOST_REASONS_SHOWN:,} more (the JSON has them)")
+
+
+def print_replays(title: str, runs: Mapping[str, Fields], errors: Sequence[str]) -> None:
+    """Show replays side by side on stdout, without the rows that no run has a figure for.
+
+    Args:
+        title: above the table.
+        runs: fields by the name of the run; a column each.
+        errors: of the first run's requests, empty for those served: all runs refuse the same requests.
+    """
+    table = Table("")
+    for name in runs:
+        table.add_column(Text(name), justify="right")
+
+    def add(label: str, values: Iterable[float | None], decimals: int = 0) -> None:
+        texts = [figure(value, decimals) for value in values]
+        if any(text != _NONE for text in texts):
+            table.add_row(label, *texts)
+
+    def of(field: str, factor: float = 1.0) -> list[float | None]:
+        found = [run.get(field) for run in runs.values()]
+        return [None if value is None else factor * value for value in found]
+
+    add("duration, s", of("duration"), 2)
+    done = [f"{run['completed']:,} / {run['failed']:,}" for run in runs.values()]
+    table.add_row("requests done / failed", *done)
+    add("requests/s", of("request_throughput"), 2)
+    add("… that met all targets", of("request_goodput"), 2)
+    add("met all targets, %", of("slo_attainment", 100), 1)
+    add("output tokens/s", of("output_throughput"))
+    add("total tokens/s", of("total_token_throughput"))
+    for name, field in _LATENCIES.items():
+        for label in ("median", "p90", "p99"):
+            add(f"{name}, {label}, ms", of(f"{label}_{field}_ms"), 2)
+    add("steps", of("num_steps"))
+    add("preemptions", of("num_preemptions"))
+    blocks = zip(of("kv_blocks_peak", 100), of("kv_blocks_total"), strict=True)
+    add("KV blocks, peak, %", [None if not total else (peak or 0.0) / total for peak, total in blocks], 1)
+    shares = [run.get("policy_shares") or {} for run in runs.values()]
+    for policy in sorted({policy for share in shares for policy in share}):
+        label = f"device time in {policy}, %"
+        add(label, [100 * share[policy] if policy in share else None for share in shares], 1)
+    for label, field in (("power, mean, W", "power_w"), ("SM clock, mean, MHz", "sm_clock_mhz")):
+        add(label, [mean_of(run.get("device"), field) for run in runs.values()])
+    add("J an output token", of("joules_per_output_token"), 3)
+    print_line(title)
+    print_table(table)
+    print_failures({index: reason for index, reason in enumerate(errors) if reason})
+
+
+def mean_of(device: Fields | None, field: str) -> float | None:
+    """The mean of a range in a device report's fields; None where it has none."""
+    values = (device or {}).get(field)
+    return None if values is None else values["mean"]
+
+
+def goodput_table(
+    title: str, cells: Mapping[str, tuple[float | None, Sequence[Fields]]], tolerance: float
+) -> Table:
+    """One search per row: its goodput, and the run at that rate.
+
+    A goodput has ``≥`` where the search ended before it reached the tolerance, ``<`` where no rate was low enough.
+
+    Args:
+        title: above the table.
+        cells: goodput and runs by the name of the system or policy.
+        tolerance: of the searches, relative.
+    """
+    table = Table("policy", title=Text(title), title_justify="left")
+    for column in (
+        *(
+            "requests/s",
+            "met, %",
+            "TTFT, p50 / p90, ms",
+            "TPOT, p50 / p90, ms",
+            "ITL, p99, ms",
+            "J/token",
+            "runs",
+        ),
+    ):
+        table.add_column(column, justify="right")
+    for name, (goodput, runs) in cells.items():
+        rates = [run["request_rate"] for run in runs]
+        best = next((run for run in reversed(runs) if run["request_rate"] == goodput), None)
+        row = [_NONE] * 5
+        if goodput is None or best is None:
+            rate = f"< {min(rates):.3g}" if rates else _NONE
+        else:
+            higher = min((rate for rate in rates if rate > goodput), default=math.inf)
+            rate = f"{'' if higher <= goodput * (1 + tolerance) else '≥ '}{goodput:.2f}"
+            row = [
+                figure(100 * best["slo_attainment"]),
+                *(
+                    f"{figure(best[f'median_{x}_ms'])} / {figure(best[f'p90_{x}_ms'])}"
+                    for x in ("ttft", "tpot")
+                ),
+                figure(best["p99_itl_ms"]),
+                figure(best.get("joules_per_token"), 3),
+            ]
+        table.add_row(Text(name), rate, *row, str(len(runs)))
+    return table
+
+
+def figures_table(title: str, fields: Fields, rows: Mapping[str, str]) -> Table:
+    """A measurement's figures, one per row, and how the engine and the device ran meanwhile.
+
+    Args:
+        title: above the table.
+        fields: with those of :class:`~bullet_graph.cli.engine_run.RunRecord`.
+        rows: figures as text, by label.
+    """
+    table = Table("figure", title=title, title_justify="left", show_header=False)
+    table.add_column("value", justify="right")
+    shown = {
+        **rows,
+        "device, dtype": f"{fields['provenance']['device_name']}, {fields['dtype']}",
+        "steps, preemptions": f"{fields['num_steps']:,}, {fields['num_preemptions']:,}",
+        "KV blocks, peak of all": f"{fields['kv_blocks_peak']:,} of {fields['kv_blocks_total']:,}",
+    }
+    for label, unit, field in (
+        ("SM clock", "MHz", "sm_clock_mhz"),
+        ("power", "W", "power_w"),
+        ("temperature", "°C", "temperature_c"),
+    ):
+        values = fields["device"][field]
+        if values is not None:
+            numbers = " / ".join(f"{values[name]:,.0f}" for name in ("min", "mean", "max"))
+            shown[f"{label}, min / mean / max"] = f"{numbers} {unit}"
+    for label, text in shown.items():
+        table.add_row(label, text)
+    return table
+
+
+def percentiles_table(summaries: Mapping[str, Fields | None]) -> Table:
+    """Mean and percentiles in ms, a row for each summary."""
+    table = Table("ms")
+    names = ("mean", "p50", "p90", "p99")
+    for name in names:
+        table.add_column(name, justify="right")
+    for label, summary in summaries.items():
+        if summary is not None:
+            table.add_row(label, *(figure(summary[name], 2) for name in names))
+    return table
