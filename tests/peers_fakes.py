@@ -219,5 +219,5 @@ def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> list[FakeAsyncLLM]:
         "VLLM_WORKER_MULTIPROC_METHOD",
     ):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr("bench.peers.vllm_system.distribution_is_there", lambda _: True)
+    monkeypatch.setattr("bench.peers.vllm_system.installed_version", lambda _: "0.24.0")
     return FakeAsyncLLM.made

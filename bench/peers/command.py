@@ -5,25 +5,28 @@ import dataclasses
 import json
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from bench.peers.comparison import Comparison
-from bench.peers.loads import make_loads, make_setup
-from bench.peers.report import print_runs
+from bench.peers.comparison import Comparison, make_peer_cells, make_setup
 from bench.peers.residents import group, installed, open_system, require_memory
 from bench.peers.systems import Candidate, peer_versions
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.bench.sweep import print_sweep
-from bullet_graph.cli.bench.sweep_cells import WorkloadSpec
-from bullet_graph.cli.bench.sweep_file import SweepFile
-from bullet_graph.cli.options import parse_size, result_options
-from bullet_graph.config import DeviceName, DtypeName, LoadFormat
+from bullet_graph.cli.bench.sweep_file import Sweep, SweepFile
+from bullet_graph.cli.bench.sweep_runner import WorkloadSpec
+from bullet_graph.cli.options import result_options, setting_options
+from bullet_graph.cli.replay_options import search_options
+from bullet_graph.cli.result_file import to_json
+from bullet_graph.cli.tables import figure, mean_of
 from bullet_graph.engine.replay import event_loop_factory
 from bullet_graph.errors import BulletGraphError, ConfigError, EngineDeadError
 from bullet_graph.models.presets import resolve_model
@@ -31,7 +34,9 @@ from bullet_graph.perf.goodput_search import FASTEST_RATE
 from bullet_graph.perf.provenance import collect_provenance
 
 _NO_SETTINGS = ("vllm_log", "own_decisions", "one_at_a_time")
-"""Options that no figure depends on, or that have a place of their own."""
+"""Options that no figure depends on, or that are listed apart."""
+
+_LEAST_WIDTH = 160
 
 
 class _Refusal(click.ClickException):
@@ -39,15 +44,15 @@ class _Refusal(click.ClickException):
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", required=True, help="A preset's name, or a Hugging Face model folder.")
+@setting_options("model")
 @click.option(
     "--system",
     "systems",
     multiple=True,
     required=True,
     metavar="own:POLICY[/ORDER]|vllm[:CHUNK]|openai:URL",
-    help="What to compare; may be given several times. ORDER: of prompts, arrival or longest-output. CHUNK: most "
-    "tokens of a step of vLLM's.",
+    help="What to compare; repeat it for several. ORDER: of prompts, arrival or longest-output. CHUNK: most tokens of "
+    "a step of vLLM.",
 )
 @click.option(
     "--workload",
@@ -55,7 +60,7 @@ class _Refusal(click.ClickException):
     multiple=True,
     required=True,
     metavar="NAME[=NUM_PROMPTS][~FIRST_RATE][@TARGETS]",
-    help="Such as 'azure:conv=600~10@ttft:500 tpot:15'; may be given several times.",
+    help="Such as 'azure:conv=600~10@ttft:500 tpot:15'; repeat it for several.",
 )
 @click.option(
     "--rates", metavar="R,R,…", callback=lambda *a: _parse_rates(a[2]), help="Serve at these rates only."
@@ -68,19 +73,7 @@ class _Refusal(click.ClickException):
     show_default=True,
     help="Runs at each of --rates, or all at once.",
 )
-@click.option(
-    "--first-rate", type=float, default=8.0, show_default=True, help="Where a search for goodput begins."
-)
-@click.option(
-    "--attainment", type=float, default=0.9, show_default=True, help="Share that must meet all targets."
-)
-@click.option(
-    "--tolerance", type=float, default=0.02, show_default=True, help="How exact a goodput is, relative."
-)
-@click.option(
-    "--step", type=float, default=1.25, show_default=True, help="First factor between rates of a search."
-)
-@click.option("--max-runs", type=click.IntRange(min=1), default=20, show_default=True, help="Of one search.")
+@search_options(default_step=1.25)
 @click.option(
     "--best-peer-only",
     is_flag=True,
@@ -89,30 +82,24 @@ class _Refusal(click.ClickException):
 @click.option(
     "--warmup-requests", type=click.IntRange(min=0), default=32, show_default=True, help="Unmeasured."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option(
     "--one-at-a-time", is_flag=True, help="Close each system before the next starts, for its memory."
 )
 @click.option("--skip-missing", is_flag=True, help="Leave out systems that are not installed.")
-@click.option("--load-format", type=click.Choice(get_args(LoadFormat)), default="auto", show_default=True)
-@click.option("--dtype", type=click.Choice(get_args(DtypeName)), default="auto", show_default=True)
-@click.option("--device", type=click.Choice(get_args(DeviceName)), default="auto", show_default=True)
-@click.option("--perf-table", metavar="FILE|roofline", help="This engine's, instead of the one that fits.")
-@click.option(
-    "--max-model-len",
-    type=click.IntRange(min=1),
-    help="Most tokens of a prompt and its output.  [default: what the workloads need]",
+@setting_options(
+    "seed",
+    "load_format",
+    "dtype",
+    "device",
+    "perf_table",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "kv_cache_bytes",
+    max_num_seqs=1024,
+    gpu_memory_utilization=0.45,
 )
-@click.option("--max-num-seqs", type=click.IntRange(min=1), default=1024, show_default=True)
-@click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=8192, show_default=True)
-@click.option(
-    "--gpu-memory-utilization",
-    type=float,
-    default=0.45,
-    show_default=True,
-    help="Share of the memory for each system that this process starts.",
-)
-@click.option("--kv-cache-bytes", metavar="SIZE", callback=parse_size, help="This engine's KV cache.")
 @click.option(
     "--vllm-option",
     "vllm_options",
@@ -140,8 +127,9 @@ def compare(
 ) -> None:
     """Serve the same requests with several systems in turn, and compare what their clients see.
 
-    Without --rates and --all-at-once, the highest rate is searched at which enough requests meet their targets, for all
-    systems side by side. Every run is in --output-json as soon as it has ended; the same command goes on from there.
+    Without --rates and --all-at-once, it searches the highest rate at which enough requests meet their targets, for all
+    systems side by side. --output-json has every run as soon as it has ended; the same command resumes from there.
+    Memory, KV cache and performance table are this engine's; --gpu-memory-utilization is for each system.
 
     \b
     Examples:
@@ -153,7 +141,7 @@ def compare(
     try:
         if output_json is None:
             raise ConfigError(
-                "a comparison needs --output-json FILE: runs are kept there, and it goes on from there"
+                "a comparison needs --output-json FILE: runs are kept there, and it resumes from there"
             )
         candidates = installed(list(dict.fromkeys(map(Candidate.parse, systems))), skip=skip_missing)
         file = _compare(candidates, workloads, output_json, overwrite=overwrite, **options)
@@ -163,7 +151,7 @@ def compare(
             traceback.print_exception(error.__cause__)
         raise _Refusal(str(error)) from error
     if as_json:
-        click.echo(json.dumps(file.sweep.fields(), indent=2, allow_nan=False))
+        click.echo(to_json(file.sweep.fields()))
         return
     print_runs(file.sweep)
     if options["rates"] is None and not options["all_at_once"]:
@@ -173,9 +161,10 @@ def compare(
 def _compare(
     candidates: Sequence[Candidate], workloads: Sequence[str], path: Path, *, overwrite: bool, **options: Any
 ) -> SweepFile:
-    loads = make_loads([WorkloadSpec.parse(text) for text in workloads], options)
-    setup = make_setup(loads, options)
+    cells = make_peer_cells([WorkloadSpec.parse(text) for text in workloads], candidates, options)
+    setup = make_setup(cells, options)
     vllm_options = dict(_parse_option(text) for text in options["vllm_options"])
+    vocab_size = resolve_model(options["model"])[0].vocab_size
     device = options["device"]
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,33 +181,77 @@ def _compare(
     }
     file = SweepFile.open(path, settings=settings, provenance=provenance, overwrite=overwrite)
     has_gpu = device == "cuda"
-    comparison = Comparison(
-        group(candidates, one_at_a_time=options["one_at_a_time"]),
-        loads,
-        partial(
-            open_system,
-            setup,
-            slo=next((load.slo for load in loads if load.slo.tpot_ms is not None), loads[0].slo),
-            vllm_options=vllm_options,
-            vllm_log=options["vllm_log"],
-            own_decisions=options["own_decisions"],
-        ),
-        file,
-        model=options["model"],
-        vocab_size=resolve_model(options["model"])[0].vocab_size,
-        seed=options["seed"],
-        num_warmups=options["warmup_requests"],
-        best_peer_only=options["best_peer_only"],
-        before_group=partial(
-            require_memory, share=setup.gpu_memory_utilization, memory=torch.cuda.mem_get_info
-        )
-        if has_gpu
-        else None,
-        device_uuid=str(torch.cuda.get_device_properties(0).uuid) if has_gpu else None,
+    memory = partial(require_memory, share=setup.gpu_memory_utilization, memory=torch.cuda.mem_get_info)
+    start = partial(
+        open_system,
+        setup,
+        # One with a target for TPOT, if there is any: then mixed predicts its chunks.
+        slo=next((cell.slo for cell in cells if cell.slo.tpot_ms is not None), cells[0].slo),
+        vllm_options=vllm_options,
+        vllm_log=options["vllm_log"],
+        own_decisions=options["own_decisions"],
     )
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(comparison.run())
+        Comparison(
+            group(candidates, one_at_a_time=options["one_at_a_time"]),
+            cells,
+            start,
+            file,
+            runner,
+            model=options["model"],
+            vocab_size=vocab_size,
+            seed=options["seed"],
+            num_warmups=options["warmup_requests"],
+            best_peer_only=options["best_peer_only"],
+            before_group=memory if has_gpu else lambda _: None,
+            device_uuid=provenance["device_uuid"],
+        ).run()
     return file
+
+
+def print_runs(sweep: Sweep) -> None:
+    """Show all runs on stdout: a table for each workload and targets, by rate, systems side by side."""
+    # A file, or a narrow terminal, gets long lines rather than unreadable columns.
+    console = Console(width=max(Console().width, _LEAST_WIDTH))
+    loads = dict.fromkeys((cell.key.workload, cell.key.num_prompts, cell.key.slo) for cell in sweep.cells)
+    for load in loads:
+        workload, num_prompts, slo = load
+        table = Table(
+            *("at, requests/s", "system", "met all targets, %", "requests/s", "output tokens/s"),
+            *("TTFT, median / p90, ms", "TPOT, median / p90, ms", "ITL, p99, ms", "failed", "J/token", "W"),
+            title=f"{workload} × {num_prompts:,}, {slo}",
+            title_justify="left",
+        )
+        for column in table.columns:
+            column.no_wrap = column.header == "system"
+            column.justify = "left" if column.no_wrap else "right"
+        runs = [
+            (run, cell.key.system)
+            for cell in sweep.cells
+            if (cell.key.workload, cell.key.num_prompts, cell.key.slo) == load
+            for run in cell.runs
+        ]
+        for rate in sorted({run["request_rate"] for run, _ in runs}):
+            for run, system in runs:
+                if run["request_rate"] == rate:
+                    table.add_row(*_row(run, system))
+            table.add_section()
+        console.print(table)
+
+
+def _row(run: Mapping[str, Any], system: str) -> list[str | Text]:
+    return [
+        "all at once" if run["all_at_once"] else f"{run['request_rate']:.4g}",
+        Text(system),
+        f"{100 * run['slo_attainment']:.1f}",
+        figure(run["request_throughput"], 2),
+        figure(run["output_throughput"], 0),
+        *(f"{figure(run[f'median_{x}_ms'])} / {figure(run[f'p90_{x}_ms'])}" for x in ("ttft", "tpot")),
+        figure(run["p99_itl_ms"]),
+        f"{run['failed']:,}",
+        figure(run["joules_per_token"], 3),
+        figure(mean_of(run["device"], "power_w"), 0),
+    ]
 
 
 def _parse_rates(text: str | None) -> tuple[float, ...] | None:

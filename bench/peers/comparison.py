@@ -1,252 +1,283 @@
-"""Runs of a comparison: all systems in turn at each rate, each run kept as soon as it has ended."""
+"""The runs of a comparison: all systems in rounds, each run kept as soon as it has ended."""
 
+import asyncio
 import dataclasses
-import gc
 import math
-import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 from bench.peers.host import HostClock
-from bench.peers.rates import Rates
-from bench.peers.systems import Candidate, System
-from bullet_graph.cli.bench.sweep_file import CellKey, SweepFile
-from bullet_graph.engine.replay import Replay, TimedRequest, replay_async, timed_requests
-from bullet_graph.errors import WorkloadError
-from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
-from bullet_graph.perf.goodput_search import FASTEST_RATE
-from bullet_graph.perf.replay_metrics import summarize_replay
-from bullet_graph.slo import Slo
-from bullet_graph.workloads import Workload
-from bullet_graph.workloads.arrivals import arrival_times
+from bench.peers.systems import Candidate, Setup, System, log
+from bullet_graph.cli.bench.replay import StreamClient, collect_garbage, energy_fields, measure, warm_up
+from bullet_graph.cli.bench.sweep_file import SweepFile
+from bullet_graph.cli.bench.sweep_runner import Cell, Rates, SweepRunner, WorkloadSpec, make_cells
+from bullet_graph.engine.replay import Replay, TimedRequest, replay_async
+from bullet_graph.errors import ConfigError, WorkloadError
+from bullet_graph.perf.energy import DeviceMonitor
+from bullet_graph.perf.goodput_search import FASTEST_RATE, GoodputSearch
+from bullet_graph.perf.replay_metrics import ReplayResult
+from bullet_graph.slo import NO_TARGETS
+from bullet_graph.workloads import Arrivals, load_workload
 
-_WARMUP_OUTPUT_TOKENS = 32
 _MOST_RUNS = 1000
 _MOST_REASONS_KEPT = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests and their targets.
+# ---- what to run ----
 
-    Attributes:
-        workload: the requests, served at several rates.
-        slo: their targets.
-        new_rates: makes the rates of one system.
+
+class FixedRates:
+    """Given rates, one after the other, and all of them again ``repeats`` times.
+
+    Args:
+        rates: in requests per second.
+        repeats: at least 1.
+        attainment: the share that counts as enough.
     """
 
-    workload: Workload
-    slo: Slo
-    new_rates: Callable[[], Rates]
+    def __init__(self, rates: Sequence[float], repeats: int, attainment: float) -> None:
+        self._left = [rate for _ in range(repeats) for rate in rates]
+        self._attainment = attainment
+        self._worst: dict[float, float] = {}
+
+    @property
+    def goodput(self) -> float | None:
+        """The highest rate at which every run served enough; None: at none."""
+        return max((rate for rate, share in self._worst.items() if share >= self._attainment), default=None)
+
+    @property
+    def ceiling(self) -> float | None:
+        """The lowest rate above the goodput at which a run served too few; None: at none."""
+        bad = (rate for rate, share in self._worst.items() if share < self._attainment)
+        return min((rate for rate in bad if rate > (self.goodput or 0.0)), default=None)
+
+    def next_rate(self) -> float | None:
+        """The next rate; None: all are done."""
+        return self._left[0] if self._left else None
+
+    def record(self, rate: float, attainment: float) -> None:
+        """Mark a run as done."""
+        self._worst[rate] = min(attainment, self._worst.get(rate, 1.0))
+        if rate in self._left:
+            self._left.remove(rate)
+
+
+def make_peer_cells(
+    specs: Sequence[WorkloadSpec], candidates: Sequence[Candidate], options: Mapping[str, Any]
+) -> list[Cell[Candidate]]:
+    """The workloads on each candidate, at the rates that the command's options ask for.
+
+    Raises:
+        ConfigError: options contradict each other, a search has no targets, or two workloads have one name.
+        WorkloadError: there is no such workload.
+    """
+    rates, attainment = options["rates"], options["attainment"]
+    if rates is not None and options["all_at_once"]:
+        raise ConfigError("--rates and --all-at-once exclude one another: choose one")
+    if options["best_peer_only"] and (rates is not None or options["all_at_once"]):
+        raise ConfigError("--best-peer-only is for searches: leave it out with --rates and --all-at-once")
+    if options["all_at_once"]:
+        rates = (FASTEST_RATE,)
+
+    def new_rates(first_rate: float) -> Rates:
+        if rates is not None:
+            return FixedRates(rates, options["repeats"], attainment)
+        search = {name: options[name] for name in ("tolerance", "step", "max_runs")}
+        return GoodputSearch(first_rate=first_rate, attainment=attainment, **search)
+
+    return make_cells(
+        specs,
+        () if rates is None else (NO_TARGETS,),
+        {candidate.label: candidate for candidate in candidates},
+        first_rate=options["first_rate"],
+        load=lambda spec: load_workload(spec.name, num_requests=spec.num_prompts, seed=options["seed"]),
+        new_rates=new_rates,
+    )
+
+
+def make_setup(cells: Sequence[Cell[Candidate]], options: Mapping[str, Any]) -> Setup:
+    """The settings that all systems share; the longest request fits.
+
+    Raises:
+        WorkloadError: a request is longer than the limit asked for.
+    """
+    requests = [request for cell in cells for request in cell.workload.requests]
+    needed = max(request.prompt_tokens + request.output_tokens for request in requests)
+    most = options["max_model_len"] or needed
+    if most < needed:
+        raise WorkloadError(
+            f"the workloads' longest request has {needed} tokens, more than --max-model-len {most}: raise it"
+        )
+    names = {field.name for field in dataclasses.fields(Setup)}
+    given = {name: value for name, value in options.items() if name in names}
+    return Setup(**given | {"max_model_len": most})
+
+
+# ---- running it ----
+
+
+class _PeerClient(StreamClient):
+    """The client of a system, which watches the GPU of this UUID and the host during a replay."""
+
+    def __init__(self, system: System, *args: Any, device_uuid: str | None, **kwargs: Any) -> None:
+        super().__init__(system, *args, **kwargs)
+        self._peer = system
+        self._device_uuid = device_uuid
+
+    def replay(self, requests: Sequence[TimedRequest], **options: Any) -> Replay:
+        options.pop("is_warmup", None)
+        # One process holds several systems: the collector's pauses over all their objects would be long.
+        collect_garbage()
+        host = HostClock()
+        with DeviceMonitor.for_gpu(self._device_uuid) as monitor:
+            replayed = self._runner.run(replay_async(self._peer, requests, **options))
+        self._host = host.use()
+        self._device = monitor.report
+        return replayed
+
+    def usage(self, result: ReplayResult) -> dict[str, Any]:
+        return {
+            **energy_fields(self._device.energy_joules, result),
+            "device": dataclasses.asdict(self._device),
+            "host": None if self._host is None else dataclasses.asdict(self._host),
+            "system_settings": dict(self._peer.settings),
+            "system_counters": dict(self._peer.counters()),
+        }
 
 
 class Comparison:
-    """All that is to be run, or what is left of it where the file has some already.
+    """Everything to run, or what is left of it where the file has some already.
 
     Args:
         groups: candidates that are up at the same time and take turns; the groups follow one another.
-        loads: in this order. A group serves each of them at one rate, then each at the next one: whoever stops early
-            has something of all loads.
-        open_system: starts what a group needs; given all the group's candidates that share it.
+        cells: in the order of a round.
+        open_system: starts what a group needs, from all the group's candidates that share it.
         file: keeps the runs.
+        runner: of the event loop of all systems.
         model: its name.
         vocab_size: of it.
         seed: of arrivals and prompts.
-        num_warmups: unmeasured requests before a system's first run of a load.
-        best_peer_only: a peer's setting is given up as soon as another setting of that peer has served enough at a
-            rate that was too fast for it, since only the best of them counts.
-        before_group: told of each group before any of it is started; None: nobody is.
+        num_warmups: unmeasured requests before a system's first run of a workload.
+        best_peer_only: give up a peer's setting as soon as another setting of that peer has served enough at a rate
+            that was too fast for it, since only the best of them counts.
+        before_group: called with each group before it is started.
         device_uuid: of the GPU to watch; None watches nothing.
     """
 
     def __init__(
         self,
         groups: Sequence[Sequence[Candidate]],
-        loads: Sequence[Load],
+        cells: Sequence[Cell[Candidate]],
         open_system: Callable[[Sequence[Candidate]], Awaitable[System]],
         file: SweepFile,
+        runner: asyncio.Runner,
         *,
         model: str,
         vocab_size: int,
         seed: int,
         num_warmups: int,
         best_peer_only: bool = False,
-        before_group: Callable[[Sequence[Candidate]], None] | None = None,
+        before_group: Callable[[Sequence[Candidate]], None] = lambda _: None,
         device_uuid: str | None,
     ) -> None:
         self._groups = groups
-        self._loads = loads
+        self._cells = cells
         self._open_system = open_system
         self._file = file
-        self._model = model
-        self._vocab_size = vocab_size
+        self._runner = runner
+        self._new_client = partial(
+            _PeerClient, runner=runner, model_id=model, vocab_size=vocab_size, device_uuid=device_uuid
+        )
         self._seed = seed
         self._num_warmups = num_warmups
         self._best_peer_only = best_peer_only
         self._before_group = before_group
-        self._device_uuid = device_uuid
-        self._rates = {self._key(c, load): load.new_rates() for g in groups for c in g for load in loads}
-        for key, rates in self._rates.items():
-            for run in file.runs(key):
-                rates.record(run["request_rate"], run["slo_attainment"])
+        self._loads = list(dict.fromkeys(_load(cell) for cell in cells))
+        self._systems: dict[object, System] = {}
 
-    async def run(self) -> None:
+    def run(self) -> None:
         """Serve until all rates are done.
 
         Raises:
             EngineDeadError: a system failed as a whole.
             WorkloadError: a system could serve none of a run's requests.
         """
+        sweep = SweepRunner(self._cells, self._file, is_given_up=self._is_beaten)
         for group in self._groups:
-            if any(self._next_rate(c, load) is not None for c in group for load in self._loads):
-                await self._run_group(group)
-        for load in self._loads:
-            self._finish_cells(load)
-        self._file.finish()
+            cells = [cell for cell in self._cells if cell.system in group]
+            if sweep.has_work(cells):
+                self._before_group(group)
+                with ExitStack() as stack:
+                    self._start(group, stack)
+                    sweep.run(cells, warm_up=self._warm_up, measure=self._measure)
+        sweep.finish()
 
-    async def _run_group(self, group: Sequence[Candidate]) -> None:
-        if self._before_group is not None:
-            self._before_group(group)
-        async with AsyncExitStack() as stack:
-            systems: dict[object, System] = {}
-            # Ours first: it counts all memory in use as its own, and the peers count their own alone.
-            for candidate in sorted(group, key=lambda c: c.kind != "own"):
-                if candidate.resident not in systems:
-                    sharing = [c for c in group if c.resident == candidate.resident]
-                    tell(f"starting {' + '.join(c.label for c in sharing)}")
-                    system = systems[candidate.resident] = await self._open_system(sharing)
-                    stack.push_async_callback(system.close)
-            warm: set[CellKey] = set()
-            while any(
-                self._next_rate(candidate, load) is not None for candidate in group for load in self._loads
-            ):
-                for load in self._loads:
-                    left = [candidate for candidate in group if self._next_rate(candidate, load) is not None]
-                    for candidate in left:
-                        if self._key(candidate, load) not in warm:
-                            await self._warm_up(candidate, systems[candidate.resident], load)
-                            warm.add(self._key(candidate, load))
-                    for candidate in left:
-                        # Those before it in this turn may have shown that it cannot be the best.
-                        rate = self._next_rate(candidate, load)
-                        if rate is not None:
-                            await self._run_once(candidate, systems[candidate.resident], load, rate)
+    def _start(self, group: Sequence[Candidate], stack: ExitStack) -> None:
+        self._systems = {}
+        # Ours first: it counts all memory in use as its own, and the peers count only theirs.
+        for candidate in sorted(group, key=lambda c: c.kind != "own"):
+            if candidate.resident not in self._systems:
+                sharing = [c for c in group if c.resident == candidate.resident]
+                log(f"starting {' + '.join(c.label for c in sharing)}")
+                system = self._runner.run(_as_coroutine(self._open_system(sharing)))
+                self._systems[candidate.resident] = system
+                stack.callback(lambda system: self._runner.run(system.close()), system)
 
-    async def _warm_up(self, candidate: Candidate, system: System, load: Load) -> None:
-        first = load.workload.requests[: self._num_warmups]
-        if not first:
-            return
-        short = [
-            dataclasses.replace(
-                r, output_tokens=min(r.output_tokens, _WARMUP_OUTPUT_TOKENS), prompt_token_ids=None
-            )
-            for r in first
-        ]
-        await system.configure(candidate.setting, load.slo)
-        seed = self._seed + _MOST_RUNS * (len(self._loads) + self._loads.index(load))
-        requests = self._requests(
-            dataclasses.replace(load.workload, requests=tuple(short)), math.inf, load.slo, seed
-        )
-        _require_some(await replay_async(system, requests), candidate, load)
+    def _client(self, cell: Cell[Candidate]) -> _PeerClient:
+        """A client of the cell's system, under the cell's setting and targets."""
+        system = self._systems[cell.system.resident]
+        self._runner.run(system.configure(cell.system.setting, cell.slo))
+        return self._new_client(system, backend=cell.system.label)
 
-    async def _run_once(self, candidate: Candidate, system: System, load: Load, rate: float) -> None:
-        key = self._key(candidate, load)
-        # Other prompts in each run, the same for every system: a server may keep a cache of prefixes.
-        run = len(self._file.runs(key))
-        prompt_seed = self._seed + _MOST_RUNS * self._loads.index(load) + run
+    def _warm_up(self, cell: Cell[Candidate]) -> None:
+        # Other prompts than in any run.
+        seed = self._seed + _MOST_RUNS * (len(self._loads) + self._loads.index(_load(cell)))
+        warm_up(self._client(cell), cell.workload, self._num_warmups, slo=cell.slo, seed=seed)
+
+    def _measure(self, cell: Cell[Candidate], rate: float) -> dict[str, Any]:
+        # Other prompts in each run, the same for every system: a server may have a prefix cache.
+        run = len(self._file.runs(cell.key))
+        prompt_seed = self._seed + _MOST_RUNS * self._loads.index(_load(cell)) + run
         actual_rate = math.inf if rate >= FASTEST_RATE else rate
-        requests = self._requests(load.workload, actual_rate, load.slo, prompt_seed)
-        await system.configure(candidate.setting, load.slo)
-        # One process holds several systems: looking through all their objects would stop each of them for long.
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-        started, host = datetime.now(), HostClock()
-        with DeviceMonitor.for_gpu(self._device_uuid) as monitor:
-            replayed = await replay_async(system, requests)
-        host_use = host.use()
-        _require_some(replayed, candidate, load)
-        result = summarize_replay(
-            replayed.served,
-            duration_s=replayed.duration_s,
-            started=started,
-            backend=candidate.label,
-            model_id=self._model,
-            request_rate=actual_rate,
-            burstiness=1.0 if math.isfinite(actual_rate) else None,
+        measured = measure(
+            self._client(cell),
+            cell.workload,
+            Arrivals(request_rate=actual_rate, seed=self._seed),
+            slo=cell.slo,
+            prompt_seed=prompt_seed,
         )
-        # Without targets, to be served is all that is asked.
-        attainment = sum(r.meets_slo for r in replayed.served) / len(replayed.served)
-        fields = result.fields() | {
+        result = measured.result
+        attainment = result.slo_attainment
+        reasons = Counter(reason for reason in result.details.errors if reason)
+        return measured.fields() | {
             "request_rate": rate,
             "all_at_once": math.isinf(actual_rate),
-            "slo_attainment": attainment,
+            # Without targets, every request that is served meets them.
+            "slo_attainment": result.completed / result.num_prompts if attainment is None else attainment,
             "prompt_seed": prompt_seed,
-            "failures": _failures(replayed),
-            **_energy(monitor.report, result.total_input_tokens + result.total_output_tokens),
-            "device": dataclasses.asdict(monitor.report),
-            "host": None if host_use is None else dataclasses.asdict(host_use),
-            "system_settings": dict(system.settings),
-            "system_counters": dict(system.counters()),
+            "failures": dict(reasons.most_common(_MOST_REASONS_KEPT)),
         }
-        self._file.add_run(key, fields)
-        self._rates[key].record(rate, attainment)
-        when = "all at once" if math.isinf(actual_rate) else f"at {rate:.4g}/s"
-        tell(
-            f"{key.workload}, {key.slo}, {candidate.label}, {when}: {100 * attainment:.1f} % met, "
-            f"{result.output_throughput:,.0f} output tokens/s"
-        )
-        self._finish_cells(load)
 
-    def _requests(self, workload: Workload, rate: float, slo: Slo, prompt_seed: int) -> list[TimedRequest]:
-        times = arrival_times(len(workload.requests), request_rate=rate, seed=self._seed)
-        return timed_requests(workload, times, vocab_size=self._vocab_size, slo=slo, seed=prompt_seed)
-
-    def _next_rate(self, candidate: Candidate, load: Load) -> float | None:
-        rates = self._rates[self._key(candidate, load)]
-        return None if self._is_beaten(candidate, load, rates.ceiling) else rates.next_rate()
-
-    def _finish_cells(self, load: Load) -> None:
-        """Keep what the searches found that are over: a run may end those of others, too."""
-        for candidate in (c for group in self._groups for c in group):
-            key = self._key(candidate, load)
-            if self._next_rate(candidate, load) is None and not self._file.cell(key).finished:
-                self._file.finish_cell(key, self._rates[key].goodput)
-
-    def _is_beaten(self, candidate: Candidate, load: Load, ceiling: float | None) -> bool:
-        if not self._best_peer_only or candidate.kind == "own" or ceiling is None:
+    def _is_beaten(self, cell: Cell[Candidate]) -> bool:
+        ceiling = cell.rates.ceiling
+        if not self._best_peer_only or cell.system.kind == "own" or ceiling is None:
             return False
-        others = (c for g in self._groups for c in g if c.resident == candidate.resident and c != candidate)
-        return any((self._rates[self._key(other, load)].goodput or 0.0) >= ceiling for other in others)
-
-    @staticmethod
-    def _key(candidate: Candidate, load: Load) -> CellKey:
-        return CellKey(candidate.label, load.workload.name, len(load.workload.requests), str(load.slo))
-
-
-def tell(message: str) -> None:
-    """Say on stderr what goes on."""
-    print(message, file=sys.stderr, flush=True)
-
-
-def _require_some(replayed: Replay, candidate: Candidate, load: Load) -> None:
-    reasons = [request.error for request in replayed.served if request.error is not None]
-    if len(reasons) == len(replayed.served):
-        raise WorkloadError(
-            f"{candidate.label} could serve none of {len(reasons)} requests of {load.workload.name}; "
-            f"the first: {reasons[0]}"
+        others = (
+            other
+            for other in self._cells
+            if _load(other) == _load(cell)
+            and other.system.resident == cell.system.resident
+            and other.system != cell.system
         )
+        return any((other.rates.goodput or 0.0) >= ceiling for other in others)
 
 
-def _failures(replayed: Replay) -> dict[str, int]:
-    """The commonest reasons of failures, and how often each came."""
-    reasons = Counter(request.error for request in replayed.served if request.error is not None)
-    return dict(reasons.most_common(_MOST_REASONS_KEPT))
+def _load(cell: Cell[Candidate]) -> tuple[str, int, str]:
+    return cell.key.workload, cell.key.num_prompts, cell.key.slo
 
 
-def _energy(device: DeviceReport, num_tokens: int) -> dict[str, float | None]:
-    joules = device.energy_joules
-    return {"energy_joules": joules, "joules_per_token": None if joules is None else joules / num_tokens}
+async def _as_coroutine(awaitable: Awaitable[System]) -> System:
+    return await awaitable

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.peers.systems import OwnSetting, Setup
 from bullet_graph import AsyncEngine, Engine, OutputKind, Slo
-from bullet_graph.cli.bench.online_policies import config_for
+from bullet_graph.cli.engine_run import config_for
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.replay import TimedRequest, require_forced_length
 
@@ -30,9 +30,7 @@ class OwnEngine:
     def __init__(
         self, setup: Setup, wanted: Sequence[OwnSetting], slo: Slo, decisions: Path | None = None
     ) -> None:
-        config = EngineConfig(
-            **{field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
-        )
+        config = EngineConfig(**dataclasses.asdict(setup))
         config = config_for(config, list(dict.fromkeys(one.policy for one in wanted)), slo)
         engine = Engine(
             **config.values(),

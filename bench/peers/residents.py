@@ -1,4 +1,4 @@
-"""Which systems can be had here, what they need, and starting them."""
+"""The systems that are installed here, the memory they need, and starting them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 
 import platformdirs
 
-from bench.peers.comparison import tell
 from bench.peers.own import OwnEngine
-from bench.peers.systems import Candidate, OwnSetting, Setup, System, distribution_is_there
+from bench.peers.systems import Candidate, OwnSetting, Setup, System, log
 from bench.peers.vllm_system import VllmSystem, require_vllm
 from bullet_graph.errors import ConfigError, DeviceError
+from bullet_graph.perf.provenance import installed_version
 from bullet_graph.runtime.memory import format_bytes
 from bullet_graph.slo import Slo
 
@@ -75,7 +75,7 @@ def installed(candidates: Sequence[Candidate], *, skip: bool) -> list[Candidate]
         except DeviceError as error:
             if not skip:
                 raise
-            tell(f"left out {candidate.kind}:{candidate.setting or candidate.url}: {error}")
+            log(f"left out {candidate.kind}:{candidate.setting or candidate.url}: {error}")
         else:
             there.append(candidate)
     if not there:
@@ -118,7 +118,7 @@ def require_memory(
         if free >= wanted * total:
             return
         if waited_s == 0:
-            tell(f"waiting for memory: {free / total:.0%} of the GPU's is free, {wanted:.0%} is wanted")
+            log(f"waiting for memory: {free / total:.0%} of the GPU's is free, {wanted:.0%} is wanted")
         pause(1.0)
     raise DeviceError(
         f"the systems are to fill {wanted:.0%} of the GPU's {format_bytes(total)}, but only {format_bytes(free)} are "
@@ -127,7 +127,7 @@ def require_memory(
 
 
 def _require_aiohttp() -> None:
-    if not distribution_is_there("aiohttp"):
+    if installed_version("aiohttp") is None:
         raise DeviceError(
             "aiohttp is not installed, and openai:URL needs it: pip install aiohttp, or leave the servers out "
             "with --skip-missing"

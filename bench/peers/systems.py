@@ -1,6 +1,6 @@
-"""What is compared: a candidate is a system and one setting of it."""
+"""The systems of a comparison: a candidate is a system and one setting of it."""
 
-import importlib.metadata
+import sys
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, get_args
@@ -20,7 +20,7 @@ class System(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All that it was started with and that its figures may depend on, in values that JSON has."""
+        """Every setting of its start that its figures may depend on, in values that JSON has."""
 
     async def configure(self, setting: str, slo: Slo) -> None:
         """Serve under a setting and targets from now on; no request is under way.
@@ -30,7 +30,7 @@ class System(Protocol):
         """
 
     def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
-        """Serve a request, telling with each output how many new tokens it brought.
+        """Serve a request, yielding the number of new tokens of each output.
 
         Raises:
             EngineDeadError: the system has failed as a whole; any other error is the request's alone.
@@ -112,7 +112,7 @@ class Candidate:
 
     @property
     def resident(self) -> tuple[Kind, str]:
-        """What must be up for it: candidates that share it take turns in one process."""
+        """The process or server that it needs: candidates that share it take turns."""
         return self.kind, self.url
 
     @property
@@ -128,7 +128,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What all systems that this process starts are given alike; names and units are the engine's.
+    """The settings that all systems of this process share; names and units are the engine's.
 
     Attributes:
         load_format: ``auto`` is dummy for a preset.
@@ -150,7 +150,7 @@ class Setup:
 
 
 def peer_versions() -> dict[str, str | None]:
-    """Versions of what the peers are made of; None: not installed."""
+    """Versions of the peers' libraries; None: not installed."""
     names = (
         "vllm",
         "transformers",
@@ -163,10 +163,6 @@ def peer_versions() -> dict[str, str | None]:
     return {name: installed_version(name) for name in names}
 
 
-def distribution_is_there(name: str) -> bool:
-    """Whether a distribution of this name is installed."""
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def log(message: str) -> None:
+    """Write a line to stderr."""
+    print(message, file=sys.stderr, flush=True)

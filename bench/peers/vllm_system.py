@@ -18,6 +18,7 @@ How it is set up, beside what a tuned server would use:
 import dataclasses
 import importlib
 import itertools
+import json
 import os
 import sys
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -26,14 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.budget import CONFIG_KEY, TokenBudget
-from bench.peers.hf_config import write_model_folder
-from bench.peers.systems import Setup, distribution_is_there
+from bench.peers.systems import Setup
 from bullet_graph.engine.replay import TimedRequest
 from bullet_graph.errors import ConfigError, DeviceError, EngineDeadError
+from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import resolve_model
+from bullet_graph.perf.provenance import installed_version
 from bullet_graph.slo import Slo
 
 SCHEDULER = "bench.peers.vllm_scheduler.BudgetedScheduler"
+
+_MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -152,7 +156,7 @@ def require_vllm() -> None:
     Raises:
         DeviceError: it is not installed.
     """
-    if not distribution_is_there("vllm"):
+    if installed_version("vllm") is None:
         raise DeviceError(
             "vllm is not installed in this environment: install it (pip install vllm==0.26.0), or leave it out "
             "with --skip-missing"
@@ -181,6 +185,46 @@ def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
         "scheduler_cls": SCHEDULER,
         "additional_config": {CONFIG_KEY: str(_budget_file(folder))},
     }
+
+
+def hf_config(model: ModelConfig) -> dict[str, Any]:
+    """The JSON that ``load_model_config`` reads back as ``model``, with the names of transformers 5."""
+    scaling = model.rope_scaling
+    rope: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_type": "default"}
+    if scaling is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    return {
+        "architectures": [model.architecture],
+        "model_type": _MODEL_TYPES[model.architecture],
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_parameters": rope,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "attention_bias": False,
+        "dtype": model.dtype,
+        "eos_token_id": list(model.eos_token_ids) or None,
+    }
+
+
+def write_model_folder(folder: Path, model: ModelConfig) -> Path:
+    """Write a model folder that has a shape and no weights, and return it; one that is there is replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(model), indent=2) + "\n", encoding="utf-8")
+    return folder
 
 
 def _budget_file(folder: Path) -> Path:

@@ -104,23 +104,16 @@ def goodput_table(
         cells: goodput and runs by the name of the system or policy.
         tolerance: of the searches, relative.
     """
-    table = Table("policy", title=Text(title), title_justify="left")
-    for column in (
-        *(
-            "requests/s",
-            "met, %",
-            "TTFT, p50 / p90, ms",
-            "TPOT, p50 / p90, ms",
-            "ITL, p99, ms",
-            "J/token",
-            "runs",
-        ),
-    ):
+    table = Table(title=Text(title), title_justify="left")
+    table.add_column("policy", no_wrap=True)
+    shows_energy = any(run.get("joules_per_token") is not None for _, runs in cells.values() for run in runs)
+    columns = ["requests/s", "met, %", "TTFT, p50 / p90, ms", "TPOT, p50 / p90, ms", "ITL, p99, ms"]
+    for column in (*columns, *(("J/token",) if shows_energy else ()), "runs"):
         table.add_column(column, justify="right")
     for name, (goodput, runs) in cells.items():
         rates = [run["request_rate"] for run in runs]
         best = next((run for run in reversed(runs) if run["request_rate"] == goodput), None)
-        row = [_NONE] * 5
+        row = [_NONE] * 4
         if goodput is None or best is None:
             rate = f"< {min(rates):.3g}" if rates else _NONE
         else:
@@ -133,8 +126,9 @@ def goodput_table(
                     for x in ("ttft", "tpot")
                 ),
                 figure(best["p99_itl_ms"]),
-                figure(best.get("joules_per_token"), 3),
             ]
+        if shows_energy:
+            row.append(figure((best or {}).get("joules_per_token"), 3))
         table.add_row(Text(name), rate, *row, str(len(runs)))
     return table
 

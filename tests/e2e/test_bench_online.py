@@ -9,7 +9,7 @@ from cli_runner import TINY, refused, run
 from click.testing import Result
 
 from bullet_graph import Engine
-from bullet_graph.cli.bench import online as online_module
+from bullet_graph.cli.bench import replay as replay_module
 from bullet_graph.engine.output import RequestOutput
 from bullet_graph.perf.energy import DeviceMonitor, DeviceSample
 from bullet_graph.perf.trace import read_trace
@@ -73,6 +73,7 @@ def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(trace: Path, 
         "num_preemptions": 0,
         "joules_per_output_token": None,
         "joules_per_token": None,
+        "energy_joules": None,
         "partitions": None,
     }
     assert {name: flat[name] for name in expected} == expected
@@ -204,9 +205,10 @@ class FakeProbe:
 
 
 def test_energy_is_that_of_the_run(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(online_module, "watch_device", lambda _: DeviceMonitor(FakeProbe()))
+    monkeypatch.setattr(replay_module, "watch_device", lambda _: DeviceMonitor(FakeProbe()))
     flat = fields(bench("--num-warmups", "2", "--json", trace=trace))
     assert flat["device"]["energy_joules"] == 35
+    assert flat["energy_joules"] == 35
     assert flat["joules_per_output_token"] == pytest.approx(1)
     assert flat["joules_per_token"] == pytest.approx(35 / 243)
     shown = bench(trace=trace).stdout
@@ -250,7 +252,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--request-rate", "0"), "request_rate must be a number above 0"),
         (("--request-rate", "-2"), "request_rate must be a number above 0"),
         (("--request-rate", "nan"), "request_rate must be a number above 0"),
-        (("--request-rate", "often"), "is no rate: give requests a second, inf, or trace"),
+        (("--request-rate", "often"), "is no rate: give requests per second, inf, or trace"),
         (("--request-rate", "5", "--burstiness", "0"), "burstiness must be a number above 0"),
         (("--request-rate", "trace", "--time-scale", "0"), "scale"),
         (("--goodput", "500"), "'500' is no latency target: write ttft:500"),
@@ -304,7 +306,7 @@ def test_an_output_file_is_overwritten_when_asked(trace: Path, tmp_path: Path) -
     assert json.loads(path.read_text())["completed"] == 6
 
 
-def test_an_policy_that_the_engine_cannot_serve_is_told_before_the_first_run(
+def test_a_policy_that_the_engine_cannot_serve_is_refused_before_the_first_run(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Engine, "add_request", lambda *_, **__: pytest.fail("a request was sent"))
@@ -314,7 +316,7 @@ def test_an_policy_that_the_engine_cannot_serve_is_told_before_the_first_run(
 
 def test_no_request_served_is_an_error(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Every request fits the model, and is still refused.
-    monkeypatch.setattr(online_module, "timed_requests", refuse_all(online_module.timed_requests))
+    monkeypatch.setattr(replay_module, "timed_requests", refuse_all(replay_module.timed_requests))
     message = refused(bench("--json", trace=trace))
     assert "none of the 6 requests of trace.csv could be served" in message
 

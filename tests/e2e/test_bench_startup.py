@@ -17,10 +17,9 @@ from cli_runner import TINY, refused, run
 from bullet_graph import EngineConfig
 from bullet_graph.captures.store import CaptureStore
 from bullet_graph.cli.bench import startup, startup_child
-from bullet_graph.cli.bench.startup import StartPolicy, StartupResult, TimedPhase, read_run, run_startup
-from bullet_graph.cli.bench.startup_plot import draw_startup
+from bullet_graph.cli.bench.startup import StartKind, TimedPhase, phase_names, read_run, run_starts
+from bullet_graph.cli.plots import draw_starts
 from bullet_graph.errors import BulletGraphError, CheckpointError
-from bullet_graph.perf.provenance import collect_provenance
 
 # They build a capture cache, in processes of their own.
 pytestmark = pytest.mark.timeout(300)
@@ -83,16 +82,7 @@ def test_phases_of_all_policies_stand_in_the_order_of_a_start() -> None:
     cached = dataclasses.replace(
         run, phases=(*run.phases, TimedPhase("self-check", 5, 6), TimedPhase("capture cache", 6, 7))
     )
-    result = StartupResult(
-        runs={"warm": (run,), "cached": (cached,)},
-        model="tiny",
-        load_format="dummy",
-        dtype="float32",
-        policy="serial",
-        engine={},
-        provenance=collect_provenance("cpu"),
-    )
-    assert result.phase_names == [
+    assert phase_names({"warm": (run,), "cached": (cached,)}) == [
         "process",
         "imports",
         "capture cache",
@@ -131,14 +121,13 @@ def test_cold_starts_have_empty_caches_and_warm_ones_those_of_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(startup, "collect_provenance", lambda _: SimpleNamespace(device_name="cpu"))
     children = FakeChildren(monkeypatch, TOLD)
-    policies = (
-        StartPolicy("cold", 2, empty_caches=True),
-        StartPolicy("warm", 2),
-        StartPolicy("other", 1, settings={"ready": "hot"}),
+    kinds = (
+        StartKind("cold", CONFIG, 2, empty_caches=True),
+        StartKind("warm", CONFIG, 2),
+        StartKind("other", dataclasses.replace(CONFIG, ready="hot"), 1),
     )
-    result = run_startup(CONFIG, policies, quiet=True)
+    runs = run_starts(kinds, quiet=True)
     assert children.were_empty == [True, True, False, False, False]
     assert len(set(children.folders)) == 2
     assert children.folders[1] == children.folders[2] == children.folders[4]
@@ -146,10 +135,13 @@ def test_cold_starts_have_empty_caches_and_warm_ones_those_of_the_last(
     assert not list(tmp_path.iterdir())
     assert children.configs[0] == CONFIG
     assert [config.ready for config in children.configs] == ["all"] * 4 + ["hot"]
-    assert {policy: len(runs) for policy, runs in result.runs.items()} == {"cold": 2, "warm": 2, "other": 1}
-    assert result.average("warm", "startup_s") == 7.0
-    assert draw_startup(result, "svg") == draw_startup(result, "svg")
-    assert draw_startup(result, "png").startswith(b"\x89PNG")
+    assert {kind: len(of_kind) for kind, of_kind in runs.items()} == {"cold": 2, "warm": 2, "other": 1}
+    assert runs["warm"][0].startup_s == 7.0
+    first = {kind: of_kind[0] for kind, of_kind in runs.items()}
+    svgs = [draw_starts(first, phase_names(runs), title="t", image_format="svg") for _ in range(2)]
+    assert svgs[0] == svgs[1]
+    png = draw_starts(first, phase_names(runs), title="t", image_format="png")
+    assert png.startswith(b"\x89PNG")
 
 
 def test_starts_from_a_capture_cache_come_last_and_have_nothing_else(
@@ -176,7 +168,7 @@ def test_a_start_from_a_capture_cache_compiles_nothing(
     config = EngineConfig(
         model="tiny", device="cpu", compile=True, capture_cache=str(built[0].root), **SETTINGS
     )
-    (start,) = run_startup(config, [StartPolicy("cached", 1, empty_caches=True)], quiet=True).runs["cached"]
+    (start,) = run_starts([StartKind("cached", config, 1, empty_caches=True)], quiet=True)["cached"]
     assert start.cache_use["problems"] == []
     assert start.cache_use["entry_id"]
     assert set(start.compiles.values()) == {0}
@@ -185,13 +177,13 @@ def test_a_start_from_a_capture_cache_compiles_nothing(
 def test_an_error_of_a_start_is_told_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeChildren(monkeypatch, {"error": "CheckpointError", "message": "a shard is missing"}, 2)
     with pytest.raises(CheckpointError, match=r"^a shard is missing$"):
-        run_startup(CONFIG, [StartPolicy("cold", 1, empty_caches=True)], quiet=True)
+        run_starts([StartKind("cold", CONFIG, 1, empty_caches=True)], quiet=True)
 
 
 def test_a_process_that_died_tells_how(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeChildren(monkeypatch, {}, -11)
     with pytest.raises(BulletGraphError, match="exit code -11: Segmentation fault"):
-        run_startup(CONFIG, [StartPolicy("cold", 1, empty_caches=True)], quiet=True)
+        run_starts([StartKind("cold", CONFIG, 1, empty_caches=True)], quiet=True)
 
 
 def test_a_process_writes_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

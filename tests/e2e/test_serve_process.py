@@ -168,7 +168,7 @@ for name in EXTRA:
     sys.modules[name] = None
 import bullet_graph
 from bullet_graph.cli.main import main
-import bullet_graph.cli.bench.serve
+import bullet_graph.cli.bench.replay
 main(["serve", "--model", "tiny"])
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

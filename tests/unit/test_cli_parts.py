@@ -1,9 +1,9 @@
 """Pieces of the command line that need no engine."""
 
 import json
-from dataclasses import dataclass
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -112,20 +112,35 @@ def test_bad_sizes(text: str) -> None:
         parse_options("--kv-cache-bytes", text)
 
 
-@dataclass(frozen=True)
-class Result:
-    figure: float
-    run: dict[str, Any]
-
-
-def test_json_has_the_runs_fields_beside_the_results() -> None:
-    text = to_json(Result(1.5, {"model": "tiny", "device": {"power_w": None}}))
-    assert json.loads(text) == {"figure": 1.5, "model": "tiny", "device": {"power_w": None}}
-
-
 def test_json_refuses_figures_that_are_not_finite() -> None:
     with pytest.raises(ValueError, match="JSON"):
-        to_json(Result(float("nan"), {}))
+        to_json({"figure": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("program", "module", "shown"),
+    [
+        ("/home/somebody/.venv/bin/bullet-graph", None, ["bullet-graph"]),
+        ("/somewhere/bullet_graph/__main__.py", "bullet_graph.__main__", ["bullet-graph"]),
+        ("/somewhere/bench/peers/__main__.py", "bench.peers.__main__", ["python", "-m", "bench.peers"]),
+        ("bench/offline.py", None, ["python", "bench/offline.py"]),
+    ],
+)
+def test_a_result_holds_its_command_line(
+    program: str, module: str | None, shown: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without secrets, and without the folders of who ran it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    spec = None if module is None else ModuleSpec(module, None)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    arguments = ["bench", "--api-key", "secret", "--api-key=other", "--model", f"{tmp_path}/m"]
+    monkeypatch.setattr(sys, "argv", [program, *arguments, "--trace=/home/somebody/t.csv"])
+    argv = json.loads(to_json({"figure": 1.5}))["argv"]
+    assert argv == [
+        *shown,
+        *["bench", "--api-key", "***", "--api-key=***", "--model", "m", "--trace=~/t.csv"],
+    ]
 
 
 def test_result_file_is_written_whole(tmp_path: Path) -> None:

@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.peers import comparison
-from bench.peers.comparison import Comparison, Load
+from bench.peers.comparison import Comparison
 from bench.peers.systems import Candidate
 from bullet_graph.cli.bench.sweep_file import CellKey, SweepFile
+from bullet_graph.cli.bench.sweep_runner import WorkloadSpec, make_cells
 from bullet_graph.engine.replay import Replay, TimedRequest
 from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.perf.metrics import RequestMetrics
@@ -51,7 +51,7 @@ async def open_served(_: Sequence[Candidate]) -> Served:
     return Served()
 
 
-async def replayed(system: Served, requests: Sequence[TimedRequest]) -> Replay:
+async def replayed(system: Served, requests: Sequence[TimedRequest], **_: Any) -> Replay:
     """All in time, or none."""
     rate = NUM_REQUESTS / requests[-1].arrival_s
     tpot_ms = TPOT_MS if rate < GOODPUTS[system.setting] else 2 * TPOT_MS
@@ -66,19 +66,22 @@ def compare(
     """Goodput and rates of the runs, by setting; of the last workload."""
     request = WorkloadRequest(prompt_tokens=1, output_tokens=2, arrival_s=None)
     file = SweepFile.open(path, settings={}, provenance={}, overwrite=False)
-    asyncio.run(
+    candidates = [Candidate("own", "auto"), *(Candidate("vllm", chunk) for chunk in ("512", "1024", "2048"))]
+    planned = make_cells(
+        [WorkloadSpec(name, slo=Slo(tpot_ms=TPOT_MS)) for name in workloads],
+        (),
+        {candidate.label: candidate for candidate in candidates},
+        first_rate=16.0,
+        load=lambda spec: Workload(spec.name, (request,) * NUM_REQUESTS),
+        new_rates=lambda rate: GoodputSearch(first_rate=rate, step=1.25, max_runs=4),
+    )
+    with asyncio.Runner() as runner:
         Comparison(
-            [[Candidate("own", "auto"), *(Candidate("vllm", chunk) for chunk in ("512", "1024", "2048"))]],
-            [
-                Load(
-                    Workload(name, (request,) * NUM_REQUESTS),
-                    Slo(tpot_ms=TPOT_MS),
-                    partial(GoodputSearch, first_rate=16.0, step=1.25, max_runs=4),
-                )
-                for name in workloads
-            ],
+            [candidates],
+            planned,
             open_served,
             file,
+            runner,
             model="none",
             vocab_size=100,
             seed=0,
@@ -86,7 +89,6 @@ def compare(
             best_peer_only=best_peer_only,
             device_uuid=None,
         ).run()
-    )
     cells = file.sweep.cells
     assert all(cell.finished for cell in cells)
     return {
@@ -99,7 +101,7 @@ def compare(
 def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "replay_async", replayed)
     # Between real runs all objects of the process are collected, which would take longer than these runs.
-    monkeypatch.setattr(comparison.gc, "collect", lambda: 0)
+    monkeypatch.setattr(comparison, "collect_garbage", lambda: None)
 
 
 def test_every_setting_is_searched(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from bench.peers.budget import CONFIG_KEY, BudgetedSchedule, TokenBudget
-from bench.peers.hf_config import write_model_folder
-from bench.peers.rates import FixedRates
+from bench.peers.comparison import FixedRates
 from bench.peers.residents import group, require_memory
 from bench.peers.systems import Candidate
+from bench.peers.vllm_system import write_model_folder
 from bullet_graph import ConfigError, RequestError
 from bullet_graph.errors import DeviceError
 from bullet_graph.models.families import load_model_config

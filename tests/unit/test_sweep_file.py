@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bullet_graph.cli.bench.sweep_file import CellKey, SweepCell, SweepFile, read_sweep
+from bullet_graph.cli.result_file import command_line
 from bullet_graph.errors import ConfigError
 
 SETTINGS = {"model": "tiny", "policies": ("auto", "mixed"), "attainment": 0.9, "engine": {"max_num_seqs": 8}}
@@ -36,6 +37,7 @@ def test_the_file_as_others_read_it(tmp_path: Path) -> None:
         "format": 1,
         "kind": "goodput sweep",
         "finished": False,
+        "argv": command_line(),
         "settings": SETTINGS | {"policies": ["auto", "mixed"]},
         "provenance": PROVENANCE,
         "continued": [],

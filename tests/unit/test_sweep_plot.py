@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bullet_graph.cli.bench.sweep_file import CellKey, Sweep, SweepCell, read_sweep
-from bullet_graph.cli.bench.sweep_plot import draw_sweep, plot_names
+from bullet_graph.cli.plots import draw_sweep, plot_names
 
 SYSTEMS = ("bullet_graph auto", "vllm 0.24.0 chunk 512")
 TASKS = (("azure:conv", "ttft:500ms tpot:15ms"), ("azure:code", "ttft:0.2ms/token"))

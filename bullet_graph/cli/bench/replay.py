@@ -174,10 +174,7 @@ class StreamClient:
         is_warmup: bool = False,
     ) -> Replay:
         del is_warmup
-        # A pause of the garbage collector would make tokens look late.
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+        collect_garbage()
         replayed = replay_async(self._system, requests, max_concurrency=max_concurrency, on_done=on_done)
         return self._runner.run(replayed)
 
@@ -223,6 +220,13 @@ class ServerClient(StreamClient):
             "num_preemptions": int(grown["num_preemptions_total"]),
             **energy_fields(grown.get("energy_joules_total"), result),
         }
+
+
+def collect_garbage() -> None:
+    """Collect now, and keep the collector off all objects so far: its pauses would make tokens look late."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def energy_fields(joules: float | None, result: ReplayResult) -> dict[str, float | None]:

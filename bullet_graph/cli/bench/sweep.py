@@ -204,11 +204,13 @@ def print_sweep(sweep: Sweep) -> None:
 
 def _settings(config: EngineConfig, runtime: Runtime, cells: list[Cell[Policy]]) -> dict[str, Any]:
     """Everything that decides the runs: a sweep resumes under the same settings only."""
+    # Each cell has targets of its own.
+    engine = {name: value for name, value in engine_settings(config, runtime).items() if name != "slo"}
     return {
         "model": config.model,
         "load_format": resolved_load_format(config, runtime),
         "dtype": str(runtime.dtype).removeprefix("torch."),
-        "engine": engine_settings(config, runtime) | {"policy": str(config.policy), "slo": None},
+        "engine": engine | {"policy": str(config.policy)},
         "seed": config.seed,
         "workloads": list(dict.fromkeys(str(cell) for cell in cells)),
         "policies": list(dict.fromkeys(str(cell.system) for cell in cells)),

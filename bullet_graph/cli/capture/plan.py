@@ -193,6 +193,7 @@ class Proposal:
     def fields(self, text: str) -> dict[str, Any]:
         """The JSON's fields; a limit that is none, and the worth of a required size, are null."""
         spec = self.simulator.spec
+        rate = spec.arrivals.request_rate
         total = self._num_steps()
         decode = [
             {"decode_sms": sms, "batch_size": size, "num_steps": n, "share": n / total}
@@ -211,9 +212,7 @@ class Proposal:
         return self.simulator.describe() | {
             "model": spec.config.model,
             "policy": str(spec.config.policy),
-            "request_rate": "trace"
-            if spec.arrivals.request_rate is None
-            else _finite(spec.arrivals.request_rate, "inf"),
+            "request_rate": "trace" if rate is None else _finite(rate, "inf"),
             "budget": {
                 "memory_gb": _finite(self.budget.memory_bytes / _GB),
                 "time_s": _finite(self.budget.time_s),

@@ -2,9 +2,10 @@
 
 import pytest
 
-from bullet_graph.cli.bench.sweep_cells import Cell, WorkloadSpec, make_cells, parse_targets
+from bullet_graph.cli.bench.sweep_runner import Cell, WorkloadSpec, make_cells, parse_targets
 from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
+from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload, WorkloadRequest
 
@@ -61,8 +62,15 @@ def load(spec: WorkloadSpec) -> Workload:
     return Workload(spec.name.rpartition("/")[2], (request,) * (spec.num_prompts or 3))
 
 
-def cells_of(*texts: str, slos: tuple[Slo, ...] = (LOOSE,)) -> list[Cell]:
-    return make_cells([WorkloadSpec.parse(text) for text in texts], slos, POLICIES, first_rate=8, load=load)
+def cells_of(*texts: str, slos: tuple[Slo, ...] = (LOOSE,)) -> list[Cell[Policy]]:
+    return make_cells(
+        [WorkloadSpec.parse(text) for text in texts],
+        slos,
+        {f"bullet_graph {policy}": policy for policy in POLICIES},
+        first_rate=8,
+        load=load,
+        new_rates=lambda rate: GoodputSearch(first_rate=rate, max_runs=3),
+    )
 
 
 def test_cells_are_workloads_times_targets_times_policies() -> None:
@@ -89,5 +97,5 @@ def test_two_workloads_cannot_have_one_name() -> None:
 
 
 def test_a_workload_needs_targets() -> None:
-    with pytest.raises(ConfigError, match="azure:code has no targets to meet: add --slo"):
+    with pytest.raises(ConfigError, match="azure:code has no targets to meet"):
         cells_of("conv@ttft:500", "code", slos=())

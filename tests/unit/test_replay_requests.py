@@ -1,22 +1,16 @@
-"""Pieces of ``bullet-graph bench online`` that need no engine."""
+"""Requests and arrivals of a replay, and settings of one engine for several policies."""
 
-import dataclasses
 import math
-from datetime import datetime
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bullet_graph.cli.bench.online import OnlineRun
-from bullet_graph.cli.bench.online_policies import config_for
+from bullet_graph.cli.engine_run import config_for
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.replay import timed_requests
 from bullet_graph.errors import ConfigError, WorkloadError
-from bullet_graph.perf.energy import DeviceReport, SampleRange
-from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.replay_metrics import ServedRequest, summarize_replay
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest
 
@@ -113,44 +107,3 @@ def test_the_engine_can_serve_as_each_policy(
     own = config_for(EngineConfig(model="tiny", decode_sms=(48, 32)), parsed, TARGETS)
     assert own.decode_sms[:2] == (48, 32)
     assert len(set(own.decode_sms)) == len(own.decode_sms)
-
-
-# ---- what a run tells ----
-
-
-def make_run(policy: str = "auto", energy_joules: float | None = 31.0) -> OnlineRun:
-    served = [ServedRequest(30, 2, RequestMetrics(0.0, 0.0, (0.4, 0.41)), TARGETS)]
-    result = summarize_replay(
-        served,
-        duration_s=0.41,
-        started=datetime(2025, 1, 2),
-        backend="b",
-        model_id="m",
-        request_rate=1.0,
-        burstiness=1.0,
-    )
-    power = None if energy_joules is None else SampleRange(600, 650, 700)
-    return OnlineRun(
-        result=result,
-        policy=Policy.parse(policy),
-        slo=TARGETS,
-        policy_shares={"mixed": 0.25, "solo": 0.75},
-        num_steps=3,
-        num_preemptions=0,
-        kv_blocks_peak=2,
-        kv_blocks_total=8,
-        device=DeviceReport(
-            num_samples=1, sm_clock_mhz=power, power_w=power, temperature_c=power, energy_joules=energy_joules
-        ),
-        joules_per_output_token=None if energy_joules is None else energy_joules / 2,
-        joules_per_token=None if energy_joules is None else energy_joules / 32,
-    )
-
-
-def test_a_runs_fields_are_flat_and_named_as_its_attributes() -> None:
-    run = make_run("mixed:64")
-    flat = run.fields()
-    assert set(flat) == set(run.result.fields()) | {f.name for f in dataclasses.fields(run)} - {"result"}
-    assert (flat["policy"], flat["slo"]) == ("mixed:64", "ttft:500ms tpot:15ms")
-    assert flat["device"]["power_w"] == {"min": 600, "mean": 650, "max": 700}
-    assert run.fields(detailed=True)["itls"] == (pytest.approx((0.01,)),)
