@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from bullet_graph._version import __version__
 from bullet_graph.perf.energy import nvml_driver_version
+
+if TYPE_CHECKING:
+    import torch
 
 _DISTRIBUTIONS = {"torch": "torch", "triton": "triton", "flashinfer": "flashinfer-python"}
 _GIT_TIMEOUT_S = 10
@@ -68,8 +70,11 @@ class Provenance:
     cuda_version: str | None
 
 
-def collect_provenance(device: torch.device | str) -> Provenance:
+def collect_provenance(device: "torch.device | str") -> Provenance:
     """The provenance of a measurement on ``device``; "cuda" is the current GPU."""
+    # Others read versions here without torch.
+    import torch  # noqa: PLC0415
+
     git = git_state(_PACKAGE_FOLDER)
     device = torch.device(device)
     gpu = None if device.type == "cpu" else torch.cuda.get_device_properties(device)

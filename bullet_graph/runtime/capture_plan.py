@@ -1,11 +1,15 @@
 """Which capture plan an engine follows: the one its configuration names, or all buckets for its partitions."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import CapturePlan, load_plan
-from bullet_graph.runtime.resolve import Runtime
+
+if TYPE_CHECKING:
+    # It imports torch, and the simulator does without.
+    from bullet_graph.runtime.resolve import Runtime
 
 
 def max_forward_rows(config: EngineConfig) -> int:
@@ -13,7 +17,7 @@ def max_forward_rows(config: EngineConfig) -> int:
     return config.chunk_tokens + config.max_num_seqs
 
 
-def named_plan(config: EngineConfig, runtime: Runtime) -> CapturePlan | None:
+def named_plan(config: EngineConfig, runtime: "Runtime") -> CapturePlan | None:
     """The plan that the configuration names, checked against engine and device; None where it names none.
 
     Raises:

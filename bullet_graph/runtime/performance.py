@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from platformdirs import user_data_path
 
 from bullet_graph.config import EngineConfig
@@ -26,7 +26,10 @@ from bullet_graph.perf.table import (
     table_file_name,
 )
 from bullet_graph.runtime.capture_plan import named_plan
-from bullet_graph.runtime.resolve import Runtime
+
+if TYPE_CHECKING:
+    # It imports torch, and the simulator does without.
+    from bullet_graph.runtime.resolve import Runtime
 
 ROOFLINE = "roofline"
 """The ``perf_table`` that selects an estimate by arithmetic instead of a measured table."""
@@ -35,7 +38,7 @@ _KERNEL_LIBRARIES = {"flashinfer": "flashinfer-python", "torch": "torch", "trito
 
 
 def find_performance(
-    config: EngineConfig, runtime: Runtime, *, cached_table: Callable[[], PerfTable | None] = lambda: None
+    config: EngineConfig, runtime: "Runtime", *, cached_table: Callable[[], PerfTable | None] = lambda: None
 ) -> PerformanceModel | None:
     """The performance model that the configuration names or needs; None if it needs none.
 
@@ -87,7 +90,7 @@ def table_model(table: PerfTable, max_num_seqs: int, model: ModelConfig) -> Tabl
     return TableModel(table, model, pad=partial(bucket_for, buckets=buckets))
 
 
-def table_file(config: EngineConfig, runtime: Runtime) -> Path | None:
+def table_file(config: EngineConfig, runtime: "Runtime") -> Path | None:
     """The named table, or the user's own for this GPU and model, or a shipped one."""
     if config.perf_table is not None:
         return Path(config.perf_table)
@@ -102,24 +105,23 @@ def table_file(config: EngineConfig, runtime: Runtime) -> Path | None:
     return None
 
 
-def _device(runtime: Runtime) -> tuple[str, int]:
+def _device(runtime: "Runtime") -> tuple[str, int]:
     if runtime.device.type == "cpu":
         return GENERIC.name, GENERIC.num_sms
     key = table_key(runtime, "")
     return key.gpu, key.num_sms
 
 
-def table_key(runtime: Runtime, model: str) -> TableKey:
+def table_key(runtime: "Runtime", model: str) -> TableKey:
     """The key of tables that are valid for this runtime, which must be on a GPU.
 
     Args:
         model: the preset's name, or the model folder.
     """
-    gpu = torch.cuda.get_device_properties(runtime.device)
     versions = {name: installed_version(package) for name, package in _KERNEL_LIBRARIES.items()}
     return TableKey(
-        gpu=gpu.name,
-        num_sms=gpu.multi_processor_count,
+        gpu=runtime.gpu_name,
+        num_sms=runtime.num_sms,
         model=model if runtime.folder is None else runtime.folder.resolve().name,
         shape=shape_numbers(runtime.model),
         dtype=str(runtime.dtype).removeprefix("torch."),

@@ -42,6 +42,11 @@ class Runtime:
     max_model_len: int
 
     @property
+    def gpu_name(self) -> str:
+        """Name of the GPU, as CUDA reports it."""
+        return torch.cuda.get_device_properties(self.device).name
+
+    @property
     def num_sms(self) -> int:
         """SMs of the GPU."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count
