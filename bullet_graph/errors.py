@@ -1,7 +1,7 @@
 """The project's exceptions: each message names what was required, what was found and what to do.
 
-Errors that are the caller's to mend also derive from :class:`ValueError`, so that code which embeds the
-engine may catch either. The command line turns every :class:`BulletGraphError` into exit code 2.
+Errors that the caller can mend also derive from :class:`ValueError`. The command line turns every
+:class:`BulletGraphError` into exit code 2.
 """
 
 
@@ -14,7 +14,7 @@ class ConfigError(BulletGraphError, ValueError):
 
 
 class DeviceError(BulletGraphError, RuntimeError):
-    """The device asked for is not there, or a library it needs is missing."""
+    """The requested device, or a library that it needs, is missing."""
 
 
 class InsufficientMemoryError(BulletGraphError, RuntimeError):
@@ -34,7 +34,7 @@ class CheckpointError(ModelError):
 
 
 class PartitionError(BulletGraphError, RuntimeError):
-    """An SM partition cannot be had on this machine, or was not honoured; the message tells the SMs seen."""
+    """An SM partition is impossible on this machine, or was not honoured; the message names the SMs seen."""
 
 
 class PerfTableError(BulletGraphError, ValueError):
@@ -42,11 +42,11 @@ class PerfTableError(BulletGraphError, ValueError):
 
 
 class CacheError(BulletGraphError, ValueError):
-    """A cache of captures is damaged, does not fit, is in use, or cannot be written; the message gives the part."""
+    """A capture cache is damaged, does not fit, is in use, or cannot be written; the message names the part."""
 
 
 class CaptureCacheWarning(UserWarning):
-    """A cache of captures, or a part of it, is not used; the message tells why and what is done instead."""
+    """A capture cache, or a part of it, is not used; the message says why and what happens instead."""
 
 
 class RequestError(BulletGraphError, ValueError):

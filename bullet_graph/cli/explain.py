@@ -1,4 +1,4 @@
-"""``bullet-graph explain``: what an engine decided, and how that went."""
+"""``bullet-graph explain``: sums up a decision trace in tables, JSON and pictures."""
 
 import dataclasses
 import json
@@ -31,11 +31,9 @@ _MOST_MISSES_SHOWN = 10
     type=click.Path(path_type=Path),
     help="Draw SMs, policies, queue and times between tokens; the name ends in .svg or .png.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace files of --chrome-trace and --timeline that exist.")
-@click.option(
-    "--from", "from_s", type=float, metavar="S", help="Leave out all before this second of the trace."
-)
-@click.option("--to", "to_s", type=float, metavar="S", help="Leave out all after this second of the trace.")
+@click.option("--overwrite", is_flag=True, help="Replace existing files of --chrome-trace and --timeline.")
+@click.option("--from", "from_s", type=float, metavar="S", help="Start at this second of the trace.")
+@click.option("--to", "to_s", type=float, metavar="S", help="End at this second of the trace.")
 def explain(
     file: Path,
     as_json: bool,

@@ -118,7 +118,7 @@ def _draw_queue(axes: Any, trace: Trace, window: Window) -> None:
         alpha=0.35,
         linewidths=0,
         label="token gaps",
-        # So many circles would make an SVG slow to open.
+        # Thousands of circles would make an SVG slow to open.
         rasterized=len(gap_ms) > _MANY_DOTS,
     )
     limits = sorted({r.tpot_limit_ms for r in trace.requests if r.tpot_limit_ms is not None})

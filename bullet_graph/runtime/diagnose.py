@@ -1,4 +1,4 @@
-"""What a machine's state means for an engine: pure judgement, with what to do about each thing that is wrong."""
+"""Judges whether an engine can run on a machine, and says what to do about each problem; pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _BUSY_SHARE = 0.5
 
 
 class Level(StrEnum):
-    """GREEN works; YELLOW is worth knowing, the engine runs without it; RED keeps the engine from running."""
+    """GREEN works; YELLOW is worth knowing, but the engine runs; RED keeps the engine from running."""
 
     GREEN = "green"
     YELLOW = "yellow"
@@ -29,15 +29,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the page.
-
-    Attributes:
-        section: under which it stands.
-        name: what was looked at.
-        level: how it is.
-        found: what was found.
-        advice: what is wrong and what to do; None for green lines.
-    """
+    """One line of the page: what was looked at, what was found, and advice where it is not green."""
 
     section: str
     name: str
@@ -48,12 +40,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The page.
-
-    Attributes:
-        device: where an engine would run.
-        findings: in the order to be read in, those of a section together.
-    """
+    """The page: where an engine would run, and findings in reading order, by section."""
 
     device: Literal["cuda", "cpu"]
     findings: tuple[Finding, ...]
@@ -65,12 +52,7 @@ class Diagnosis:
 
 
 def diagnose(asked: Asked, machine: Machine) -> Diagnosis:
-    """Judge what :func:`bullet_graph.runtime.machine.look_around` found.
-
-    Args:
-        asked: the same that it was asked.
-        machine: what it found.
-    """
+    """Judge what :func:`bullet_graph.runtime.machine.look_around` found when it was asked the same."""
     findings = [
         *_judge_system(machine),
         *_judge_gpu(asked, machine),

@@ -1,4 +1,4 @@
-"""What this machine has of what an engine needs; gathered here, judged in :mod:`bullet_graph.runtime.diagnose`."""
+"""Finds what an engine needs on this machine; :mod:`bullet_graph.runtime.diagnose` judges it."""
 
 import importlib
 import os
@@ -29,13 +29,10 @@ from bullet_graph.runtime.resolve import resolve
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the engine would be asked for; the settings are those of :class:`bullet_graph.config.EngineConfig`.
+    """What the engine would be asked for, as :class:`bullet_graph.config.EngineConfig` names it.
 
-    Attributes:
-        device: where to run.
-        partition_backend: the one to check; ``auto`` checks them all.
-        decode_sms: sizes of the decode lane to verify; empty for a few that suit the GPU.
-        model: a preset or folder whose memory is planned, or None.
+    ``partition_backend`` "auto" checks all back ends; empty ``decode_sms`` checks a few sizes that suit the GPU.
+    ``model`` is the one whose memory is planned, or None.
     """
 
     device: DeviceName = "auto"
@@ -46,17 +43,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The GPU that an engine would take.
-
-    Attributes:
-        name: as the driver gives it.
-        compute_capability: major and minor.
-        num_sms: streaming multiprocessors.
-        num_tpcs: pairs of SMs, the unit of a mask.
-        total_bytes: of its memory.
-        free_bytes: of its memory, now.
-        num_gpus: that this process may use; the engine takes one.
-    """
+    """The GPU that an engine would take: the current one of the ``num_gpus`` that this process may use."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -72,7 +59,7 @@ class MaskOffset:
     """Whether stream masks may be written under this driver.
 
     Attributes:
-        source: ``calibration`` proven on this machine, ``table`` known for the driver's CUDA version, None unknown.
+        source: ``calibration``: proven on this machine; ``table``: known for the driver's CUDA version; None: unknown.
         offset: in bytes; None where it is unknown.
         problem: why the calibrations could not be read.
     """
@@ -84,23 +71,17 @@ class MaskOffset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was found; None for what is not there, and for GPU matters where the engine would run on the CPU.
+    """What was found; None for what is missing, and for GPU matters where the engine would run on the CPU.
 
     Attributes:
         platform: operating system, kernel and architecture.
-        provenance: versions, checkout, host and device.
         cuda_python: release of the driver's Python bindings.
-        torch_cuda: the CUDA release that torch was built for; None for a build without.
-        driver: the NVIDIA driver.
-        driver_problem: why there is none.
+        torch_cuda: the CUDA release that torch was built for.
+        driver_problem: why there is no NVIDIA driver.
         uses_gpu: an engine would run on the GPU.
-        gpu: that GPU.
-        gpu_problem: why its context cannot be made.
-        gpu_path_problem: why the engine's modules for the GPU, or the libraries they need, cannot be imported.
+        gpu_problem: why the GPU's context cannot be made.
+        gpu_path_problem: why the engine's modules for the GPU, or their libraries, cannot be imported.
         missing_compilers: of those that FlashInfer and Triton need at first use.
-        mask_offset: of stream masks.
-        partitions: what was proven of them.
-        caches: folders.
         ledger: the memory of ``Asked.model``, under the engine's default settings.
         model_problem: why there is no ledger.
     """
@@ -129,14 +110,9 @@ def look_around(
     openers: Mapping[str, BackendOpener] = OPENERS,
     make_probe: Callable[[int], SmidProbe] = SmidProbe,
 ) -> Machine:
-    """Look at everything that an engine would need; nothing found is an error, and nothing stays open.
+    """Look for everything that an engine would need; it reports problems, raises nothing and leaves nothing open.
 
-    On a GPU this makes the device's primary context, imports FlashInfer and runs the partitions' probes: seconds.
-
-    Args:
-        asked: what for.
-        openers: the partition back ends.
-        make_probe: of the device.
+    On a GPU this takes seconds: it makes the device's primary context, imports FlashInfer and probes the partitions.
     """
     driver, driver_problem = _find_driver()
     uses_gpu = asked.device != "cpu" and torch.cuda.is_available()
@@ -177,11 +153,7 @@ def look_around(
 
 
 def find_mask_offset(driver: DriverId, cache: Path | None = None) -> MaskOffset:
-    """Where the stream mask lies, as :func:`bullet_graph.partition.offsets.find` decides it.
-
-    Args:
-        cache: the file of calibrations, by default this user's.
-    """
+    """The offset of stream masks; ``cache`` is the file of calibrations, by default this user's."""
     try:
         found = offsets.find(driver, cache)
     except PartitionError as error:

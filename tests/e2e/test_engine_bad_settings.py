@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,17 +47,6 @@ def test_an_unknown_model_names_the_presets() -> None:
         make_engine("no-such-model")
 
 
-def test_a_folder_without_config(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json is missing"):
-        make_engine(tmp_path)
-
-
-def test_an_unsupported_architecture(folder: Path) -> None:
-    edit_config(folder, architectures=["MambaForCausalLM"])
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*MambaForCausalLM"):
-        make_engine(folder)
-
-
 def test_a_folder_without_weights(folder: Path) -> None:
     for path in folder.glob("*.safetensors*"):
         path.unlink()
@@ -66,29 +56,42 @@ def test_a_folder_without_weights(folder: Path) -> None:
         assert engine.generate("text", GREEDY, use_tqdm=False)[0].error is None
 
 
-def test_a_missing_shard(folder: Path) -> None:
-    shard = sorted(folder.glob("*.safetensors"))[0]
-    shard.unlink()
-    with pytest.raises(CheckpointError, match=shard.name):
-        make_engine(folder)
+def first_shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
 
 
-def test_a_truncated_shard(folder: Path) -> None:
-    shard = sorted(folder.glob("*.safetensors"))[0]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=f"{shard.name} is not a complete safetensors file"):
-        make_engine(folder)
-
-
-def test_a_tensor_of_the_wrong_shape(folder: Path) -> None:
-    edit_config(folder, intermediate_size=256)
-    with pytest.raises(CheckpointError, match=r"must have shape \[256, 64\].*found \[128, 64\]"):
-        make_engine(folder)
-
-
-def test_a_broken_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer\.json is not a usable tokenizer"):
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), ModelError, r"config\.json is missing"),
+        (
+            lambda f: edit_config(f, architectures=["MambaForCausalLM"]),
+            UnsupportedModelError,
+            r"LlamaForCausalLM.*MambaForCausalLM",
+        ),
+        (lambda f: first_shard(f).unlink(), CheckpointError, "00001-of-00002.safetensors"),
+        (
+            lambda f: first_shard(f).write_bytes(first_shard(f).read_bytes()[:-100]),
+            CheckpointError,
+            "00001-of-00002.safetensors is not a complete safetensors file",
+        ),
+        (
+            lambda f: edit_config(f, intermediate_size=256),
+            CheckpointError,
+            r"must have shape \[256, 64\].*found \[128, 64\]",
+        ),
+        (
+            lambda f: (f / "tokenizer.json").write_text("{"),
+            ModelError,
+            r"tokenizer\.json is not a usable tokenizer",
+        ),
+    ],
+)
+def test_a_damaged_folder(
+    folder: Path, damage: Callable[[Path], object], error: type[ModelError], message: str
+) -> None:
+    damage(folder)
+    with pytest.raises(error, match=message):
         make_engine(folder)
 
 
