@@ -31,7 +31,7 @@ from bench.record import write_report
 from bullet_graph.kernels.attention import LayerRows
 from bullet_graph.kernels.flashinfer_attention import PrefillAttention, RaggedBatch, prefill_backend
 from bullet_graph.kernels.gpu import Gpu
-from bullet_graph.kernels.shapes import prefill_workspace_bytes
+from bullet_graph.kernels.workspaces import prefill_workspace_bytes
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.performance import attention_pairs

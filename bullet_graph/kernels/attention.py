@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bullet_graph.kernels.memory import KVCache
-from bullet_graph.kernels.shapes import DecoderShape
+from bullet_graph.perf.roofline import DecoderShape
 
 
 @dataclass(frozen=True, slots=True)

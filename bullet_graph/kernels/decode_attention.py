@@ -14,7 +14,7 @@ from bullet_graph.kernels.attention import LayerRows
 from bullet_graph.kernels.decode_attention_kernels import combine_partials_kernel, decode_attention_kernel
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
-from bullet_graph.kernels.shapes import DecoderShape
+from bullet_graph.perf.roofline import DecoderShape
 
 _LEAST_Q_BLOCK = 16
 """Rows of the tensor cores' smallest product."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from bullet_graph.kernels.attention import LayerRows
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache, PinnedRing
-from bullet_graph.kernels.shapes import DecoderShape
+from bullet_graph.perf.roofline import DecoderShape
 
 Backend = Literal["fa2", "fa3"]
 
@@ -150,8 +150,8 @@ class PrefillAttention:
         cache: the KV cache.
         dtype: of queries and cache.
         backend: which kernels.
-        float_workspace: zeroed scratch of :func:`~bullet_graph.kernels.shapes.prefill_workspace_bytes`; attentions that
-            take turns may share it.
+        float_workspace: zeroed, of :func:`~bullet_graph.kernels.workspaces.prefill_workspace_bytes`; attentions that take
+            turns may share it.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
-from bullet_graph.kernels.shapes import DecoderShape
+from bullet_graph.perf.roofline import DecoderShape
 
 _RING_BUFFERS = 4
 """Two steps can be in flight and one in preparation; one more, so that none waits."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bullet_graph.kernels.shapes import DecoderShape
+from bullet_graph.perf.roofline import DecoderShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,11 @@ class RowInputs:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm weights over each query head and each key head, both [head_dim] (Qwen3)."""
+    """RMSNorm over each query head and each key head (Qwen3); weights are [head_dim]."""
 
     q: Tensor
     k: Tensor
+    eps: float
 
 
 class TorchOps:
@@ -104,8 +105,8 @@ class TorchOps:
         )
         normed_k = k
         if norms is not None:
-            q = _rms_norm(q, norms.q, shape.rms_norm_eps)
-            normed_k = _rms_norm(k, norms.k, shape.rms_norm_eps)
+            q = _rms_norm(q, norms.q, norms.eps)
+            normed_k = _rms_norm(k, norms.k, norms.eps)
         cos, sin = inputs.cos_sin[inputs.positions].chunk(2, dim=-1)
         keys.flatten(0, 1)[inputs.kv_slots] = k.copy_(_rotate(normed_k, cos, sin))
         values.flatten(0, 1)[inputs.kv_slots] = v

@@ -11,7 +11,6 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import HeadNorms, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import MASKED_IDS_COLUMN, SETTINGS_COLUMNS, SamplingState
-from bullet_graph.kernels.shapes import DecoderShape
 from bullet_graph.kernels.triton_kernels import (
     add_rms_norm_kernel,
     gemv_kernel,
@@ -20,6 +19,7 @@ from bullet_graph.kernels.triton_kernels import (
     silu_and_mul_kernel,
     swiglu_matmul_kernel,
 )
+from bullet_graph.perf.roofline import DecoderShape
 from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS
 
 _HEADS_BLOCK = 16
@@ -124,7 +124,7 @@ class TritonOps(TorchOps):
             q,
             keys,
             values,
-            shape.rms_norm_eps,
+            0.0 if norms is None else norms.eps,
             NUM_HEADS=shape.num_heads,
             NUM_KV_HEADS=shape.num_kv_heads,
             HALF=half,

@@ -83,6 +83,9 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    def head_norms() -> HeadNorms:
+        return HeadNorms(empty(config.head_dim), empty(config.head_dim), config.rms_norm_eps)
+
     qkv_size = config.q_size + 2 * config.kv_size
     embed = empty(config.vocab_size, config.hidden_size)
     layers = tuple(
@@ -91,9 +94,7 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
             attention=SelfAttention(
                 qkv=Linear(empty(qkv_size, config.hidden_size), empty(qkv_size) if config.qkv_bias else None),
                 o=Linear(empty(config.hidden_size, config.q_size)),
-                head_norms=HeadNorms(empty(config.head_dim), empty(config.head_dim))
-                if config.qk_norm
-                else None,
+                head_norms=head_norms() if config.qk_norm else None,
             ),
             post_norm=empty(config.hidden_size),
             mlp=Mlp(

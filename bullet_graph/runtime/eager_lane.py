@@ -22,8 +22,8 @@ from bullet_graph.kernels.flashinfer_attention import (
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.kernels.shapes import prefill_workspace_bytes
 from bullet_graph.kernels.triton_ops import TritonOps, sample
+from bullet_graph.kernels.workspaces import prefill_workspace_bytes
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.runtime.rows import Rows

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import InsufficientMemoryError
-from bullet_graph.kernels.shapes import kv_block_bytes, prefill_workspace_bytes
+from bullet_graph.kernels.workspaces import prefill_workspace_bytes
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.partition.masks import LANES
+from bullet_graph.perf.roofline import kv_cache_bytes_per_token
 
 GIB = 1024**3
 MIB = 1024**2
@@ -108,7 +109,7 @@ def plan_memory(
     weights = model.num_parameters * dtype_bytes
     activations = _activation_bytes(config, model, dtype_bytes) + 4 * model.head_dim * max_model_len
     fixed = weights + activations + workspaces_bytes + graphs_bytes
-    block = kv_block_bytes(model, KV_BLOCK_TOKENS, dtype_bytes=dtype_bytes)
+    block = KV_BLOCK_TOKENS * kv_cache_bytes_per_token(model, dtype_bytes=dtype_bytes)
     blocks_per_seq = -(-max_model_len // KV_BLOCK_TOKENS)
     # One block is the padding block. Blocks beyond every sequence at full length could never be used.
     least, most = (1 + blocks_per_seq) * block, (1 + config.max_num_seqs * blocks_per_seq) * block

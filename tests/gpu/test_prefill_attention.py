@@ -17,8 +17,8 @@ from bullet_graph.kernels.flashinfer_attention import (
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import RowInputs
-from bullet_graph.kernels.shapes import prefill_workspace_bytes
 from bullet_graph.kernels.triton_ops import TritonOps
+from bullet_graph.kernels.workspaces import prefill_workspace_bytes
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import cos_sin_table
 from bullet_graph.models.presets import PRESETS

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.errors import InsufficientMemoryError
 from bullet_graph.kernels.memory import KVCache
-from bullet_graph.kernels.shapes import kv_block_bytes
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.perf.roofline import kv_cache_bytes_per_token
 from bullet_graph.runtime.memory import GIB, MIB, DeviceMemory, MemoryLedger, format_bytes, plan_memory
 
 TINY, LLAMA = PRESETS["tiny"], PRESETS["llama-3.1-8b"]
@@ -93,7 +93,7 @@ def test_the_ledger_counts_what_a_cache_really_takes() -> None:
         device=torch.device("cpu"),
     )
     assert cache.layer(0)[0].untyped_storage().nbytes() == ledger.kv_cache_bytes
-    assert kv_block_bytes(TINY, KV_BLOCK_TOKENS, dtype_bytes=4) == TINY_BLOCK_BYTES
+    assert KV_BLOCK_TOKENS * kv_cache_bytes_per_token(TINY, dtype_bytes=4) == TINY_BLOCK_BYTES
 
 
 def test_the_cache_is_no_larger_than_all_sequences_can_use() -> None:

@@ -73,7 +73,9 @@ def test_rope_and_cache(generator: torch.Generator, preset: str) -> None:
         kv_slots=torch.randperm(blocks * block_tokens, generator=generator, device=DEVICE)[:rows].int(),
         cos_sin=normal(generator, 40, config.head_dim),
     )
-    norms = HeadNorms(*(normal(generator, config.head_dim) for _ in range(2))) if config.qk_norm else None
+    norms = (
+        HeadNorms(*(normal(generator, config.head_dim) for _ in range(2)), 1e-6) if config.qk_norm else None
+    )
     shape = (blocks, block_tokens, config.num_kv_heads, config.head_dim)
     caches = [normal(generator, *shape) for _ in range(2)]
     expected_caches = [cache.clone() for cache in caches]

@@ -7,12 +7,11 @@ from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import ConfigError, PerfTableError
 from bullet_graph.graphs.capture_plan import CapturePlan, load_plan
 from bullet_graph.hardware import KNOWN_GPUS, gpu_spec
-from bullet_graph.kernels.shapes import kv_block_bytes
 from bullet_graph.models.config import DTYPE_BYTES, ModelConfig
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.perf.roofline import Roofline
+from bullet_graph.perf.roofline import Roofline, kv_cache_bytes_per_token
 from bullet_graph.perf.table import gpu_nickname, load_table
 from bullet_graph.runtime.capture_plan import check_plan
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
@@ -127,7 +126,7 @@ def _kv_cache_tokens(
             raise ConfigError(
                 f"the memory of {gpu} is not known: give the KV cache's size with --kv-cache-bytes"
             )
-        block_bytes = kv_block_bytes(model, KV_BLOCK_TOKENS, dtype_bytes=dtype_bytes)
+        block_bytes = KV_BLOCK_TOKENS * kv_cache_bytes_per_token(model, dtype_bytes=dtype_bytes)
         return max(config.kv_cache_bytes // block_bytes - 1, 0) * KV_BLOCK_TOKENS
     ledger = plan_memory(
         config,
