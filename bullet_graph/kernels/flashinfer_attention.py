@@ -150,8 +150,8 @@ class PrefillAttention:
         cache: the KV cache.
         dtype: of queries and cache.
         backend: which kernels.
-        float_workspace: zeroed, of :func:`~bullet_graph.kernels.workspaces.prefill_workspace_bytes`; attentions that take
-            turns may share it.
+        float_workspace: zeroed scratch; attentions that take turns may share it. Its size is that of
+            :func:`~bullet_graph.kernels.workspaces.prefill_workspace_bytes`.
     """
 
     def __init__(
