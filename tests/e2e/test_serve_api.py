@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
-from checkpoints import write_checkpoint
+from checkpoints import BOS_TOKEN_ID, write_checkpoint
 from engines import Model, make_engine
 from servers import MODEL, Served, serving
 
@@ -241,8 +242,15 @@ def test_a_chat_goes_on_to_the_models_limit(client: openai.OpenAI) -> None:
 
 
 def test_end_of_sequence_ends_a_chat_unless_ignored(model: Model) -> None:
-    """The checkpoint's end-of-sequence token is its id 1, one of 320, all equally probable at this temperature."""
+    """The checkpoint's end-of-sequence token is its id 1, one of 320, all equally probable at this temperature.
+
+    Its tokenizer begins each text with id 0, which the chat template writes itself: once is enough.
+    """
     with serving(model.folder, max_model_len=512) as served, served.client() as client:
+        body = {"messages": MESSAGES, "max_completion_tokens": 1, "return_token_ids": True}
+        assert served.post("/v1/chat/completions", **body).json()["prompt_token_ids"].count(BOS_TOKEN_ID) == 1
+        plain = served.complete(prompt="The sea", max_tokens=1, return_token_ids=True)
+        assert plain["choices"][0]["prompt_token_ids"].count(BOS_TOKEN_ID) == 1
         options = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 400, "seed": 6}
         ended = client.chat.completions.create(**options, temperature=1000)  # type: ignore[call-overload]
         assert ended.choices[0].finish_reason == "stop"
@@ -289,7 +297,7 @@ def test_targets_of_a_request_reach_the_engine(served: Served) -> None:
 
 
 def test_metrics_have_vllms_names_and_count(served: Served) -> None:
-    before = served.metrics()
+    before, begin_s = served.metrics(), time.monotonic()
     served.complete(prompt=[1] * 7, max_tokens=5)
     list(served.client().completions.create(model=MODEL, prompt=[1] * 3, max_tokens=4, stream=True))
     served.wait_until_idle()
@@ -302,6 +310,9 @@ def test_metrics_have_vllms_names_and_count(served: Served) -> None:
     assert grown["inter_token_latency_seconds_count"] == 4 + 3
     assert grown["e2e_request_latency_seconds_count"] == 2
     assert 0 < grown["inter_token_latency_seconds_sum"] < grown["e2e_request_latency_seconds_sum"]
+    # The two requests came one after the other.
+    assert 0 < grown["time_to_first_token_seconds_sum"] < grown["e2e_request_latency_seconds_sum"]
+    assert grown["e2e_request_latency_seconds_sum"] < time.monotonic() - begin_s
     assert (
         after['time_to_first_token_seconds_bucket{le="+Inf"}'] == after["time_to_first_token_seconds_count"]
     )

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 
@@ -30,7 +31,7 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, ob
             yield json.loads(line.removeprefix(b"data: "))
 
 
-def body(prompt: list[int], max_tokens: int, **more: object) -> dict[str, object]:
+def body(prompt: object, max_tokens: int, **more: object) -> dict[str, object]:
     return {
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -120,6 +121,37 @@ async def test_of_five_hundred_requests_a_third_disconnects_midway() -> None:
         assert ended['request_success_total{finished_reason="abort"}'] >= 84
         assert ended['request_success_total{finished_reason="length"}'] >= len(stayed)
         assert ended['request_success_total{finished_reason="error"}'] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_who_leaves_a_request_of_several_prompts_leaves_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    launch, running = CpuExecutor.launch, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(executor: CpuExecutor, step: Step, placement: Placement) -> int:
+        time.sleep(0.01)
+        if step.decode is not None and len(step.decode.slots) == 3:
+            loop.call_soon_threadsafe(running.set)
+        return launch(executor, step, placement)
+
+    monkeypatch.setattr(CpuExecutor, "launch", slow)
+    with serving(max_model_len=512) as served:
+        async with session(served) as client:
+            request = asyncio.create_task(
+                client.post(URL, json=body([[1], [2, 3], [4]], 500, stream=stream, ignore_eos=True))
+            )
+            async with asyncio.timeout(20):
+                await running.wait()
+            request.cancel()
+            if stream:
+                with suppress(asyncio.CancelledError):
+                    (await request).close()
+        begin_s = time.monotonic()
+        served.wait_until_idle()
+        assert time.monotonic() - begin_s < 3, "500 tokens would take 5 s"
+        assert served.metrics()['request_success_total{finished_reason="abort"}'] == 3
 
 
 async def test_targets_of_requests_do_not_hurt_an_engine_without_a_performance_table() -> None:

@@ -160,6 +160,15 @@ def test_an_abort_releases_what_was_held_back(kind: OutputKind) -> None:
     assert last.finish_reason == "abort"
 
 
+def test_an_abort_is_an_abort_though_the_text_it_releases_holds_a_stop_string() -> None:
+    sample = make_sample(["abc", "~"], SamplingParams(stop="\ufffd"))
+    sample.append(0, None)
+    sample.append(1, None)
+    sample.finish("abort")
+    output = sample.report(OutputKind.CUMULATIVE)
+    assert (output.text, output.finish_reason) == ("abc\ufffd", "abort")
+
+
 def test_a_stop_token_ends_the_output_and_is_part_of_it() -> None:
     sample = make_sample(["a", "b", "c"], SamplingParams(max_tokens=9), frozenset({1}))
     sample.append(0, None)

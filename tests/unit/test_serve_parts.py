@@ -19,6 +19,7 @@ from bullet_graph.serve.formats import (
 )
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import EnergyMeter, Histogram, percentiles
+from bullet_graph.serve.protocol import CompletionRequest
 
 
 class Clock:
@@ -62,14 +63,15 @@ def test_when_to_come_back_follows_the_requests_that_ended_lately() -> None:
 
 
 def test_a_dead_engine_and_a_closed_gate_let_nobody_in() -> None:
-    for closed, status, text in (
-        (gate(1, dead=True), 503, "the device is gone"),
-        (gate(1), 503, "shutting down"),
+    for closed, text, headers in (
+        (gate(1, dead=True), "the device is gone", {}),
+        (gate(1), "shutting down", {"Retry-After": "5"}),
     ):
         closed.closed = True
         with pytest.raises(ApiError, match=text) as refused, closed.enter(1):
             pass
-        assert refused.value.status == status
+        assert refused.value.status == 503
+        assert refused.value.headers == headers
 
 
 async def test_waiting_until_the_last_has_gone() -> None:
@@ -135,6 +137,17 @@ async def test_energy_is_what_was_used_since_the_start() -> None:
     nothing = EnergyMeter(None)
     await nothing.read()
     assert nothing.joules is None
+
+
+# ---- requests ----
+
+
+def test_seeds_of_any_sign_and_size_are_kept_apart() -> None:
+    seeds = [-(2**31) - 1, -2, -1, 0, 1, 2, 2**31 - 1, 2**31 + 1]
+    found = [CompletionRequest(prompt=[1], seed=seed).sampling_params(5).seed for seed in seeds]
+    assert len(set(found)) == len(seeds)
+    assert found[3:] == seeds[3:]
+    assert CompletionRequest(prompt=[1]).sampling_params(5).seed is None
 
 
 # ---- formats ----
