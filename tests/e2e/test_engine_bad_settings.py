@@ -69,11 +69,15 @@ def first_shard(folder: Path) -> Path:
             UnsupportedModelError,
             r"LlamaForCausalLM.*MambaForCausalLM",
         ),
-        (lambda f: first_shard(f).unlink(), CheckpointError, "00001-of-00002.safetensors"),
+        (
+            lambda f: first_shard(f).unlink(),
+            CheckpointError,
+            "model-00001-of-00003.safetensors, not in that folder",
+        ),
         (
             lambda f: first_shard(f).write_bytes(first_shard(f).read_bytes()[:-100]),
             CheckpointError,
-            "00001-of-00002.safetensors is not a complete safetensors file",
+            "model-00001-of-00003.safetensors is not a complete safetensors file",
         ),
         (
             lambda f: edit_config(f, intermediate_size=256),
