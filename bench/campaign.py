@@ -1,11 +1,10 @@
-"""Runs a list of measurements, a job a GPU at the same time, and goes on where it was stopped.
+"""Run a list of measurements, one job per GPU at a time, and continue where it stopped.
 
-    python bench/campaign.py bench/campaigns/h200.toml --results bench/results/h200 --time-limit-s 540
+    python -m bench.campaign bench/campaigns/h200.toml --results bench/results/h200 --time-limit-s 540
 
-A campaign is a TOML file of jobs, each with commands that run one after the other on a GPU of its own; `{results}` in
-them stands for the folder of the results. A command that has succeeded is noted in `campaign.json` there and not run
-again; one that was stopped at the time limit keeps what it has in files that its next start continues. Two jobs never
-share a GPU: with fewer GPUs than jobs, a job waits for a free one.
+A campaign is a TOML file of jobs; the commands of a job run in order on one GPU. `{results}` in them stands for the
+results' folder. Commands that succeeded are listed in `campaign.json` there and not run again. At the time limit
+commands are interrupted; those whose files can be continued lose nothing. With fewer GPUs than jobs, jobs wait.
 """
 
 import json
@@ -30,12 +29,12 @@ from bullet_graph.cli.result_file import write_result_file
 from bullet_graph.errors import BulletGraphError, ConfigError
 
 _GRACE_S = 20.0
-"""A command that was interrupted may take so long to write and to give its memory back."""
+"""Time for an interrupted command to write its results and free its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Commands for one GPU, in order; the first that fails ends the job."""
+    """Commands for one GPU, in order; a failure ends the job."""
 
     name: str
     commands: tuple[str, ...]
@@ -43,7 +42,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a command: ``done``, ``done before``, ``stopped`` at the time limit, ``failed``, ``not begun``."""
+    """The state of a command: ``done``, ``done before``, ``stopped`` at the time limit, ``failed``, ``not begun``."""
 
     job: str
     command: str
@@ -76,10 +75,9 @@ class Campaign:
     """Runs jobs, each on a GPU of its own.
 
     Args:
-        jobs: what to run.
-        gpus: indices of the GPUs; None runs on the CPU, a job at a time.
-        results: where commands write; what has been done is noted there, and each command's messages.
-        time_limit_s: commands that run then are interrupted, and no other begins.
+        gpus: indices of the GPUs; None is the CPU, one job at a time.
+        results: the folder for results, each command's log, and the list of what is done.
+        time_limit_s: running commands are interrupted then, and none begins.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class Campaign:
             self._free.put(gpu)
 
     def run(self) -> list[Outcome]:
-        """Run all that is left; returns what became of every command, in the campaign's order."""
+        """Run all that is left; returns the outcome of every command, in the campaign's order."""
         outcomes: dict[str, list[Outcome]] = {}
         threads = [
             threading.Thread(target=self._run_job, args=(job, outcomes), name=job.name) for job in self._jobs
@@ -165,14 +163,14 @@ class Campaign:
 @click.option("--gpus", default="0", show_default=True, help="Indices of GPUs, such as 0,1,2; cpu for none.")
 @click.option("--only", default="", metavar="NAME,…", help="Run these jobs alone.")
 @click.option(
-    "--time-limit-s", type=click.FloatRange(min=0), default=float("inf"), help="Stop after so long."
+    "--time-limit-s", type=click.FloatRange(min=0), default=float("inf"), help="Stop after this time."
 )
 def main(campaign: Path, results: Path, gpus: str, only: str, time_limit_s: float) -> None:
-    """Run a campaign; the same command goes on with what is left.
+    """Run a campaign; the same command continues it.
 
     \b
     Example:
-      python bench/campaign.py bench/campaigns/h200.toml --results bench/results/h200 --gpus 0,1,2,3
+      python -m bench.campaign bench/campaigns/h200.toml --results bench/results/h200 --gpus 0,1,2,3
     """
     try:
         jobs = read_campaign(campaign)

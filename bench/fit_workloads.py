@@ -1,6 +1,6 @@
 """Fit the synthetic workloads ``conv`` and ``code`` to the full Azure LLM inference traces of 2023.
 
-    python bench/fit_workloads.py AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv
+    python -m bench.fit_workloads AzureLLMInferenceTrace_conv.csv AzureLLMInferenceTrace_code.csv
 
 writes ``bullet_graph/workloads/data/azure_lengths.json`` and prints how far samples of the tables are from
 the traces. The traces are in the public data set Azure/AzurePublicDataset.

@@ -1,9 +1,9 @@
-"""Measure the offline bars on one GPU: decode step times, and both Azure traces in both unsplit policies.
+"""Offline figures of one GPU: decode steps of single batches, and both Azure traces under policies without lanes.
 
-    python bench/offline.py --output-json bench/results/h200/offline.json
+    python -m bench.offline --output-json bench/results/h200/offline.json
 
-Each measurement is a `bullet-graph bench` command in a process of its own, so that none inherits another's
-memory or compiled kernels; `--repeats` runs the whole list again, which interleaves what is compared.
+Each measurement is a `bullet-graph bench` command in a process of its own, so that none inherits memory or compiled
+kernels. `--repeats` runs the whole list again, which interleaves what is compared.
 """
 
 import json

@@ -1,6 +1,6 @@
 """What a long prompt does to running requests under each policy, and what a step costs the host.
 
-    python bench/policies.py --output-json bench/results/h200/policies_steady.json
+    python -m bench.policies --output-json bench/results/h200/policies_steady.json
 
 "steady": 64 requests decode at a context of about 1,000 tokens while a prompt of 8,192 tokens arrives every 400 ms.
 "host": 128 requests decode and a long prompt comes now and then; the host's time per step is split into launches and
@@ -8,16 +8,12 @@ all else. Policies at given rates are compared by `bullet-graph bench sweep`.
 """
 
 import dataclasses
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-
-# Run as a script, Python would look into this file's folder only.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.record import write_report
 from bullet_graph import Engine, SamplingParams, Slo

@@ -1,10 +1,10 @@
-"""What the server costs: the same requests, at the same rate, to an engine in one process and to the server by HTTP.
+"""The cost of the HTTP server: the same requests, at the same rate, to an engine in one process and to the server.
 
-    python bench/server_overhead.py --model llama-3.1-8b --trace azure:conv --num-prompts 600 --request-rate 16 \
+    python -m bench.server_overhead --model llama-3.1-8b --trace azure:conv --num-prompts 600 --request-rate 16 \
         --policy mixed --output-json bench/results/h200/server_overhead.json
 
-`bullet-graph bench online`, then `bullet-graph serve` with `bullet-graph bench serve`, each in a process of its own and
-in turn `--repeats` times; the medians of TTFT and TPOT over the repeats are compared. Exits with 1 if the server's are
+`bullet-graph bench online` and `bullet-graph serve` with `bullet-graph bench serve` alternate `--repeats` times, each in
+a process of its own. Medians of TTFT and TPOT over the repeats are compared; the exit code is 1 if the server's are
 more than `--limit-percent` above.
 """
 
@@ -33,7 +33,7 @@ _STOP_S = 120
 
 
 def program(*arguments: str) -> list[str]:
-    """A command line of the program, by this interpreter."""
+    """A command line of the program for this interpreter."""
     return [sys.executable, "-m", "bullet_graph", *arguments]
 
 
@@ -50,7 +50,7 @@ def measure(*arguments: str) -> dict[str, Any]:
 
 @contextmanager
 def server(*options: str) -> Iterator[str]:
-    """A server that listens; gives its URL.
+    """A running server; yields its URL.
 
     Raises:
         click.ClickException: it did not start, or did not end in good order.
@@ -75,11 +75,13 @@ def server(*options: str) -> Iterator[str]:
         finally:
             process.kill()
     if process.returncode:
-        raise click.ClickException(f"the server ended with {process.returncode}, where 0 is good")
+        raise click.ClickException(
+            f"the server ended with exit code {process.returncode}, expected 0: see its messages above"
+        )
 
 
 def compare(runs: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float | None]]:
-    """Each figure's median over the repeats, in process and by HTTP, and by how many percent the latter is above."""
+    """Each figure's median over the repeats, in process and by HTTP, and the excess of the latter in percent."""
     comparison: dict[str, dict[str, float | None]] = {}
     for name in SHOWN:
         engine, http = (
