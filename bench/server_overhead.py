@@ -3,8 +3,8 @@
     python -m bench.server_overhead --model llama-3.1-8b --trace azure:conv --num-prompts 600 --request-rate 16 \
         --policy mixed --output-json bench/results/h200/server_overhead.json
 
-`bullet-graph bench online` and `bullet-graph serve` with `bullet-graph bench serve` alternate `--repeats` times, each in
-a process of its own. Medians of TTFT and TPOT over the repeats are compared; the exit code is 1 if the server's are
+`bullet-graph bench online` and `bullet-graph serve` with `bullet-graph bench serve` alternate `--repeats` times, each
+in a process of its own. Medians of TTFT and TPOT over the repeats are compared; the exit code is 1 if the server's are
 more than `--limit-percent` above.
 """
 
