@@ -1,6 +1,7 @@
 """What the JSON files of results hold: measurements, and comparisons of this engine with peers."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +51,8 @@ class Source:
     @property
     def command(self) -> str | None:
         """The command line that made the file, as the file records it."""
-        commands = (one.get("command") for one in self.entries)
-        found = (str(one or "") for one in (*commands, *(one.get("argv") for one in self.provenances)))
+        lines = (one.get("argv") or one.get("command") or "" for one in self.entries)
+        found = (line if isinstance(line, str) else shlex.join(line) for line in lines)
         words = [word for word in dict.fromkeys(found) if word]
         return f"`{words[0]}`" + (f" and {len(words) - 1} more" if words[1:] else "") if words else None
 

@@ -26,6 +26,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bullet_graph.cli.result_file import to_json, write_result_file
+
 COMPARED = ("median_ttft_ms", "median_tpot_ms")
 SHOWN = (*COMPARED, "p90_ttft_ms", "p90_tpot_ms", "median_itl_ms", "p99_itl_ms", "output_throughput")
 _STARTED = "serving "
@@ -136,13 +138,12 @@ def main(
                 {"engine": engine, "server": measure("bench", "serve", "--base-url", url, *load, *targets)}
             )
         result = {
-            "command": shlex.join(["python", *sys.argv]),
             "seconds": time.time() - started,
             "comparison": compare(runs),
             "runs": runs,
         }
         # Written after each, so that a run that is cut short keeps what it has.
-        output_json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_result_file(output_json, to_json(result))
     comparison = compare(runs)
     table = Table(f"median of {repeats}", "in process", "by HTTP", "%")
     for name, values in comparison.items():

@@ -3,10 +3,7 @@
 import importlib.metadata
 import os
 import platform
-import shlex
 import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,7 +40,6 @@ class Provenance:
 
     Attributes:
         date_utc: ISO 8601, to the second.
-        argv: the command line, without the absolute paths of the working and home folders.
         versions: of this package, Python and the kernel libraries, by name; None where not installed.
         git_commit: of the checkout that the package runs from; None for an installed package.
         git_dirty: whether the package's folder differs from that commit.
@@ -57,7 +53,6 @@ class Provenance:
     """
 
     date_utc: str
-    argv: str
     versions: dict[str, str | None]
     git_commit: str | None
     git_dirty: bool | None
@@ -80,7 +75,6 @@ def collect_provenance(device: "torch.device | str") -> Provenance:
     gpu = None if device.type == "cpu" else torch.cuda.get_device_properties(device)
     return Provenance(
         date_utc=datetime.now(UTC).isoformat(timespec="seconds"),
-        argv=command_line(sys.argv),
         versions={
             "bullet_graph": __version__,
             "python": platform.python_version(),
@@ -96,21 +90,6 @@ def collect_provenance(device: "torch.device | str") -> Provenance:
         driver_version=None if gpu is None else nvml_driver_version(),
         cuda_version=None if gpu is None else torch.version.cuda,
     )
-
-
-def command_line(argv: Sequence[str]) -> str:
-    """A command line as a shell reads it; the working folder's path is left out, the home folder is ``~``."""
-    program, *words = (
-        word.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/") for word in argv or ("python",)
-    )
-    path = Path(program)
-    if path.name == "__main__.py":
-        # Of an installed package, the folder above is some environment's.
-        module = (
-            path.parent.name if path.is_absolute() or program.startswith("~") else ".".join(path.parent.parts)
-        )
-        return shlex.join(["python", "-m", module, *words])
-    return shlex.join([*(("python", program) if path.suffix == ".py" else (path.name,)), *words])
 
 
 def git_state(folder: Path) -> GitState | None:

@@ -9,7 +9,7 @@ import torch
 
 from bullet_graph import _version
 from bullet_graph.perf import provenance
-from bullet_graph.perf.provenance import collect_provenance, command_line, git_state
+from bullet_graph.perf.provenance import collect_provenance, git_state
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -111,24 +111,3 @@ def test_a_checkout_counts_more_than_a_stamp(package: Path) -> None:
     state = git_state(package)
     assert state is not None
     assert state.commit == git(package, "rev-parse", "HEAD")
-
-
-@pytest.mark.parametrize(
-    ("argv", "shown"),
-    [
-        (
-            ["{cwd}/bench/offline.py", "--slo", "ttft:500 tpot:15"],
-            "python bench/offline.py --slo 'ttft:500 tpot:15'",
-        ),
-        (["{cwd}/bench/peers/__main__.py", "--model", "{home}/m"], "python -m bench.peers --model '~/m'"),
-        (["/env/site-packages/bullet_graph/__main__.py", "bench"], "python -m bullet_graph bench"),
-        (
-            ["{home}/env/bin/bullet-graph", "bench", "--output-json={cwd}/r.json"],
-            "bullet-graph bench --output-json=r.json",
-        ),
-        ([], "python"),
-    ],
-)
-def test_a_command_line_names_neither_home_nor_working_folder(argv: list[str], shown: str) -> None:
-    words = [word.format(cwd=Path.cwd(), home=Path.home()) for word in argv]
-    assert command_line(words) == shown

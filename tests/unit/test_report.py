@@ -68,7 +68,7 @@ def results(tmp_path: Path) -> Path:
     ]
     (folder / "bare.json").write_text(json.dumps({"rows": rows, "provenance": PROVENANCE}))
     phases = {"cached_phases": {"imports": 1.5, "kernels": 0.5}, "avg_cached_startup_time": 6.47}
-    start = {"model": "llama-3.1-8b", "provenance": PROVENANCE | {"argv": "bullet-graph bench startup"}}
+    start = {"model": "llama-3.1-8b", "argv": ["bullet-graph", "bench", "startup"], "provenance": PROVENANCE}
     (folder / "startup.json").write_text(json.dumps(start | phases))
     (folder / "notes.json").write_text('{"what": "something else"}')
     return folder
