@@ -15,6 +15,8 @@ from bullet_graph import EngineDeadError
 from bullet_graph.cli.bench.sweep_file import read_sweep
 from bullet_graph.cli.explain import explain
 
+pytestmark = pytest.mark.timeout(180)
+
 LENGTHS = ((20, 4), (33, 1), (7, 6), (50, 3), (12, 5))
 EASY = "ttft:600000 tpot:600000"
 

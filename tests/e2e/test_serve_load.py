@@ -16,6 +16,8 @@ from bullet_graph import SamplingParams
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.step import Placement, Step
 
+pytestmark = pytest.mark.timeout(180)
+
 URL = "/v1/completions"
 
 

@@ -12,6 +12,8 @@ import httpx
 import pytest
 from cli_runner import TINY, refused, run
 
+pytestmark = pytest.mark.timeout(180)
+
 REQUEST = {"prompt": [5, 17, 300, 8], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 COMMAND = (sys.executable, "-m", "bullet_graph", "serve", *TINY, "--no-warmup")
 

@@ -31,6 +31,8 @@ from bullet_graph.runtime.artifacts.building import _add_flashinfer, _add_start
 from bullet_graph.runtime.artifacts.library_caches import TRITON, caches_below, collect, restore
 from bullet_graph.runtime.artifacts.use import Captures
 
+pytestmark = pytest.mark.timeout(180)
+
 LLAMA: ModelConfig = PRESETS["llama-3.1-8b"]
 ROW_PLAN = CapturePlan(
     model="m",
