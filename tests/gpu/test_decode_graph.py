@@ -174,27 +174,3 @@ def test_steps_feed_their_tokens_to_the_next(setup: Setup) -> None:
     tokens = setup.graphs.run(inputs).clone()
     slots = torch.from_numpy(inputs.slots).long().to(DEVICE)
     assert torch.equal(setup.state.last_token[slots], tokens)
-
-
-@torch.inference_mode()
-def test_forward_can_stop_between_layers(setup: Setup) -> None:
-    rows = 4
-    inputs = make_inputs(rows, seed=9)
-    whole = reference_logits(setup, inputs)
-    attention = ReferenceAttention(
-        setup.reference.cache,
-        q_indptr=list(range(rows + 1)),
-        kv_lens=(inputs.positions + 1).tolist(),
-        kv_indptr=inputs.kv_indptr.tolist(),
-        kv_indices=torch.from_numpy(inputs.kv_indices).long().to(DEVICE),
-    )
-    functions = eager_functions(TorchOps())
-    hidden = setup.reference.embed(setup.state.last_token[torch.from_numpy(inputs.slots).long().to(DEVICE)])
-    positions = torch.from_numpy(inputs.positions).long().to(DEVICE)
-    kv_slots = torch.from_numpy(inputs.kv_slots).long().to(DEVICE)
-    for first in range(0, NUM_LAYERS, 3):
-        last = min(first + 3, NUM_LAYERS)
-        hidden = setup.reference.run_layers(
-            hidden, positions, kv_slots, attention, functions, first=first, last=last
-        )
-    assert torch.equal(setup.reference.logits(hidden, functions.ops), whole)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sampling_rows import settings_row
 
-from bullet_graph.kernels.sampler import SamplingState, pack_settings, philox_uniform, sample, token_logprobs
+from bullet_graph.kernels.sampler import SamplingState, philox_uniform, sample, token_logprobs
 
 CPU = torch.device("cpu")
 WORD = 0xFFFFFFFF
@@ -33,22 +34,11 @@ def uniform(seed: int, position: int, token_id: int) -> float:
     return ((word >> 9) + 0.5) / 2**23
 
 
-def make_state(num_slots: int = 1, **changes: object) -> SamplingState:
+def make_state(num_slots: int = 1, seed: int = 5, **changes: object) -> SamplingState:
     """Slots with the same settings; the seed of slot i is ``seed + i``."""
     state = SamplingState(num_slots, CPU)
-    defaults = {
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "seed": 5,
-        "masked_until": 0,
-        "masked_token_ids": (),
-    }
-    values = defaults | changes
     for slot in range(num_slots):
-        row = pack_settings(**(values | {"seed": values["seed"] + slot}))  # type: ignore[arg-type, operator]
-        state.settings[slot] = torch.from_numpy(row)
+        state.settings[slot] = settings_row(seed=seed + slot, **({"temperature": 1.0} | changes))
     return state
 
 
@@ -106,10 +96,8 @@ def test_the_tests_own_philox_gives_the_published_vectors(
 ) -> None:
     # Random123's known answers: zeros, ones, and digits of pi.
     assert philox_4x32_10(counter, key) == expected
-
-
-def test_first_uniform_number_of_the_published_vector() -> None:
-    assert philox_uniform(0, 0, 1).tolist() == [((0x6627E8D5 >> 9) + 0.5) / 2**23]
+    if counter[1:] == (0, 0, 0) and key == (0, 0):
+        assert philox_uniform(0, 0, 1).tolist() == [((expected[0] >> 9) + 0.5) / 2**23]
 
 
 @settings(max_examples=100, deadline=None)
@@ -121,12 +109,10 @@ def test_uniform_numbers_are_philox_of_seed_position_and_token(seed: int, positi
 
 
 def test_uniform_numbers_never_reach_their_bounds() -> None:
-    # The extreme words: 0 and 2**32 - 1.
-    smallest, largest = np.float32(0.5 * 2.0**-23), np.float32((2**23 - 0.5) * 2.0**-23)
-    assert 0 < smallest < largest < 1
     numbers = philox_uniform(1, 2, 200_000)
-    assert smallest <= numbers.min() < 1e-4
-    assert 1 - 1e-4 < numbers.max() <= largest
+    # The extreme words: 0 and 2**32 - 1.
+    assert 0 < np.float32(0.5 * 2.0**-23) <= numbers.min() < 1e-4
+    assert 1 - 1e-4 < numbers.max() <= np.float32((2**23 - 0.5) * 2.0**-23) < 1
     assert abs(numbers.mean() - 0.5) < 3 * math.sqrt(1 / 12 / 200_000)
 
 

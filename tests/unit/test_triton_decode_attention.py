@@ -51,6 +51,17 @@ def rows_of(q: torch.Tensor) -> LayerRows:
     return LayerRows(q, q[:, :0], q[:, :0])
 
 
+def lane_of(
+    config: ModelConfig,
+    cache: KVCache,
+    *,
+    max_rows: int = 2,
+    num_sms: int = 1,
+    kernel: DecodeKernelSettings | None = None,
+) -> TritonDecodeAttention:
+    return TritonDecodeAttention(config, cache, max_rows=max_rows, gpu=Gpu(num_sms, (8, 0)), settings=kernel)
+
+
 def check(
     config: ModelConfig,
     kv_lens: list[int],
@@ -101,9 +112,7 @@ def check(
     expected = reference.run(LAYER, rows_of(q.float()))
     for combine_rows in (1, rows + 1):
         chosen = dataclasses.replace(kernel or default_settings(config), combine_rows=combine_rows)
-        lane = TritonDecodeAttention(
-            config, cache, max_rows=rows + 1, gpu=Gpu(num_sms, (8, 0)), settings=chosen
-        )
+        lane = lane_of(config, cache, max_rows=rows + 1, num_sms=num_sms, kernel=chosen)
         plan = lane.plan(batch)
         assert (plan.combination is None) == (combine_rows == 1)
         first = plan.run(LAYER, rows_of(q))
@@ -155,12 +164,10 @@ def test_any_batch(
     )
 
 
-def test_many_rows_combine_several_heads_a_program() -> None:
-    check(model(heads=3, kv_heads=1, head_dim=16), [2] * 32 + [9], num_sms=18, block_tokens=4)
-
-
-def test_one_sequence_over_more_workers_than_are_combined_at_once() -> None:
-    check(model(heads=2, kv_heads=1, head_dim=16), [4 * 34], num_sms=18, block_tokens=4)
+# Several heads a combining program, and one sequence over more workers than are combined at once.
+@pytest.mark.parametrize(("heads", "kv_lens"), [(3, [2] * 32 + [9]), (2, [4 * 34])])
+def test_combining(heads: int, kv_lens: list[int]) -> None:
+    check(model(heads=heads, kv_heads=1, head_dim=16), kv_lens, num_sms=18, block_tokens=4)
 
 
 @pytest.mark.parametrize("block_tokens", [16, 32, 64])
@@ -179,17 +186,9 @@ def test_heads_before_tokens_in_memory() -> None:
     batch = DecodeBatch(
         *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 3, 4], [2, 0, 3, 1], [7, 16]))
     )
-    plain = (
-        TritonDecodeAttention(config, cache, max_rows=2, gpu=Gpu(2, (8, 0)))
-        .plan(batch)
-        .run(LAYER, rows_of(q))
-    )
+    plain = lane_of(config, cache, num_sms=2).plan(batch).run(LAYER, rows_of(q))
     cache._layers[:] = [(turned[0], turned[1])] * 2
-    other = (
-        TritonDecodeAttention(config, cache, max_rows=2, gpu=Gpu(2, (8, 0)))
-        .plan(batch)
-        .run(LAYER, rows_of(q))
-    )
+    other = lane_of(config, cache, num_sms=2).plan(batch).run(LAYER, rows_of(q))
     torch.testing.assert_close(other, plain)
 
 
@@ -200,7 +199,7 @@ def test_a_plan_reads_its_batch_when_it_runs() -> None:
     indptr = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
     indices = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     last = torch.tensor([1, 1], dtype=torch.int32, device=DEVICE)
-    lane = TritonDecodeAttention(config, cache, max_rows=2, gpu=Gpu(4, (8, 0)))
+    lane = lane_of(config, cache, num_sms=4)
     plan = lane.plan(DecodeBatch(indptr, indices, last))
     q = torch.randn(2, config.num_heads, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     plan.run(LAYER, rows_of(q))
@@ -220,9 +219,6 @@ def test_a_plan_reads_its_batch_when_it_runs() -> None:
 )
 def test_default_settings_fill_sixteen_query_rows(preset: str, kv_heads: int) -> None:
     assert default_settings(PRESETS[preset]).kv_heads == kv_heads
-
-
-def test_large_groups_have_one_key_head_a_tile() -> None:
     assert default_settings(model(heads=64, kv_heads=2)).kv_heads == 1
 
 
@@ -237,9 +233,7 @@ def test_large_groups_have_one_key_head_a_tile() -> None:
 )
 def test_bad_shapes(config: ModelConfig, kernel: DecodeKernelSettings | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TritonDecodeAttention(
-            config, filled_cache(config, 2, torch.float32), max_rows=1, gpu=Gpu(1, (8, 0)), settings=kernel
-        )
+        lane_of(config, filled_cache(config, 2, torch.float32), kernel=kernel)
 
 
 def test_bad_strides() -> None:
@@ -248,14 +242,12 @@ def test_bad_strides() -> None:
     keys, values = cache.layer(0)
     cache._layers[0] = (keys, values.transpose(1, 2).contiguous().transpose(1, 2))
     with pytest.raises(ConfigError, match="same strides"):
-        TritonDecodeAttention(config, cache, max_rows=1, gpu=Gpu(1, (8, 0)))
+        lane_of(config, cache)
 
 
 def test_bad_plans() -> None:
     config = model()
-    lane = TritonDecodeAttention(
-        config, filled_cache(config, 2, torch.float32), max_rows=2, gpu=Gpu(4, (8, 0))
-    )
+    lane = lane_of(config, filled_cache(config, 2, torch.float32), num_sms=4)
 
     def batch(rows: int) -> DecodeBatch:
         return DecodeBatch(

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from sampling_rows import settings_row
 
 from bullet_graph.kernels.ops import HeadNorms, RowInputs, TorchOps
-from bullet_graph.kernels.sampler import SamplingState, pack_settings
+from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.sampler import sample as torch_sample
 from bullet_graph.models.presets import PRESETS
 
@@ -100,26 +101,13 @@ SETTINGS = {
 }
 
 
-def settings(**changes: object) -> torch.Tensor:
-    defaults = {
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "seed": 0,
-        "masked_until": 0,
-        "masked_token_ids": (),
-    }
-    return torch.from_numpy(pack_settings(**(defaults | changes)))
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sample_draws_the_reference_sampler_s_tokens(generator: torch.Generator, name: str) -> None:
     rows, vocab_size, slots = 6, 777, torch.tensor([4, 0, 2, 5, 1, 7], dtype=torch.int32, device=DEVICE)
     states = [SamplingState(8, DEVICE) for _ in range(2)]
     for state in states:
         for slot in range(8):
-            state.settings[slot] = settings(seed=(slot + 1) * 0x1234_5678_9ABC, **SETTINGS[name])
+            state.settings[slot] = settings_row(seed=(slot + 1) * 0x1234_5678_9ABC, **SETTINGS[name])
     logits = normal(generator, rows, vocab_size) * 3
     positions = torch.arange(10, 10 + rows, dtype=torch.int32, device=DEVICE)
     tokens = triton_sample(logits, slots, positions, states[0])
@@ -132,7 +120,7 @@ def test_sample_keeps_masked_ids_out_until_their_position(generator: torch.Gener
     logits = normal(generator, 2, 100)
     best = logits.argmax(-1).int()
     for slot in range(2):
-        state.settings[slot] = settings(masked_until=20, masked_token_ids=(int(best[slot]), 3))
+        state.settings[slot] = settings_row(masked_until=20, masked_token_ids=(int(best[slot]), 3))
     slots = torch.arange(2, dtype=torch.int32, device=DEVICE)
     at = torch.tensor([19, 20], dtype=torch.int32, device=DEVICE)
     tokens = triton_sample(logits, slots, at, state)
