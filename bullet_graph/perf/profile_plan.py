@@ -4,12 +4,13 @@ import math
 import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import astuple, dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import ConfigError
-from bullet_graph.perf.table import DecodePoint, MixedPoint, Points, PrefillPoint, SplitPoint
+from bullet_graph.perf.table import POINT_KINDS, Points
 
 PointKind = Literal["decode", "prefill", "mixed", "split"]
 KINDS: tuple[PointKind, ...] = get_args(PointKind)
@@ -343,53 +344,39 @@ class Outlier:
     number: int
 
 
+_SHAPES: Mapping[PointKind, tuple[str, ...]] = MappingProxyType(
+    {
+        "decode": ("batch_size", "context_tokens", "sms"),
+        "prefill": ("tokens", "cached_tokens", "sms"),
+        "mixed": ("tokens", "batch_size", "context_tokens"),
+        "split": ("sms", "batch_size", "context_tokens", "tokens"),
+    }
+)
+"""Fields of a :class:`ProfilePoint` in the order in which a table's point begins with them."""
+
+
 def to_points(measured: Measured, wanted: Sequence[ProfilePoint]) -> Points:
     """The ``wanted`` points that were measured at least once."""
-    decode: list[DecodePoint] = []
-    prefill: list[PrefillPoint] = []
-    mixed: list[MixedPoint] = []
-    split: list[SplitPoint] = []
+    points: dict[str, list[Any]] = {kind: [] for kind in KINDS}
     for point in wanted:
-        repeats = measured.get(point, ())
-        if not repeats:
-            continue
-        by_lane = list(zip(*repeats, strict=True))
-        medians = [statistics.median(times) for times in by_lane]
-        match point.kind:
-            case "decode":
-                decode.append(
-                    DecodePoint(point.batch_size, point.context_tokens, point.sms, medians[0], by_lane[0])
-                )
-            case "prefill":
-                prefill.append(
-                    PrefillPoint(point.tokens, point.cached_tokens, point.sms, medians[0], by_lane[0])
-                )
-            case "mixed":
-                mixed.append(
-                    MixedPoint(point.tokens, point.batch_size, point.context_tokens, medians[0], by_lane[0])
-                )
-            case "split":
-                assert point.sms is not None
-                shape = (point.sms, point.batch_size, point.context_tokens, point.tokens)
-                split.append(SplitPoint(*shape, medians[0], medians[1], by_lane[0], by_lane[1]))
-    return Points(tuple(decode), tuple(prefill), tuple(mixed), tuple(split))
+        if repeats := measured.get(point, ()):
+            shape = (getattr(point, name) for name in _SHAPES[point.kind])
+            by_lane = tuple(zip(*repeats, strict=True))
+            points[point.kind].append(
+                POINT_KINDS[point.kind](*shape, *map(statistics.median, by_lane), *by_lane)
+            )
+    return Points(**{kind: tuple(found) for kind, found in points.items()})
 
 
 def from_points(points: Points) -> dict[ProfilePoint, list[tuple[float, ...]]]:
     """The inverse of :func:`to_points`."""
     measured: dict[ProfilePoint, list[tuple[float, ...]]] = {}
-    for d in points.decode:
-        point = ProfilePoint("decode", d.sms, d.batch_size, d.context_tokens)
-        measured[point] = [(ms,) for ms in d.repeats_ms]
-    for p in points.prefill:
-        point = ProfilePoint("prefill", p.sms, tokens=p.tokens, cached_tokens=p.cached_tokens)
-        measured[point] = [(ms,) for ms in p.repeats_ms]
-    for m in points.mixed:
-        point = ProfilePoint("mixed", None, m.batch_size, m.context_tokens, m.tokens)
-        measured[point] = [(ms,) for ms in m.repeats_ms]
-    for s in points.split:
-        point = ProfilePoint("split", s.decode_sms, s.batch_size, s.context_tokens, s.tokens)
-        measured[point] = list(zip(s.decode_repeats_ms, s.prefill_repeats_ms, strict=True))
+    for kind, names in _SHAPES.items():
+        for point in getattr(points, kind):
+            values = astuple(point)
+            shape = dict(zip(names, values, strict=False))
+            lanes = values[-2:] if kind == "split" else values[-1:]
+            measured[ProfilePoint(kind, **shape)] = list(zip(*lanes, strict=True))
     return measured
 
 

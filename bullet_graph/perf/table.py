@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from bullet_graph.errors import PerfTableError
 from bullet_graph.perf.roofline import DecoderShape
@@ -31,7 +32,6 @@ _SHAPE_NUMBERS = (
 )
 _KEY_TYPES = {"gpu": str, "num_sms": int, "model": str, "shape": dict, "dtype": str, "kernels": dict}
 
-_Point = TypeVar("_Point")
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
 
@@ -57,17 +57,13 @@ class _Checked:
                 )
 
 
+# Of each point, ``ms`` is the median of its repeats, which are kept in order. ``sms`` is the lane's number of SMs, None
+# for the whole GPU. Decode rows attend to ``context_tokens`` tokens each. Prefill forwards run all layers of one chunk.
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePoint(_Checked):
-    """One decode step, alone.
-
-    Attributes:
-        batch_size: rows.
-        context_tokens: tokens that each row attends to.
-        sms: number of SMs of the lane; None for the whole GPU.
-        ms: median time of a step.
-        repeats_ms: every repeat, in order.
-    """
+    """One decode step of ``batch_size`` rows, alone."""
 
     batch_size: int
     context_tokens: int
@@ -78,15 +74,7 @@ class DecodePoint(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint(_Checked):
-    """A forward, all layers, of one prompt chunk, alone.
-
-    Attributes:
-        tokens: rows.
-        cached_tokens: tokens of the prompt before the chunk.
-        sms: number of SMs of the prefill lane; None for the whole GPU.
-        ms: median time of the forward.
-        repeats_ms: every repeat, in order.
-    """
+    """A forward of ``tokens`` prompt rows after ``cached_tokens`` tokens of the same prompt, alone."""
 
     tokens: int
     cached_tokens: int
@@ -97,15 +85,7 @@ class PrefillPoint(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class MixedPoint(_Checked):
-    """A forward of one prompt chunk (no cached prefix) and decode rows together, on the whole GPU.
-
-    Attributes:
-        tokens: rows of the prompt.
-        batch_size: decode rows.
-        context_tokens: tokens that each decode row attends to.
-        ms: median time of the forward.
-        repeats_ms: every repeat, in order.
-    """
+    """One forward of ``tokens`` prompt rows without a prefix and ``batch_size`` decode rows, on the whole GPU."""
 
     tokens: int
     batch_size: int
@@ -116,18 +96,7 @@ class MixedPoint(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class SplitPoint(_Checked):
-    """Decode steps beside forwards of prompt chunks (no cached prefix), both lanes kept busy.
-
-    Attributes:
-        decode_sms: number of SMs of the decode lane; the prefill lane has the others.
-        batch_size: decode rows.
-        context_tokens: tokens that each decode row attends to.
-        tokens: rows of the prompt chunk.
-        decode_ms: median time of a decode step.
-        prefill_ms: median time of a forward, all layers.
-        decode_repeats_ms: decode step of every repeat.
-        prefill_repeats_ms: forward of every repeat.
-    """
+    """Decode steps on ``decode_sms`` SMs beside forwards of ``tokens`` prompt rows on the others, both lanes busy."""
 
     decode_sms: int
     batch_size: int
@@ -137,6 +106,12 @@ class SplitPoint(_Checked):
     prefill_ms: float
     decode_repeats_ms: tuple[float, ...]
     prefill_repeats_ms: tuple[float, ...]
+
+
+POINT_KINDS: Mapping[str, type[Any]] = MappingProxyType(
+    {"decode": DecodePoint, "prefill": PrefillPoint, "mixed": MixedPoint, "split": SplitPoint}
+)
+"""Points by the field of ``Points`` that holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,30 +280,21 @@ def _read_content(content: dict[str, Any]) -> PerfTable:
         _require_type(key[name], kind, f"key.{name}")
     _require_type(table["complete"], bool, "complete")
     _require_type(table["provenance"], dict, "provenance")
-    table["key"] = TableKey(**key)
-    for name in ("points", "held_back"):
-        table[name] = _read_points(table[name], name)
-    return PerfTable(**table)
+    points = {name: _read_points(table[name], name) for name in ("points", "held_back")}
+    return PerfTable(**{**table, **points, "key": TableKey(**key)})
 
 
 def _read_points(value: Any, where: str) -> Points:
     lists = _record(Points, value, where)
-    for name in lists:
+    points = {}
+    for name, kind in POINT_KINDS.items():
         _require_type(lists[name], list, f"{where}.{name}")
-    return Points(
-        decode=_point_list(DecodePoint, lists["decode"], f"{where}.decode"),
-        prefill=_point_list(PrefillPoint, lists["prefill"], f"{where}.prefill"),
-        mixed=_point_list(MixedPoint, lists["mixed"], f"{where}.mixed"),
-        split=_point_list(SplitPoint, lists["split"], f"{where}.split"),
-    )
-
-
-def _point_list(kind: type[_Point], values: list[Any], where: str) -> tuple[_Point, ...]:
-    records = (_record(kind, value, f"{where}[{index}]") for index, value in enumerate(values))
-    return tuple(
-        kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
-        for record in records
-    )
+        records = (_record(kind, v, f"{where}.{name}[{index}]") for index, v in enumerate(lists[name]))
+        points[name] = tuple(
+            kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in record.items()})
+            for record in records
+        )
+    return Points(**points)
 
 
 def _record(kind: type[Any], value: Any, where: str) -> dict[str, Any]:

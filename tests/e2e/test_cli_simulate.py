@@ -266,6 +266,7 @@ def test_a_gpu_of_unknown_memory_needs_the_caches_size() -> None:
     flat = fields(simulate("--kv-cache-bytes", "20GiB", "--json", gpu="roofline:generic"))
     # 2 MiB a block of 16 tokens, one of them padding.
     assert flat["kv_cache_tokens"] == (20 * 512 - 1) * 16
+    assert flat["performance"] == "roofline of an unmeasured GPU"
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--sweep", "--goodput", "ttft:500", "tpot:15")])

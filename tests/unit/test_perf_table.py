@@ -70,38 +70,41 @@ def test_writing_fails_without_leaving_a_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(PerfTableError, match=r"there is no performance table .*bullet-graph profile"):
         read_table(tmp_path / "table.json")
-
-
-def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(PerfTableError, match="cannot read the performance table"):
         read_table(tmp_path)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-def test_a_truncated_file(path: Path, share: float) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(PerfTableError, match=r"not valid JSON .*truncated.*bullet-graph profile"):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda _: b"", r"not valid JSON .*truncated.*bullet-graph profile"),
+        (lambda content: content[: int(0.3 * len(content))], "not valid JSON .*truncated"),
+        (lambda content: content[: int(0.99 * len(content))], "not valid JSON .*truncated"),
+        (lambda _: b"\xff\xfe\xfa{}", "not valid JSON"),
+        (lambda _: b"[]", "this is something else"),
+        *(
+            (
+                lambda content, name=name: content.replace(b'"num_sms": 132', b'"num_sms": ' + name, 1),
+                f"it holds {name.decode()} where a finite number is required",
+            )
+            for name in (b"NaN", b"Infinity", b"-Infinity")
+        ),
+    ],
+)
+def test_a_damaged_file(path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(PerfTableError, match=message):
         read_table(path)
 
 
-def test_bytes_that_are_no_text(path: Path) -> None:
-    path.write_bytes(b"\xff\xfe\xfa{}")
-    with pytest.raises(PerfTableError, match="not valid JSON"):
-        read_table(path)
-
-
-def test_an_edited_time_is_found_out(path: Path) -> None:
-    change(path, lambda content: content["points"]["decode"][0].update(ms=1.0), sign=False)
-    with pytest.raises(PerfTableError, match="checksum does not fit"):
-        read_table(path)
-
-
-def test_a_removed_checksum_is_found_out(path: Path) -> None:
-    change(path, lambda content: content.pop("checksum"), sign=False)
+@pytest.mark.parametrize(
+    "edit", [lambda c: c["points"]["decode"][0].update(ms=1.0), lambda c: c.pop("checksum")]
+)
+def test_an_edit_is_detected(path: Path, edit: Change) -> None:
+    change(path, edit, sign=False)
     with pytest.raises(PerfTableError, match="checksum does not fit"):
         read_table(path)
 
@@ -138,19 +141,6 @@ def test_bad_content_with_a_fitting_checksum(path: Path, edit: Change, message: 
     assert "bullet-graph profile" in str(error.value)
 
 
-@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
-def test_a_constant_that_json_has_not(path: Path, constant: str) -> None:
-    path.write_text(path.read_text().replace('"num_sms": 132', f'"num_sms": {constant}', 1))
-    with pytest.raises(PerfTableError, match=f"it holds {constant} where a finite number is required"):
-        read_table(path)
-
-
-def test_something_that_is_no_object(path: Path) -> None:
-    path.write_text("[]")
-    with pytest.raises(PerfTableError, match="this is something else"):
-        read_table(path)
-
-
 @pytest.mark.parametrize("ms", [math.nan, math.inf, 0.0, -1.0, True, "1"])
 def test_no_point_holds_a_bad_time(ms: Any) -> None:
     for make in (
@@ -179,8 +169,9 @@ def test_no_point_holds_a_bad_count() -> None:
 
 def test_a_table_of_these_conditions_matches() -> None:
     require_match(h200_table(), H200_KEY)
-    # A checkpoint of the same shape takes the same time, whatever it is called.
-    require_match(h200_table(), replace(H200_KEY, model="my-finetune"))
+    # A checkpoint of the same shape takes the same time, whatever it is called, and whatever the driver.
+    other_driver = replace(h200_table(), provenance={"driver_version": "999"})
+    require_match(other_driver, replace(H200_KEY, model="my-finetune"))
 
 
 def test_every_difference_is_named() -> None:
@@ -203,10 +194,6 @@ def test_every_difference_is_named() -> None:
     ):
         assert text in str(error.value)
     assert "triton" not in str(error.value)
-
-
-def test_the_driver_is_not_compared() -> None:
-    require_match(replace(h200_table(), provenance={"driver_version": "999"}), H200_KEY)
 
 
 def test_shape_numbers_are_plain_integers() -> None:

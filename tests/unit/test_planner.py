@@ -47,30 +47,42 @@ class TestWithoutChoice:
 
 
 class TestWithoutModel:
-    def test_serial(self) -> None:
-        both = load_of(decoding(8), 100)
-        assert modelless("serial:512").plan(both) == Plan(
-            "serial", decode=False, chunk_tokens=512, bound="forced"
-        )
-        assert modelless("serial").plan(both).chunk_tokens == 2048
-
-    def test_mixed_takes_what_decode_rows_leave(self) -> None:
-        plan = modelless("mixed:512").plan(load_of(decoding(100, tpot=1.0), 1000))
-        assert plan == Plan("mixed", decode=True, chunk_tokens=412, bound="forced")
-        assert modelless("mixed").plan(load_of(decoding(100), 1000)).chunk_tokens == 1948
-
-    def test_a_prompt_always_gets_some_rows(self) -> None:
-        assert modelless("mixed:64").plan(load_of(decoding(60), 1000)).chunk_tokens == TUNING.row_step
-
-    def test_decode_alone_has_no_prediction(self) -> None:
-        assert modelless("mixed").plan(load_of(decoding(4))) == Plan("solo", decode=True)
-
-    def test_prompts_alone(self) -> None:
-        plan = modelless("mixed:512").plan(load_of(None, 100))
-        assert plan == Plan("solo", decode=False, chunk_tokens=512)
-
-    def test_no_rate_is_known(self) -> None:
-        assert modelless("mixed").prefill_ms_per_token == 0.0
+    @pytest.mark.parametrize(
+        ("policy", "load", "plan"),
+        [
+            (
+                "serial:512",
+                load_of(decoding(8), 100),
+                Plan("serial", decode=False, chunk_tokens=512, bound="forced"),
+            ),
+            (
+                "serial",
+                load_of(decoding(8), 100),
+                Plan("serial", decode=False, chunk_tokens=2048, bound="forced"),
+            ),
+            # A mixed forward takes the prompt rows that decode rows leave, whatever the target, but always some.
+            (
+                "mixed:512",
+                load_of(decoding(100, tpot=1.0), 1000),
+                Plan("mixed", decode=True, chunk_tokens=412, bound="forced"),
+            ),
+            (
+                "mixed",
+                load_of(decoding(100), 1000),
+                Plan("mixed", decode=True, chunk_tokens=1948, bound="forced"),
+            ),
+            (
+                "mixed:64",
+                load_of(decoding(60), 1000),
+                Plan("mixed", decode=True, chunk_tokens=TUNING.row_step, bound="forced"),
+            ),
+            ("mixed", load_of(decoding(4)), Plan("solo", decode=True)),
+            ("mixed:512", load_of(None, 100), Plan("solo", decode=False, chunk_tokens=512)),
+        ],
+    )
+    def test_plans_have_no_predictions(self, policy: str, load: Load, plan: Plan) -> None:
+        assert modelless(policy).plan(load) == plan
+        assert modelless(policy).prefill_ms_per_token == 0.0
 
     @pytest.mark.parametrize("policy", ["split", "split:48", "auto"])
     def test_other_policies_ask_for_a_table(self, policy: str) -> None:
@@ -78,19 +90,16 @@ class TestWithoutModel:
             modelless(policy)
 
 
-class TestBadSplits:
-    def test_a_size_that_is_not_captured(self) -> None:
-        with pytest.raises(ConfigError, match=r"split:40 needs .* 40 SMs.* 16, 48"):
-            Planner(
-                Policy.parse("split:40"),
-                max_chunk_tokens=8,
-                decode_sms=(16, 48),
-                model=model(),
-            )
-
-    def test_no_sizes_at_all(self) -> None:
-        with pytest.raises(ConfigError, match=r"some SMs.* none"):
-            Planner(Policy.parse("split"), max_chunk_tokens=8, decode_sms=(), model=model())
+class TestSizesOfTheDecodeLane:
+    @pytest.mark.parametrize(
+        ("policy", "decode_sms", "message"),
+        [("split:40", (16, 48), r"split:40 needs .* 40 SMs.* 16, 48"), ("split", (), r"some SMs.* none")],
+    )
+    def test_those_that_are_not_captured_are_refused(
+        self, policy: str, decode_sms: tuple[int, ...], message: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=message):
+            Planner(Policy.parse(policy), max_chunk_tokens=8, decode_sms=decode_sms, model=model())
 
     def test_auto_does_without_splits(self) -> None:
         lone = Planner(Policy("auto"), max_chunk_tokens=2048, decode_sms=(), model=model())

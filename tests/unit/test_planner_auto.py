@@ -44,29 +44,25 @@ class TestAuto:
         assert chosen(plan).prefill_tokens_per_s >= 0.95 * max(o.prefill_tokens_per_s for o in plan.options)
 
     @pytest.mark.parametrize(
-        ("queued", "steps_left", "rows"),
+        ("decode_rows", "queued", "steps_left", "rows"),
         [
-            # 64 rows and a hundredth of the prompts, down to the next multiple; never fewer than are worth it, nor more
-            # than a forward may hold or are left.
-            (120_000, 100, 1024),
-            (128_000, 100, 1280),
-            (120_000, 1000, 1024),
-            (1_200_000, 100, MAX_CHUNK),
-            (500, 3, 564),
+            # 64 rows and a hundredth of the prompts, rounded down to a multiple; never fewer than are worth it, nor
+            # more than a forward may hold or are left. Beside many decode rows, prompts keep their share.
+            (64, 120_000, 100, 1024),
+            (64, 128_000, 100, 1280),
+            (64, 120_000, 1000, 1024),
+            (64, 1_200_000, 100, MAX_CHUNK),
+            (64, 500, 3, 564),
+            (1000, 32_000, 10_000, 1536),
         ],
     )
     def test_prompts_last_as_long_as_the_longest_output(
-        self, queued: int, steps_left: int, rows: int
+        self, decode_rows: int, queued: int, steps_left: int, rows: int
     ) -> None:
-        sight = [500] * min(queued // 500, 64)
-        load = dataclasses.replace(load_of(decoding(64), *sight), queued_tokens=queued, steps_left=steps_left)
-        plan = planner().plan(load)
-        assert (plan.policy, plan.decode, plan.chunk_tokens) == ("mixed", True, rows - 64)
-        assert chosen(plan).chunk_tokens == rows - 64
-
-    def test_many_rows_that_decode_leave_prompts_their_share(self) -> None:
-        load = dataclasses.replace(load_of(decoding(1000), *[500] * 64), steps_left=10_000)
-        assert planner().plan(load).chunk_tokens == 1536 - 1000
+        load = load_of(decoding(decode_rows), *[500] * min(queued // 500, 64))
+        plan = planner().plan(dataclasses.replace(load, queued_tokens=queued, steps_left=steps_left))
+        assert (plan.policy, plan.decode, plan.chunk_tokens) == ("mixed", True, rows - decode_rows)
+        assert chosen(plan).chunk_tokens == rows - decode_rows
 
     def test_under_a_target_no_forward_waits_for_the_longest_output(self) -> None:
         load = load_of(decoding(64, tpot=15.0), 1000, 1000, ttft_ms=500)

@@ -123,11 +123,6 @@ def test_the_model_is_asked_with_what_the_step_holds() -> None:
     assert ("split", 32, 2, 16, 5, 29.0) in model.asked[3:]
 
 
-def test_prompt_rows_alone_on_the_decode_lane_are_prefill() -> None:
-    device = executor()
-    assert finish_ms(device, device.launch(prefill_step(20), on("decode"))) == pytest.approx(20)
-
-
 def test_tokens_are_zeros_of_the_right_count() -> None:
     device = executor()
     batch = prefill_batch((3, 4), (0, 0), True)
@@ -138,6 +133,8 @@ def test_tokens_are_zeros_of_the_right_count() -> None:
     assert mixed.device_ms == pytest.approx(7 + 3)
     unfinished = device.wait(device.launch(prefill_step(8, samples=False), on("prefill")))
     assert unfinished.token_ids.tolist() == []
+    # Prompt rows alone on the decode lane are prefill.
+    assert device.wait(device.launch(prefill_step(20), on("decode"))).device_ms == pytest.approx(20)
 
 
 def test_slices_share_the_time_of_their_forward() -> None:
@@ -183,20 +180,18 @@ def test_between_two_splits_each_lane_has_its_own_ones_speed() -> None:
     assert finish_ms(device, prefill) == pytest.approx(1500 / 32 + 150 * (1 - done))
 
 
-def test_lanes_on_the_same_sms_get_half_of_them_each() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "partition", "prefill_ends_ms"),
+    [(40, WHOLE_GPU, 50), (36, WIDE, 110)],  # 36 tokens on 36 SMs take 100 ms alone
+)
+def test_lanes_that_share_sms_get_half_of_the_time_each(
+    tokens: int, partition: SmPartition, prefill_ends_ms: float
+) -> None:
     device = executor()
-    prefill = device.launch(prefill_step(40), on("prefill"))
+    prefill = device.launch(prefill_step(tokens), on("prefill", partition))
     decode = device.launch(decode_step(1), on("decode"))
     assert finish_ms(device, decode) == pytest.approx(20)
-    assert finish_ms(device, prefill) == pytest.approx(50)
-
-
-def test_one_lane_on_the_whole_gpu_overlaps_the_other_on_its_part() -> None:
-    device = executor()
-    prefill = device.launch(prefill_step(36), on("prefill", WIDE))
-    decode = device.launch(decode_step(1), on("decode"))
-    assert finish_ms(device, decode) == pytest.approx(20)
-    assert finish_ms(device, prefill) == pytest.approx(110)
+    assert finish_ms(device, prefill) == pytest.approx(prefill_ends_ms)
 
 
 def test_taking_turns_waits_for_what_the_other_lane_was_given_before() -> None:
@@ -235,13 +230,9 @@ def test_waiting_for_any() -> None:
     device.wait(prefill)
     assert device.wait_any([decode], None) == decode
     assert device.now() == pytest.approx(0.06)
-
-
-def test_a_launch_that_ends_just_then_is_in_time() -> None:
-    device = executor()
-    ticket = device.launch(decode_step(1), on("decode"))
-    assert device.wait_any([ticket], 0.01) == ticket
-    assert device.now() == 0.01
+    # A launch that ends just then is in time.
+    last = device.launch(decode_step(1), on("decode"))
+    assert device.wait_any([last], device.now() + 0.01) == last
 
 
 def test_the_first_of_the_list_wins_a_tie() -> None:
@@ -281,21 +272,23 @@ def test_the_device_says_what_it_has() -> None:
     assert (device.num_sms, device.partitions) == (100, (WHOLE_GPU, NARROW))
 
 
-def test_a_partition_it_does_not_have_is_refused() -> None:
-    with pytest.raises(PartitionError, match="SmPartition"):
-        executor().launch(decode_step(1), on("decode", SmPartition(1, 49)))
+MIXED = Step((), prefill_batch((3,), (0,), True), decode_step(1).decode, None)
 
 
-def test_prompt_rows_of_the_decode_lane_need_the_whole_gpu() -> None:
-    mixed = Step((), prefill_batch((3,), (0,), True), decode_step(1).decode, None)
-    for step in (mixed, prefill_step(3)):
-        with pytest.raises(PartitionError, match="whole GPU"):
-            executor().launch(step, on("decode", WIDE))
-
-
-def test_decode_rows_on_the_prefill_lane_are_refused() -> None:
-    with pytest.raises(ValueError, match="decode lane alone"):
-        executor().launch(decode_step(1), on("prefill"))
+@pytest.mark.parametrize(
+    ("step", "placement", "error", "message"),
+    [
+        (decode_step(1), on("decode", SmPartition(1, 49)), PartitionError, "SmPartition"),
+        (MIXED, on("decode", WIDE), PartitionError, "whole GPU"),
+        (prefill_step(3), on("decode", WIDE), PartitionError, "whole GPU"),
+        (decode_step(1), on("prefill"), ValueError, "decode lane alone"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(
+    step: Step, placement: Placement, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        executor().launch(step, placement)
 
 
 @pytest.mark.parametrize("layers", [(1, 2), (2, 5), (2, 1), (0, 4)])
@@ -309,21 +302,16 @@ def test_layers_that_do_not_follow_are_refused(layers: tuple[int, int]) -> None:
     device.launch(prefill_step(8), on("prefill"))
 
 
-def test_a_ticket_is_read_once() -> None:
+def test_a_ticket_is_read_once_and_none_after_shutdown() -> None:
     device = executor()
-    ticket = device.launch(decode_step(1), on("decode"))
-    device.wait(ticket)
+    first, second = (device.launch(decode_step(1), on("decode")) for _ in range(2))
+    device.wait(first)
     with pytest.raises(KeyError, match="under way"):
-        device.wait(ticket)
-
-
-def test_nothing_is_left_after_shutdown() -> None:
-    device = executor()
-    ticket = device.launch(decode_step(1), on("decode"))
+        device.wait(first)
     device.shutdown()
     device.shutdown()
     with pytest.raises(KeyError):
-        device.wait(ticket)
+        device.wait(second)
 
 
 LAUNCHES = st.lists(

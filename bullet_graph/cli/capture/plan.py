@@ -168,9 +168,9 @@ class Proposal:
         rate = {None: "its own times", math.inf: "once"}.get(
             spec.arrivals.request_rate, f"{spec.arrivals.request_rate or 0:g} requests/s"
         )
-        table = "a measured table" if device.is_measured else "roofline"
+        source = device.times if device.times.startswith("roofline") else f"a {device.times}"
         served = f"{self.simulator.workload.name} at {rate}, {spec.config.slo}"
-        return f"{served}, {spec.config.model} on {device.gpu} ({table})"
+        return f"{served}, {spec.config.model} on {device.gpu} ({source})"
 
     def notes(self) -> tuple[str, ...]:
         """Comments for the top of the plan's file."""

@@ -31,7 +31,7 @@ class SimulatedDevice:
     Attributes:
         gpu: the GPU's name.
         model: the model.
-        is_measured: its times come from a measured table.
+        times: where step times come from: ``measured table``, ``roofline``, or ``roofline of an unmeasured GPU``.
         performance: predicts them, batches padded as the engine's graphs pad them.
         unpadded: the same without padding.
         capture_plan: the plan that the configuration names, or None.
@@ -43,7 +43,7 @@ class SimulatedDevice:
 
     gpu: str
     model: ModelConfig
-    is_measured: bool
+    times: str
     performance: PerformanceModel
     unpadded: PerformanceModel
     capture_plan: CapturePlan | None
@@ -79,11 +79,13 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
     unpadded: PerformanceModel
     if gpu.startswith(ROOFLINE_PREFIX):
         name = _known_gpu(gpu.removeprefix(ROOFLINE_PREFIX))
-        memory_bytes = KNOWN_GPUS[name].memory_bytes
-        performance = unpadded = Roofline(KNOWN_GPUS[name], model, dtype_bytes=DTYPE_BYTES[dtype])
+        spec = KNOWN_GPUS[name]
+        times = "roofline" if spec.is_measured else "roofline of an unmeasured GPU"
+        memory_bytes = spec.memory_bytes
+        performance = unpadded = Roofline(spec, model, dtype_bytes=DTYPE_BYTES[dtype])
     else:
         table = load_table(gpu, model=config.model, dtype=dtype)
-        name = table.key.gpu
+        name, times = table.key.gpu, "measured table"
         if table.key.dtype != dtype:
             raise PerfTableError(
                 f"the table {gpu} was measured in {table.key.dtype}, but {config.model} runs in {dtype}: "
@@ -102,7 +104,7 @@ def open_device(gpu: str, config: EngineConfig) -> SimulatedDevice:
     return SimulatedDevice(
         name,
         model,
-        is_measured=isinstance(unpadded, TableModel),
+        times=times,
         performance=performance,
         unpadded=unpadded,
         capture_plan=plan,

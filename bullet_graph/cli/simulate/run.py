@@ -146,10 +146,8 @@ class Simulator:
 
     def title(self) -> str:
         """The simulation in a line."""
-        config, estimate = self.spec.config, "" if self.device.is_measured else ", roofline"
-        return (
-            f"{config.model} on {self.device.gpu} (simulated{estimate}), {self.workload.name}, {config.slo}"
-        )
+        config, gpu = self.spec.config, f"{self.device.gpu} (simulated, {self.device.times})"
+        return f"{config.model} on {gpu}, {self.workload.name}, {config.slo}"
 
     def describe(self) -> dict[str, Any]:
         """The fields that all runs share, for a JSON file."""
@@ -158,7 +156,7 @@ class Simulator:
         decode_sms = (config.decode_sms or device.performance.decode_sms) if plan is None else plan.decode_sms
         return {
             "gpu": device.gpu,
-            "performance": "measured table" if device.is_measured else "roofline",
+            "performance": device.times,
             "trace": self.workload.name,
             "seed": config.seed,
             "slo": str(config.slo),
