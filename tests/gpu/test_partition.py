@@ -250,16 +250,12 @@ def test_changing_the_mask_is_cheap(backend: PartitionBackend, record_property: 
     assert median_us <= MAX_MASK_CHANGE_US
 
 
-def test_auto_takes_stream_masks(probe: SmidProbe) -> None:
-    backend, _ = open_backend("auto", splits(probe.num_sms))
-    assert backend.name == "smctrl"
-    backend.close()
-
-
-@pytest.mark.parametrize("name", ["smctrl", "green", "none"])
-def test_each_back_end_can_be_named(probe: SmidProbe, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("auto", "smctrl"), ("smctrl", "smctrl"), ("green", "green"), ("none", "none")]
+)
+def test_the_choice_of_a_back_end(probe: SmidProbe, name: str, chosen: str) -> None:
     backend, _ = open_backend(name, [WHOLE_GPU] if name == "none" else splits(probe.num_sms))
-    assert backend.name == name
+    assert backend.name == chosen
     assert probe.run(backend.stream("prefill", WHOLE_GPU)) == frozenset(range(probe.num_sms))
     backend.close()
 

@@ -106,11 +106,14 @@ def test_report_holds_range_mean_and_energy() -> None:
 
 def test_figures_the_device_does_not_offer_are_none() -> None:
     report = summarize_device([DeviceSample(None, None, 40)], None, 5)
-    assert report.sm_clock_mhz is None
-    assert report.power_w is None
-    assert report.energy_joules is None
-    assert report.temperature_c == SampleRange(40, 40, 40)
-    assert summarize_device([], 5, None).energy_joules is None
+    assert report == DeviceReport(
+        num_samples=1,
+        sm_clock_mhz=None,
+        power_w=None,
+        temperature_c=SampleRange(40, 40, 40),
+        energy_joules=None,
+    )
+    assert summarize_device([], 5, None) == NOTHING
 
 
 def test_monitor_samples_in_the_background_until_the_end() -> None:

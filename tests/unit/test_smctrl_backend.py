@@ -1,5 +1,6 @@
 """The stream-mask back end over a fake libcuda."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -9,13 +10,16 @@ from fakes.fake_streams import OBJECT_BYTES, RELEASE, FakeDriver, FakeLibcuda, F
 from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.backend import verify
-from bullet_graph.partition.masks import LANES, WHOLE_GPU, GpcLayout, SmPartition
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, GpcLayout, Lane, SmPartition
 from bullet_graph.partition.offsets import DriverId, remember
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import SmctrlBackend, identify_driver
 
 DRIVER = DriverId(13000, RELEASE, "x86_64")
 PARTITION = SmPartition(decode_tpcs=16, prefill_tpcs=50)
+LAYOUT: GpcLayout = (*((gpc, gpc + 22, gpc + 44) for gpc in range(22)),)
+EMPTY = bytes(OBJECT_BYTES)
+Open = Callable[..., SmctrlBackend]
 
 
 @pytest.fixture(scope="module")
@@ -39,161 +43,124 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "offsets.json"
 
 
-def open_smctrl(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, layout: GpcLayout | None = None
-) -> SmctrlBackend:
-    return SmctrlBackend(cast(SmidProbe, probe), layout=layout, libcuda=libcuda.path, cache=cache)
+@pytest.fixture
+def opened(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> Open:
+    def open_backend(layout: GpcLayout | None = None, *, probe: FakeProbe = probe) -> SmctrlBackend:
+        return SmctrlBackend(cast(SmidProbe, probe), layout=layout, libcuda=libcuda.path, cache=cache)
+
+    return open_backend
 
 
-def test_each_lane_runs_on_its_own_tpcs(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
-    backend = open_smctrl(probe, libcuda, cache)
+def test_each_lane_runs_on_its_own_tpcs(probe: FakeProbe, opened: Open) -> None:
+    backend = opened()
     assert (backend.name, backend.num_sms, backend.granularity_sms) == ("smctrl", 132, 2)
     assert backend.offset == 0x51C
-    decode, prefill = backend.stream("decode", PARTITION), backend.stream("prefill", PARTITION)
+    decode, prefill = (backend.stream(lane, PARTITION) for lane in LANES)
     assert probe.run(decode) == backend.expected_sms("decode", PARTITION) == frozenset(range(32))
     assert probe.run(prefill) == backend.expected_sms("prefill", PARTITION) == frozenset(range(32, 132))
     assert probe.driver.streams == {decode: True, prefill: False}
-    verified = verify(backend, PARTITION, cast(SmidProbe, probe))
-    assert verified.decode_sms == frozenset(range(32))
+    assert verify(backend, PARTITION, cast(SmidProbe, probe)).decode_sms == frozenset(range(32))
 
 
-def test_a_lane_keeps_its_stream_and_changes_its_mask(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path
-) -> None:
-    backend = open_smctrl(probe, libcuda, cache)
+def test_a_lane_keeps_its_stream_and_changes_its_mask(probe: FakeProbe, opened: Open) -> None:
+    backend = opened()
+    prefill = backend.stream("prefill", PARTITION)
+    untouched = object_bytes(prefill)
     stream = backend.stream("decode", PARTITION)
     assert backend.stream("decode", SmPartition(4, 62)) == stream
     assert probe.run(stream) == frozenset(range(8))
     assert backend.stream("decode", WHOLE_GPU) == stream
     assert probe.run(stream) == backend.expected_sms("decode", WHOLE_GPU) == frozenset(range(132))
-    assert object_bytes(stream) == bytes(OBJECT_BYTES)
+    assert object_bytes(stream) == EMPTY
+    assert object_bytes(prefill) == untouched
 
 
-def test_binding_one_lane_leaves_the_other_alone(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
-    backend = open_smctrl(probe, libcuda, cache)
-    prefill = backend.stream("prefill", PARTITION)
-    before = object_bytes(prefill)
-    for tpcs in (1, 7, 66):
-        assert backend.stream("decode", SmPartition(tpcs, None)) != prefill
-    assert object_bytes(prefill) == before
-
-
-def test_masks_that_follow_the_gpcs(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
-    layout = (*((gpc, gpc + 22, gpc + 44) for gpc in range(22)),)
-    backend = open_smctrl(probe, libcuda, cache, layout)
-    assert probe.run(backend.stream("decode", SmPartition(4, 62))) == {0, 1, 44, 45, 88, 89, 2, 3}
+def test_masks_that_follow_the_gpcs(probe: FakeProbe, opened: Open) -> None:
+    assert probe.run(opened(LAYOUT).stream("decode", SmPartition(4, 62))) == {0, 1, 44, 45, 88, 89, 2, 3}
 
 
 @pytest.mark.parametrize(
     ("partition", "lane"), [(SmPartition(2, 64), "decode"), (SmPartition(64, 2), "prefill")]
 )
-def test_a_lane_too_small_for_clusters_is_refused(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, partition: SmPartition, lane: str
-) -> None:
-    layout = (*((gpc, gpc + 22, gpc + 44) for gpc in range(22)),)
-    backend = open_smctrl(probe, libcuda, cache, layout)
+def test_a_lane_too_small_for_clusters_is_refused(opened: Open, partition: SmPartition, lane: Lane) -> None:
     with pytest.raises(PartitionError, match=f"the {lane} lane's SMs .* no whole group of 6 SMs"):
-        backend.stream("decode", partition)
+        opened(LAYOUT).stream("decode", partition)
 
 
 @pytest.mark.parametrize(
     "partition", [SmPartition(0, 66), SmPartition(67, 1), SmPartition(1, 67), SmPartition(-1, 4)]
 )
-def test_a_partition_that_does_not_fit(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, partition: SmPartition
-) -> None:
-    backend = open_smctrl(probe, libcuda, cache)
-    with pytest.raises(PartitionError, match="1 to 66 TPCs"):
-        backend.stream("decode", partition)
-    with pytest.raises(PartitionError, match="1 to 66 TPCs"):
-        backend.expected_sms("prefill", partition)
+def test_a_partition_that_does_not_fit(opened: Open, partition: SmPartition) -> None:
+    backend = opened()
+    for ask in (backend.stream, backend.expected_sms):
+        with pytest.raises(PartitionError, match="1 to 66 TPCs"):
+            ask("decode", partition)
 
 
-def test_closing_destroys_both_streams_and_the_probe(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path
-) -> None:
-    backend = open_smctrl(probe, libcuda, cache)
+def test_closing_clears_the_masks_and_gives_everything_back(probe: FakeProbe, opened: Open) -> None:
+    """The driver makes new streams of old ones: whoever gets them next would be confined without knowing it."""
+    backend = opened()
+    streams = [backend.stream(lane, PARTITION) for lane in LANES]
+    assert all(object_bytes(stream) != EMPTY for stream in streams)
     backend.close()
+    assert all(object_bytes(stream) == EMPTY for stream in streams)
     assert sorted(probe.driver.destroyed) == sorted(probe.driver.streams)
     assert probe.closed
 
 
-def test_no_mask_is_left_in_a_stream_that_is_given_back(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path
-) -> None:
-    """The driver makes new streams of old ones: whoever gets them next would be confined without knowing it."""
-    backend = open_smctrl(probe, libcuda, cache)
-    streams = [backend.stream(lane, PARTITION) for lane in LANES]
-    assert all(object_bytes(stream) != bytes(OBJECT_BYTES) for stream in streams)
-    backend.close()
-    assert all(object_bytes(stream) == bytes(OBJECT_BYTES) for stream in streams)
-
-
+@pytest.mark.parametrize(
+    "calibrated", [None, DriverId(13990, "999.12.35", "x86_64"), DriverId(13990, RELEASE, "aarch64")]
+)
 def test_an_unknown_driver_is_refused_before_anything_is_written(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, opened: Open, calibrated: DriverId | None
 ) -> None:
     libcuda.answer(13990)
+    if calibrated is not None:
+        remember(calibrated, 0x600, cache)
     with pytest.raises(PartitionError, match=rf"{RELEASE} .*13990.*`bullet-graph doctor --calibrate`"):
-        open_smctrl(probe, libcuda, cache)
+        opened()
     assert probe.driver.streams == {}
     assert probe.closed
 
 
-def test_a_calibrated_driver_is_trusted(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
+def test_a_calibrated_driver_is_trusted(
+    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, opened: Open
+) -> None:
+    remember(DRIVER, 0x604, cache)
+    assert opened().offset == 0x604, "a calibration goes before the table"
     libcuda.answer(13990)
     probe.offset = 0x600
     remember(DriverId(13990, RELEASE, "x86_64"), 0x600, cache)
-    backend = open_smctrl(probe, libcuda, cache)
-    assert probe.run(backend.stream("decode", PARTITION)) == frozenset(range(32))
-
-
-@pytest.mark.parametrize(
-    "other", [DriverId(13990, "999.12.35", "x86_64"), DriverId(13990, RELEASE, "aarch64")]
-)
-def test_a_calibration_of_another_driver_is_not(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, other: DriverId
-) -> None:
-    libcuda.answer(13990)
-    remember(other, 0x600, cache)
-    with pytest.raises(PartitionError, match="doctor --calibrate"):
-        open_smctrl(probe, libcuda, cache)
-
-
-def test_a_calibration_goes_before_the_table(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
-    remember(DRIVER, 0x600, cache)
-    assert open_smctrl(probe, libcuda, cache).offset == 0x600
+    assert probe.run(opened().stream("decode", PARTITION)) == frozenset(range(32))
 
 
 def test_a_wrong_offset_shows_when_partitions_are_verified(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path
+    probe: FakeProbe, cache: Path, opened: Open
 ) -> None:
     remember(DRIVER, 0x520, cache)
-    backend = open_smctrl(probe, libcuda, cache)
     with pytest.raises(PartitionError, match=r"exactly SMs 0-31, but .* ran on SMs"):
-        verify(backend, PARTITION, cast(SmidProbe, probe))
+        verify(opened(), PARTITION, cast(SmidProbe, probe))
 
 
-def test_streams_that_share_a_mask_are_refused(libcuda: FakeLibcuda, cache: Path) -> None:
+def test_streams_that_share_a_mask_are_refused(libcuda: FakeLibcuda, opened: Open) -> None:
     libcuda.answer(13000)
     probe = FakeProbe(FakeDriver(libcuda, shared=True))
     with pytest.raises(PartitionError, match=r"mask of its own, but streams .* share one"):
-        open_smctrl(probe, libcuda, cache)
+        opened(probe=probe)
     # Left as found, and given back.
-    assert object_bytes(next(iter(probe.driver.streams))) == bytes(OBJECT_BYTES)
+    assert object_bytes(next(iter(probe.driver.streams))) == EMPTY
     assert sorted(probe.driver.destroyed) == sorted(probe.driver.streams)
     assert probe.closed
 
 
-def test_a_mask_too_short_for_the_gpu(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> None:
+def test_a_mask_too_short_for_the_gpu(probe: FakeProbe, opened: Open) -> None:
     probe.num_sms = 2 * 129
     with pytest.raises(PartitionError, match="mask has 128 bits, but the GPU has 129 TPCs"):
-        open_smctrl(probe, libcuda, cache)
+        opened()
 
 
-def test_a_mask_that_does_not_stay_as_written(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = open_smctrl(probe, libcuda, cache)
+def test_a_mask_that_does_not_stay_as_written(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = opened()
     monkeypatch.setattr(_smctrl, "get_mask", lambda *_: (1, 0, 0))
     with pytest.raises(
         PartitionError,
