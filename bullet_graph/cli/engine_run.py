@@ -18,7 +18,7 @@ from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats
 from bullet_graph.graphs.compile_counts import CompileCounts
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
-from bullet_graph.perf.provenance import Provenance, collect_provenance
+from bullet_graph.perf.provenance import Provenance, collect_provenance, without_home
 from bullet_graph.perf.start_report import StartReport
 from bullet_graph.runtime.artifacts.use import CacheUse
 from bullet_graph.runtime.memory import MemoryLedger, format_bytes
@@ -141,7 +141,7 @@ def describe_run(
 ) -> RunRecord:
     """Describe a measurement by the engine's start, and its statistics before and after."""
     return RunRecord(
-        model=config.model,
+        model=without_home(config.model),
         load_format=resolved_load_format(config, runtime),
         dtype=str(runtime.dtype).removeprefix("torch."),
         policy=str(config.policy),
@@ -155,7 +155,7 @@ def describe_run(
         start=engine.start_report,
         compiles=engine.compiles,
         cache_use=engine.cache_use,
-        provenance=collect_provenance(runtime.device.type),
+        provenance=collect_provenance(runtime.device),
     )
 
 
@@ -166,7 +166,11 @@ def resolved_load_format(config: EngineConfig, runtime: Runtime) -> str:
 
 def engine_settings(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
     """An engine's settings in a result, except those that results have fields of their own for."""
-    settings = {name: value for name, value in config.values().items() if name not in _OWN_FIELDS}
+    settings = {
+        name: without_home(value) if isinstance(value, str) else value
+        for name, value in config.values().items()
+        if name not in _OWN_FIELDS
+    }
     return settings | {"max_model_len": runtime.max_model_len, "slo": str(config.slo)}
 
 

@@ -78,6 +78,13 @@ def test_record_on_the_cpu() -> None:
     assert record.cuda_version is None
 
 
+def test_a_kept_result_names_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert provenance.without_home("/home/someone/models/a") == "~/models/a"
+    assert provenance.without_home("--model=/home/someone/a") == "--model=~/a"
+    assert provenance.without_home("/home/someone-else/a") == "/home/someone-else/a"
+
+
 def test_a_library_that_is_not_installed_is_none() -> None:
     assert provenance.installed_version("no-such-distribution-anywhere") is None
 

@@ -151,7 +151,7 @@ def startup(
         if config.ready == "all" and runtime.device.type == "cuda":
             hot = dataclasses.replace(config, ready="hot")
             kinds.append(StartKind("cached_hot", hot, num_iters_warm, empty_caches=True))
-    provenance = dataclasses.asdict(collect_provenance(runtime.device.type))
+    provenance = dataclasses.asdict(collect_provenance(runtime.device))
     with DeviceMonitor.for_gpu(provenance["device_uuid"]) as monitor:
         runs = run_starts(kinds, quiet=as_json)
     dtype = str(runtime.dtype).removeprefix("torch.")

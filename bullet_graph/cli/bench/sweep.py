@@ -132,7 +132,7 @@ def sweep(
     strictest = next((cell.slo for cell in cells if cell.slo.tpot_ms is not None), cells[0].slo)
     opened = config_for(config, policies, strictest)
     find_performance(opened, runtime)
-    provenance = dataclasses.asdict(collect_provenance(runtime.device.type))
+    provenance = dataclasses.asdict(collect_provenance(runtime.device))
     settings = (
         _settings(opened, runtime, cells)
         | search
