@@ -127,8 +127,8 @@ class _PeerClient(StreamClient):
         self._peer = system
         self._device_uuid = device_uuid
 
-    def replay(self, requests: Sequence[TimedRequest], **options: Any) -> Replay:
-        options.pop("is_warmup", None)
+    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Replay:
+        del is_warmup
         # One process holds several systems: the collector's pauses over all their objects would be long.
         collect_garbage()
         host = HostClock()

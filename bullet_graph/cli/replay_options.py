@@ -1,17 +1,21 @@
 """Options of the commands that replay a workload: ``simulate`` and ``bench online``, ``serve`` and ``sweep``."""
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import click
 
 from bullet_graph.cli.options import Decorator, all_of
 from bullet_graph.config import Policy
 from bullet_graph.slo import Slo
+from bullet_graph.workloads import Arrivals
 
 TRACE_TIMES = "trace"
 """The ``--request-rate`` that stands for recorded times."""
 
+_ARRIVALS = ("request_rate", "burstiness", "time_scale", "max_concurrency")
 _GOODPUT = "--goodput"
 _TARGET = re.compile(r"\w+:\S*")
 
@@ -105,9 +109,8 @@ def num_warmups_option(default: int) -> Decorator:
 def replay_options(*, default_policy: str | None, request_rate_more: str = "") -> Decorator:
     """Give a :class:`GoodputCommand` a workload, its arrivals, targets and policies.
 
-    These are ``trace: str``, ``num_prompts: int | None``, ``request_rate: float | None`` (None: the trace's own times),
-    ``burstiness: float``, ``time_scale: float``, ``max_concurrency: int | None``, ``slo: Slo``,
-    ``policies: tuple[Policy, …]`` and ``save_detailed: bool``.
+    These are ``trace: str``, ``num_prompts: int | None``, ``arrivals: Arrivals``, ``slo: Slo``,
+    ``policies: tuple[Policy, …]`` and ``save_detailed: bool``. The command must have an option ``--seed``.
 
     Args:
         default_policy: without ``--policy``; None: the command has no such option.
@@ -149,7 +152,16 @@ def replay_options(*, default_policy: str | None, request_rate_more: str = "") -
             "--save-detailed", is_flag=True, help="Put the figures of each request into the JSON as well."
         ),
     ]
-    return all_of(options)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_arrivals(**arguments: Any) -> None:
+            settings = {name: arguments.pop(name) for name in _ARRIVALS}
+            command(arrivals=Arrivals(**settings, seed=arguments["seed"]), **arguments)
+
+        return all_of(options)(with_arrivals)
+
+    return decorate
 
 
 def search_options(*, default_step: float) -> Decorator:

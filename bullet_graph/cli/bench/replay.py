@@ -4,11 +4,11 @@ import asyncio
 import dataclasses
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
@@ -36,7 +36,7 @@ from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.energy import DeviceReport
-from bullet_graph.perf.replay_metrics import ReplayResult, ServedRequest
+from bullet_graph.perf.replay_metrics import ReplayResult
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Arrivals, Workload, load_workload
@@ -51,39 +51,8 @@ _ENGINE_FIELDS = (
 )  # fmt: skip
 """Fields of ``bench online`` that are null against a server, unless it reports them."""
 
-OnDone = Callable[[ServedRequest], object]
-
 
 # ---- clients ----
-
-
-class Client(Protocol):
-    """The side of a replay that sends the requests."""
-
-    @property
-    def backend(self) -> str:
-        """What serves."""
-
-    @property
-    def model_id(self) -> str:
-        """The model."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Random prompts are drawn from this many token ids."""
-
-    def replay(
-        self,
-        requests: Sequence[TimedRequest],
-        *,
-        max_concurrency: int | None = None,
-        on_done: OnDone = lambda _: None,
-        is_warmup: bool = False,
-    ) -> Replay:
-        """Serve requests; the counters of :meth:`usage` start again."""
-
-    def usage(self, result: ReplayResult) -> dict[str, Any]:
-        """Fields about the last replay that only the system knows."""
 
 
 class EngineClient:
@@ -111,27 +80,17 @@ class EngineClient:
         self.model_id = engine.config.model
         self.vocab_size = engine.model_config.vocab_size
 
-    def replay(
-        self,
-        requests: Sequence[TimedRequest],
-        *,
-        max_concurrency: int | None = None,
-        on_done: OnDone = lambda _: None,
-        is_warmup: bool = False,
-    ) -> Replay:
+    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Replay:
+        """Serve requests; ``options`` are those of :func:`~bullet_graph.engine.replay.replay`."""
         self._engine.set_policy(self._policy, self._slo)
         with watch_device(self._engine) as monitor:
-            replayed = replay(
-                self._engine,
-                requests,
-                max_concurrency=max_concurrency,
-                on_done=on_done,
-                id_prefix="warmup-" if is_warmup else "",
-            )
+            prefix = "warmup-" if is_warmup else ""
+            replayed = replay(self._engine, requests, id_prefix=prefix, **options)
         self.device = monitor.report
         return replayed
 
     def usage(self, result: ReplayResult) -> dict[str, Any]:
+        """Fields about the last replay that only the system knows."""
         stats = self._engine.stats()
         return {
             "policy": str(self._policy),
@@ -165,18 +124,10 @@ class StreamClient:
         self.model_id = model_id
         self.vocab_size = vocab_size
 
-    def replay(
-        self,
-        requests: Sequence[TimedRequest],
-        *,
-        max_concurrency: int | None = None,
-        on_done: OnDone = lambda _: None,
-        is_warmup: bool = False,
-    ) -> Replay:
+    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Replay:
         del is_warmup
         collect_garbage()
-        replayed = replay_async(self._system, requests, max_concurrency=max_concurrency, on_done=on_done)
-        return self._runner.run(replayed)
+        return self._runner.run(replay_async(self._system, requests, **options))
 
     def usage(self, result: ReplayResult) -> dict[str, Any]:
         del result
@@ -191,18 +142,9 @@ class ServerClient(StreamClient):
         model_id = str(server.settings["model"])
         super().__init__(server, runner, backend="openai", model_id=model_id, vocab_size=vocab_size)
 
-    def replay(
-        self,
-        requests: Sequence[TimedRequest],
-        *,
-        max_concurrency: int | None = None,
-        on_done: OnDone = lambda _: None,
-        is_warmup: bool = False,
-    ) -> Replay:
+    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Replay:
         self._before: dict[str, float] = self._runner.run(self._server.own_counters())
-        replayed = super().replay(
-            requests, max_concurrency=max_concurrency, on_done=on_done, is_warmup=is_warmup
-        )
+        replayed = super().replay(requests, is_warmup=is_warmup, **options)
         self._after: dict[str, float] = self._runner.run(self._server.own_counters())
         return replayed
 
@@ -227,6 +169,10 @@ def collect_garbage() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+Client = EngineClient | StreamClient
+"""The side of a replay that sends the requests."""
 
 
 def energy_fields(joules: float | None, result: ReplayResult) -> dict[str, float | None]:
@@ -331,10 +277,7 @@ def online(
     config: EngineConfig,
     trace: str,
     num_prompts: int | None,
-    request_rate: float | None,
-    burstiness: float,
-    time_scale: float,
-    max_concurrency: int | None,
+    arrivals: Arrivals,
     slo: Slo,
     policies: tuple[Policy, ...],
     num_warmups: int,
@@ -362,13 +305,6 @@ def online(
     check_result_file(output_json, overwrite=overwrite)
     if trace_decisions is not None and len(policies) > 1:
         raise ConfigError("--trace-decisions writes one run: give one --policy")
-    arrivals = Arrivals(
-        request_rate=request_rate,
-        burstiness=burstiness,
-        time_scale=time_scale,
-        max_concurrency=max_concurrency,
-        seed=config.seed,
-    )
     # Errors in the settings, the trace and its arrivals show before the weights are loaded.
     config = config_for(config, policies, slo)
     runtime = resolve(config)
@@ -434,10 +370,7 @@ def serve(
     api_key: str | None,
     trace: str,
     num_prompts: int | None,
-    request_rate: float | None,
-    burstiness: float,
-    time_scale: float,
-    max_concurrency: int | None,
+    arrivals: Arrivals,
     slo: Slo,
     num_warmups: int,
     save_detailed: bool,
@@ -466,13 +399,6 @@ def serve(
     from bullet_graph.serve.client import OpenAiServer  # noqa: PLC0415
 
     url = _api_url(base_url)
-    arrivals = Arrivals(
-        request_rate=request_rate,
-        burstiness=burstiness,
-        time_scale=time_scale,
-        max_concurrency=max_concurrency,
-        seed=seed,
-    )
     shape, folder = (None, None) if model is None else resolve_model(model)
     tokenizer = None if folder is None else Tokenizer.from_folder(folder)
     tokenize = None if tokenizer is None else tokenizer.encode

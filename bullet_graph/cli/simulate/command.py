@@ -89,10 +89,7 @@ def simulate(
     gpu: str,
     trace: str,
     num_prompts: int | None,
-    request_rate: float | None,
-    burstiness: float,
-    time_scale: float,
-    max_concurrency: int | None,
+    arrivals: Arrivals,
     policies: tuple[Policy, ...],
     host_overhead_ms: float,
     time_noise: float,
@@ -120,15 +117,8 @@ def simulate(
     """
     config = EngineConfig(**settings)
     check_result_file(output_json, overwrite=overwrite)
-    _check_combination(policies, config.slo, request_rate, sweep, plot, trace_decisions)
+    _check_combination(policies, config.slo, arrivals.request_rate, sweep, plot, trace_decisions)
     check_plot_file(plot, overwrite=overwrite)
-    arrivals = Arrivals(
-        request_rate=request_rate,
-        burstiness=burstiness,
-        time_scale=time_scale,
-        max_concurrency=max_concurrency,
-        seed=config.seed,
-    )
     simulator = Simulator(
         SimulationSpec(
             gpu=gpu,
