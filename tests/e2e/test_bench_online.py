@@ -226,17 +226,6 @@ def test_decisions_are_traced(trace: Path, tmp_path: Path) -> None:
     assert "exists" in refused(bench(*arguments, trace=trace))
 
 
-def test_a_synthetic_workload() -> None:
-    arguments = ("--model", "tiny", "--device", "cpu", "--kv-cache-bytes", "64MiB", "--num-warmups", "0")
-    flat = fields(
-        run(
-            *("bench", "online", *arguments, "--trace", "synthetic:code", "--num-prompts", "2"),
-            *("--request-rate", "50", "--json"),
-        )
-    )
-    assert (flat["trace"], flat["completed"]) == ("synthetic:code", 2)
-
-
 # ---- bad input ----
 
 
@@ -250,17 +239,14 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         (("--request-rate", "0"), "request_rate must be a number above 0"),
-        (("--request-rate", "-2"), "request_rate must be a number above 0"),
         (("--request-rate", "nan"), "request_rate must be a number above 0"),
         (("--request-rate", "often"), "is no rate: give requests per second, inf, or trace"),
         (("--request-rate", "5", "--burstiness", "0"), "burstiness must be a number above 0"),
         (("--request-rate", "trace", "--time-scale", "0"), "scale"),
         (("--goodput", "500"), "'500' is no latency target: write ttft:500"),
-        (("--goodput", "ttft:500s"), "is no latency target"),
         (("--goodput", "ttft:500", "e2el:100"), "'e2el:100' is no latency target"),
         (("--goodput", "ttft:500", "ttft:600"), "given twice"),
         (("--num-warmups", "-1"), "--num-warmups"),
-        (("--num-prompts", "0"), "--num-prompts"),
         (("--num-prompts", "7"), "7"),
         (("--max-concurrency", "0"), "--max-concurrency"),
         (("--policy", "fast"), "unknown policy 'fast'"),
@@ -269,7 +255,6 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--output-json", "same.json", "--trace-decisions", "same.json"), "give another name"),
         (("--model", "gpt-9"), "unknown model 'gpt-9'"),
         (("--max-model-len", "8"), "longer than max_model_len=8"),
-        (("--seed", "-1"), "--seed"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(
@@ -282,7 +267,6 @@ def test_bad_input_is_refused_before_the_model_is_loaded(
 @pytest.mark.parametrize(
     ("name", "rate", "message"),
     [
-        ("nonsense", "inf", "azure:conv"),
         ("missing.csv", "inf", "missing.csv"),
         ("synthetic:conv", "trace", "has no arrival times"),
     ],

@@ -286,7 +286,6 @@ def test_no_server(trace: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--rates", "18,fast"), "is no list of rates above 0"),
-        (("--rates", "0"), "is no list of rates above 0"),
         (("--rates", "20", "--all-at-once"), "exclude one another"),
         (("--rates", "20", "--best-peer-only"), "--best-peer-only is for searches"),
         ((), "has no targets to meet"),
@@ -294,10 +293,7 @@ def test_no_server(trace: Path, tmp_path: Path) -> None:
             ("--rates", "20", "--max-model-len", "52"),
             "longest request has 53 tokens, more than --max-model-len 52",
         ),
-        (("--rates", "20", "--model", "nonesuch"), "unknown model 'nonesuch'"),
-        (("--rates", "20", "--system", "own:fast"), "unknown policy 'fast'"),
         (("--rates", "20", "--system", "sglang"), "'sglang' is no system"),
-        (("--rates", "20", "--workload", "azure:nonesuch"), "unknown excerpt"),
     ],
 )
 def test_bad_options(trace: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph import ConfigError, EngineDeadError, PromptError, SamplingParams, Slo
+from bullet_graph import EngineDeadError, PromptError, SamplingParams, Slo
 from bullet_graph.engine.replay import Replay, TimedRequest, replay_async
 
 
@@ -192,11 +192,3 @@ async def test_a_dead_system_ends_the_replay() -> None:
 async def test_nothing_served_has_no_duration() -> None:
     run_ = await run(Scripted(VirtualTime(), {0: [OSError("no route")]}), [request(0, 3.0, 1)])
     assert run_.duration_s == 0
-
-
-async def test_bad_input() -> None:
-    system = Scripted(VirtualTime(), {})
-    with pytest.raises(ConfigError, match=r"max_concurrency must be at least 1, .* got 0"):
-        await run(system, [], max_concurrency=0)
-    with pytest.raises(ConfigError, match="in order of arrival"):
-        await run(system, [request(0, 1.0, 1), request(1, 0.5, 1)])

@@ -1,8 +1,12 @@
 """What a sweep compares, from what a user types."""
 
+import contextlib
+from pathlib import Path
+
 import pytest
 
-from bullet_graph.cli.bench.sweep_runner import Cell, WorkloadSpec, make_cells, parse_targets
+from bullet_graph.cli.bench.sweep_file import SweepFile
+from bullet_graph.cli.bench.sweep_runner import Cell, SweepRunner, WorkloadSpec, make_cells, parse_targets
 from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.goodput_search import GoodputSearch
@@ -99,3 +103,38 @@ def test_two_workloads_cannot_have_one_name() -> None:
 def test_a_workload_needs_targets() -> None:
     with pytest.raises(ConfigError, match="azure:code has no targets to meet"):
         cells_of("conv@ttft:500", "code", slos=())
+
+
+def test_an_interrupted_sweep_resumes_in_rounds(tmp_path: Path) -> None:
+    """One run of each cell, then the next of each; nothing is run twice, and no cell is warmed up in vain."""
+    warm: list[str] = []
+    runs: list[tuple[str, float]] = []
+
+    def serve(num_runs: int) -> SweepFile:
+        file = SweepFile.open(tmp_path / "sweep.json", settings={}, provenance={}, overwrite=False)
+        cells = cells_of("conv~8", "code~10")
+        runner = SweepRunner(cells, file, is_given_up=lambda cell: cell.rates.ceiling == 10, quiet=True)
+
+        def measure(cell: Cell[Policy], rate: float) -> dict[str, float]:
+            if len(runs) == num_runs:
+                raise KeyboardInterrupt
+            runs.append((cell.key.system, rate))
+            enough = cell.key.workload == "azure:conv" and cell.system.name == "auto"
+            return {"request_rate": rate, "slo_attainment": float(enough), "output_throughput": 1.0}
+
+        with contextlib.suppress(KeyboardInterrupt):
+            runner.run(cells, warm_up=lambda cell: warm.append(cell.key.system), measure=measure)
+            assert not runner.has_work(cells)
+            runner.finish()
+        return file
+
+    assert [cell.finished for cell in serve(5).sweep.cells] == [False, False, True, True]
+    sweep = serve(99).sweep
+    mixed, auto = "bullet_graph mixed:2048", "bullet_graph auto"
+    assert runs == [
+        *((mixed, 8.0), (auto, 8.0), (mixed, 10.0), (auto, 10.0)),
+        *((mixed, 4.0), (auto, 16.0), (mixed, 2.0), (auto, 32.0)),
+    ]
+    assert warm == [mixed, auto] * 2 + [auto, mixed]
+    assert sweep.finished
+    assert [cell.goodput for cell in sweep.cells] == [None, 32.0, None, None]
