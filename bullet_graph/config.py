@@ -1,4 +1,4 @@
-"""The engine's settings: one frozen value, checked once. The command line and the engine take theirs from here."""
+"""The engine's settings, as one frozen value. The command line's options and the engine's keywords come from here."""
 
 import difflib
 import functools
@@ -122,12 +122,12 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is known of a field of :class:`EngineConfig` besides its type and default.
+    """Describes a field of :class:`EngineConfig`, besides its type and default.
 
     Attributes:
-        help: what it does, for the user of the command line.
+        help: what it does, for the help of the command line.
         metavar: what the command line calls a value.
-        no_value: what None, or no value, stands for.
+        no_value: what an engine does without a value, for the help.
         minimum: the least an integer may be.
         parse: reads a value from text.
         wanted: what a text must be.
@@ -152,16 +152,18 @@ class EngineConfig:
     model: Annotated[str, Setting("A preset's name, or a Hugging Face model folder.")]
     load_format: Annotated[
         LoadFormat,
-        Setting("dummy: seeded random weights; auto: dummy for a preset, safetensors for a folder."),
+        Setting(
+            "Source of the weights. dummy: seeded random numbers; auto: dummy for a preset, safetensors for a folder."
+        ),
     ] = "auto"
     dtype: Annotated[
         DtypeName,
         Setting(
-            "Of weights, activations and KV cache. auto: float32 on the CPU; on a GPU config.json's, or bfloat16 "
-            "where that is float32."
+            "Number format of weights, activations and KV cache. auto: float32 on the CPU; on a GPU config.json's, or "
+            "bfloat16 where that is float32."
         ),
     ] = "auto"
-    device: Annotated[DeviceName, Setting("auto: the GPU where there is one.")] = "auto"
+    device: Annotated[DeviceName, Setting("Where to run; auto: the GPU if there is one.")] = "auto"
     policy: Annotated[
         Policy,
         Setting(
@@ -174,8 +176,8 @@ class EngineConfig:
     prompt_order: Annotated[
         PromptOrder,
         Setting(
-            "Which prompts go first where none has a target for its first token. longest-output: those with the most "
-            "max_tokens, for batches whose outputs are needed only at the end."
+            "Which prompts are prefilled first if none has a TTFT target. longest-output: those with the most "
+            "max_tokens, for batches whose outputs are needed only at the end; short ones wait."
         ),
     ] = "arrival"
     slo: Annotated[
@@ -199,8 +201,8 @@ class EngineConfig:
     capture_plan: Annotated[
         str | None,
         Setting(
-            "Which steps to capture as CUDA graphs: a file of `bullet-graph capture plan`, or the name of a plan that "
-            "comes with the package.",
+            "Plan of the steps to capture as CUDA graphs: a file of `bullet-graph capture plan`, or the name of a "
+            "plan that comes with the package.",
             metavar="FILE.toml|NAME",
             no_value="all batch sizes for all partitions",
             wanted="a file's name, a shipped plan's or None",
@@ -227,7 +229,7 @@ class EngineConfig:
     self_check: Annotated[
         SelfCheckChoice,
         Setting(
-            "At which batch sizes a start from a capture cache compares its logits with the uncompiled model's. "
+            "Batch sizes at which a start from a capture cache compares its logits with the uncompiled model's. "
             "sample: the smallest, the middle and the largest."
         ),
     ] = "sample"
@@ -259,18 +261,19 @@ class EngineConfig:
         Setting("Capture decode steps into CUDA graphs; without, they run eagerly (slower; for debugging)."),
     ] = True
     partition_backend: Annotated[
-        PartitionBackendName, Setting("What confines a lane to its SMs; auto: the first that verifies.")
+        PartitionBackendName,
+        Setting("Mechanism that confines a lane to its SMs; auto: the first that verifies."),
     ] = "auto"
     decode_sms: Annotated[
         tuple[int, ...],
         Setting(
-            "Sizes of the decode lane, in SMs, to verify and capture besides the whole GPU.",
+            "Sizes of the decode lane, in SMs, to verify and to capture graphs for, besides the whole GPU.",
             metavar="N,N,…",
             no_value="those of the performance table, for auto and split",
             parse=parse_counts,
         ),
     ] = ()
-    seed: Annotated[int, Setting("Of dummy weights, synthetic prompts and sampling.", minimum=0)] = 0
+    seed: Annotated[int, Setting("Seed of dummy weights, synthetic prompts and sampling.", minimum=0)] = 0
 
     @classmethod
     def of(cls, model: str, **settings: Any) -> "EngineConfig":
@@ -329,15 +332,15 @@ class EngineConfig:
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {name: hint.__metadata__[0] for name, hint in get_type_hints(EngineConfig, include_extras=True).items()}
 )
-"""What is known of each setting, by name."""
+"""The description of each setting."""
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {each.name: each.default for each in fields(EngineConfig) if each.default is not MISSING}
 )
-"""Their defaults; the model has none."""
+"""The default of each setting but the model."""
 
 HINTS: Mapping[str, Any] = MappingProxyType(get_type_hints(EngineConfig))
-"""Their types."""
+"""The type of each setting."""
 
 EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nSettings:\n" + "\n".join(
     f"    {name}: {setting.help}" for name, setting in SETTINGS.items()
