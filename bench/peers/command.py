@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.peers.comparison import Comparison, make_peer_cells, make_setup
-from bench.peers.residents import group, installed, open_system, require_memory
+from bench.peers.residents import group, open_system, require_installed, require_memory
 from bench.peers.systems import Candidate, peer_versions
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.bench.sweep import print_sweep
@@ -85,7 +85,6 @@ class _Refusal(click.ClickException):
 @click.option(
     "--one-at-a-time", is_flag=True, help="Close each system before the next starts, for its memory."
 )
-@click.option("--skip-missing", is_flag=True, help="Leave out systems that are not installed.")
 @setting_options(
     "seed",
     "load_format",
@@ -119,7 +118,6 @@ class _Refusal(click.ClickException):
 def compare(
     systems: tuple[str, ...],
     workloads: tuple[str, ...],
-    skip_missing: bool,
     output_json: Path | None,
     overwrite: bool,
     as_json: bool,
@@ -143,7 +141,8 @@ def compare(
             raise ConfigError(
                 "a comparison needs --output-json FILE: runs are kept there, and it resumes from there"
             )
-        candidates = installed(list(dict.fromkeys(map(Candidate.parse, systems))), skip=skip_missing)
+        candidates = list(dict.fromkeys(map(Candidate.parse, systems)))
+        require_installed(candidates)
         file = _compare(candidates, workloads, output_json, overwrite=overwrite, **options)
     except BulletGraphError as error:
         if isinstance(error, EngineDeadError) and error.__cause__ is not None:

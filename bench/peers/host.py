@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import psutil
 
-_WAITING = ("idle", "iowait")
-
 
 @dataclass(frozen=True, slots=True)
 class HostUse:
@@ -33,13 +31,12 @@ class HostClock:
         before, after = self._before, _cpu_times()
         if before is None or after is None:
             return None
-        passed = {name: after[name] - before[name] for name in after}
         # A guest's time is part of the user's.
-        total = sum(seconds for name, seconds in passed.items() if not name.startswith("guest"))
+        passed = {name: after[name] - before[name] for name in after if not name.startswith("guest")}
+        total, stolen, num_cpus = sum(passed.values()), passed.get("steal", 0.0), psutil.cpu_count() or 1
         if total <= 0:
             return None
-        num_cpus, stolen = psutil.cpu_count() or 1, passed.get("steal", 0.0)
-        idle = sum(passed.get(name, 0.0) for name in _WAITING)
+        idle = passed.get("idle", 0.0) + passed.get("iowait", 0.0)
         return HostUse(num_cpus, num_cpus * (total - idle - stolen) / total, num_cpus * stolen / total)
 
 

@@ -52,35 +52,19 @@ async def open_system(
     return await OpenAiServer.connect(url)
 
 
-def installed(candidates: Sequence[Candidate], *, skip: bool) -> list[Candidate]:
-    """The candidates whose software is here.
-
-    Args:
-        candidates: those asked for.
-        skip: leave the others out, and say so on stderr.
+def require_installed(candidates: Sequence[Candidate]) -> None:
+    """Check that what the candidates need is installed.
 
     Raises:
-        DeviceError: one is missing and ``skip`` is unset.
-        ConfigError: none is left.
+        DeviceError: something is missing.
     """
-    checks: dict[str, Callable[[], None]] = {
-        "own": lambda: None,
-        "vllm": require_vllm,
-        "openai": _require_aiohttp,
-    }
-    there = []
-    for candidate in candidates:
-        try:
-            checks[candidate.kind]()
-        except DeviceError as error:
-            if not skip:
-                raise
-            log(f"left out {candidate.kind}:{candidate.setting or candidate.url}: {error}")
-        else:
-            there.append(candidate)
-    if not there:
-        raise ConfigError("none of the systems is installed: nothing is left to compare")
-    return there
+    kinds = {candidate.kind for candidate in candidates}
+    if "vllm" in kinds:
+        require_vllm()
+    if "openai" in kinds and installed_version("aiohttp") is None:
+        raise DeviceError(
+            "openai:URL needs aiohttp, which is not installed: pip install 'bullet-graph[bench]'"
+        )
 
 
 def require_memory(
@@ -124,14 +108,6 @@ def require_memory(
         f"the systems are to fill {wanted:.0%} of the GPU's {format_bytes(total)}, but only {format_bytes(free)} are "
         "free: stop what else uses it, or lower --gpu-memory-utilization"
     )
-
-
-def _require_aiohttp() -> None:
-    if installed_version("aiohttp") is None:
-        raise DeviceError(
-            "aiohttp is not installed, and openai:URL needs it: pip install aiohttp, or leave the servers out "
-            "with --skip-missing"
-        )
 
 
 def group(candidates: Sequence[Candidate], *, one_at_a_time: bool) -> list[list[Candidate]]:

@@ -158,8 +158,7 @@ def require_vllm() -> None:
     """
     if installed_version("vllm") is None:
         raise DeviceError(
-            "vllm is not installed in this environment: install it (pip install vllm==0.26.0), or leave it out "
-            "with --skip-missing"
+            "vllm is not installed in this environment: pip install vllm==0.26.0, or leave this system out"
         )
 
 

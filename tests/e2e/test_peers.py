@@ -188,18 +188,11 @@ def test_decisions_of_this_engine_go_to_a_file(trace: Path, tmp_path: Path) -> N
 # ---- systems that are missing or fail ----
 
 
-def test_a_missing_vllm_is_an_error_or_left_out(trace: Path, tmp_path: Path) -> None:
-    path, systems = tmp_path / "peers.json", ("own:mixed:16", "vllm:512")
-    message = refused(run(trace, path, "--rates", "50", systems=systems))
+def test_a_missing_vllm_is_an_error(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    message = refused(run(trace, path, "--rates", "50", systems=("own:mixed:16", "vllm:512")))
     assert "vllm is not installed" in message
-    assert "--skip-missing" in message
     assert not path.exists()
-    result = run(trace, path, "--rates", "50", "--skip-missing", systems=systems)
-    assert result.exit_code == 0, result.stderr
-    assert "left out vllm:512" in result.stderr
-    assert [cell.key.system for cell in read_sweep(path).cells] == ["bullet_graph mixed:16"]
-    nothing = run(trace, path, "--rates", "50", "--skip-missing", "--overwrite", systems=("vllm",))
-    assert "nothing is left to compare" in refused(nothing)
 
 
 @pytest.mark.parametrize(
