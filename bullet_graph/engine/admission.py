@@ -1,4 +1,4 @@
-"""Checks a request before the engine takes it: everything that can be wrong is told here."""
+"""Checks requests before the engine takes them, and turns them into sequences."""
 
 from collections.abc import Sequence
 from random import Random
@@ -21,10 +21,10 @@ class Admission:
     """Turns prompts into sequences.
 
     Args:
-        model: for the vocabulary and the end-of-sequence tokens.
-        tokenizer: for text prompts; None where the model has none.
+        model: gives the vocabulary size and the end-of-sequence tokens.
+        tokenizer: for text prompts; None if the model has none.
         max_model_len: most tokens of a prompt and its output.
-        seed: of the seeds given to requests that have none.
+        seed: seeds the requests that have no seed.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Admission:
         """Tokenize and check a prompt.
 
         Raises:
-            PromptError: empty, too long, an id outside the vocabulary, or text without a tokenizer.
+            PromptError: it is empty or too long, holds an id outside the vocabulary, or is text without a tokenizer.
         """
         if isinstance(prompt, str):
             if self._tokenizer is None:
@@ -78,13 +78,8 @@ class Admission:
     ) -> list[EngineSequence]:
         """The ``n`` sequences of a request.
 
-        Args:
-            slo: its latency targets.
-            arrival_s: when it came.
-
         Raises:
-            SamplingParamsError: not SamplingParams, stop strings without a tokenizer, stop tokens outside the
-                vocabulary or more of them than ``min_tokens`` can mask, or more log-probabilities than tokens.
+            SamplingParamsError: the settings are no SamplingParams or do not fit the model.
         """
         if not isinstance(params, SamplingParams):
             raise SamplingParamsError(f"a request's settings must be SamplingParams, got {params!r:.80}")
@@ -118,13 +113,13 @@ class Admission:
 def normalise_batch(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> tuple[list[Prompt], list[SamplingParams], bool]:
-    """Spread ``generate``'s arguments out, one entry a prompt.
+    """Expand the arguments of ``generate`` to one entry per prompt.
 
     Returns:
         (prompts, params, whether a single prompt was given).
 
     Raises:
-        RequestError: as many parameters as prompts are needed, or one for all; or neither is a sequence.
+        RequestError: the prompts are no sequence, or the number of params fits neither one nor all prompts.
     """
     if not isinstance(prompts, (Sequence, np.ndarray)):
         raise RequestError(f"prompts must be text, token ids, or a list of either, got {prompts!r:.80}")

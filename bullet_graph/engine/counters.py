@@ -1,4 +1,4 @@
-"""What the loop counts of its launches, and the figures it gives of itself."""
+"""Counters of the loop: steps, device time and SMs of each lane."""
 
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.in_flight import InFlight, Launch
@@ -15,10 +15,10 @@ class LoopCounters:
     """Counts steps, and the time and SMs of what each lane has run.
 
     Args:
-        num_sms: of the GPU; None where there is none to divide.
+        num_sms: SMs of the GPU; None without a GPU.
 
     Attributes:
-        first_token_s: when the first token reached the host, on the executor's clock; None before.
+        first_token_s: when the first token reached the host, on the executor's clock; None before that.
     """
 
     def __init__(self, num_sms: int | None) -> None:
@@ -30,7 +30,7 @@ class LoopCounters:
         self._lane_sm_seconds: dict[Lane, float] = {} if num_sms is None else dict.fromkeys(LANES, 0.0)
 
     def retired(self, launch: Launch, device_ms: float) -> None:
-        """Count a launch that is over."""
+        """Count a finished launch."""
         policy, lane = launch.policy, launch.placement.lane
         self._policy_seconds[policy] = self._policy_seconds.get(policy, 0.0) + device_ms / 1e3
         self._lane_seconds[lane] += device_ms / 1e3
@@ -38,7 +38,7 @@ class LoopCounters:
             self._lane_sm_seconds[lane] += _sms(launch.placement, self._num_sms) * device_ms / 1e3
 
     def stepped(self, scheduled: ScheduledStep, now_s: float) -> None:
-        """Count a step of which nothing is left to run."""
+        """Count a finished step."""
         self._num_steps += 1
         if self.first_token_s is None and scheduled.sampled:
             self.first_token_s = now_s
@@ -52,7 +52,7 @@ class LoopCounters:
         planner: Planner,
         num_missing_graphs: int,
     ) -> EngineStats:
-        """The counters, and the state of the loop's parts now."""
+        """The counters and the loop's state now."""
         return EngineStats(
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
@@ -71,7 +71,6 @@ class LoopCounters:
         )
 
     def _lane_sms(self, in_flight: InFlight) -> dict[Lane, int]:
-        """SMs of what each lane runs, 0 where it is idle; nothing without a GPU."""
         if self._num_sms is None:
             return {}
         running = {lane: in_flight.oldest(lane) for lane in LANES}

@@ -1,4 +1,4 @@
-"""What the engine gives back."""
+"""The engine's outputs: tokens and text of requests, and its counters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ class OutputKind(Enum):
     CUMULATIVE = "cumulative"
     """Each output holds everything so far."""
     DELTA = "delta"
-    """Each output holds what came since the last one."""
+    """Each output holds what is new since the last one."""
     FINAL_ONLY = "final_only"
     """One output, at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one output position, of the model's own distribution (temperature 1, no cuts).
+    """Log-probabilities at one output position, from the model's own distribution (temperature 1, no top-k or top-p).
 
     Attributes:
-        token_id: the token chosen.
+        token_id: the sampled token.
         logprob: its log-probability.
-        top: the most probable tokens, best first, as (token id, log-probability).
+        top: (token id, log-probability) of the most probable tokens, best first.
     """
 
     token_id: int
@@ -41,15 +41,15 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(slots=True)  # frozen ones take 2.5 times as long to make, and each token brings one
+@dataclass(slots=True)  # a frozen one takes 2.5 times as long to make; there is one per token
 class CompletionOutput:
     """One sampled output of a request.
 
     Attributes:
         index: which of the ``n`` samples.
-        text: detokenized text, empty for a model without a tokenizer.
+        text: detokenized text; empty without a tokenizer.
         token_ids: generated ids.
-        logprobs: one entry a token when asked for, else None.
+        logprobs: one entry per token if requested, else None.
         finish_reason: ``stop`` (a stop token or string, or end of sequence), ``length``, ``abort``, or None
             while it runs.
     """
@@ -68,11 +68,11 @@ class RequestOutput:
     Attributes:
         request_id: the caller's id.
         prompt_token_ids: the prompt as the model saw it.
-        outputs: one entry a sample, by index; empty for a request that failed.
+        outputs: one entry per sample, by index; empty for a refused request.
         finished: no more outputs follow.
         metrics: the request's times.
-        error: why the request was refused (``generate`` over a batch), else None.
-        slo: the targets it was served under.
+        error: why ``generate`` refused the request of a batch, else None.
+        slo: the request's latency targets.
     """
 
     request_id: str
@@ -96,7 +96,7 @@ class RequestOutput:
 
     @classmethod
     def refused(cls, request_id: str, error: RequestError, now: float) -> "RequestOutput":
-        """The output of a request that the engine did not take."""
+        """The output of a refused request."""
         return cls(request_id, (), (), True, RequestMetrics(now, None, ()), error)
 
 
@@ -109,16 +109,16 @@ class EngineStats:
         num_preemptions: sequences that lost their blocks and were recomputed.
         kv_blocks_total: blocks that sequences can own.
         kv_blocks_used: blocks owned now.
-        kv_blocks_peak: most owned at once.
+        kv_blocks_peak: most blocks owned at once.
         num_running: sequences that hold blocks.
         num_waiting: sequences that wait for blocks.
         num_decoding: running sequences whose prompts are done.
-        num_missing_graphs: CUDA graphs still to be captured, of an engine that was ready before all of them were.
-        policy_seconds: time the device spent on launches under each of the planner's policies.
-        lane_seconds: time the device spent on each lane's launches.
-        lane_sm_seconds: the same times the SMs that the launches had; without a GPU, which has no SMs, nothing.
-        lane_sms: SMs of what each lane runs now, 0 where it is idle; without a GPU, nothing.
-        corrections: measured over predicted time, by policy and kind of forward, as the planner has learned it.
+        num_missing_graphs: CUDA graphs not captured yet (``ready="hot"``).
+        policy_seconds: device time of launches by policy.
+        lane_seconds: device time of launches by lane.
+        lane_sm_seconds: device time × SMs of launches by lane; empty without a GPU.
+        lane_sms: SMs of each lane's current launch, 0 if it is idle; empty without a GPU.
+        corrections: measured ÷ predicted time by policy and kind of forward, as learned by the planner.
     """
 
     num_steps: int
@@ -138,6 +138,6 @@ class EngineStats:
 
     @property
     def policy_shares(self) -> dict[str, float]:
-        """Each policy's share of the device time of all launches; empty before the first."""
+        """Each policy's share of device time; empty before the first launch."""
         total = sum(self.policy_seconds.values())
         return {policy: seconds / total for policy, seconds in self.policy_seconds.items()} if total else {}

@@ -1,4 +1,4 @@
-"""Requests under way: their samples, the samples' text, and what has been reported."""
+"""Running requests: their samples and text, stop conditions, and what has been reported."""
 
 from typing import Protocol
 
@@ -17,21 +17,21 @@ from bullet_graph.slo import NO_TARGETS, Slo
 
 
 class TextStream(Protocol):
-    """Turns tokens into text as they come."""
+    """Detokenizes incrementally."""
 
     def push(self, token_id: int) -> str:
-        """Take a token; the text that is certain now."""
+        """Add a token and return the text that is now certain."""
 
     def flush(self) -> str:
-        """The text held back so far."""
+        """Return the text held back so far."""
 
 
 class Sample:
-    """One of a request's outputs: detokenizes as tokens come and looks for stop strings.
+    """One output of a request: detokenizes its tokens and looks for stop strings.
 
     Args:
         sequence: its tokens.
-        stream: detokenizer, or None for a model without a tokenizer.
+        stream: detokenizer; None for a model without a tokenizer.
     """
 
     def __init__(self, sequence: Sequence, stream: TextStream | None) -> None:
@@ -40,14 +40,14 @@ class Sample:
         self.logprobs: list[TokenLogprobs] = []
         self._stream = stream
         self._stops = tuple(sequence.params.stop)
-        # A stop string may still be completed by text that has not come: so much is held back.
+        # Later text may still complete a stop string, so its length less one is held back.
         self._holdback = max((len(stop) for stop in self._stops), default=1) - 1
         self._text = ""
         self._reported_text = 0
         self._reported_tokens = 0
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Take the next token, and finish the sample if it ends here."""
+        """Add the next token; finish the sample if it ends here."""
         sequence = self.sequence
         sequence.output_token_ids.append(token_id)
         if logprobs is not None:
@@ -65,7 +65,7 @@ class Sample:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
-        """End the sample where it is; text held back is released."""
+        """End the sample here and release the text held back."""
         searched = len(self._text)
         if self._stream is not None:
             self._text += self._stream.flush()
@@ -73,7 +73,7 @@ class Sample:
         self.finish_reason = "stop" if stopped else reason
 
     def _cut_at_stop(self, searched: int) -> bool:
-        """Cut the text at the first stop string that reaches beyond ``searched`` characters, if it may."""
+        """Cut the text at the first stop string that ends beyond ``searched`` characters; not before min_tokens."""
         if len(self.sequence.output_token_ids) <= self.sequence.params.min_tokens:
             return False
         starts = [self._text.find(stop, max(searched - len(stop) + 1, 0)) for stop in self._stops]
@@ -83,7 +83,7 @@ class Sample:
         return bool(found)
 
     def report(self, kind: OutputKind) -> CompletionOutput:
-        """What to tell the caller now: everything, or what is new since the last report."""
+        """Report everything, or what is new since the last report."""
         sequence, first = self.sequence, 0
         tokens = sequence.output_token_ids
         if kind is OutputKind.DELTA:
@@ -105,14 +105,14 @@ class Sample:
 
 
 class Request:
-    """A prompt and its samples.
+    """A prompt and its ``n`` samples.
 
     Args:
         request_id: the caller's id.
         prompt_token_ids: the prompt.
-        samples: one for each of ``n``.
+        samples: the samples.
         output_kind: what is reported while it runs.
-        arrival_s: when it was added.
+        arrival_s: its arrival time.
         slo: its latency targets.
     """
 
@@ -141,7 +141,7 @@ class Request:
         return None not in [sample.finish_reason for sample in self.samples]
 
     def output(self) -> RequestOutput:
-        """The request as it stands."""
+        """The request's state now."""
         return RequestOutput(
             self.request_id,
             self._prompt_token_ids,
@@ -156,7 +156,7 @@ class Request:
 
 
 def row_logprobs(result: StepResult, row: int, token_id: int, sequence: Sequence) -> TokenLogprobs | None:
-    """What a step's result says of one sampled row, cut to what its request asked for."""
+    """The log-probabilities of one sampled row, as many as its request asked for."""
     count = sequence.params.logprobs
     if count is None or result.logprobs is None:
         return None
@@ -166,10 +166,10 @@ def row_logprobs(result: StepResult, row: int, token_id: int, sequence: Sequence
 
 
 class RequestTracker:
-    """Requests by id, and their way through the scheduler.
+    """Running requests by id; hands new tokens to their samples.
 
     Args:
-        scheduler: told of every sequence that begins or ends.
+        scheduler: gets every sequence that begins or ends.
         max_model_len: most tokens of a sequence.
     """
 
@@ -191,7 +191,7 @@ class RequestTracker:
             self._scheduler.add(sample.sequence)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request where it is and return its last output; None for an unknown id."""
+        """End a request now and return its last output; None for an unknown id."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
@@ -206,20 +206,17 @@ class RequestTracker:
         self._requests.clear()
 
     def note_scheduled(self, scheduled: ScheduledStep, now: float) -> None:
-        """Note when requests were launched first."""
+        """Note when requests were first launched."""
         for sequence in scheduled.admitted:
             request = self._requests.get(sequence.request_id)
             if request is not None and request.first_scheduled_s is None:
                 request.first_scheduled_s = now
 
     def retire(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
-        """Hand a finished step's tokens out.
-
-        Args:
-            now: when they reached the host.
+        """Hand out a finished step's tokens, which reached the host at ``now``.
 
         Returns:
-            One output for each request that has something to report.
+            One output for each request with something to report.
         """
         self._scheduler.retire(scheduled)
         touched: dict[Request, None] = {}

@@ -1,4 +1,4 @@
-"""One output being generated, the scheduler's unit of work; and a step that the scheduler has filled."""
+"""The scheduler's values: a sequence (one sample of a request), and a step that it has filled."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,12 +12,12 @@ from bullet_graph.slo import NO_TARGETS, Slo
 
 _INT32_MAX = 2**31 - 1
 
-# No vocabulary is so large that its most probable token has less, so it keeps that one alone, as less would.
+# The most probable token of any vocabulary has more, so this keeps that token alone, as any smaller value would.
 _TOP_P_MIN = 1e-9
 
 
 class Status(Enum):
-    """Where a sequence stands."""
+    """State of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -28,32 +28,32 @@ class Status(Enum):
 class Sequence:
     """Progress of one sample of one request.
 
-    Steps are launched before their tokens are known, so progress is counted twice: ``output_token_ids`` is
-    what has reached the host, ``num_in_flight`` what launched steps will still deliver.
+    Steps are launched before their tokens are known. So ``output_token_ids`` holds the tokens that have reached the
+    host, and ``num_in_flight`` counts those that launched steps will still deliver.
 
     Attributes:
-        request_id: the request it belongs to.
+        request_id: the request.
         index: which of the request's samples.
         prompt_token_ids: the prompt.
         params: sampling settings.
-        seed: of this sample.
-        stop_token_ids: ids that end the output, end of sequence included unless ignored.
+        seed: this sample's seed.
+        stop_token_ids: ids that end the output, end-of-sequence included unless ignored.
         slo: latency targets.
-        arrival_s: when the request came, on the engine's clock.
+        arrival_s: the request's arrival on the engine's clock.
         status: waiting, running or finished.
         slot: its row in the device's state while it runs, else -1.
-        num_cached: tokens whose keys and values launched steps have written.
+        num_cached: tokens whose keys and values launched steps write.
         prompt_launched: launched steps cover its whole prompt.
-        decoding: decode rows may be launched for it: its prompt is done, or goes before them on the same lane.
+        decoding: decode rows may be launched: its prompt is done, or precedes them on the same lane.
         preempted: it lost its blocks and is recomputed.
         first_token_s: when its first token reached the host.
-        num_in_flight: sampled tokens still to arrive.
-        num_pending_steps: launched steps not retired that touch its blocks.
-        output_token_ids: tokens that arrived.
-        num_tokens: prompt and output tokens, those in flight included. Counted rather than computed, as the next
-            two: they are asked for at every step and every row.
-        max_tokens: most that ``num_tokens`` may become.
-        kv_capacity: tokens that its blocks have room for.
+        num_in_flight: sampled tokens that have not arrived.
+        num_pending_steps: launched, unretired steps that touch its blocks.
+        output_token_ids: tokens that have arrived.
+        num_tokens: prompt and output tokens, including those in flight. This and the next two fields are stored, not
+            computed, as every row of every step reads them.
+        max_tokens: upper limit of ``num_tokens``.
+        kv_capacity: tokens that fit into its blocks.
         deadline_s: when its first token is due; infinite without a target.
     """
 
@@ -86,7 +86,7 @@ class Sequence:
         self.deadline_s = self.arrival_s + self.slo.ttft_limit_ms(self.num_tokens) / 1e3
 
     def known_token_ids(self, start: int, stop: int) -> Int32Array:
-        """Tokens at positions [start, stop), all of which must have reached the host."""
+        """Tokens at positions [start, stop); all must have reached the host."""
         prompt_len = len(self.prompt_token_ids)
         if stop <= prompt_len:
             return self.prompt_token_ids[start:stop]
@@ -96,7 +96,7 @@ class Sequence:
         return np.concatenate([self.prompt_token_ids[start:], tail])
 
     def slot_init(self) -> SlotInit:
-        """Settings in the device's 32-bit numbers; what these cannot hold has the same effect as their limit."""
+        """Settings in the device's 32-bit numbers; larger values are clamped, which has the same effect."""
         params = self.params
         return SlotInit(
             slot=self.slot,
@@ -112,11 +112,11 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step and whose it is.
+    """A step and its sequences.
 
     Attributes:
         step: what the executor runs.
-        lane: where.
+        lane: the lane that runs it.
         admitted: sequences that got their slot in this step.
         touched: sequences whose blocks the step reads or writes.
         sampled: sequences that get a token, in the order of the result's rows.

@@ -1,4 +1,4 @@
-"""Tells which lane makes no progress, and on what; reads only what other threads may read."""
+"""Describes launches that make no progress; reads only what is safe in other threads."""
 
 from collections.abc import Mapping
 
@@ -9,21 +9,21 @@ from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, 
 from bullet_graph.runtime.step import Placement, Step
 
 LaneSms = Mapping[tuple[Lane, SmPartition], frozenset[int]]
-"""The SMs, as ``%smid`` names them, of each lane in each partition; empty where there are none to divide."""
+"""The SMs (numbers as in ``%smid``) of each lane in each partition; empty without a GPU."""
 
 
 def stalled_launches(
     core: EngineCore, *, now_s: float, limit_s: float, config: EngineConfig, lane_sms: LaneSms
 ) -> tuple[str, ...]:
-    """The launches that have held a lane up for longer than a limit, in words; the one launched first comes first.
+    """Describe the launches that have blocked a lane for longer than a limit, in order of launch.
 
-    Lanes that take turns wait for one another, so of several the first is the one to look at.
+    Lanes that take turns wait for each other, so the first is the one to look at.
 
     Args:
-        core: its loop may be running, or stuck, in another thread.
-        now_s: on the executor's clock.
-        limit_s: most time that a launch may be the oldest of its lane, or that the call that launches it may take.
-        config: of the engine.
+        core: the loop; it may be running, or stuck, in another thread.
+        now_s: time on the executor's clock.
+        limit_s: longest time for a launch as the oldest of its lane, and for the call that launches it.
+        config: the engine's settings.
         lane_sms: the SMs of each lane in each partition.
     """
     stuck = []
@@ -56,14 +56,14 @@ def stalled_launches(
 def describe_launch(
     step: Step, placement: Placement, *, lane_sms: LaneSms, max_num_seqs: int, cuda_graphs: bool
 ) -> str:
-    """A launch in words: its lane, the graph that it replays or the rows that it runs, and its mask.
+    """Describe a launch: its lane, the CUDA graph that it replays or its rows, and its TPC mask.
 
     Args:
-        step: what runs.
-        placement: where.
-        lane_sms: of the engine's partitions.
-        max_num_seqs: of the engine: its largest decode graph.
-        cuda_graphs: decode steps are replayed from graphs.
+        step: the step.
+        placement: where it runs.
+        lane_sms: the SMs of each lane in each partition.
+        max_num_seqs: the engine's setting, which is also the batch size of its largest decode graph.
+        cuda_graphs: decode steps are replayed from CUDA graphs.
     """
     rows = 0 if step.decode is None else len(step.decode.slots)
     if step.prefill is None and cuda_graphs:

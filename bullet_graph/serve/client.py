@@ -1,6 +1,6 @@
-"""A client of servers with OpenAI's completions interface: ``bullet-graph serve``, ``vllm serve``, SGLang.
+"""A client for servers with OpenAI's completions interface: ``bullet-graph serve``, ``vllm serve``, SGLang.
 
-Needs aiohttp (extra ``bench``), and nothing of the server's own libraries.
+Needs aiohttp (extra ``bench``), but none of the server's libraries.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ _BUFFER_BYTES = 1 << 20
 
 
 class OpenAiServer:
-    """A server that is up; :meth:`connect` makes it. Prompts are token ids, outputs are streamed.
+    """A connection to a running server, made by :meth:`connect`. Prompts are token ids; outputs are streamed.
 
-    Forced output lengths need ``ignore_eos``, an extension that vLLM and SGLang know. Latency targets go with the
-    requests of ``bullet-graph serve`` alone.
+    Forced output lengths need ``ignore_eos``, an extension that vLLM and SGLang know. Only ``bullet-graph serve`` gets
+    latency targets.
 
     Args:
-        url: up to ``/v1``.
-        session: to it.
-        settings: what it told of itself.
+        url: the URL up to ``/v1``.
+        session: the HTTP session.
+        settings: the server's description of itself.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, settings: Mapping[str, Any]) -> None:
@@ -40,14 +40,14 @@ class OpenAiServer:
 
     @classmethod
     async def connect(cls, url: str, *, api_key: str | None = None) -> "OpenAiServer":
-        """Ask a server which model it has, and its version where it tells one.
+        """Connect and ask for the server's model and version.
 
         Args:
-            url: up to ``/v1``.
-            api_key: that it asks for, or None.
+            url: the URL up to ``/v1``.
+            api_key: the server's key, or None.
 
         Raises:
-            ConfigError: there is no such server, or it does not say which model it serves.
+            ConfigError: there is no such server, or it does not name its model.
         """
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -73,13 +73,13 @@ class OpenAiServer:
         return cls(url, session, settings)
 
     async def configure(self, setting: str, slo: Slo) -> None:
-        """Nothing: a server keeps the settings it was started with."""
+        """Does nothing: a server keeps its settings."""
 
     async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
-        """Serve a request.
+        """Serve a request; yield the number of new tokens of each chunk.
 
         Raises:
-            RequestError: the server refuses it, breaks off, or does not say how many tokens a chunk holds.
+            RequestError: the server refuses, breaks off, or does not report how many tokens a chunk has.
         """
         body = {
             "model": self.settings["model"],
@@ -106,11 +106,10 @@ class OpenAiServer:
                         yield num_tokens
 
     async def own_counters(self) -> dict[str, float]:
-        """What a ``bullet-graph serve`` has counted since it started; nothing of another server.
+        """The counters of a ``bullet-graph serve``; empty for another server.
 
         Returns:
-            Values by the name after the prefix, followed by `` label=value`` for one that has another label than the
-            model's.
+            Values by name without the prefix; `` label=value`` follows the name for labels other than the model's.
         """
         if self.settings.get("owned_by") != OWNER:
             return {}
@@ -119,7 +118,7 @@ class OpenAiServer:
         return parse_counters(text)
 
     def counters(self) -> Mapping[str, Any]:
-        """None: a server tells none."""
+        """Empty: a server reports none."""
         return {}
 
     async def close(self) -> None:
@@ -141,10 +140,10 @@ def parse_counters(text: str) -> dict[str, float]:
 
 
 class TokenCounter:
-    """Tells how many tokens each chunk of one stream holds.
+    """Counts the tokens of each chunk of one stream.
 
-    The server says so itself where it gives its usage with each chunk (``continuous_usage_stats``); else a chunk is one
-    token, which the usage at the end must confirm.
+    The server's usage in each chunk (``continuous_usage_stats``) says it. Without that, a chunk counts as one token,
+    which the usage at the end must confirm.
     """
 
     def __init__(self) -> None:
@@ -154,7 +153,7 @@ class TokenCounter:
         """Tokens of the next chunk.
 
         Raises:
-            RequestError: the chunk is an error, or the count at the end is another.
+            RequestError: the chunk is an error, or the final count differs.
         """
         if chunk.get("error"):
             raise RequestError(f"the server broke off: {str(chunk['error'])[:_SHOWN_CHARACTERS]}")

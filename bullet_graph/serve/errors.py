@@ -1,4 +1,4 @@
-"""Errors as OpenAI's interface tells them: a status, and a body that says what was wrong and what to do."""
+"""Errors in OpenAI's format: a status, and a body that says what was wrong and what to do."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,25 +28,25 @@ _UNIONS = {
     "messages": "a list of messages, each with role (system, developer, user or assistant) and content (a text, or a "
     'list of {"type": "text", "text": …}), and nothing besides but name',
 }
-"""What fields of several types, or made of several, must be: each type's own complaint would not help."""
+"""What fields of several types must be; the complaint of each single type would not help."""
 
 _OBJECT = "a JSON object is required as the body, with Content-Type: application/json"
 _OWN_KINDS = ("unsupported_field", "stream_options", "top_logprobs", "max_tokens", "too_many_outputs")
-"""Kinds of errors that ``protocol.py`` raises, whose messages say it all."""
+"""Kinds of errors that ``protocol.py`` raises; their messages are complete."""
 
 _SHOWN_CHARACTERS = 80
 _MOST_REASONS = 3
 
 
 class ApiError(Exception):
-    """A request that gets an error for an answer.
+    """An error as the answer to a request.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: what was required, what was found and what to do.
         code: a name for programs.
-        param: the field of the request that is to blame.
-        headers: of the response.
+        param: the wrong field of the request.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def json(self) -> bytes:
-        """The body; plain ASCII, as what was found may hold halves of surrogate pairs."""
+        """The body, in ASCII because the request may hold half a surrogate pair."""
         return json.dumps(self.body, separators=(",", ":")).encode()
 
     def response(self) -> Response:
-        """The whole answer."""
+        """The HTTP response."""
         return Response(self.json(), self.status, self.headers, "application/json")
 
     @classmethod
     def of(cls, error: Exception) -> "ApiError":
-        """What the client is told of an error; one that is not this project's own shows nothing of itself."""
+        """The client's view of an error; an unexpected one shows no details."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, EngineDeadError):
@@ -93,12 +93,12 @@ class ApiError(Exception):
 
 
 def http_error(status: int, detail: object, headers: Mapping[str, str] | None) -> ApiError:
-    """An error of the web framework's own: no such path, another method, a body that is no JSON."""
+    """An error of the web framework: an unknown path, a wrong method, a body that is no JSON."""
     return ApiError(status, f"{HTTPStatus(status).phrase}: {detail}", headers=headers)
 
 
 def validation_error(error: RequestValidationError) -> ApiError:
-    """What is wrong with a request's body, its first few reasons."""
+    """The first few reasons why a request's body is invalid."""
     reasons: list[str] = []
     param: str | None = None
     body = error.body

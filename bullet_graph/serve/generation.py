@@ -1,4 +1,4 @@
-"""From a request that has been read to its outputs: tokens, limits, the engine, metrics."""
+"""Runs requests on the engine: tokenizes, applies token limits, merges several prompts, and measures."""
 
 import asyncio
 import functools
@@ -20,10 +20,10 @@ from bullet_graph.serve.settings import ServeSettings
 from bullet_graph.slo import Slo
 
 COMPLETION_MAX_TOKENS = 16
-"""Of ``/v1/completions`` without ``max_tokens``, as OpenAI's interface has it; a chat goes on to the model's limit."""
+"""OpenAI's default for ``/v1/completions``; a chat continues to the model's limit."""
 
 _LONG_TEXT = 2000
-"""Characters from which on a text is made into tokens in a thread: it would hold the event loop up."""
+"""Longer texts (in characters) are tokenized in a thread, as they would block the event loop."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,12 +32,12 @@ Indexed = tuple[int, RequestOutput]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the engine is to do for one request.
+    """The engine's work for one request.
 
     Attributes:
-        prompts: token ids, at least one prompt.
+        prompts: token ids of at least one prompt.
         params: settings of each prompt.
-        slo: targets; None takes the engine's.
+        slo: latency targets; None takes the engine's.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -54,13 +54,10 @@ class Generation:
     """Runs requests on the engine.
 
     Args:
-        engine: runs them.
-        settings: of the server.
-        gate: lets them in.
-        metrics: told of every output.
-
-    Attributes:
-        gate: to be entered before anything is done for a request.
+        engine: the engine.
+        settings: the server's settings.
+        gate: a caller enters it before anything is done for a request.
+        metrics: measures every output.
     """
 
     def __init__(
@@ -74,11 +71,7 @@ class Generation:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="bullet-graph-tokenizer")
 
     def check_model(self, request: GenerationRequest) -> None:
-        """Refuse a request for another model.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Raise ApiError 404 if the request names another model."""
         served = self._settings.served_model_name
         if request.model is not None and request.model != served:
             raise ApiError(
@@ -89,19 +82,15 @@ class Generation:
             )
 
     async def completion_job(self, request: CompletionRequest) -> Job:
-        """Read the prompts of a completion.
-
-        Raises:
-            ApiError, RequestError: a prompt or a setting is wrong.
-        """
+        """Tokenize a completion's prompts; ApiError or RequestError if a prompt or a setting is wrong."""
         prompts = [await self._tokens(p) if isinstance(p, str) else p for p in request.prompts]
         return self._job(request, prompts, COMPLETION_MAX_TOKENS)
 
     async def chat_job(self, request: ChatCompletionRequest) -> Job:
-        """Put a conversation into the model's template.
+        """Render a conversation with the model's chat template.
 
         Raises:
-            ApiError, RequestError, ModelError: the model has no template, or it or a limit refuses the messages.
+            ApiError, RequestError, ModelError: there is no template, or the template or a limit refuses the messages.
         """
         messages = [message.for_template() for message in request.messages]
         tokenizer = self._tokenizer
@@ -115,11 +104,10 @@ class Generation:
         return self._job(request, [await self._tokens(text, special=False)], None)
 
     async def outputs(self, job: Job, kind: OutputKind) -> AsyncGenerator[Indexed, None]:
-        """The outputs of all prompts as they come, each with its prompt's place; leaving early aborts the requests.
+        """Yield (index of the prompt, output) as outputs come; leaving early aborts all prompts.
 
         Raises:
-            RequestError: a prompt or a setting is wrong.
-            EngineDeadError: the engine is dead.
+            RequestError, EngineDeadError: as :meth:`AsyncEngine.generate`.
         """
         if len(job.prompts) == 1:
             async with aclosing(self._one(job, 0, kind)) as outputs:
@@ -199,11 +187,7 @@ class Generation:
         return Job(prompts, params, slo)
 
     def _max_tokens(self, request: GenerationRequest, prompt_tokens: int, default: int | None) -> int:
-        """How many tokens a prompt may be followed by.
-
-        Raises:
-            ApiError: the prompt, or it and the tokens wanted, are too long.
-        """
+        """The output limit of a prompt; ApiError if the prompt, or prompt and output together, are too long."""
         limit = self._engine.engine.max_model_len
         longest = min(self._settings.max_prompt_tokens or limit, limit - 1)
         if prompt_tokens > longest:
@@ -223,10 +207,10 @@ class Generation:
             )
         if wanted is None:
             wanted = room if default is None else min(default, room)
-            # An output that has a least length has no default below it.
+            # min_tokens raises the default.
             wanted = min(max(wanted, request.min_tokens or 1), room)
         return wanted
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""From an engine to a server that listens, and to its end: drained, or cut short."""
+"""A server's life: it binds, warms up, listens, drains and stops."""
 
 import asyncio
 import gc
@@ -24,9 +24,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 _LAST_WORDS_S = 10
-"""After the drain, for answers to reach their clients; then connections are cut."""
+"""Time after the drain for answers to reach their clients; then connections are cut."""
 _ENGINE_STOP_S = 30.0
-"""For the engine's thread to end; one that is stuck never does."""
+"""Time for the engine's thread to end; a stuck thread never does."""
 
 _WARMUP_PROMPT_TOKENS = (4, 300, 2000)
 _WARMUP_OUTPUT_TOKENS = 4
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends in two stages: new requests are refused, and those under way have some time; then they are aborted.
+    """Stops in two stages: it refuses new requests and waits for running ones; then it aborts them.
 
     Args:
-        config: of uvicorn.
-        engine: its requests are failed when their time is over.
-        gate: closed at once.
-        drain_s: the time they have.
-        on_started: told when the server listens.
+        config: uvicorn's settings.
+        engine: its requests fail when the drain is over.
+        gate: closed at the beginning of the drain.
+        drain_s: longest drain.
+        on_started: called when the server listens.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DrainingServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, then call ``on_started``."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
@@ -71,7 +71,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Drain on SIGTERM and SIGINT, give up on the second; only the main thread gets signals."""
+        """Drain at the first SIGTERM or SIGINT, abort at the second; only the main thread gets signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -85,9 +85,9 @@ class DrainingServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Begin to drain, or, told again, end at once; from any thread, once it has started."""
+        """Begin to drain; a second call ends at once. Safe in any thread once the server has started."""
         if self._loop is not None:
-            # Raised where the loop is closed: it has stopped already.
+            # RuntimeError: the loop is closed, so the server has stopped.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop)
 
@@ -114,10 +114,10 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(settings: ServeSettings) -> socket.socket:
-    """Take the address, before anything that takes long; nothing is accepted on it yet.
+    """Bind the address, before anything slow; connections are not accepted yet.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: the address is not available.
     """
     where = f"{settings.host}:{settings.port}"
     try:
@@ -146,14 +146,7 @@ def make_server(
     energy: EnergyMeter,
     on_started: Callable[[], object],
 ) -> DrainingServer:
-    """A server, to be run.
-
-    Args:
-        engine: serves the requests; the caller shuts it down.
-        settings: of the server.
-        energy: of the engine's GPU.
-        on_started: told when requests are served.
-    """
+    """Build a server for an engine, which the caller shuts down; ``on_started`` is called when it listens."""
     app = create_app(engine, settings, energy)
     config = uvicorn.Config(
         app,
@@ -178,21 +171,21 @@ def run_server(
     energy: EnergyMeter,
     on_started: Callable[[str], object],
 ) -> bool:
-    """Serve until a signal says to stop; the engine is shut down afterwards.
+    """Serve until a signal stops the server, then shut the engine down.
 
     Args:
-        engine: owned from now on.
-        settings: of the server.
+        engine: owned by this function.
+        settings: the server's settings.
         listener: from :func:`bind`.
-        energy: of the engine's GPU.
-        on_started: told the URL once requests are served.
+        energy: measures the engine's GPU.
+        on_started: called with the URL when the server listens.
 
     Returns:
-        Whether the engine's thread has ended, and its memory is free; one that is stuck in the device never does.
+        Whether the engine's thread has ended; a thread that is stuck in the device never does.
     """
     server = make_server(engine, settings, energy=energy, on_started=lambda: on_started(url_of(listener)))
     try:
-        # Weights, graphs and modules stay: looking through them again and again would stop every stream for long.
+        # Weights, graphs and modules stay. Scanning them in each garbage collection would pause every stream.
         gc.collect()
         gc.freeze()
         server.run(sockets=[listener])
@@ -204,13 +197,13 @@ def run_server(
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a server is reached."""
+    """The server's URL."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if listener.family is socket.AF_INET6 else f"http://{host}:{port}"
 
 
 async def warm_up(engine: AsyncEngine) -> None:
-    """Serve a few requests and forget about them, so that kernels made on first use are there before clients are.
+    """Serve a few requests, so that kernels compiled at first use are ready before clients come.
 
     Raises:
         EngineDeadError: the engine failed.

@@ -1,4 +1,4 @@
-"""What the server does not let in: bodies too large or too slow, callers without the key, more than can wait."""
+"""Limits at the door: the API key, the size and time of a body, and the length of the queue."""
 
 import asyncio
 import base64
@@ -16,17 +16,17 @@ from bullet_graph.serve.errors import ApiError
 
 _OPEN_PATHS = ("/health",)
 _BROWSER_PATHS = ("/", "/live", "/metrics")
-"""Where a browser's own dialog may ask for the key: as the password of HTTP's basic authentication, any user name."""
+"""Paths where HTTP basic authentication may carry the key as the password (for browsers; any user name)."""
 
 
 class LimitMiddleware:
-    """Checks the key, then takes the whole body in before anything else sees the request.
+    """Checks the key and reads the whole body before anything else sees the request.
 
     Args:
-        app: what comes after.
-        api_key: that requests must carry, or None.
-        max_body_bytes: of a body.
-        body_timeout_s: seconds that a client has to send it.
+        app: the next ASGI application.
+        api_key: the key that requests must carry, or None.
+        max_body_bytes: largest body.
+        body_timeout_s: longest time to send the body.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class LimitMiddleware:
         self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -49,7 +48,7 @@ class LimitMiddleware:
             await error.response()(scope, receive, send)
             return
         if body is None:
-            return  # the client has gone
+            return  # the client has left
         first: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
         async def replay() -> Message:
@@ -120,13 +119,13 @@ class LimitMiddleware:
 
 
 class Gate:
-    """Lets requests in while there is room to wait, and knows how many are inside.
+    """Admits requests while the queue has room, and counts the sequences inside.
 
     Args:
-        max_queue_len: requests are refused while so many sequences wait.
-        num_running: sequences that hold KV blocks now.
+        max_queue_len: requests are refused while this many sequences wait.
+        num_running: number of sequences that hold KV blocks.
         failure: why the engine is dead, or None.
-        clock: seconds, monotonic.
+        clock: monotonic, in seconds.
     """
 
     def __init__(
@@ -149,20 +148,20 @@ class Gate:
 
     @property
     def num_inside(self) -> int:
-        """Sequences of requests that were let in and have not ended."""
+        """Sequences of admitted requests that have not ended."""
         return self._sequences
 
     @property
     def num_waiting(self) -> int:
-        """Those of them without KV blocks."""
+        """Admitted sequences without KV blocks."""
         return max(self._sequences - self._num_running(), 0)
 
     @contextmanager
     def enter(self, num_sequences: int) -> Iterator[None]:
-        """Be inside while the block runs.
+        """Count a request's sequences as inside while the block runs.
 
         Raises:
-            ApiError: 503 where the engine is dead or the server shuts down, 429 where too many wait already.
+            ApiError: 503 if the engine is dead or the server shuts down, 429 if too many sequences wait.
         """
         failure = self._failure()
         if failure is not None:
@@ -193,12 +192,12 @@ class Gate:
                 self._empty.set()
 
     def retry_after_s(self) -> int:
-        """When a place in the queue is likely to be free: the mean time between the requests that ended lately."""
+        """Expected time until a place in the queue is free: the mean time between the last requests' ends."""
         ended = self._ended_s
         if len(ended) < 2:
             return 1
         return min(max(math.ceil((self._clock() - ended[0]) / len(ended)), 1), 60)
 
     async def wait_until_empty(self) -> None:
-        """Wait until nobody is inside."""
+        """Wait until no request is inside."""
         await self._empty.wait()

@@ -15,10 +15,10 @@ from bullet_graph.sampling_params import MAX_LOGPROBS, MAX_TEMPERATURE, Sampling
 from bullet_graph.slo import Slo
 
 MAX_OUTPUTS = 128
-"""Most outputs of a request, ``n`` for each of its prompts; OpenAI's interface has this limit for ``n``."""
+"""Most outputs of a request (``n`` times its prompts); OpenAI limits ``n`` to the same number."""
 
 _HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-"""Fields that change nothing of the answer: accepted and passed over."""
+"""Fields without effect on the answer: accepted and ignored."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "audio": (),
@@ -40,7 +40,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields of OpenAI's interface that this server does not have, and their values that ask for nothing."""
+"""Fields of OpenAI's interface that this server lacks, and their values that ask for nothing."""
 
 
 class _Strict(BaseModel):
@@ -48,19 +48,19 @@ class _Strict(BaseModel):
 
 
 class Targets(_Strict):
-    """Latency targets of one request, in milliseconds; those left out are the server's."""
+    """Latency targets of one request, in milliseconds; the server's replace those that are missing."""
 
     ttft_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
     ttft_ms_per_token: Annotated[float, Field(gt=0, le=1e9)] | None = None
     tpot_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
 
     def to_slo(self) -> Slo:
-        """The same for the engine."""
+        """The engine's form."""
         return Slo(ttft_ms=self.ttft_ms, ttft_ms_per_token=self.ttft_ms_per_token, tpot_ms=self.tpot_ms)
 
 
 class StreamOptions(_Strict):
-    """What a stream tells besides the text."""
+    """What a stream reports besides the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -71,7 +71,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class GenerationRequest(_Strict):
-    """What both kinds of request have in common; null is the default."""
+    """The fields of both kinds of request; null means the default."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -88,7 +88,7 @@ class GenerationRequest(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(
-        default=None, description="Give the token ids of prompt and output, too."
+        default=None, description="Also return the token ids of prompt and output."
     )
     slo: Targets | None = Field(default=None, description="Latency targets of this request.")
 
@@ -120,23 +120,16 @@ class GenerationRequest(_Strict):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Most tokens to generate; None leaves it to the server."""
+        """Most tokens to generate; None: the server decides."""
         return self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Alternatives to report for each token; None reports no log-probabilities."""
+        """Alternatives to report per token; None: no log-probabilities."""
         raise NotImplementedError
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
-        """The engine's settings for one prompt.
-
-        Args:
-            max_tokens: most tokens to generate.
-
-        Raises:
-            SamplingParamsError: settings that contradict each other.
-        """
+        """The engine's settings for one prompt; SamplingParamsError if they contradict each other."""
         given = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -182,7 +175,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """See :attr:`GenerationRequest.wanted_logprobs`."""
         return self.logprobs
 
     @property
@@ -195,7 +187,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(_Strict):
-    """A piece of a message's content."""
+    """A part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -209,7 +201,7 @@ class Message(_Strict):
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates want it; ``developer`` is OpenAI's later name of ``system``."""
+        """The form of chat templates; ``developer`` is OpenAI's newer name of ``system``."""
         content = (
             self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         )
@@ -240,12 +232,10 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """See :attr:`GenerationRequest.wanted_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """See :attr:`GenerationRequest.wanted_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -253,7 +243,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class Usage(BaseModel):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -312,7 +302,7 @@ class ChatLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model said."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str
@@ -350,13 +340,13 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The answer of a request that is refused, or fails."""
+    """The answer of a request that is refused or fails."""
 
     error: ErrorInfo
 
 
 class Model(BaseModel):
-    """A model that is served."""
+    """The served model."""
 
     id: str
     object: Literal["model"]
@@ -367,7 +357,7 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The models that are served: one."""
+    """The served models: exactly one."""
 
     object: Literal["list"]
     data: list[Model]
@@ -386,7 +376,7 @@ class Version(BaseModel):
 
 
 def answers(model: type[BaseModel], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """What a path may answer: this model, events where it streams, or an error."""
+    """A path's possible answers for OpenAPI: this model, events if it streams, or an error."""
     success: dict[str, Any] = {"model": model}
     if streams:
         success["content"] = {"text/event-stream": {"schema": {"type": "string"}}}

@@ -1,4 +1,4 @@
-"""What the server is told when it starts."""
+"""The server's settings."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,19 +13,19 @@ OWNER = "bullet_graph"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """Settings of the server; those of the engine are its own.
+    """The server's settings; the engine has its own.
 
     Attributes:
         host: address to listen on.
         port: TCP port; 0 takes a free one.
-        served_model_name: what requests call the model.
-        api_key: that every request but ``/health`` must carry; None asks for none.
-        max_body_bytes: most bytes of a request's body.
-        max_prompt_tokens: most tokens of a prompt; None is the model's own limit.
-        max_queue_len: requests are refused while so many sequences wait for KV blocks.
-        request_timeout_s: most seconds from a request's arrival to its last token, and for sending its body.
-        shutdown_timeout_s: seconds that requests under way have to end when the server is told to.
-        watchdog_timeout_s: seconds without progress on a lane after which the engine counts as dead.
+        served_model_name: the model's name in requests.
+        api_key: key that every request but ``/health`` must carry; None asks for none.
+        max_body_bytes: largest body of a request.
+        max_prompt_tokens: longest prompt; None takes the model's limit.
+        max_queue_len: requests are refused while this many sequences wait for KV blocks.
+        request_timeout_s: longest time to send the body, and from a request's arrival to its last token.
+        shutdown_timeout_s: time for running requests to end at shutdown.
+        watchdog_timeout_s: time without progress on a lane after which the engine counts as dead.
 
     Raises:
         ConfigError: a setting is out of range.
