@@ -1,7 +1,6 @@
 """Captured decode steps: one CUDA graph a batch size, replayed with new inputs at fixed addresses."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +12,7 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.collector import paused_collector
 from bullet_graph.graphs.compiled import HalfCompiler, compile_now
 from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, decode_functions, halves_for
-from bullet_graph.graphs.key import GraphKey, batch_size_buckets, largest_first, smallest_holding
-from bullet_graph.graphs.report import CaptureReport
+from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
 from bullet_graph.kernels.cublas import cublas_sm_count, fitting_blas
 from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
 from bullet_graph.kernels.gpu import Gpu
@@ -23,7 +21,6 @@ from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import sample
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions
-from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition
 
 Int32Array = NDArray[np.int32]
@@ -72,17 +69,17 @@ def _padding_rows(count: int, padding_slot: int) -> tuple[Int32Array, ...]:
 
 
 class DecodeGraphs:
-    """Captures decode steps for rising batch sizes and replays the one that fits.
+    """Captures decode steps by batch size, and replays the smallest graph that holds a step.
 
-    Every graph reads its inputs from one device buffer that all sizes share, and embeds sampling and the
-    feed of the next token, so a step needs nothing from the host but one small copy.
+    All graphs read their inputs from one device buffer, and contain sampling and the feed of the next token: a step
+    needs one small copy from the host.
 
     Args:
         decoder: weights and cache.
         state: sampling settings and last tokens by slot.
         max_batch_size: most rows of a step.
-        num_kv_blocks: most entries of ``kv_indices``, padding not counted.
-        padding_slot: slot that padded rows read and write.
+        num_kv_blocks: most entries of ``kv_indices``, without padding.
+        padding_slot: slot that padding rows read and write.
         halves: how steps of more than one row compute a layer's halves; others than the default are for comparisons.
         compiler_for: gives the compiler of halves that bear this name.
     """
@@ -121,57 +118,22 @@ class DecodeGraphs:
         self._sizes: dict[SmPartition, tuple[int, ...]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(
-        self,
-        batch_sizes: Mapping[SmPartition, Sequence[int]],
-        stream_for: Callable[[SmPartition], torch.cuda.Stream],
-        *,
-        progress: bool,
-    ) -> CaptureReport:
-        """Compile, then capture these batch sizes for their partitions, the largest first.
-
-        Args:
-            batch_sizes: to capture, by the SMs to capture for; a graph keeps for ever those that its stream had.
-            stream_for: the decode lane's stream, bound to a partition by the call.
-            progress: show a progress bar.
-        """
-        start_s = time.perf_counter()
-        free_before, _ = torch.cuda.mem_get_info()
-        self.compile()
-        compiled_s = time.perf_counter()
-        keys = largest_first(batch_sizes)
-        with progress_bar(progress, total=len(keys), desc="Capturing decode graphs", unit="graph") as advance:
-            for key in keys:
-                self.capture_one(key, stream_for(key.partition))
-                advance(1)
-        torch.cuda.synchronize()
-        free_after, _ = torch.cuda.mem_get_info()
-        return CaptureReport(
-            num_graphs=len(keys),
-            compile_seconds=compiled_s - start_s,
-            capture_seconds=time.perf_counter() - compiled_s,
-            num_bytes=free_before - free_after,
-        )
-
     def compile(self) -> None:
-        """Compile, or load from a library's cache, what steps of all sizes launch."""
+        """Compile a layer's two parts, or load them, for steps of all sizes."""
         for size in self.batch_sizes:
             self._functions_for(size)
 
     def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
-        """Capture one graph on the stream that is bound to its partition now; replaces an earlier one.
-
-        Compiles first if that has not been done for its number of rows.
-        """
+        """Capture one graph on the stream, which is bound to its partition; compiles first if need be."""
         self._functions_for(key.batch_size)
-        # One padded row stands for all: lengths do not change what is launched.
+        # Padding rows stand for all: lengths do not change the launches.
         inputs = self._pad(DecodeInputs(*_padding_rows(1, self._padding_slot)), key.batch_size)
-        # Whoever used the shared buffers last must be done: the lane may have changed its stream.
+        # The last user of the shared buffers must be done: the lane may have changed its stream.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step = self._prepare(inputs, key.partition)
-            # The first run loads kernels and lets the libraries allocate, which a capture may not; all layers use the
-            # same.
+            # The first run loads kernels and lets libraries allocate, which a capture does not allow; all layers use
+            # the same kernels.
             self._run(step, key.partition, last=1)
             graph = torch.cuda.CUDAGraph()
             with paused_collector():
@@ -190,7 +152,7 @@ class DecodeGraphs:
 
         Args:
             partition: which capture to replay.
-            replay: replay the captured graph; else launch its kernels one by one, for comparison.
+            replay: False launches the graph's kernels one by one, for comparison.
 
         Returns:
             [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
@@ -253,13 +215,13 @@ class DecodeGraphs:
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 
     def _run(self, step: _DeviceStep, partition: SmPartition, last: int | None = None) -> Tensor:
-        """Launch the step's kernels; ``last`` leaves out the layers from that one on."""
+        """Launch the step's kernels, of the layers before ``last``."""
         num_sms = self._lane_sms(partition)
         with cublas_sm_count(num_sms), fitting_blas(len(step.slots), num_sms):
             return self._forward(step, last)
 
     def _lane_sms(self, partition: SmPartition) -> int | None:
-        """SMs to lay kernels out for, None for the device's."""
+        """SMs to lay kernels out for; None: all of the device."""
         return None if partition.decode_tpcs is None else SMS_PER_TPC * partition.decode_tpcs
 
     def _forward(self, step: _DeviceStep, last: int | None) -> Tensor:

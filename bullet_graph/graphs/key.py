@@ -81,12 +81,6 @@ def worthwhile_buckets(times_ms: Mapping[int, float]) -> tuple[int, ...]:
     return tuple(kept[::-1])
 
 
-def largest_first(batch_sizes: Mapping[SmPartition, Sequence[int]]) -> list[GraphKey]:
-    """The graphs to capture, the largest first: smaller ones reuse its memory."""
-    keys = [GraphKey(size, partition) for partition, sizes in batch_sizes.items() for size in sizes]
-    return sorted(keys, key=lambda key: -key.batch_size)
-
-
 def smallest_holding(batch_size: int, sizes: Sequence[int]) -> int | None:
     """The smallest of the rising sizes that holds the batch, or None."""
     index = bisect_left(sizes, batch_size)

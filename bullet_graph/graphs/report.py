@@ -18,12 +18,3 @@ class CaptureReport:
     compile_seconds: float
     capture_seconds: float
     num_bytes: int
-
-    def including(self, other: "CaptureReport") -> "CaptureReport":
-        """Both together."""
-        return CaptureReport(
-            self.num_graphs + other.num_graphs,
-            self.compile_seconds + other.compile_seconds,
-            self.capture_seconds + other.capture_seconds,
-            self.num_bytes + other.num_bytes,
-        )

@@ -173,7 +173,7 @@ class Workbench:
             for point in points
             if point.kind in ("decode", "split")
         }
-        self._graphs.capture({}, stream_for, progress=False)
+        self._graphs.compile()
         # Largest first: the smaller ones then fit into its memory.
         ordered = sorted(keys, key=lambda key: (-key.batch_size, key.partition.decode_tpcs or 0))
         with progress_bar(progress, total=len(keys), desc="Capturing decode graphs", unit="graph") as advance:

@@ -20,7 +20,6 @@ from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import checkpoint_views
-from bullet_graph.partition.masks import WHOLE_GPU
 
 pytestmark = pytest.mark.gpu
 
@@ -66,8 +65,8 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     )
     stream = torch.cuda.Stream()
     with torch.inference_mode(), torch.cuda.stream(stream):
-        report = graphs.capture({WHOLE_GPU: graphs.batch_sizes}, lambda _: stream, progress=False)
-    assert report.num_graphs == len(graphs.batch_sizes)
+        for rows in reversed(graphs.batch_sizes):
+            graphs.capture_one(GraphKey(rows), stream)
     torch.cuda.synchronize()
     return Setup(decoder, reference, graphs, state)
 

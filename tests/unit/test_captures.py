@@ -18,7 +18,7 @@ from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import ConfigError, PartitionError
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes, format_plan
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
-from bullet_graph.graphs.key import GraphKey, largest_first, smallest_holding
+from bullet_graph.graphs.key import GraphKey, smallest_holding
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, partition_of
@@ -146,16 +146,6 @@ def test_the_ledger_holds_what_pieces_compute_in(
 
 
 # ---- what is captured ----
-
-
-def test_graphs_are_captured_largest_first() -> None:
-    assert largest_first(PLAN.batch_sizes) == [
-        GraphKey(64),
-        GraphKey(16, NARROW),
-        GraphKey(8),
-        GraphKey(4, NARROW),
-        GraphKey(1),
-    ]
 
 
 @given(st.integers(1, 40), st.sets(st.integers(1, 30)).map(lambda sizes: tuple(sorted(sizes))))
