@@ -11,7 +11,7 @@ from cli_runner import TINY, refused, run
 from click.testing import Result
 
 from bullet_graph import Engine, EngineDeadError
-from bullet_graph.cli.bench import throughput
+from bullet_graph.cli.bench import replay
 from bullet_graph.perf.energy import DeviceMonitor, DeviceSample
 
 TRACE_ROWS = ("18:15:46.68,30,5", "18:15:50.99,7,12", "18:15:51.22,100,1")
@@ -101,7 +101,7 @@ class FakeProbe:
 
 
 def test_energy_is_that_of_the_run(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "watch_device", lambda _: DeviceMonitor(FakeProbe()))
+    monkeypatch.setattr(replay, "watch_device", lambda _: DeviceMonitor(FakeProbe()))
     figures = json.loads(bench("--json", trace=trace).stdout)
     assert figures["energy_joules"] == 31
     assert figures["joules_per_token"] == pytest.approx(31 / 155)
@@ -272,7 +272,7 @@ def test_ctrl_c_shuts_the_engine_down(trace: Path, tmp_path: Path, monkeypatch: 
     shut_down: list[Engine] = []
     shutdown = Engine.shutdown
 
-    def interrupt(_: Engine) -> Any:
+    def interrupt(*_: object) -> Any:
         raise KeyboardInterrupt
 
     def record_shutdown(engine: Engine) -> None:
@@ -289,7 +289,7 @@ def test_ctrl_c_shuts_the_engine_down(trace: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_failing_engine_shows_where(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Engine) -> Any:
+    def fail(*_: object) -> Any:
         raise EngineDeadError("the engine failed: boom") from RuntimeError("boom")
 
     monkeypatch.setattr(Engine, "step", fail)
@@ -299,7 +299,7 @@ def test_a_failing_engine_shows_where(trace: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_unexpected_exception_keeps_its_traceback(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Engine) -> Any:
+    def fail(*_: object) -> Any:
         raise ZeroDivisionError
 
     monkeypatch.setattr(Engine, "step", fail)

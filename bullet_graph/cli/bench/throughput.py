@@ -1,47 +1,23 @@
 """``bullet-graph bench throughput``: every request of a workload at once."""
 
 import dataclasses
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
 from pathlib import Path
 from typing import Any
 
 import click
-from tqdm import tqdm
 
-from bullet_graph.cli.engine_run import RunRecord, describe_run, load_requests, open_engine, watch_device
+from bullet_graph.cli.bench.replay import EngineClient, Measurement, measure, warm_up
+from bullet_graph.cli.engine_run import describe_run, load_requests, open_engine
 from bullet_graph.cli.options import engine_options, result_options
 from bullet_graph.cli.replay_options import num_prompts_option, trace_option
 from bullet_graph.cli.result_file import check_result_file, emit
 from bullet_graph.cli.tables import figures_table, percentiles_table, print_failures, print_table
 from bullet_graph.config import EngineConfig
-from bullet_graph.engine.engine import Engine
-from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.engine.replay import recorded_length, require_forced_length
-from bullet_graph.errors import RequestError, WorkloadError
-from bullet_graph.perf.metrics import summarize_ms
 from bullet_graph.runtime.resolve import resolve
-from bullet_graph.sampling_params import SamplingParams
-from bullet_graph.workloads import WorkloadRequest, make_prompt_token_ids
+from bullet_graph.workloads import Arrivals
 
 _WARMUP_REQUESTS = 4
-_WARMUP_OUTPUT_TOKENS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    prompt_token_ids: list[int]
-    params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """What became of the requests; ``failures`` has the reason of each that was refused, by index."""
-
-    elapsed_s: float
-    completed: tuple[RequestOutput, ...]
-    failures: dict[int, str]
 
 
 @click.command()
@@ -82,98 +58,50 @@ def throughput(
     # Errors in the settings and the trace show before the weights are loaded.
     runtime = resolve(config)
     workload = load_requests(runtime, trace, num_prompts, seed=config.seed)
-    requests = _make_requests(workload.requests, 0, runtime.model.vocab_size, config.seed)
+    arrivals = Arrivals(request_rate=math.inf, seed=config.seed)
     with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
+        client = EngineClient(engine, config.policy, config.slo)
         if warmup:
-            # Short outputs for the workload's first prompt lengths; other tokens, so that nothing can be reused.
-            first = [
-                dataclasses.replace(r, output_tokens=_WARMUP_OUTPUT_TOKENS, prompt_token_ids=None)
-                for r in workload.requests[:_WARMUP_REQUESTS]
-            ]
-            others = _make_requests(first, len(requests), runtime.model.vocab_size, config.seed)
-            _serve(engine, others, show_progress=False)
-        before = engine.stats()
-        with watch_device(engine) as monitor:
-            served = _serve(engine, requests, show_progress=not as_json)
-        record = describe_run(config, runtime, before, engine.stats(), monitor.report, engine)
-    fields = _fields(workload.name, served, record)
+            warm_up(client, workload, _WARMUP_REQUESTS, slo=config.slo, seed=config.seed)
+        label = None if as_json else str(config.policy)
+        run = measure(client, workload, arrivals, slo=config.slo, label=label)
+        stats = engine.stats()
+        record = describe_run(config, runtime, stats, stats, client.device, engine)
+    fields = {
+        **throughput_fields(run),
+        "trace": workload.name,
+        **dataclasses.asdict(record),
+        # The record's counters are of no run.
+        **run.usage,
+    }
     emit(fields, output_json, as_json=as_json, show=lambda: _print(fields))
 
 
-def _make_requests(
-    requests: Sequence[WorkloadRequest], first_index: int, vocab_size: int, seed: int
-) -> list[_Request]:
-    return [
-        _Request(make_prompt_token_ids(request, index, vocab_size, seed).tolist(), recorded_length(request))
-        for index, request in enumerate(requests, first_index)
-    ]
-
-
-def _serve(engine: Engine, requests: Sequence[_Request], *, show_progress: bool) -> _Served:
-    """Add all requests and step until none is left; one that is refused does not hold up the others."""
-    completed: list[RequestOutput] = []
-    failures: dict[int, str] = {}
-    num_output_tokens = 0
-    # disable=None: no bar where stderr is not a terminal.
-    with tqdm(total=len(requests), unit="req", disable=None if show_progress else True) as bar:
-        start_s = time.perf_counter()
-        for index, request in enumerate(requests):
-            try:
-                require_forced_length(len(request.prompt_token_ids), request.params, engine.max_model_len)
-                engine.add_request(
-                    str(index), request.prompt_token_ids, request.params, output_kind=OutputKind.FINAL_ONLY
-                )
-            except RequestError as error:
-                failures[index] = str(error)
-                bar.update()
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                completed.append(output)
-                num_output_tokens += len(output.outputs[0].token_ids)
-                bar.set_postfix(output_tokens=num_output_tokens, refresh=False)
-                bar.update()
-        elapsed_s = time.perf_counter() - start_s
-    return _Served(elapsed_s, tuple(completed), failures)
-
-
-def _fields(trace: str, served: _Served, record: RunRecord) -> dict[str, Any]:
-    """The figures for a JSON file, with the names of vLLM's throughput benchmark.
+def throughput_fields(run: Measurement) -> dict[str, Any]:
+    """The figures with the names of vLLM's throughput benchmark.
 
     Counts, totals and rates are of completed requests; ``tokens_per_second`` counts prompt and output tokens.
     """
-    completed, elapsed_s = served.completed, served.elapsed_s
-    if not completed:
-        raise WorkloadError(
-            f"none of the {len(served.failures)} requests of {trace} could be served; "
-            f"the first: {served.failures[0]}"
-        )
-    num_input = sum(len(output.prompt_token_ids) for output in completed)
-    num_output = sum(len(output.outputs[0].token_ids) for output in completed)
-    metrics = [output.metrics for output in completed]
+    result = run.result
     summaries = {
-        "ttft_ms": summarize_ms(m.ttft_ms for m in metrics),
-        "tpot_ms": summarize_ms(m.tpot_ms for m in metrics),
-        "itl_ms": summarize_ms(gap for m in metrics for gap in m.itl_ms),
-        "e2e_ms": summarize_ms(m.e2e_ms for m in metrics),
+        "ttft_ms": result.ttft,
+        "tpot_ms": result.tpot,
+        "itl_ms": result.itl,
+        "e2e_ms": result.e2el,
     }
-    joules = record.device.energy_joules
+    reasons = enumerate(result.details.errors)
     return {
-        "elapsed_time": elapsed_s,
-        "num_requests": len(completed),
-        "total_num_tokens": num_input + num_output,
-        "requests_per_second": len(completed) / elapsed_s,
-        "tokens_per_second": (num_input + num_output) / elapsed_s,
-        "total_input_tokens": num_input,
-        "total_output_tokens": num_output,
-        "output_tokens_per_second": num_output / elapsed_s,
-        "num_failed": len(served.failures),
-        "failures": [{"index": index, "reason": reason} for index, reason in served.failures.items()],
-        "trace": trace,
+        "elapsed_time": result.duration,
+        "num_requests": result.completed,
+        "total_num_tokens": result.total_input_tokens + result.total_output_tokens,
+        "requests_per_second": result.request_throughput,
+        "tokens_per_second": result.total_token_throughput,
+        "total_input_tokens": result.total_input_tokens,
+        "total_output_tokens": result.total_output_tokens,
+        "output_tokens_per_second": result.output_throughput,
+        "num_failed": result.failed,
+        "failures": [{"index": index, "reason": reason} for index, reason in reasons if reason],
         **{name: None if s is None else dataclasses.asdict(s) for name, s in summaries.items()},
-        "energy_joules": joules,
-        "joules_per_token": None if joules is None else joules / (num_input + num_output),
-        "joules_per_output_token": None if joules is None else joules / num_output,
-        **dataclasses.asdict(record),
     }
 
 
