@@ -1,4 +1,4 @@
-"""A cache of captures of the tiny model, built once for all tests; and processes and engines that start from caches."""
+"""A capture cache of the tiny model, built once for all tests; and processes and engines that start from it."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch
 from filelock import FileLock
 
 from bullet_graph import Engine, SamplingParams
-from bullet_graph.captures.entry import Entry
-from bullet_graph.captures.store import CaptureStore
-from bullet_graph.graphs import aot
-from bullet_graph.graphs.compiled import Half, LayerHalf
+from bullet_graph.captures.store import CaptureStore, Entry
+from bullet_graph.graphs.compiled import CompiledPart, LayerPart, load_package
+from bullet_graph.runtime import capture_cache
 
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "kv_cache_bytes": 4 * 2**20}
 OPTIONS = (
@@ -47,28 +45,6 @@ print(json.dumps({
     "use": dataclasses.asdict(engine.cache_use),
     "tokens": [list(output.outputs[0].token_ids) for output in outputs],
 }))
-"""
-
-QUICK_BUILD = """
-import os, signal, sys
-from pathlib import Path
-from built_captures import without_inductor
-from bullet_graph.captures.builder import Build
-from bullet_graph.captures.store import CaptureStore
-from bullet_graph.cli.main import main
-# On demand, killed as soon as one half is finished.
-if sys.argv[1] == "killed":
-    add_bytes = Build.add_bytes
-    def add_and_die(self, name, *arguments, **settings):
-        add_bytes(self, name, *arguments, **settings)
-        os.kill(os.getpid(), signal.SIGKILL)
-    Build.add_bytes = add_and_die
-with without_inductor(CaptureStore(Path(sys.argv[2]))) as compiled:
-    try:
-        main(sys.argv[4:])
-    finally:
-        with open(sys.argv[3], "a") as told:
-            print(*compiled, file=told)
 """
 
 
@@ -148,38 +124,31 @@ def store(built: tuple[CaptureStore, Any], tmp_path: Path) -> CaptureStore:
 
 @pytest.fixture
 def quickly(built: tuple[CaptureStore, Any]) -> Iterator[list[str]]:
-    """As :func:`without_inductor`."""
-    with without_inductor(built[0]) as compiled:
-        yield compiled
-
-
-@contextmanager
-def without_inductor(store: CaptureStore) -> Iterator[list[str]]:
-    """What has to be compiled now is, but without Inductor; instead of compiling ahead, a store's packages are taken.
+    """Compiles without Inductor; where a part is to be compiled ahead, the built store's package is taken.
 
     Yields:
-        The names of the halves that were compiled ahead, so to speak.
+        Names of the parts that were compiled ahead, so to speak.
     """
-    compile_half = torch.compile
+    compile_part = torch.compile
     ahead: list[str] = []
 
-    def compiled(half: Any, **settings: Any) -> Any:
-        return compile_half(half, backend="aot_eager", **settings)
+    def compiled(part: Any, **settings: Any) -> Any:
+        return compile_part(part, backend="aot_eager", **settings)
 
-    def compiled_ahead(half: LayerHalf) -> tuple[Half, bytes]:
-        (package,) = only_entry(store).folder.rglob(f"{half.name}{aot.PACKAGE_SUFFIX}")
-        ahead.append(half.name)
-        return aot.load_ahead(package, half), package.read_bytes()
+    def compiled_ahead(part: LayerPart, package: Path) -> CompiledPart:
+        shutil.copyfile(only_entry(built[0]).files / "layers" / f"{part.name}.pt2", package)
+        ahead.append(part.name)
+        return load_package(package, part)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", compiled)
-        patch.setattr(aot, "compile_ahead", compiled_ahead)
-        forget_compiled()
+        patch.setattr(capture_cache, "compile_ahead", compiled_ahead)
+        _forget_compiled()
         yield ahead
-    forget_compiled()
+    _forget_compiled()
 
 
-def forget_compiled() -> None:
-    """Drop what Dynamo knows, if there is one: to import it takes seconds."""
+def _forget_compiled() -> None:
+    """Drop Dynamo's state where Dynamo is imported, which takes seconds."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

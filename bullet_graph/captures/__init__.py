@@ -1,1 +1,1 @@
-"""Precomputed captures on disk: what an engine's start would otherwise compile, tune and measure."""
+"""The store of capture caches: entries of what an engine's start would otherwise compile, tune and measure."""

@@ -20,7 +20,7 @@ from bullet_graph.graphs.compile_counts import CompileCounts
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.provenance import Provenance, collect_provenance, without_home
 from bullet_graph.perf.start_report import StartReport
-from bullet_graph.runtime.artifacts.use import CacheUse
+from bullet_graph.runtime.capture_cache import CacheUse
 from bullet_graph.runtime.memory import MemoryLedger, format_bytes
 from bullet_graph.runtime.resolve import Runtime, load_tokenizer
 from bullet_graph.slo import Slo

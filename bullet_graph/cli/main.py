@@ -38,14 +38,12 @@ _CAPTURE_COMMANDS = {
         f"{_CLI}.capture.build:build",
         "Compile and collect what an engine needs, so that it starts fast.",
     ),
-    "explain": (f"{_CLI}.capture.explain:explain", "Explain why entries fit this machine or do not."),
-    "export": (f"{_CLI}.capture.archive:export", "Write an entry into one file."),
-    "import": (f"{_CLI}.capture.archive:import_", "Place an exported entry into the store."),
-    "list": (f"{_CLI}.capture.listing:list_", "List the store's entries, and whether they fit this machine."),
+    "explain": (f"{_CLI}.capture.entries:explain", "Explain why entries fit this machine or do not."),
+    "export": (f"{_CLI}.capture.entries:export", "Write an entry into one file."),
+    "import": (f"{_CLI}.capture.entries:import_", "Place an exported entry into the store."),
+    "list": (f"{_CLI}.capture.entries:list_", "List the entries, or show one."),
     "plan": (f"{_CLI}.capture.plan:plan", "Propose what to capture for a workload."),
-    "prune": (f"{_CLI}.capture.prune:prune", "Remove entries that are no longer needed."),
-    "show": (f"{_CLI}.capture.listing:show", "Show what one entry holds."),
-    "verify": (f"{_CLI}.capture.listing:verify", "Check the files of entries against their checksums."),
+    "prune": (f"{_CLI}.capture.entries:prune", "Remove entries that are no longer needed."),
 }
 
 

@@ -140,7 +140,7 @@ class CapturePlan:
     def graph_bytes(self, num_layers: int) -> int:
         """Estimated device memory of the captured graphs.
 
-        Buffers of piecewise graphs come on top (``models.workspaces.piece_scratch_bytes``).
+        Buffers of piecewise graphs come on top (``graphs.piecewise.piecewise_scratch_bytes``).
         """
         pieces = len(self.piecewise_rows) * num_layers
         return self.num_decode_graphs * DECODE_GRAPH_BYTES + pieces * PIECE_BYTES

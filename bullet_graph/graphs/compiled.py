@@ -1,61 +1,86 @@
-"""The two halves of a decoder layer, compiled once for every number of rows above one."""
+"""The two compiled parts of a decoder layer, before and after attention: one compilation for all batch sizes above one.
+
+Without a capture cache, torch.compile makes them. A capture cache keeps them as AOTInductor packages: shared libraries
+and cubins, which torch's C++ runtime loads within milliseconds. Its loader is called directly here, because
+``torch._inductor.aoti_load_package``, the documented way to it, imports Dynamo, Inductor and sympy for seconds.
+"""
 
 import os
+import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bullet_graph.kernels.ops import LayerOps
+from bullet_graph.kernels.ops import LayerOps, TorchOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, attention_input, attention_output
 
 _MOST_COMPILED = 64
-"""Versions of a half that a process keeps, of all its models and settings: Dynamo's own limit is 8."""
+"""Versions of a part that a process keeps, of all its models and settings; Dynamo's own limit is 8."""
 
-Half = Callable[..., tuple[Tensor, Tensor]]
+_MODEL_NAME = "model"
+"""AOTInductor's own name for the one model of a package."""
+
+_LEAST_TIME = {
+    # To preprocess the headers takes longer than it saves two parts.
+    "aot_inductor.precompile_headers": False,
+    # Of the code around the kernels.
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "aot_inductor.enable_line_tables": False,
+}
+"""Inductor's settings for the least time in the C++ compiler (bench/LOG.md), which is most of the time here."""
+
+_GPU_SETTINGS = {
+    # No kernel runs on the host: so neither probe its processor for vector instructions, nor use them.
+    "cpp.vec_isa_ok": False,
+    "cpp.march": "",
+}
+
+CompiledPart = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerHalf:
-    """A half to be compiled, and arguments of a call.
+class LayerPart:
+    """A part to compile, and arguments of a call.
 
     Attributes:
-        name: of the half.
-        function: what to compile, the whole of it.
-        rows: the first arguments, each [max_rows, width]: any number of rows from 2 to this one must do.
-        rest: the other arguments: weights, which other layers have as well, None and numbers.
+        name: of the part.
+        function: what to compile, as a whole.
+        rows: the first arguments, each [max_rows, width]; the compiled part takes 2 to max_rows rows.
+        rest: the other arguments: weights, which every layer has, None and numbers.
     """
 
     name: str
-    function: Half
+    function: CompiledPart
     rows: tuple[Tensor, ...]
     rest: tuple[Any, ...]
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """All of them, in order."""
+        """All arguments, in order."""
         return (*self.rows, *self.rest)
 
     @property
     def max_rows(self) -> int:
-        """The most rows that there will be."""
+        """Most rows of a call."""
         return len(self.rows[0])
 
 
-HalfCompiler = Callable[[LayerHalf], Half]
-"""Makes a compiled function of a half."""
+PartCompiler = Callable[[LayerPart], CompiledPart]
+
+
+# ---- torch.compile ----
 
 
 @contextmanager
 def inductor_contained() -> Iterator[None]:
-    """Have Inductor start no processes, and undo its additions to the environment: it stores its cache folder there.
-
-    An embedded engine starts no process of its own.
-    """
+    """Let Inductor start no processes, and undo its additions to the environment, such as its cache folder."""
     before = set(os.environ)
     try:
         with torch._inductor.config.patch(compile_threads=1):
@@ -65,31 +90,124 @@ def inductor_contained() -> Iterator[None]:
             del os.environ[name]
 
 
-def compile_now(half: LayerHalf) -> Half:
-    """A :data:`HalfCompiler` that keeps nothing."""
-    # Others than those of the half, since marks stay.
-    rows = [torch.zeros_like(tensor) for tensor in half.rows]
+def compile_now(part: LayerPart) -> CompiledPart:
+    """A :data:`PartCompiler` that keeps nothing for later starts."""
+    # Copies, since marks stay on tensors.
+    rows = [torch.zeros_like(tensor) for tensor in part.rows]
     for tensor in rows:
-        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=half.max_rows)
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=part.max_rows)
     with inductor_contained(), torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED):
-        # Not dynamic=True: that would make the weights' shapes symbolic, too. The whole function or an error: what it
-        # cannot compile, it would run eagerly and not say so.
-        function: Half = torch.compile(half.function, dynamic=False, fullgraph=True)
-        function(*rows, *half.rest)
+        # dynamic=True would make the weights' shapes symbolic too. Without fullgraph, what cannot be compiled would
+        # silently run eagerly.
+        function: CompiledPart = torch.compile(part.function, dynamic=False, fullgraph=True)
+        function(*rows, *part.rest)
     return function
 
 
-def by_rows(one: LayerFunctions, several: LayerFunctions) -> LayerFunctions:
-    """Functions for forwards of any number of rows: compiled halves are for two or more."""
+# ---- AOTInductor packages ----
 
-    def chosen(name: str) -> Half:
+
+def compile_ahead(part: LayerPart, package: Path) -> CompiledPart:
+    """Compile a part into a package, and load it.
+
+    Args:
+        package: the new file; its folder exists.
+
+    Raises:
+        Exception: of any kind, where torch cannot do so, or this machine lacks a C++ compiler or CUDA headers.
+    """
+    with inductor_contained(), warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        # Torch's own code calls what torch deprecates.
+        warnings.simplefilter("ignore", FutureWarning)
+        # Elsewhere first: Inductor leaves files beside a package.
+        made = Path(folder) / f"{part.name}.pt2"
+        torch._inductor.aoti_compile_and_package(
+            exported(part),
+            package_path=str(made),
+            inductor_configs=_inductor_settings(part.rows[0].device),
+        )
+        package.write_bytes(made.read_bytes())
+    return load_package(package, part)
+
+
+def exported(part: LayerPart) -> torch.export.ExportedProgram:
+    """A part as a program of its tensors, weights included: for 2 to max_rows rows, all other sizes fixed."""
+    tensors = _tensors(part.arguments)
+    # A dimension of one size is none.
+    rows = {0: torch.export.Dim("rows", min=2, max=part.max_rows)} if part.max_rows > 2 else None
+    shapes = [rows] * len(part.rows) + [None] * (len(tensors) - len(part.rows))
+    # strict=True would only have Dynamo trace the function a second time.
+    return torch.export.export(
+        _OfTensors(part), tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=False
+    )
+
+
+def load_package(package: Path, part: LayerPart) -> CompiledPart:
+    """Load a part from its package. A package is code: it must come from a trusted place.
+
+    Calls it once: kernels are loaded at the first call, which a capture does not allow. The package's custom operators
+    must be registered.
+
+    Args:
+        part: that the package was compiled from; its arguments say which device to load to.
+
+    Raises:
+        Exception: of any kind, where the package is not from :func:`compile_ahead` with the same torch.
+    """
+    device = part.rows[0].device
+    # Single-threaded: else the runtime records events and waits for them, which a capture forbids.
+    loader = torch._C._aoti.AOTIModelPackageLoader(
+        str(package), _MODEL_NAME, True, 1, -1 if device.index is None else device.index
+    )
+    run = loader.boxed_run
+
+    def loaded(*arguments: Any) -> tuple[Tensor, Tensor]:
+        x, residual = run(_tensors(arguments))
+        return x, residual
+
+    loaded(*part.arguments)
+    return loaded
+
+
+class _OfTensors(torch.nn.Module):
+    """A part as a function of its tensors alone; None and numbers are part of the program."""
+
+    def __init__(self, part: LayerPart) -> None:
+        super().__init__()
+        self._part = part
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        given, part = iter(tensors), self._part
+        return part.function(
+            *(next(given) if isinstance(value, Tensor) else value for value in part.arguments)
+        )
+
+
+def _inductor_settings(device: torch.device) -> dict[str, Any]:
+    wanted = _LEAST_TIME if device.type == "cpu" else _LEAST_TIME | _GPU_SETTINGS
+    # Releases of torch differ in the settings they know.
+    known = torch._inductor.config.get_config_copy()
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
+    return [value for value in arguments if isinstance(value, Tensor)]
+
+
+# ---- layers ----
+
+
+def by_rows(one: LayerFunctions, several: LayerFunctions) -> LayerFunctions:
+    """Layer functions that choose by the number of rows: compiled parts take two or more."""
+
+    def chosen(name: str) -> CompiledPart:
         for_one, for_several = getattr(one, name), getattr(several, name)
 
-        def half(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        def part(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
             result: tuple[Tensor, Tensor] = (for_one if len(x) == 1 else for_several)(x, *rest)
             return result
 
-        return half
+        return part
 
     return LayerFunctions(several.ops, chosen("attention_input"), chosen("attention_output"))
 
@@ -99,18 +217,15 @@ def compiled_functions(
     between: LayerOps,
     fused: LayerOps,
     max_rows: int,
-    compiler: HalfCompiler = compile_now,
+    compiler: PartCompiler = compile_now,
 ) -> LayerFunctions:
-    """Layer functions whose halves torch's compiler fuses, for 2 to ``max_rows`` rows.
-
-    Compiling happens here and once: the number of rows stays symbolic.
+    """Layer functions whose two parts are compiled, here and once, for 2 to ``max_rows`` rows.
 
     Args:
         decoder: whose weights to compile for.
-        between: operations for what lies between the halves.
-        fused: operations of the halves.
+        between: operations between the parts.
+        fused: operations of the parts.
         max_rows: most rows, at least 2.
-        compiler: of the halves.
     """
 
     def compiled_input(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -125,16 +240,61 @@ def compiled_functions(
         for width in (config.hidden_size, config.hidden_size, config.q_size)
     )
     eps = config.rms_norm_eps
-    first = LayerHalf(
+    first = LayerPart(
         "attention_input",
         compiled_input,
         rows=(x, residual),
         rest=(*layer.input_weights, eps),
     )
-    second = LayerHalf(
+    second = LayerPart(
         "attention_output",
         compiled_output,
         rows=(attended, residual),
         rest=(*layer.output_weights, eps),
     )
     return LayerFunctions(between, compiler(first), compiler(second))
+
+
+# ---- the norm inside compiled parts ----
+
+# An operator that Inductor calls without looking into it, so that its kernel is launched as everywhere else. A
+# compiled part finds it by name. Not torch.library.custom_op: calling what that makes imports Dynamo.
+_LIBRARY = torch.library.Library("bullet_graph", "FRAGMENT")
+_LIBRARY.define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from bullet_graph.kernels.triton_ops import TritonOps  # noqa: PLC0415 - published for Linux only
+
+    return TritonOps.add_rms_norm(x, residual, weight, eps)
+
+
+def _add_rms_norm_shapes(
+    x: Tensor,
+    residual: Tensor,  # noqa: ARG001 - the operator's
+    weight: Tensor,  # noqa: ARG001
+    eps: float,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+_LIBRARY.impl("add_rms_norm", _add_rms_norm, "CompositeExplicitAutograd")
+torch.library.register_fake("bullet_graph::add_rms_norm", _add_rms_norm_shapes, lib=_LIBRARY)
+
+
+class TritonNormOps(TorchOps):
+    """Operations of compiled parts on a GPU: plain torch, which Inductor fuses, and the Triton kernel of the norm.
+
+    That kernel reads a row once, Inductor's reads it twice (bench/results/h200/decode_step.json).
+    """
+
+    @staticmethod
+    def add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See :func:`~bullet_graph.kernels.ops.add_rms_norm`."""
+        normed, total = torch.ops.bullet_graph.add_rms_norm(x, residual, weight, eps)
+        return normed, total if summed is None else summed.copy_(total)

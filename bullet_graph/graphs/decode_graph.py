@@ -10,17 +10,16 @@ from torch import Tensor
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.collector import paused_collector
-from bullet_graph.graphs.compiled import HalfCompiler, compile_now
-from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, decode_functions, halves_for
+from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_now, compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
 from bullet_graph.kernels.cublas import cublas_sm_count, fitting_blas
 from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader, packed_offsets
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.kernels.triton_ops import sample
+from bullet_graph.kernels.triton_ops import TritonOps, sample
 from bullet_graph.models.decoder import Decoder
-from bullet_graph.models.layers import LayerFunctions
+from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition
 
 Int32Array = NDArray[np.int32]
@@ -80,8 +79,7 @@ class DecodeGraphs:
         max_batch_size: most rows of a step.
         num_kv_blocks: most entries of ``kv_indices``, without padding.
         padding_slot: slot that padding rows read and write.
-        halves: how steps of more than one row compute a layer's halves; others than the default are for comparisons.
-        compiler_for: gives the compiler of halves that bear this name.
+        compiler: of a layer's two parts, for steps of two or more rows; one row has a matrix kernel of its own.
     """
 
     def __init__(
@@ -92,13 +90,12 @@ class DecodeGraphs:
         max_batch_size: int,
         num_kv_blocks: int,
         padding_slot: int,
-        halves: Halves = DEFAULT_HALVES,
-        compiler_for: Callable[[str], HalfCompiler] = lambda _: compile_now,
+        compiler: PartCompiler = compile_now,
     ) -> None:
         self._decoder = decoder
-        self._halves = halves
-        self._compiler_for = compiler_for
-        self._functions: dict[Halves, LayerFunctions] = {}
+        self._compiler = compiler
+        self._one_row = eager_functions(TritonOps())
+        self._several_rows: LayerFunctions | None = None
         device = decoder.cos_sin.device
         self._attention = TritonDecodeAttention(
             decoder.config,
@@ -175,12 +172,13 @@ class DecodeGraphs:
         return self._logits[:rows]
 
     def _functions_for(self, rows: int) -> LayerFunctions:
-        halves = halves_for(rows, self._halves)
-        if halves not in self._functions:
-            max_rows = self.batch_sizes[-1]
-            compiler = self._compiler_for(f"{halves}-{max_rows}")
-            self._functions[halves] = decode_functions(self._decoder, halves, max_rows, compiler)
-        return self._functions[halves]
+        if rows == 1:
+            return self._one_row
+        if self._several_rows is None:
+            self._several_rows = compiled_functions(
+                self._decoder, TritonOps(), TritonNormOps(), self.batch_sizes[-1], self._compiler
+            )
+        return self._several_rows
 
     def _pad(self, inputs: DecodeInputs, batch_size: int) -> DecodeInputs:
         missing = batch_size - len(inputs.slots)

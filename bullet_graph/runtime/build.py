@@ -24,12 +24,18 @@ from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.start_report import StartClock
-from bullet_graph.runtime.artifacts.library_caches import triton_hashed_meanwhile
-from bullet_graph.runtime.artifacts.opening import CapturesOpener, open_captures
-from bullet_graph.runtime.artifacts.plan import cpu_plan, gpu_plan
-from bullet_graph.runtime.artifacts.start import SelfCheckHook, cached_table_for, start_with_captures
-from bullet_graph.runtime.artifacts.use import NO_CACHE, CacheUse, Captures
-from bullet_graph.runtime.capture_plan import max_forward_rows, named_plan
+from bullet_graph.runtime.capture_cache import (
+    NO_CACHE,
+    CacheUse,
+    CapturedStart,
+    CaptureOpener,
+    SelfCheckHook,
+    cached_table_for,
+    open_capture_entry,
+    start_with_captures,
+    triton_hashed_meanwhile,
+)
+from bullet_graph.runtime.capture_plan import cpu_entry_plan, gpu_entry_plan, max_forward_rows, named_plan
 from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory, workspace_bytes
@@ -75,7 +81,7 @@ def build_executor(
     progress: bool,
     on_ledger: Callable[[MemoryLedger], None],
     clock: StartClock,
-    captures_for: CapturesOpener = open_captures,
+    open_captures: CaptureOpener = open_capture_entry,
 ) -> BuiltRuntime:
     """Plan the memory, then load the weights and, meanwhile, build the executor.
 
@@ -83,7 +89,7 @@ def build_executor(
         progress: show progress bars.
         on_ledger: called with the ledger before anything is allocated.
         clock: records each phase.
-        captures_for: opens the capture cache.
+        open_captures: gives the start its compiled code and tuning.
 
     Raises:
         InsufficientMemoryError: the ledger does not fit.
@@ -105,7 +111,7 @@ def build_executor(
         config,
         runtime,
         artifact_plan(config, runtime, performance),
-        captures_for,
+        open_captures,
         partial(build, config, runtime, performance, ledger, progress, clock),
         clock,
     )
@@ -121,8 +127,8 @@ def artifact_plan(
         ConfigError: see :func:`capture_plan_of`.
     """
     if runtime.device.type == "cpu":
-        return cpu_plan(config, runtime)
-    return gpu_plan(capture_plan_of(config, runtime, performance), config)
+        return cpu_entry_plan(config, runtime)
+    return gpu_entry_plan(capture_plan_of(config, runtime, performance), config)
 
 
 def plan_ledger(
@@ -243,13 +249,13 @@ def _build_cpu(
     ledger: MemoryLedger,
     progress: bool,
     clock: StartClock,
-    captures: Captures,
+    captured: CapturedStart,
 ) -> BuiltRuntime:
     with decoder_while_loading(config, runtime, ledger, clock, progress=progress) as (decoder, join_weights):
         functions = None
         if config.compile:
             with clock.phase("kernels"):
-                functions = compiled_for_cpu(decoder, max_forward_rows(config), captures)
+                functions = compiled_for_cpu(decoder, max_forward_rows(config), captured.compiler)
         executor = CpuExecutor(decoder, max_num_seqs=config.max_num_seqs, functions=functions)
         join_weights()
     hook = None
@@ -267,7 +273,7 @@ def _build_cuda(
     ledger: MemoryLedger,
     progress: bool,
     clock: StartClock,
-    captures: Captures,
+    captured: CapturedStart,
 ) -> BuiltRuntime:
     plan = capture_plan_of(config, runtime, performance)
     # Before the weights are loaded: a partition that does not hold should fail early, and the proof needs an idle GPU.
@@ -284,7 +290,7 @@ def _build_cuda(
             # Here, since a machine without a GPU has no triton, and weights are loaded meanwhile.
             from bullet_graph.runtime.cuda import CudaExecutor  # noqa: PLC0415
         with clock.phase("kernels"):
-            captures.load_attention(runtime)
+            captured.load_attention(runtime)
         executor = CudaExecutor(
             decoder,
             max_num_seqs=config.max_num_seqs,
@@ -298,7 +304,8 @@ def _build_cuda(
             join_weights=join_weights,
             clock=clock,
             progress=progress,
-            artifacts=captures,
+            compiler=captured.compiler,
+            tuned_rows=captured.piecewise_rows(plan) if config.cuda_graphs else None,
         )
         undo.pop_all()
     lane_sms = {(lane, p): backend.expected_sms(lane, p) for p in plan.batch_sizes for lane in LANES}

@@ -1,7 +1,9 @@
-"""Which capture plan an engine follows: the one its configuration names, or all buckets for its partitions."""
+"""The capture plan that a configuration names, and the plan that a capture cache's entry is for."""
 
+import dataclasses
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
@@ -66,3 +68,25 @@ def check_plan(plan: CapturePlan, config: EngineConfig, *, name: str, dtype: str
             f"{name} has no decode lane of {sms} SMs, which the policy {config.policy} needs, but "
             f"{', '.join(map(str, plan.decode_sms)) or 'the whole GPU only'}: choose one of these, or add a [[decode]]"
         )
+
+
+def plan_mapping(plan: CapturePlan) -> dict[str, Any]:
+    """A capture plan as a JSON object."""
+    mapping: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(plan)))
+    return mapping
+
+
+def gpu_entry_plan(plan: CapturePlan, config: EngineConfig) -> dict[str, Any]:
+    """The plan of an entry for an engine on a GPU."""
+    mapping = plan_mapping(plan)
+    # Without graphs nothing is compiled for them.
+    return mapping if config.cuda_graphs else {**mapping, "cuda_graphs": False}
+
+
+def cpu_entry_plan(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
+    """The plan of an entry for an engine on the CPU: the rows that layers are compiled for."""
+    return {
+        "model": Path(config.model).name,
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "compiled_rows": max_forward_rows(config),
+    }

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from bullet_graph.graphs.compiled import by_rows, compiled_functions
+from bullet_graph.graphs.compiled import PartCompiler, by_rows, compiled_functions
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState, sample, token_logprobs
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
-from bullet_graph.runtime.artifacts.use import Captures
 from bullet_graph.runtime.executor import clear_frames
 from bullet_graph.runtime.rows import Rows, lay_out, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, Step, StepLogprobs, StepResult
@@ -31,9 +30,8 @@ class _Forward:
 
 
 @torch.inference_mode()
-def compiled_for_cpu(decoder: Decoder, max_rows: int, captures: Captures) -> LayerFunctions:
+def compiled_for_cpu(decoder: Decoder, max_rows: int, compiler: PartCompiler) -> LayerFunctions:
     """Layer functions for up to ``max_rows`` rows, compiled for forwards of two or more rows."""
-    compiler = captures.compiler_for(f"cpu-{max_rows}")
     compiled = compiled_functions(decoder, TorchOps(), TorchOps(), max_rows, compiler)
     return by_rows(eager_functions(TorchOps()), compiled)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from bullet_graph.config import ReadyName
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import CapturePlan
+from bullet_graph.graphs.compiled import PartCompiler, compile_now
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.engine_graphs import EngineGraphs
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
@@ -26,7 +27,6 @@ from bullet_graph.models.decoder import Decoder
 from bullet_graph.partition.backend import PartitionBackend
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
-from bullet_graph.runtime.artifacts.use import Captures
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
 from bullet_graph.runtime.executor import clear_frames, keep_for_ever
 from bullet_graph.runtime.rows import lay_out, settings_row
@@ -148,7 +148,8 @@ class CudaExecutor:
         join_weights: waits until the decoder's weights are loaded; they may still be loading when this is called.
         clock: records each phase.
         progress: show a progress bar while capturing.
-        artifacts: compiled code and tuning from a capture cache, or None.
+        compiler: of a layer's two parts.
+        tuned_rows: the plan's rows of piecewise graphs that are known to be worthwhile; None: they are timed.
 
     Attributes:
         capture: the cost of capturing here, or None.
@@ -171,12 +172,11 @@ class CudaExecutor:
         join_weights: Callable[[], None],
         clock: StartClock,
         progress: bool,
-        artifacts: Captures | None = None,
+        compiler: PartCompiler = compile_now,
+        tuned_rows: tuple[int, ...] | None = None,
     ) -> None:
-        artifacts = Captures() if artifacts is None else artifacts
-        worthwhile = artifacts.row_buckets(plan) if cuda_graphs else None
-        if worthwhile is not None:
-            plan = dataclasses.replace(plan, piecewise_rows=worthwhile)
+        if tuned_rows is not None:
+            plan = dataclasses.replace(plan, piecewise_rows=tuned_rows)
         device = decoder.cos_sin.device
         self._decoder = decoder
         self._backend = backend
@@ -229,14 +229,14 @@ class CudaExecutor:
                     max_batch_size=max_num_seqs,
                     num_kv_blocks=num_kv_blocks,
                     padding_slot=self._padding_slot,
-                    compiler_for=artifacts.compiler_for,
+                    compiler=compiler,
                 )
                 self._captures = EngineGraphs(
                     self._graphs,
                     self._layer_graphs,
                     plan,
                     num_layers=decoder.config.num_layers,
-                    is_tuned=worthwhile is not None,
+                    is_tuned=tuned_rows is not None,
                 )
                 self.capture = self._captures.capture_first(
                     ready, partial(self._stream, "decode"), clock, progress=progress

@@ -1,21 +1,19 @@
-"""Collects this machine's side of a fingerprint, for comparing with that of a cache."""
+"""This machine's side of a capture cache's fingerprint: all that compiled code and captured graphs depend on."""
 
 import dataclasses
 import hashlib
-import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from bullet_graph.captures.fingerprint import MODEL_COMPONENTS, Fingerprint, digest
+from bullet_graph.captures.manifest import digest
 from bullet_graph.errors import DeviceError
-from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.energy import nvml_driver_version
 from bullet_graph.perf.provenance import host_cpu, installed_version
@@ -26,81 +24,62 @@ DeviceType = Literal["cuda", "cpu"]
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 _COMPILER_TIMEOUT_S = 20
 _NONE = "none"
+_MODEL_COMPONENTS = ("model", "dtype")
 
-KERNEL_SOURCES = (
+SOURCES = (
     "config.py",
-    *("graphs/aot.py", "graphs/compiled.py", "graphs/halves.py"),
-    "kernels/*.py",
-    "models/*.py",
-)
-"""What decides which kernels there are and how they are compiled; whole files, for Triton's keys hold line numbers."""
-
-GRAPH_SOURCES = (
     "graphs/*.py",
+    "kernels/*.py",
+    "models/**/*.py",
     "partition/masks.py",
     *("runtime/cuda.py", "runtime/eager_lane.py", "runtime/rows.py"),
 )
-"""What decides, besides, what is captured."""
+"""Files that decide which kernels there are and what is captured. Whole files: Triton's keys hold line numbers."""
 
-_WITHOUT_KERNELS = frozenset(f"models/{name}.py" for name in ("checkpoint", "progress", "tokenizer"))
-
-
-def fingerprint_of(runtime: Runtime) -> Fingerprint:
-    """What captures for this runtime depend on, on this machine.
-
-    Raises:
-        DeviceError: the driver does not tell its version.
-    """
-    return Fingerprint.of(
-        {
-            **machine_components("cuda" if runtime.device.type == "cuda" else "cpu"),
-            **model_components(runtime.model, runtime.dtype),
-        }
-    )
+_NO_KERNELS = frozenset(f"models/{name}.py" for name in ("checkpoint", "json_files", "progress", "tokenizer"))
 
 
-def plan_mapping(plan: CapturePlan) -> dict[str, Any]:
-    """A capture plan as the JSON object that a cache's manifest names it by."""
-    mapping: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(plan)))
-    return mapping
-
-
-def on_this_machine(fingerprint: Fingerprint) -> Fingerprint:
-    """What a cache for the same model and dtype would depend on, were it built here.
-
-    Args:
-        fingerprint: of a cache, which may be of another machine.
+def fingerprint_of(runtime: Runtime) -> dict[str, str]:
+    """The fingerprint that an entry for this runtime needs on this machine, by component.
 
     Raises:
-        DeviceError: the driver does not tell its version.
+        DeviceError: the driver's version is unknown.
     """
-    theirs = fingerprint.values
-    device: DeviceType = "cuda" if theirs.get("device") != "cpu" and torch.cuda.is_available() else "cpu"
-    model = {name: theirs[name] for name in MODEL_COMPONENTS if name in theirs}
-    return Fingerprint.of({**machine_components(device), **model})
+    machine = machine_components("cuda" if runtime.device.type == "cuda" else "cpu")
+    return {**machine, **model_components(runtime.model, runtime.dtype)}
+
+
+def on_this_machine(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """The fingerprint of an entry for the same model and dtype, if it were built here.
+
+    Raises:
+        DeviceError: the driver's version is unknown.
+    """
+    is_gpu = fingerprint.get("device") != "cpu" and torch.cuda.is_available()
+    model = {name: fingerprint[name] for name in _MODEL_COMPONENTS if name in fingerprint}
+    return {**machine_components("cuda" if is_gpu else "cpu"), **model}
 
 
 def model_components(model: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
-    """The components that say what a cache is for.
+    """The components that say what an entry is for.
 
     Args:
-        dtype: of weights, activations and cache.
+        dtype: of weights, activations and KV cache.
     """
     shape = dataclasses.asdict(model)
-    # They change no kernel: which tokens end an output, and what the checkpoint was stored in.
+    # They change no kernel: the tokens that end an output, and the checkpoint's own dtype.
     del shape["eos_token_ids"], shape["dtype"]
     return {
         "model": f"{model.architecture} {model.num_layers}x{model.hidden_size} {digest(shape)}",
-        "head_dim": str(model.head_dim),
         "dtype": str(dtype).removeprefix("torch."),
     }
 
 
 def machine_components(device: DeviceType) -> dict[str, str]:
-    """The components that say what a cache is built with, on one of this machine's devices.
+    """The components that say what an entry is built with on this machine.
 
     Raises:
-        DeviceError: the driver does not tell its version.
+        DeviceError: the driver's version is unknown.
     """
     libc, libc_version = platform.libc_ver()
     components = {
@@ -109,24 +88,21 @@ def machine_components(device: DeviceType) -> dict[str, str]:
         "python": f"{platform.python_implementation()} {'.'.join(platform.python_version_tuple()[:2])}",
         "torch": torch.__version__,
         "triton": installed_version("triton") or _NONE,
-        "code_kernels": source_digest(KERNEL_SOURCES, without=_WITHOUT_KERNELS),
-        "code_graphs": source_digest(GRAPH_SOURCES),
+        "code": source_digest(),
     }
     return components | (_gpu_components() if device == "cuda" else _cpu_components())
 
 
-def source_digest(patterns: Iterable[str], *, without: frozenset[str] = frozenset()) -> str:
-    """SHA-256, shortened, over the package's source files that match, by name and content.
-
-    Args:
-        patterns: globs, relative to the package.
-        without: paths to leave out, relative to the package.
-    """
-    files = {
-        path.relative_to(_PACKAGE_FOLDER).as_posix() for p in patterns for path in _PACKAGE_FOLDER.glob(p)
-    }
+def source_digest() -> str:
+    """Shortened SHA-256 over the package's :data:`SOURCES`, by name and content."""
+    paths = {path for pattern in SOURCES for path in _PACKAGE_FOLDER.glob(pattern)}
+    names = {path.relative_to(_PACKAGE_FOLDER).as_posix(): path for path in paths}
     return digest(
-        {name: hashlib.sha256((_PACKAGE_FOLDER / name).read_bytes()).hexdigest() for name in files - without}
+        {
+            name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for name, path in names.items()
+            if name not in _NO_KERNELS
+        }
     )
 
 
@@ -135,7 +111,7 @@ def _gpu_components() -> dict[str, str]:
     driver = nvml_driver_version()
     if driver is None:
         raise DeviceError(
-            "a cache of captures holds for one version of the NVIDIA driver, which NVML does not tell here: "
+            "a capture cache holds for one version of the NVIDIA driver, but NVML does not report it here: "
             "pip install 'bullet-graph[cuda]', and check `nvidia-smi`"
         )
     return {
@@ -159,7 +135,7 @@ def _cpu_components() -> dict[str, str]:
 
 
 def _cxx_compiler() -> str:
-    # As Inductor's setting cpp.cxx has it; to ask Inductor takes seconds, since all of torch's compiler is imported.
+    # As in Inductor's setting cpp.cxx; asking Inductor would import torch's compiler for seconds.
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     try:
         command = [compiler, "--version"]

@@ -10,7 +10,6 @@ import torch
 from decoders import new_decoder
 
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
-from bullet_graph.graphs.halves import Halves
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.ops import TorchOps

@@ -1,4 +1,4 @@
-"""The compiled halves of a layer: what Inductor is given, since it takes half a minute on a CPU itself."""
+"""The compiled parts of a layer: what Inductor is given, since it takes half a minute on a CPU itself."""
 
 import os
 import subprocess
@@ -12,9 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-from bullet_graph.graphs.aot import exported
-from bullet_graph.graphs.compiled import Half, LayerHalf, compiled_functions
-from bullet_graph.graphs.halves import DEFAULT_HALVES, Halves, TritonNormOps, decode_functions, halves_for
+
+from bullet_graph.graphs.compiled import CompiledPart, LayerPart, TritonNormOps, compiled_functions, exported
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import LayerOps, TorchOps
 from bullet_graph.kernels.triton_ops import TritonOps
@@ -25,7 +24,7 @@ from bullet_graph.models.weights import dummy_weights
 
 USE_THE_NORM = """
 import sys, torch
-from bullet_graph.graphs.halves import TritonNormOps
+from bullet_graph.graphs.compiled import TritonNormOps
 with torch.inference_mode():
     normed, _ = TritonNormOps.add_rms_norm(torch.ones(3, 64), torch.zeros(3, 64), torch.ones(64), 1e-5)
 assert abs(float(normed.sum()) - 3 * 64) < 0.1
@@ -46,11 +45,11 @@ def decoder() -> Decoder:
 def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, object]]]:
     """With which each half is compiled, here without Inductor."""
     seen: list[dict[str, object]] = []
-    compile_half = torch.compile
+    compile_part = torch.compile
 
-    def recorded(half: Callable[..., Any], **given: Any) -> Callable[..., Any]:
+    def recorded(part: Callable[..., Any], **given: Any) -> Callable[..., Any]:
         seen.append(given)
-        return compile_half(half, backend="aot_eager", **given)
+        return compile_part(part, backend="aot_eager", **given)
 
     monkeypatch.setattr(torch, "compile", recorded)
     torch._dynamo.reset()
@@ -58,7 +57,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, object]
     torch._dynamo.reset()
 
 
-def halves(functions: LayerFunctions, decoder: Decoder, rows: int) -> tuple[torch.Tensor, ...]:
+def parts(functions: LayerFunctions, decoder: Decoder, rows: int) -> tuple[torch.Tensor, ...]:
     layer, generator = decoder.weights.layers[0], torch.Generator().manual_seed(rows)
     x, residual, attended = (
         torch.randn(rows, width, generator=generator)
@@ -79,8 +78,8 @@ def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], 
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (2, 5, MAX_ROWS):
             for out, expected in zip(
-                halves(functions, decoder, rows),
-                halves(eager_functions(TorchOps()), decoder, rows),
+                parts(functions, decoder, rows),
+                parts(eager_functions(TorchOps()), decoder, rows),
                 strict=True,
             ):
                 torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -90,12 +89,12 @@ def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], 
     ("fused", "max_rows"), [(TorchOps(), 2), (TorchOps(), 3), (TritonNormOps(), MAX_ROWS)]
 )
 def test_exported_for_all_rows(decoder: Decoder, fused: LayerOps, max_rows: int) -> None:
-    def compiler(half: LayerHalf) -> Half:
-        tensors = [value for value in half.arguments if isinstance(value, torch.Tensor)]
-        program = exported(half)
-        assert not program.state_dict, "weights are inputs: all layers have the same half"
+    def compiler(part: LayerPart) -> CompiledPart:
+        tensors = [value for value in part.arguments if isinstance(value, torch.Tensor)]
+        program = exported(part)
+        assert not program.state_dict, "weights are inputs: all layers have the same parts"
         assert not program.constants
-        assert len(tensors) == len(half.arguments) - (2 if half.name == "attention_input" else 1)
+        assert len(tensors) == len(part.arguments) - (2 if part.name == "attention_input" else 1)
         run = program.module()
         return lambda *arguments: run(*(value for value in arguments if isinstance(value, torch.Tensor)))
 
@@ -103,8 +102,8 @@ def test_exported_for_all_rows(decoder: Decoder, fused: LayerOps, max_rows: int)
         functions = compiled_functions(decoder, TorchOps(), fused, max_rows, compiler)
         for rows in {2, max_rows - 1, max_rows} - {1}:
             for out, expected in zip(
-                halves(functions, decoder, rows),
-                halves(eager_functions(TorchOps()), decoder, rows),
+                parts(functions, decoder, rows),
+                parts(eager_functions(TorchOps()), decoder, rows),
                 strict=True,
             ):
                 torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -118,10 +117,9 @@ def test_the_norm_s_operator_imports_no_compiler() -> None:
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize(("name", "norms"), [("compiled-norm", 2), ("compiled", 0), ("eager", 2)])
 @pytest.mark.usefixtures("settings")
-def test_what_computes_the_norms(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, name: Halves, norms: int
+def test_the_norm_s_kernel_is_called_inside_compiled_parts(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[torch.Tensor] = []
     add_rms_norm = TritonOps.add_rms_norm
@@ -131,13 +129,8 @@ def test_what_computes_the_norms(
         return add_rms_norm(x, *rest)
 
     monkeypatch.setattr(TritonOps, "add_rms_norm", staticmethod(recorded))
-    functions = decode_functions(decoder, name, MAX_ROWS)
+    functions = compiled_functions(decoder, TritonOps(), TritonNormOps(), MAX_ROWS)
     assert isinstance(functions.ops, TritonOps)
     calls.clear()
-    halves(functions, decoder, 4)
-    assert [type(x) for x in calls] == [torch.Tensor] * norms
-
-
-def test_one_row_is_never_compiled() -> None:
-    assert [halves_for(rows) for rows in (1, 2, MAX_ROWS)] == ["eager", DEFAULT_HALVES, DEFAULT_HALVES]
-    assert [halves_for(rows, "compiled") for rows in (1, 2)] == ["eager", "compiled"]
+    parts(functions, decoder, 4)
+    assert [type(x) for x in calls] == [torch.Tensor] * 2

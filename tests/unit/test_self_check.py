@@ -13,7 +13,7 @@ from bullet_graph.models.decoder import Decoder, cos_sin_table
 from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.models.weights import dummy_weights
-from bullet_graph.runtime.artifacts.exercise import exercise
+from bullet_graph.runtime.capture_build import exercise
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.self_check import (
     SelfCheckPoint,

@@ -72,7 +72,7 @@ class StartRun:
         phases: in the order of their ends; they may overlap.
         capture: see :class:`~bullet_graph.graphs.report.CaptureReport`; None where nothing is captured.
         compiles: what was compiled; see :class:`~bullet_graph.graphs.compile_counts.CompileCounts`.
-        cache_use: what a capture cache gave; see :class:`~bullet_graph.runtime.artifacts.use.CacheUse`.
+        cache_use: what a capture cache gave; see :class:`~bullet_graph.runtime.capture_cache.CacheUse`.
         num_missing_graphs: left to be captured after the first token.
     """
 

@@ -1,0 +1,278 @@
+"""Builds an entry of a capture cache: a start that keeps what it compiles, measures and chooses."""
+
+import dataclasses
+import itertools
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bullet_graph.captures.manifest import entry_id
+from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
+from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounter, CompileCounts
+from bullet_graph.kernels.flashinfer_attention import needed_module
+from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.partition import offsets
+from bullet_graph.partition.masks import LANES, Lane
+from bullet_graph.partition.smctrl import identify_driver
+from bullet_graph.perf.provenance import collect_provenance
+from bullet_graph.perf.start_report import StartClock
+from bullet_graph.perf.table import read_table
+from bullet_graph.runtime.build import artifact_plan, build_executor
+from bullet_graph.runtime.capture_cache import (
+    MASK_OFFSET,
+    MEASURED,
+    PERF_TABLE,
+    TRITON,
+    CapturedStart,
+    cached_perf_table,
+    copy_kernels,
+    library_caches,
+    library_name,
+)
+from bullet_graph.runtime.capture_plan import max_forward_rows
+from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.fingerprint import fingerprint_of
+from bullet_graph.runtime.performance import ROOFLINE, find_performance, table_file
+from bullet_graph.runtime.resolve import Runtime, resolve
+from bullet_graph.runtime.self_check import SEED, STEPS, SelfCheckPoint
+from bullet_graph.runtime.step import DecodeBatch, Int32Array, Placement, PrefillBatch, SlotInit, Step
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """Result of a build.
+
+    Attributes:
+        entry: in the store.
+        was_there: it was finished before.
+        compiles: what was compiled.
+        seconds: duration of the build.
+    """
+
+    entry: Entry
+    was_there: bool
+    compiles: CompileCounts = NOTHING_COMPILED
+    seconds: float = 0.0
+
+
+def build_entry(
+    config: EngineConfig, store: CaptureStore, *, progress: bool, tell: Callable[[str], None]
+) -> BuildReport:
+    """Build the entry that an engine of this configuration starts from.
+
+    Args:
+        config: its ``capture_cache``, ``self_check`` and ``ready`` are ignored: all batch sizes are checked.
+        progress: show progress bars.
+        tell: told a line when this waits for another builder.
+
+    Raises:
+        CacheError: the store cannot be written, or what was compiled does not compute the model.
+        BulletGraphError: any error of an engine of this configuration.
+    """
+    start_s = time.perf_counter()
+    runtime = resolve(config)
+    # On the CPU, only compiled layers are worth keeping.
+    is_gpu = runtime.device.type == "cuda"
+    config = dataclasses.replace(
+        config, capture_cache=None, self_check="all", ready="all", compile=config.compile or not is_gpu
+    )
+    here = fingerprint_of(runtime)
+    performance = find_performance(config, runtime, cached_table=lambda: cached_perf_table(store, here))
+    plan = artifact_plan(config, runtime, performance)
+    name = entry_id(here, plan)
+    with store.building(name, tell=tell) as staged:
+        there = store.whole(name)
+        if there is not None:
+            return BuildReport(there, was_there=True)
+        compiles, points = _fill(staged / FILES_NAME, config, runtime, progress)
+        seconds = time.perf_counter() - start_s
+        entry = store.commit(
+            staged,
+            fingerprint=here,
+            plan=plan,
+            self_check=_self_check_record(points),
+            created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+            build_seconds=seconds,
+            provenance=dataclasses.asdict(collect_provenance(runtime.device.type)),
+        )
+    return BuildReport(entry, was_there=False, compiles=compiles, seconds=seconds)
+
+
+def _fill(
+    files: Path, config: EngineConfig, runtime: Runtime, progress: bool
+) -> tuple[CompileCounts, tuple[SelfCheckPoint, ...]]:
+    """Start an engine that keeps everything in ``files``, and run each kind of forward."""
+    is_gpu = runtime.device.type == "cuda"
+    captured = CapturedStart(files, is_build=True, self_check="all")
+    with tempfile.TemporaryDirectory(prefix="bullet_graph_") as scratch, library_caches(Path(scratch)):
+        # Triton's folder lies in the entry, Inductor's is not kept.
+        with CompileCounter(gpu=is_gpu) as counter:
+            if is_gpu:
+                keep_measured(files, config, runtime)
+                keep_attention(files, runtime)
+            built = build_executor(
+                config,
+                runtime,
+                progress=progress,
+                on_ledger=lambda _: None,
+                clock=StartClock(),
+                open_captures=lambda *_: nullcontext(captured),
+            )
+            try:
+                exercise(
+                    built.executor,
+                    max_rows=max_forward_rows(config),
+                    max_num_seqs=config.max_num_seqs,
+                    max_model_len=runtime.max_model_len,
+                    num_kv_blocks=built.memory.num_kv_blocks,
+                )
+                rows: tuple[int, ...] = getattr(built.executor, "row_buckets", ())
+            finally:
+                built.executor.shutdown()
+        with file_errors("cannot write into the capture cache"):
+            if is_gpu:
+                copy_kernels(Path(scratch) / TRITON, files / TRITON)
+            if built.capture is not None:
+                measured = {"piecewise_rows": rows, "capture": dataclasses.asdict(built.capture)}
+                (files / MEASURED).write_text(json.dumps(measured, indent=1) + "\n")
+    return counter.counts, captured.use.self_check
+
+
+def keep_measured(files: Path, config: EngineConfig, runtime: Runtime) -> None:
+    """Keep the performance table that such an engine predicts from, and this driver's SM-mask offset, if known."""
+    with file_errors("cannot write into the capture cache"):
+        table = None if config.perf_table == ROOFLINE else table_file(config, runtime)
+        if table is not None:
+            read_table(table)
+            shutil.copyfile(table, files / PERF_TABLE)
+        driver = identify_driver()
+        trusted = offsets.find(driver)
+        if trusted is not None:
+            offsets.remember(driver, trusted.offset, files / MASK_OFFSET)
+
+
+def keep_attention(files: Path, runtime: Runtime) -> None:
+    """Keep FlashInfer's module, which FlashInfer builds or has in its own folder."""
+    module = needed_module(Gpu.of(runtime.device), runtime.dtype, runtime.model.head_dim)
+    library = module.build()
+    target = files / library_name(module)
+    with file_errors("cannot write into the capture cache"):
+        target.parent.mkdir()
+        shutil.copyfile(library, target)
+
+
+def _self_check_record(points: tuple[SelfCheckPoint, ...]) -> dict[str, Any] | None:
+    if not points:
+        return None
+    return {
+        "seed": SEED,
+        "steps": STEPS,
+        "tolerance": points[0].tolerance,
+        "relative_error": {str(point.batch_size): point.relative_error for point in points},
+    }
+
+
+# ---- forwards of each kind ----
+
+# Triton compiles a kernel anew where a number is 1 or a multiple of 16, and where an address is a multiple of 16 bytes.
+# So rows, sequences and blocks of each such kind count, in each forward that a lane may be given.
+
+PROMPT_TOKENS = (1, 2, 5, 16, 100, 128, 1000, 1024, 2048)
+"""Lengths of prompts alone: one, odd, multiples of 16, longer than a large model's piecewise graphs."""
+
+MIXED_PROMPTS = (1, 2, 3, 4)
+"""Number of prompts beside decode rows: it decides how the decode rows' arrays are aligned."""
+
+MIXED_TOKENS = (16, 20)
+"""Their lengths: of one block and of two."""
+
+DECODE_ROWS = (1, 3, 16, 100, 128)
+
+_POSITION = 5
+"""Of decode rows; any will do."""
+
+
+def exercise(
+    executor: Executor, *, max_rows: int, max_num_seqs: int, max_model_len: int, num_kv_blocks: int
+) -> int:
+    """Launch every kind of step that fits, so that kernels which no start needs are compiled; returns their number.
+
+    Args:
+        max_rows: most rows of a forward.
+        max_num_seqs: slots.
+        max_model_len: most tokens of a sequence.
+        num_kv_blocks: blocks of the KV cache, including that of padding.
+    """
+    # Block 0 is that of padding, block 1 the decode rows'.
+    room = (num_kv_blocks - 2) * KV_BLOCK_TOKENS
+    steps = 0
+    lanes: tuple[Lane, ...] = LANES if executor.has_prefill_lane else ("decode",)
+    for tokens in (tokens for tokens in PROMPT_TOKENS if tokens < min(max_rows, max_model_len, room)):
+        # A whole prompt, then its last token as a chunk that goes on.
+        for lane, start in itertools.product(lanes, sorted({0, tokens - 1})):
+            _run(executor, Step(_admitted(1), _prompts(1, start, tokens), None, None), lane)
+            steps += 1
+    for step in _decode_steps(max_rows, max_num_seqs, max_model_len, room):
+        _run(executor, step, "decode")
+        steps += 1
+    return steps
+
+
+def _decode_steps(max_rows: int, max_num_seqs: int, max_model_len: int, room: int) -> Iterator[Step]:
+    if max_model_len <= max(_POSITION, *MIXED_TOKENS):
+        return
+    for rows in (rows for rows in DECODE_ROWS if rows <= max_num_seqs):
+        yield Step(_admitted(rows), None, _decode(0, rows), None)
+        for prompts, tokens in itertools.product(MIXED_PROMPTS, MIXED_TOKENS):
+            fits = prompts + rows <= max_num_seqs and prompts * tokens + rows <= max_rows
+            if fits and prompts * _num_blocks(tokens) * KV_BLOCK_TOKENS <= room:
+                yield Step(
+                    _admitted(prompts + rows), _prompts(prompts, 0, tokens), _decode(prompts, rows), None
+                )
+
+
+def _run(executor: Executor, step: Step, lane: Lane) -> None:
+    executor.wait(executor.launch(step, Placement(lane=lane)))
+
+
+def _admitted(count: int) -> tuple[SlotInit, ...]:
+    return tuple(SlotInit(slot, 0.0, 0, 1.0, 0.0, 0, (), 0) for slot in range(count))
+
+
+def _num_blocks(tokens: int) -> int:
+    return -(-tokens // KV_BLOCK_TOKENS)
+
+
+def _prompts(count: int, start: int, end: int) -> PrefillBatch:
+    """Tokens [start, end) of ``count`` prompts, in the first slots."""
+    ordinals = np.arange(count + 1, dtype=np.int32)
+    num_blocks = _num_blocks(end)
+    return PrefillBatch(
+        slots=ordinals[:-1],
+        token_ids=np.zeros(count * (end - start), dtype=np.int32),
+        q_indptr=ordinals * np.int32(end - start),
+        starts=np.full(count, start, dtype=np.int32),
+        kv_indptr=ordinals * np.int32(num_blocks),
+        kv_indices=np.arange(2, 2 + count * num_blocks, dtype=np.int32),
+        samples=np.ones(count, dtype=np.bool_),
+    )
+
+
+def _decode(first_slot: int, rows: int) -> DecodeBatch:
+    blocks: Int32Array = np.ones(rows, dtype=np.int32)
+    return DecodeBatch(
+        slots=np.arange(first_slot, first_slot + rows, dtype=np.int32),
+        positions=blocks * np.int32(_POSITION),
+        kv_indptr=np.arange(rows + 1, dtype=np.int32),
+        kv_indices=blocks,
+    )

@@ -1,0 +1,497 @@
+"""A start from a capture cache: take what the entry has, check what it computes, and otherwise compile everything.
+
+An entry's files: ``layers/*.pt2`` (AOTInductor packages), ``triton/`` (Triton's own cache folder), ``flashinfer/*.so``,
+``perf_table.json``, ``mask_offset.json`` and ``measured.json``.
+"""
+
+import json
+import os
+import secrets
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from bullet_graph.captures.store import CaptureStore, Entry, Lookup, default_root, file_errors
+from bullet_graph.config import EngineConfig
+from bullet_graph.errors import CacheError, CaptureCacheWarning, DeviceError, PerfTableError
+from bullet_graph.graphs.capture_plan import CapturePlan
+from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
+from bullet_graph.graphs.compiled import CompiledPart, LayerPart, compile_ahead, compile_now, load_package
+from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_module
+from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.models.decoder import Decoder
+from bullet_graph.partition import offsets
+from bullet_graph.partition.smctrl import identify_driver
+from bullet_graph.perf.start_report import PhaseName, StartClock
+from bullet_graph.perf.table import PerfTable, read_table
+from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.fingerprint import fingerprint_of
+from bullet_graph.runtime.resolve import Runtime
+from bullet_graph.runtime.self_check import (
+    SelfCheckPoint,
+    SelfCheckStep,
+    fitting_sizes,
+    run_self_check,
+    sampled_sizes,
+)
+
+LAYERS = "layers"
+TRITON = "triton"
+PERF_TABLE = "perf_table.json"
+MASK_OFFSET = "mask_offset.json"
+MEASURED = "measured.json"
+
+_GROUP_PREFIX = "__grp__"
+"""Begins the names of Triton's files that list a kernel's other files, by absolute path."""
+
+_TABLE_COMPONENTS = ("gpu", "num_sms", "torch", "triton", "flashinfer", "model", "dtype")
+"""The fingerprint's components that a performance table holds for: it outlives changes of our code."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What a capture cache gave to a start.
+
+    Attributes:
+        entry_id: the entry used; None for none.
+        self_check: the logits compared, by batch size.
+        problems: why the cache, or a part of it, was not used.
+    """
+
+    entry_id: str | None = None
+    self_check: tuple[SelfCheckPoint, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+NO_CACHE = CacheUse()
+
+
+class CapturedStart:
+    """Compiled code and tuning of one start.
+
+    Args:
+        files: an entry's folder of files; None compiles everything.
+        is_build: the folder is empty, and what is compiled is kept there.
+        entry: of the files, and its store, to be rejected where it computes something else than the model.
+        self_check: batch sizes to compare: ``off``, ``sample`` or ``all``.
+        problems: known already.
+    """
+
+    def __init__(
+        self,
+        files: Path | None = None,
+        *,
+        is_build: bool = False,
+        entry: tuple[CaptureStore, Entry] | None = None,
+        self_check: str = "off",
+        problems: Sequence[str] = (),
+    ) -> None:
+        self._files, self._is_build, self._entry, self._self_check = files, is_build, entry, self_check
+        self._points: tuple[SelfCheckPoint, ...] = ()
+        self._problems = list(problems)
+        self._is_rejected = False
+
+    @property
+    def use(self) -> CacheUse:
+        """What the cache gave so far."""
+        used = None if self._entry is None else self._entry[1].entry_id
+        return CacheUse(used, self._points, tuple(self._problems))
+
+    def compiler(self, part: LayerPart) -> CompiledPart:
+        """Compile a part of a layer, or load it: a :data:`~bullet_graph.graphs.compiled.PartCompiler`.
+
+        Raises:
+            CacheError: of a build, where it cannot be compiled ahead of time.
+        """
+        if self._files is None:
+            return compile_now(part)
+        package = self._files / LAYERS / f"{part.name}.pt2"
+        try:
+            if self._is_build:
+                package.parent.mkdir(exist_ok=True)
+                return compile_ahead(part, package)
+            return load_package(package, part)
+        # Whatever torch and foreign code may raise.
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error!s:.300}"
+            if self._is_build:
+                raise CacheError(
+                    f"{part.name} cannot be compiled ahead of time, which needs a C++ compiler and, on a GPU, CUDA's "
+                    f"headers: {problem}"
+                ) from error
+            self._reject(f"{package.name} cannot be loaded ({problem})")
+            return compile_now(part)
+
+    def piecewise_rows(self, plan: CapturePlan) -> tuple[int, ...] | None:
+        """The plan's rows of piecewise graphs that were worthwhile at the build; None: they have to be timed."""
+        if self._files is None or self._is_build or not plan.piecewise_rows:
+            return None
+        try:
+            rows = json.loads((self._files / MEASURED).read_bytes())["piecewise_rows"]
+            if rows != [size for size in plan.piecewise_rows if size in rows]:
+                raise ValueError(f"rows of the plan are required, found {rows!r:.100}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._tell(f"rows of piecewise graphs are timed anew: {MEASURED}: {error}")
+            return None
+        return tuple(rows)
+
+    def load_attention(self, runtime: Runtime) -> None:
+        """Load FlashInfer's module, if the entry has it."""
+        module = needed_module(Gpu.of(runtime.device), runtime.dtype, runtime.model.head_dim)
+        library = None if self._files is None else self._files / library_name(module)
+        if library is None or not library.is_file():
+            return
+        try:
+            load_module(module, library)
+        except RuntimeError as error:
+            self._tell(f"{library.name} cannot be loaded, so FlashInfer compiles it: {error!s:.300}")
+
+    def holds(
+        self, decoder: Decoder, logits_of: Callable[[SelfCheckStep], Tensor], batch_sizes: Sequence[int]
+    ) -> bool:
+        """Self-check: whether the logits are those of the uncompiled model. Where not, the entry is rejected.
+
+        Args:
+            logits_of: see :func:`~bullet_graph.runtime.self_check.run_self_check`.
+            batch_sizes: that can be compared, rising.
+
+        Raises:
+            CacheError: of a build, where they are not.
+        """
+        if self._files is None or self._self_check == "off":
+            return True
+        sizes = fitting_sizes(decoder, batch_sizes)
+        self._points = run_self_check(
+            decoder, logits_of, sampled_sizes(sizes) if self._self_check == "sample" else sizes
+        )
+        missed = [point for point in self._points if not point.holds]
+        if missed and self._is_build:
+            raise CacheError(
+                "what was compiled here does not compute the model, so it is not kept: "
+                f"{'; '.join(map(str, missed))}: please report this"
+            )
+        if missed:
+            self._reject(f"the self-check does not hold: {'; '.join(map(str, missed))}")
+        return not missed
+
+    def without(self) -> "CapturedStart":
+        """For a start that compiles everything, with this one's problems."""
+        fallback = CapturedStart(problems=self._problems)
+        fallback._points = self._points
+        return fallback
+
+    def publish_kernels(self) -> None:
+        """Give the user's own folder the Triton kernels it lacks: later steps need some that no start runs."""
+        if self._files is not None and not self._is_rejected and (self._files / TRITON).is_dir():
+            from triton import knobs  # noqa: PLC0415 - published for Linux only
+
+            try:
+                copy_kernels(self._files / TRITON, Path(knobs.cache.dir))
+            except CacheError as error:
+                self._tell(f"kernels that are needed later will be compiled then: {error}")
+
+    def _reject(self, reason: str) -> None:
+        self._is_rejected = True
+        marked = "; `bullet-graph capture build` builds the entry anew"
+        # A second rejection of an entry replaces the reason.
+        if self._entry is not None and not self._entry[0].reject(self._entry[1], reason):
+            marked = "; it could not be marked as rejected, so the next start will find the same"
+        self._tell(f"captures are compiled anew: {reason}{marked}")
+
+    def _tell(self, problem: str) -> None:
+        self._problems.append(problem)
+        _warn(problem)
+
+
+# ---- entries ----
+
+
+def store_of(config: EngineConfig) -> CaptureStore | None:
+    """The store that the configuration names."""
+    if config.capture_cache is None:
+        return None
+    return CaptureStore(default_root() if config.capture_cache == "auto" else Path(config.capture_cache))
+
+
+CaptureOpener = Callable[[EngineConfig, Runtime, dict[str, Any]], AbstractContextManager[CapturedStart]]
+"""Gives a start its captures: :func:`open_capture_entry`, or what a build does."""
+
+
+@contextmanager
+def open_capture_entry(
+    config: EngineConfig, runtime: Runtime, plan: dict[str, Any]
+) -> Iterator[CapturedStart]:
+    """What the configured capture cache has for an engine; its Triton kernels are found during the block.
+
+    Where nothing fits or files are damaged, a warning says why, and everything is compiled.
+
+    Args:
+        plan: see :mod:`bullet_graph.runtime.capture_plan`.
+    """
+    store = store_of(config)
+    if store is None:
+        yield CapturedStart()
+        return
+    with ExitStack() as held:
+        try:
+            if store.is_open_to_all:
+                _warn(f"every user can write {store.root}, and so decide what the engine runs: chmod o-w")
+            lookup = store.find(fingerprint_of(runtime), plan)
+            if lookup.hit is None:
+                raise CacheError(f"{_why(store, lookup)}: build it with `bullet-graph capture build`")
+            entry = held.enter_context(store.open(lookup.hit))
+            folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="bullet_graph_")))
+            # A copy, since Triton may write into its folder.
+            copy_kernels(entry.files / TRITON, folder / TRITON)
+            if runtime.device.type == "cuda":
+                restore_mask_offset(entry.files / MASK_OFFSET)
+        except (CacheError, DeviceError) as error:
+            problem = f"everything is compiled: {error}"
+            _warn(problem)
+            yield CapturedStart(problems=[problem])
+            return
+        captured = CapturedStart(entry.files, entry=(store, entry), self_check=config.self_check)
+        with library_caches(folder):
+            yield captured
+        captured.publish_kernels()
+
+
+def cached_table_for(config: EngineConfig, runtime: Runtime) -> PerfTable | None:
+    """A performance table for this GPU and model from any entry of the configured cache."""
+    store = store_of(config)
+    return None if store is None else cached_perf_table(store, fingerprint_of(runtime))
+
+
+def cached_perf_table(store: CaptureStore, here: dict[str, str]) -> PerfTable | None:
+    """A table for this GPU and model from any entry, whatever its plan and our code."""
+    for entry in store.entries()[0]:
+        theirs = entry.manifest.fingerprint
+        if any(theirs.get(name) != here.get(name) for name in _TABLE_COMPONENTS):
+            continue
+        if any(file.path == PERF_TABLE for file in entry.manifest.files):
+            try:
+                with store.open(entry) as opened:
+                    return read_table(opened.files / PERF_TABLE)
+            except (CacheError, PerfTableError):
+                continue  # another entry may have one; without any, the engine says what is missing
+    return None
+
+
+def _why(store: CaptureStore, lookup: Lookup) -> str:
+    if lookup.damaged:
+        return f"{store.root} has no entry for this engine, but {lookup.damaged[0].problem}"
+    if not lookup.others:
+        return f"{store.root} has no entries"
+    nearest, differences = lookup.others[0]
+    found = [
+        f"{d.component} is {d.here or 'unknown'} here, {d.cached or 'unknown'} there" for d in differences[:2]
+    ]
+    more = f" and {len(differences) - 2} more" if len(differences) > 2 else ""
+    return f"{store.root} has no entry for this engine; of the nearest, {nearest.entry_id}, {'; '.join(found)}{more}"
+
+
+def _warn(problem: str) -> None:
+    warnings.warn(problem, CaptureCacheWarning, stacklevel=3)
+
+
+# ---- the start ----
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheckHook:
+    """What a self-check needs of an executor that has not run a step yet.
+
+    Attributes:
+        decoder: whose uncompiled forward is the reference.
+        logits_of: see :func:`~bullet_graph.runtime.self_check.run_self_check`.
+        batch_sizes: that are captured or compiled, rising.
+    """
+
+    decoder: Decoder
+    logits_of: Callable[[SelfCheckStep], Tensor]
+    batch_sizes: tuple[int, ...]
+
+
+class Started(Protocol):
+    """Result of a start: an executor, and how to check it (None where nothing was compiled)."""
+
+    @property
+    def executor(self) -> Executor: ...
+
+    @property
+    def self_check(self) -> SelfCheckHook | None: ...
+
+
+_Started = TypeVar("_Started", bound=Started)
+
+
+def start_with_captures(
+    config: EngineConfig,
+    runtime: Runtime,
+    plan: dict[str, Any],
+    open_captures: CaptureOpener,
+    start: Callable[[CapturedStart], _Started],
+    clock: StartClock,
+) -> tuple[_Started, CompileCounts, CacheUse]:
+    """Start from a capture cache. Where that computes something else than the model, start again without it.
+
+    Args:
+        plan: of the cache's entry.
+        start: loads the weights and builds the executor.
+        clock: told what the cache costs.
+
+    Returns:
+        The result of ``start``, what was compiled on the way, and what the cache gave.
+    """
+    gpu = runtime.device.type == "cuda"
+
+    def noted(phase: PhaseName) -> AbstractContextManager[None]:
+        return nullcontext() if config.capture_cache is None else clock.phase(phase)
+
+    with ExitStack() as undo:
+        with ExitStack() as opened:
+            with noted("capture cache"):
+                captured = opened.enter_context(open_captures(config, runtime, plan))
+            counter = opened.enter_context(CompileCounter(gpu=gpu))
+            started = start(captured)
+            undo.callback(started.executor.shutdown)
+            hook = started.self_check
+            with noted("self-check"):
+                holds = hook is None or captured.holds(hook.decoder, hook.logits_of, hook.batch_sizes)
+        undo.pop_all()
+    if holds:
+        return started, counter.counts, captured.use
+    started.executor.shutdown()
+    # Their memory must be free before the same is allocated again.
+    del started, hook
+    forget_kernels()
+    captured = captured.without()
+    with CompileCounter(gpu=gpu) as again:
+        restarted = start(captured)
+    return restarted, counter.counts + again.counts, captured.use
+
+
+def forget_kernels() -> None:
+    """Drop this package's Triton kernels from the process, so that none of a rejected entry is left."""
+    if "triton" not in sys.modules:
+        return
+    from triton.runtime.jit import JITFunction  # noqa: PLC0415 - published for Linux only
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("bullet_graph.kernels."):
+            for function in vars(module).values():
+                if isinstance(function, JITFunction):
+                    function.device_caches.clear()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# ---- libraries ----
+
+
+@contextmanager
+def library_caches(folder: Path) -> Iterator[None]:
+    """Have Inductor and Triton keep their caches below ``folder`` during the block."""
+    variables = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / TRITON),
+    }
+    for path in variables.values():
+        os.makedirs(path, exist_ok=True)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def triton_hashed_meanwhile() -> Iterator[None]:
+    """Have a thread compute what Triton's cache keys begin with during the block.
+
+    Triton would hash itself at the first kernel of a process: 0.3 s, mostly without the interpreter's lock.
+    """
+    from triton.runtime.cache import triton_key  # noqa: PLC0415 - published for Linux only
+
+    thread = threading.Thread(target=triton_key, name="bullet-graph-triton-key")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def copy_kernels(source: Path, target: Path) -> None:
+    """Copy Triton's cache folder; files that exist stay. Each file appears whole, and after those that it lists.
+
+    Raises:
+        CacheError: a file cannot be read or written.
+    """
+    with file_errors(f"cannot copy kernels to {target}"):
+        for path in sorted(source.rglob("*"), key=lambda path: path.name.startswith(_GROUP_PREFIX)):
+            relative = path.relative_to(source)
+            goal = target / relative
+            is_unfinished = any(part.startswith("tmp.") for part in relative.parts)
+            if is_unfinished or path.is_dir() or goal.exists():
+                continue
+            data = path.read_bytes()
+            if path.name.startswith(_GROUP_PREFIX):
+                data = _group_in(goal.parent, data)
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            draft = goal.with_name(f"tmp.{secrets.token_hex(8)}")
+            try:
+                draft.write_bytes(data)
+                # Shared libraries are mapped, and not executed by the kernel's own loader.
+                draft.chmod(0o700 if goal.suffix == ".so" else 0o600)
+                draft.replace(goal)
+            finally:
+                draft.unlink(missing_ok=True)
+
+
+def _group_in(folder: Path, data: bytes) -> bytes:
+    """A list of a kernel's files, all of them in this folder, whatever the list says."""
+    try:
+        group = json.loads(data)
+        group["child_paths"] = {
+            n: str(folder / os.path.basename(path)) for n, path in group["child_paths"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CacheError(f"a list of Triton's files is damaged: {error}") from error
+    return json.dumps(group).encode()
+
+
+def library_name(module: ModuleSpec) -> str:
+    """Path of FlashInfer's module in an entry."""
+    return f"flashinfer/{module.name}.so"
+
+
+def restore_mask_offset(file: Path, calibrations: Path | None = None) -> None:
+    """Remember an entry's SM-mask offset on this machine, where none is known for its driver.
+
+    The partition back end verifies the offset before it is used, like any other.
+
+    Args:
+        calibrations: the user's file; None takes the usual one.
+
+    Raises:
+        PartitionError: a file of offsets cannot be read or written.
+    """
+    if file.is_file():
+        driver = identify_driver()
+        proven = offsets.remembered(driver, file)
+        if proven is not None and offsets.find(driver, calibrations) is None:
+            offsets.remember(driver, proven, calibrations)

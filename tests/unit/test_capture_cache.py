@@ -1,0 +1,208 @@
+"""What a start takes from a capture cache's entry, and what a build keeps in one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from caches import FINGERPRINT, build
+from fakes.flashinfer_package import FakeFlashInfer
+
+from bullet_graph.captures.store import CaptureStore
+from bullet_graph.errors import CacheError, CaptureCacheWarning
+from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
+from bullet_graph.graphs.compiled import LayerPart
+from bullet_graph.kernels.flashinfer_attention import load_module, needed_module
+from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.partition.offsets import DriverId, remember, remembered
+from bullet_graph.perf.table import list_tables, read_table
+from bullet_graph.runtime import capture_cache
+from bullet_graph.runtime.capture_build import keep_attention
+from bullet_graph.runtime.capture_cache import (
+    MEASURED,
+    CapturedStart,
+    cached_perf_table,
+    copy_kernels,
+    library_caches,
+    restore_mask_offset,
+)
+
+LLAMA: ModelConfig = PRESETS["llama-3.1-8b"]
+ROW_PLAN = CapturePlan(
+    model="m",
+    dtype="bfloat16",
+    num_sms=132,
+    max_num_seqs=4,
+    decode=(DecodeSizes(None, (1, 4)),),
+    piecewise_rows=(16, 32, 48),
+)
+
+COMPILE_A_KERNEL = """
+import sys
+from pathlib import Path
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from bullet_graph.graphs.compile_counts import CompileCounter
+from bullet_graph.kernels.triton_kernels import silu_and_mul_kernel
+signature = {"gate_up_ptr": "*fp32", "out_ptr": "*fp32", "intermediate_size": "i32"}
+source = ASTSource(silu_and_mul_kernel, signature, {"BLOCK": 128})
+with CompileCounter(gpu=True) as counter:
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+assert len(compiled.asm["cubin"]) > 1000
+print(counter.counts.triton)
+"""
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeFlashInfer:
+    """FlashInfer on Hopper; nothing of it is compiled."""
+    monkeypatch.setattr(Gpu, "of", lambda _: Gpu(132, (9, 0)))
+    return FakeFlashInfer.install(monkeypatch, tmp_path)
+
+
+def group(folder: Path, *names: str) -> str:
+    return json.dumps({"child_paths": {name: str(folder / name) for name in names}})
+
+
+def test_a_folder_of_kernels_travels(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    key = here / "KEY"
+    key.mkdir(parents=True)
+    (key / "k").write_text("cubin")
+    (key / "__grp__k.json").write_text(group(key, "k", "../../etc/passwd"))
+    (key / "tmp.pid_1_2").mkdir()
+    (key / "tmp.pid_1_2" / "half").write_text("unfinished")
+    copy_kernels(here, there)
+    # A list names files beside it, whatever it says.
+    assert json.loads((there / "KEY" / "__grp__k.json").read_text())["child_paths"] == {
+        "k": str(there / "KEY" / "k"),
+        "../../etc/passwd": str(there / "KEY" / "passwd"),
+    }
+    (there / "KEY" / "k").write_text("the user's own")
+    copy_kernels(here, there)
+    assert (there / "KEY" / "k").read_text() == "the user's own", "files that exist stay"
+    assert sorted(path.name for path in there.rglob("*") if path.is_file()) == ["__grp__k.json", "k"]
+    (key / "__grp__k.json").write_text("{}")
+    with pytest.raises(CacheError, match="damaged"):
+        copy_kernels(here, tmp_path / "elsewhere")
+
+
+def test_a_kernel_that_triton_compiled_is_found_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is published for Linux only")
+
+    def compiled(folder: Path) -> int:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {
+            "TRITON_CACHE_DIR": str(folder),
+            "PYTHONPATH": str(Path(sys.modules["bullet_graph"].__path__[0]).parent),
+        }
+        command = [sys.executable, "-c", COMPILE_A_KERNEL]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    here, kept, there = tmp_path / "here", tmp_path / "kept", tmp_path / "there"
+    assert compiled(here) == 1
+    copy_kernels(here, kept)
+    for path in here.rglob("*"):
+        if path.is_file():
+            path.unlink()
+    copy_kernels(kept, there)
+    assert compiled(there) == 0
+
+
+def test_the_libraries_work_elsewhere_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    before = dict(os.environ)
+    with library_caches(tmp_path):
+        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+    assert dict(os.environ) == before
+
+
+def test_rows_that_were_worthwhile(tmp_path: Path) -> None:
+    (tmp_path / MEASURED).write_text(json.dumps({"piecewise_rows": [16, 48]}))
+    assert CapturedStart(tmp_path).piecewise_rows(ROW_PLAN) == (16, 48)
+    assert CapturedStart(tmp_path, is_build=True).piecewise_rows(ROW_PLAN) is None, "a build measures"
+    assert CapturedStart().piecewise_rows(ROW_PLAN) is None
+
+
+@pytest.mark.parametrize("recorded", ["[48, 16]", "[17]", "{", '{"piecewise_rows": [16, 16]}', "{}"])
+def test_rows_that_cannot_be(tmp_path: Path, recorded: str) -> None:
+    (tmp_path / MEASURED).write_text(recorded)
+    captured = CapturedStart(tmp_path)
+    with pytest.warns(CaptureCacheWarning, match=r"timed anew: measured\.json"):
+        assert captured.piecewise_rows(ROW_PLAN) is None
+    assert len(captured.use.problems) == 1
+
+
+def test_an_offset_is_remembered_where_none_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, known = DriverId(99000, "999.1", "x86_64"), 0x51C
+    monkeypatch.setattr(capture_cache, "identify_driver", lambda: driver)
+    proven, mine = remember(driver, known, tmp_path / "proven.json"), tmp_path / "mine.json"
+    restore_mask_offset(tmp_path / "nonesuch.json", mine)
+    assert not mine.exists()
+    restore_mask_offset(proven, mine)
+    assert remembered(driver, mine) == known
+    own = 0x528
+    remember(driver, own, mine)
+    restore_mask_offset(proven, mine)
+    assert remembered(driver, mine) == own, "one's own counts"
+
+
+def test_a_table_is_found_whatever_plan_and_code(tmp_path: Path) -> None:
+    store, shipped = CaptureStore(tmp_path), list_tables()[0]
+    build(store, plan={"model": "without a table"}, files={"x": b""})
+    entry = build(store, files={"perf_table.json": shipped.read_bytes()})
+    assert cached_perf_table(store, {**FINGERPRINT, "code": "other"}) == read_table(shipped)
+    assert cached_perf_table(store, {**FINGERPRINT, "gpu": "another"}) is None
+    (entry.files / "perf_table.json").write_text("{}")
+    assert cached_perf_table(store, FINGERPRINT) is None, "what is damaged is not read"
+
+
+def test_what_cannot_be_compiled_ahead_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("no C++ compiler here")
+
+    monkeypatch.setattr(capture_cache, "compile_ahead", refused)
+    part = LayerPart("attention_input", max, (), ())  # type: ignore[arg-type]
+    with pytest.raises(CacheError, match=r"needs a C\+\+ compiler.* no C\+\+ compiler here"):
+        CapturedStart(tmp_path, is_build=True).compiler(part)
+
+
+MODULE = "flashinfer/fa3_bfloat16_128.so"
+
+
+def test_flashinfer_s_modules(
+    flashinfer: FakeFlashInfer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
+    (tmp_path / "files").mkdir()
+    keep_attention(tmp_path / "files", runtime)
+    assert flashinfer.built == ["prefill_fa3_128"]
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # who imports it from here on, fails
+    CapturedStart(tmp_path / "files").load_attention(runtime)
+    assert flashinfer.loaded == [tmp_path / "files" / MODULE]
+    load_module(needed_module(Gpu.of(runtime.device), torch.bfloat16, 128))
+    assert len(flashinfer.loaded) == 1, "an attention lane gets what the cache has brought"
+
+
+def test_a_library_of_flashinfer_s_that_cannot_be_loaded(flashinfer: FakeFlashInfer, tmp_path: Path) -> None:
+    (tmp_path / MODULE).parent.mkdir()
+    (tmp_path / MODULE).write_bytes(FakeFlashInfer.BROKEN)
+    runtime: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
+    captured = CapturedStart(tmp_path)
+    with pytest.warns(CaptureCacheWarning, match="fa3_bfloat16_128.so cannot be loaded.* undefined symbol"):
+        captured.load_attention(runtime)
+    assert flashinfer.loaded == []
+    assert len(captured.use.problems) == 1
+    load_module(needed_module(Gpu.of(runtime.device), torch.bfloat16, 128))
+    assert flashinfer.built == ["prefill_fa3_128"]

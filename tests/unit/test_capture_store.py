@@ -1,0 +1,414 @@
+"""The store of capture caches: manifests, damage, use and removal, builders at the same time."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from caches import FILES, FINGERPRINT, PACKAGE, PLAN, build, flip_byte, quiet
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bullet_graph.captures import store as store_module
+from bullet_graph.captures.manifest import MAX_TOTAL_BYTES, Manifest, StoredFile, digest, entry_id
+from bullet_graph.captures.store import FILES_NAME, MANIFEST_NAME, CaptureStore, Entry, default_root
+from bullet_graph.errors import CacheError
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from caches import FINGERPRINT, PLAN, build
+from bullet_graph.captures.manifest import entry_id
+from bullet_graph.captures.store import CaptureStore
+store, name = CaptureStore(Path(sys.argv[1])), entry_id(FINGERPRINT, PLAN)
+assert "torch" not in sys.modules
+say = lambda line: print(line, flush=True)
+with store.building(name, tell=say) as staged:
+    if store.whole(name):
+        say("found")
+    else:
+        (staged / "files" / "half").write_text("half")
+        say("building")
+        sys.stdin.readline()
+        (staged / "files" / "half").unlink()
+        (staged / "files" / "whole").write_text("whole")
+        store.commit(staged, fingerprint=FINGERPRINT, plan=PLAN, self_check=None,
+                     created_utc="2026-01-01T00:00:00+00:00", build_seconds=1, provenance={})
+        say("built")
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CaptureStore:
+    return CaptureStore(tmp_path / "captures")
+
+
+@pytest.fixture
+def entry(store: CaptureStore) -> Entry:
+    return build(store)
+
+
+def changed(**components: str) -> dict[str, str]:
+    return {**FINGERPRINT, **components}
+
+
+# ---- manifests ----
+
+
+def content(**changes: Any) -> bytes:
+    """A manifest's text with some entries changed, or without those that are None."""
+    good = {
+        "format": "bullet_graph capture cache",
+        "version": 2,
+        "fingerprint": {"device": "cpu"},
+        "plan": {"rows": 3},
+        "files": [{"path": "a/b", "num_bytes": 3, "sha256": "0" * 64}],
+        "self_check": {},
+        "created_utc": "2026-11-22T12:00:00+00:00",
+        "build_seconds": 1.5,
+        "provenance": {},
+    }
+    return json.dumps({key: value for key, value in (good | changes).items() if value is not None}).encode()
+
+
+def test_a_manifest_is_read_as_it_was_written() -> None:
+    manifest = Manifest.parse(content(), "m")
+    assert Manifest.parse(manifest.to_bytes(), "m") == manifest
+    assert (manifest.num_bytes, manifest.entry_id) == (3, entry_id({"device": "cpu"}, {"rows": 3}))
+
+
+FILE = {"path": "a/b", "num_bytes": 3, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "damaged"),
+        (b"[]", "damaged"),
+        (b"[" * 100_000, "damaged"),
+        (content()[:-9], "damaged"),
+        (content(format="tar"), "format and version must be"),
+        (content(version=1), "found ('bullet_graph capture cache', 1)"),
+        (content(plan=None), "'plan'"),
+        (content(surprise=1), "surprise"),
+        (content(plan=[]), "plan must be an object"),
+        (content(self_check=1), "self_check must be an object"),
+        (content(fingerprint={"device": 1}), "fingerprint must be short printable texts"),
+        (content(fingerprint={"device": "\x1b[2J"}), "fingerprint must be"),
+        (content(fingerprint={"Device ": "x"}), "fingerprint must be"),
+        (content(created_utc="yesterday"), "created_utc must be a UTC time"),
+        (content(build_seconds=-1), "build_seconds must be finite"),
+        (content(build_seconds=True), "build_seconds must be finite"),
+        (content().replace(b"1.5", b"Infinity"), "build_seconds must be finite"),
+        (content(plan={"rows": float("nan")}), "damaged"),
+        (content(files=[FILE, FILE]), "different paths"),
+        (content(files=[FILE | {"sha256": "x"}]), "sha256 must be 64"),
+        (content(files=[FILE | {"num_bytes": "3"}]), "num_bytes must be a size"),
+        (content(files=[FILE | {"num_bytes": MAX_TOTAL_BYTES}, FILE | {"path": "c"}]), "at most"),
+        (content(files=[FILE | {"mode": 3}]), "mode"),
+        (content(files=7), "damaged"),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(CacheError) as refused:
+        Manifest.parse(data, "m.json")
+    assert str(refused.value).startswith("m.json cannot be used: ")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/etc/x", "../x", "a/../../x", "a//b", "./a", "a/.", "a\\b", "a\nb", "x" * 256, "\ud800", 3]
+)
+def test_a_path_that_could_leave_the_folder_is_refused(path: Any) -> None:
+    with pytest.raises(CacheError):
+        StoredFile(path, 0, "0" * 64)
+
+
+@given(st.text(alphabet="ab./\\ \0~", max_size=12))
+def test_an_accepted_path_stays_in_its_folder(path: str) -> None:
+    try:
+        StoredFile(path, 0, "0" * 64)
+    except CacheError:
+        return
+    joined = Path("/cache/files") / path
+    assert Path(os.path.normpath(joined)) == joined
+    assert joined.is_relative_to("/cache/files")
+    assert joined != Path("/cache/files")
+
+
+def test_differences_are_told_by_component(entry: Entry) -> None:
+    manifest = entry.manifest
+    assert manifest.differences(dict(reversed(FINGERPRINT.items())), PLAN) == ()
+    here = changed(torch="3") | {"new": "1"}
+    del here["driver"]
+    found = [
+        (d.component, d.cached, d.here) for d in manifest.differences(here, {**PLAN, "batch_sizes": [1]})
+    ]
+    assert found == [
+        ("torch", "2.13.0", "3"),
+        ("new", None, "1"),
+        ("driver", "580.159.04", None),
+        ("plan.batch_sizes", "[1, 2, 4]", "[1]"),
+    ]
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1})
+
+
+# ---- finding and damage ----
+
+
+def test_a_store_that_does_not_exist_is_empty_and_stays_so(store: CaptureStore) -> None:
+    lookup = store.find(FINGERPRINT, PLAN)
+    assert (lookup.hit, lookup.others, lookup.damaged) == (None, (), ())
+    assert not store.root.exists()
+    assert default_root().name == "captures"
+
+
+def test_what_was_built_is_found_and_handed_out(store: CaptureStore, entry: Entry) -> None:
+    assert store.find(FINGERPRINT, PLAN).hit == entry
+    os.utime(entry.folder / MANIFEST_NAME, (0, 0))
+    with store.open(entry) as opened:
+        for path, data in FILES.items():
+            assert (opened.files / path).read_bytes() == data
+    assert datetime.now(UTC) - store.read(entry.entry_id).last_used < timedelta(minutes=1)
+    assert entry.folder.stat().st_mode & 0o077 == 0, "its owner's alone"
+
+
+def test_the_nearest_entry_comes_first_and_any_plan_will_do(store: CaptureStore) -> None:
+    far, near = build(store, changed(gpu="other", torch="1")), build(store)
+    lookup = store.find(changed(code="dddd"), PLAN)
+    assert lookup.hit is None
+    assert [(e.entry_id, len(found)) for e, found in lookup.others] == [(near.entry_id, 1), (far.entry_id, 3)]
+    assert store.find(FINGERPRINT, {}).hit is None
+    assert store.find(FINGERPRINT, None).hit == near
+
+
+def _link(path: Path) -> None:
+    # The very same content: only that it is a link is wrong.
+    path.symlink_to(path.rename(path.parents[4] / "secret"))
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _link_folder(path: Path) -> None:
+    moved = path.parent.rename(path.parents[4] / "moved")
+    path.parent.symlink_to(moved)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip_byte, "attention_input.pt2 has another checksum"),
+        (lambda path: os.truncate(path, 100), "attention_input.pt2 has 100 bytes instead of 280000"),
+        (Path.unlink, "attention_input.pt2 is missing"),
+        (_link, "attention_input.pt2 cannot be read"),
+        (_pipe, "attention_input.pt2 cannot be read"),
+        (_link_folder, "'layers' is not listed"),
+        (lambda path: (path.parent / "evil.py").write_text("x"), "'layers/evil.py' is not listed"),
+        (lambda path: (path.parent / "evil").symlink_to("/etc"), "'layers/evil' is not listed"),
+    ],
+)
+def test_a_damaged_entry_is_not_opened(
+    store: CaptureStore, entry: Entry, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(entry.files / PACKAGE)
+    with pytest.raises(CacheError, match=message), store.open(entry):
+        pass
+    assert store.whole(entry.entry_id) is None
+    # The lock is gone: it can be removed.
+    store.remove(entry.entry_id)
+
+
+def _other_version(path: Path) -> None:
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: os.truncate(path, 300), "it is damaged"),
+        (_other_version, "format and version must be"),
+        (Path.unlink, "it has no manifest"),
+        (lambda path: path.symlink_to(path.rename(path.parents[2] / "secret")), "cannot be read"),
+        (
+            lambda path: path.write_text(path.read_text().replace("580.159.04", "581")),
+            "the manifest of entry",
+        ),
+    ],
+)
+def test_a_damaged_manifest_is_told_and_never_a_hit(
+    store: CaptureStore, entry: Entry, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(entry.folder / MANIFEST_NAME)
+    lookup = store.find(FINGERPRINT, PLAN)
+    assert (lookup.hit, lookup.others) == (None, ())
+    (damaged,) = lookup.damaged
+    assert damaged.entry_id == entry.entry_id
+    assert message in damaged.problem
+    with pytest.raises(CacheError), store.open(entry):
+        pass
+    store.remove(entry.entry_id)
+    assert store.entries() == ((), ())
+
+
+def test_a_rejected_entry_is_no_hit_until_it_is_built_again(store: CaptureStore, entry: Entry) -> None:
+    assert store.reject(entry, "logits are off\x1b")
+    lookup = store.find(FINGERPRINT, PLAN)
+    assert lookup.hit is None
+    assert [(d.component, d.cached) for _, found in lookup.others for d in found] == [
+        ("self_check", "logits are off?")
+    ]
+    with pytest.raises(CacheError, match="it was rejected: logits are off"), store.open(entry):
+        pass
+    build(store)
+    assert store.find(FINGERPRINT, PLAN).hit is not None
+
+
+def test_a_store_that_cannot_be_listed_or_is_open_to_all(
+    store: CaptureStore, entry: Entry, tmp_path: Path
+) -> None:
+    del entry
+    assert not store.is_open_to_all
+    store.root.chmod(0o777)
+    assert store.is_open_to_all
+    (tmp_path / "entries").write_text("no folder")
+    with pytest.raises(CacheError, match="cannot list"):
+        CaptureStore(tmp_path).entries()
+
+
+# ---- use, removal, builders ----
+
+
+def test_an_entry_in_use_stays(store: CaptureStore, entry: Entry) -> None:
+    with store.open(entry), store.open(entry):
+        with pytest.raises(CacheError, match="in use"):
+            store.remove(entry.entry_id)
+        with pytest.raises(CacheError, match="in use"):
+            build(store)
+    store.remove(entry.entry_id)
+    assert not entry.folder.exists()
+    assert not list((store.root / "staging").iterdir())
+    with pytest.raises(CacheError, match="may have been removed"), store.open(entry):
+        pass
+
+
+def test_an_entry_that_is_replaced_while_it_is_opened_is_not_used(
+    store: CaptureStore, entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = entry.folder / MANIFEST_NAME
+
+    def replace_first(*_: object) -> None:
+        where.with_name("new").write_bytes(where.read_bytes())
+        where.with_name("new").replace(where)
+
+    monkeypatch.setattr(store_module.fcntl, "flock", replace_first)
+    with pytest.raises(CacheError, match="replaced just now"), store.open(entry):
+        pass
+
+
+@pytest.mark.parametrize("name", ["nonesuch", "../../x", "."])
+def test_nothing_else_is_removed(store: CaptureStore, entry: Entry, name: str) -> None:
+    with pytest.raises(CacheError):
+        store.remove(name)
+    assert entry.folder.is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
+def test_a_store_that_only_can_be_read_serves(store: CaptureStore, entry: Entry) -> None:
+    for path in (entry.folder / MANIFEST_NAME, entry.folder, store.root):
+        path.chmod(0o555)
+    with store.open(entry) as opened:
+        assert (opened.files / PACKAGE).is_file()
+    assert not store.reject(entry, "x")
+    store.root.chmod(0o755)
+
+
+def start_builder(store: CaptureStore) -> "subprocess.Popen[str]":
+    package = Path(sys.modules["bullet_graph"].__path__[0]).parent
+    environment = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{Path(__file__).parents[1]}"}
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILDER, str(store.root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def told(builder: "subprocess.Popen[str]") -> str:
+    assert builder.stdout is not None
+    return builder.stdout.readline().strip()
+
+
+def test_nothing_of_a_killed_builder_is_taken_and_two_builders_take_turns(store: CaptureStore) -> None:
+    name = entry_id(FINGERPRINT, PLAN)
+    killed = start_builder(store)
+    assert told(killed) == "building"
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert store.entries() == ((), ())
+    assert (store.root / "staging" / name / FILES_NAME / "half").is_file()
+
+    first = start_builder(store)
+    assert told(first) == "building"
+    second = start_builder(store)
+    assert "waiting for it to end" in told(second)
+    store.prune(max_total_bytes=0, dry_run=False)  # leaves what is being built
+    assert first.communicate("go on\n") == ("built\n", None)
+    assert second.communicate() == ("found\n", None)
+    (entry,), _ = store.entries()
+    assert [file.path for file in entry.manifest.files] == ["whole"]
+    with store.building(name, tell=quiet), pytest.raises(CacheError, match="another process builds it"):
+        store.remove(name)
+
+
+def used_days_ago(store: CaptureStore, days: int, **components: str) -> Entry:
+    entry = build(store, changed(**components))
+    moment = (datetime.now(UTC) - timedelta(days=days)).timestamp()
+    os.utime(entry.folder / MANIFEST_NAME, (moment, moment))
+    return entry
+
+
+def test_prune_by_age(store: CaptureStore) -> None:
+    old, new = used_days_ago(store, 40, gpu="old"), used_days_ago(store, 10, gpu="new")
+    (planned,) = store.prune(max_age=timedelta(days=30), dry_run=True)
+    assert old.folder.is_dir()
+    (pruned,) = store.prune(max_age=timedelta(days=30), dry_run=False)
+    assert planned == pruned
+    assert (pruned.entry_id, pruned.reason) == (old.entry_id, "not used for 40 days")
+    assert [entry.entry_id for entry in store.entries()[0]] == [new.entry_id]
+
+
+def test_prune_by_total_size_keeps_what_was_used_last(store: CaptureStore) -> None:
+    used = [used_days_ago(store, days, gpu=f"gpu{days}") for days in (3, 1, 2)]
+    size = used[0].manifest.num_bytes
+    pruned = store.prune(max_total_bytes=2 * size, dry_run=False)
+    assert [entry.entry_id for entry in pruned] == [used[0].entry_id]
+    assert len(store.prune(max_total_bytes=0, dry_run=False)) == 2
+
+
+def test_prune_misfits_damage_and_leftovers_but_not_what_is_in_use(store: CaptureStore) -> None:
+    fits, misfit = build(store, changed(gpu="this")), build(store, changed(gpu="other"))
+    broken = build(store, changed(gpu="broken"))
+    (broken.folder / MANIFEST_NAME).unlink()
+    shutil.copytree(fits.folder, store.root / "staging" / f"{fits.entry_id}.left")
+    with store.open(misfit):
+        pruned = {
+            entry.entry_id: entry
+            for entry in store.prune(
+                misfit=lambda entry: entry.manifest.fingerprint["gpu"] != "this", dry_run=False
+            )
+        }
+    assert pruned.keys() == {misfit.entry_id, broken.entry_id}
+    assert "in use" in (pruned[misfit.entry_id].kept_because or "")
+    assert {entry.entry_id for entry in store.entries()[0]} == {fits.entry_id, misfit.entry_id}
+    assert not list((store.root / "staging").iterdir())
