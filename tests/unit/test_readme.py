@@ -1,4 +1,4 @@
-"""Commands that are written down can be given: those of README.md and those of each command's ``--help``."""
+"""Commands that are written down can be given: those of README.md, its pages, and each command's ``--help``."""
 
 import re
 import shlex
@@ -10,7 +10,8 @@ import pytest
 
 from bullet_graph.cli.main import main
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", ROOT / "capture" / "README.md")
 NAME = "bullet-graph"
 CONTEXT = click.Context(main)
 
@@ -52,7 +53,7 @@ def parse(line: str) -> None:
 
 
 def readme_lines() -> list[str]:
-    text = README.read_text(encoding="utf-8")
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in command_lines(block)]
 
