@@ -83,7 +83,7 @@ def gpu_entry_plan(plan: CapturePlan, config: EngineConfig) -> dict[str, Any]:
     return mapping if config.cuda_graphs else {**mapping, "cuda_graphs": False}
 
 
-def cpu_entry_plan(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
+def cpu_entry_plan(config: EngineConfig, runtime: "Runtime") -> dict[str, Any]:
     """The plan of an entry for an engine on the CPU: the rows that layers are compiled for."""
     return {
         "model": Path(config.model).name,
