@@ -120,7 +120,7 @@ def test_a_plan_contradicts_other_ways_to_say_the_same(settings: dict[str, objec
 
 @pytest.mark.parametrize("name", ["", 3])
 def test_a_plan_has_a_name(name: object) -> None:
-    with pytest.raises(ConfigError, match=r"capture_plan must be FILE\.toml\|NAME or None"):
+    with pytest.raises(ConfigError, match="capture_plan must be a file's name"):
         EngineConfig(model="tiny", capture_plan=name)  # type: ignore[arg-type]
 
 
