@@ -1,6 +1,5 @@
 """Captured decode steps: one CUDA graph a batch size, replayed with new inputs at fixed addresses."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
