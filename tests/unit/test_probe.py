@@ -47,12 +47,10 @@ def test_a_graph_shows_the_sms_of_its_capture(gpu: FakeDriver, probe: SmidProbe)
     masked, unmasked = make_stream(gpu, probe, 6, 7), make_stream(gpu, probe)
     assert probe.run_captured(masked) == probe.run_captured(masked, unmasked) == {6, 7}
     assert probe.run_captured(unmasked, masked) == frozenset(range(132))
-
-
-def test_a_graph_that_obeys_its_launch_stream_shows(gpu: FakeDriver, probe: SmidProbe) -> None:
     gpu.graphs_ignore_masks = True
-    masked, unmasked = make_stream(gpu, probe, 6, 7), make_stream(gpu, probe)
-    assert probe.run_captured(masked, unmasked) == frozenset(range(132))
+    assert probe.run_captured(masked, unmasked) == frozenset(range(132)), (
+        "one that obeys its launch stream shows"
+    )
 
 
 def test_launches_on_several_streams(gpu: FakeDriver, probe: SmidProbe) -> None:
@@ -79,17 +77,12 @@ def test_streams_must_differ_and_be_few(gpu: FakeDriver, probe: SmidProbe, count
 
 def test_a_block_without_a_record(gpu: FakeDriver, probe: SmidProbe) -> None:
     stream = make_stream(gpu, probe)
-    gpu.lost_blocks = 3
-    with pytest.raises(PartitionError, match=r"all 528 blocks.*but 3 left no record"):
-        probe.run(stream)
-
-
-def test_records_of_an_earlier_run_do_not_count(gpu: FakeDriver, probe: SmidProbe) -> None:
-    stream = make_stream(gpu, probe)
     probe.run(stream)
-    gpu.lost_blocks = 528
-    with pytest.raises(PartitionError, match="but 528 left no record"):
-        probe.run_captured(stream)
+    for lost in (3, 528):  # records of an earlier run do not count
+        gpu.lost_blocks = lost
+        for run in (probe.run, probe.run_captured):
+            with pytest.raises(PartitionError, match=rf"all 528 blocks.*but {lost} left no record"):
+                run(stream)
 
 
 def test_close_frees_everything(gpu: FakeDriver, probe: SmidProbe) -> None:
@@ -108,14 +101,11 @@ def test_a_probe_outlives_the_one_whose_context_it_found(gpu: FakeDriver, probe:
     assert other.run(make_stream(gpu, other)) == frozenset(range(132))
 
 
-def test_a_context_that_is_current_stays(gpu: FakeDriver) -> None:
+def test_a_context_that_is_current(gpu: FakeDriver) -> None:
     gpu.current_context = 0xABC
     SmidProbe(driver=CudaDriver(gpu)).close()
     assert (gpu.current_context, gpu.retained) == (0xABC, 0)
-
-
-def test_the_context_of_another_gpu(gpu: FakeDriver) -> None:
-    gpu.current_context, gpu.current_device = 0xABC, 1
+    gpu.current_device = 1
     with pytest.raises(
         PartitionError, match="GPU 0 needs that GPU's context, but the current one is of GPU 1"
     ):
@@ -186,18 +176,12 @@ def fake_bindings(monkeypatch: pytest.MonkeyPatch, version: str, driver: object)
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)  # type: ignore[arg-type]
 
 
-def test_cuda_python_is_found(monkeypatch: pytest.MonkeyPatch, gpu: FakeDriver) -> None:
+def test_cuda_python(monkeypatch: pytest.MonkeyPatch, gpu: FakeDriver) -> None:
     fake_bindings(monkeypatch, "13.0.3", gpu)
     assert CudaDriver().api is gpu
-
-
-def test_no_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_bindings(monkeypatch, "13.0.3", None)
     with pytest.raises(PartitionError, match=r"cannot be imported.*install bullet-graph\[cuda\]"):
         CudaDriver()
-
-
-def test_an_old_cuda_python(monkeypatch: pytest.MonkeyPatch, gpu: FakeDriver) -> None:
     fake_bindings(monkeypatch, "12.9.4", gpu)
     with pytest.raises(PartitionError, match=r"13 or later, but found 12.9.4"):
         CudaDriver()

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,7 +134,9 @@ def test_rows_are_those_of_a_naive_loop(step: tuple[list[Chunk], int]) -> None:
         block_tokens,
     )
     check(rows, naive(chunks, token_ids, block_tokens), len(prefill))
+    # Decode rows have tokens in the cache, too, and are no prompts.
     assert rows.num_continued == max((i + 1 for i, c in enumerate(prefill) if c.start), default=0)
+    assert type(rows.num_continued) is int
     ended = [i for i, c in enumerate(prefill) if c.samples]
     found = rows.ended_prompts()
     assert found.sequences.tolist() == ended
@@ -164,19 +165,3 @@ def test_a_step_by_hand() -> None:
     assert rows.sample_rows.tolist() == [2, 3]
     assert rows.sample_slots.tolist() == [2, 0]
     assert rows.sample_positions.tolist() == [6, 9]
-
-
-@pytest.mark.parametrize(
-    ("starts", "num_continued"),
-    [([0], 0), ([0, 0, 0], 0), ([5, 0, 0], 1), ([5, 7], 2), ([0, 5, 0], 2), ([0, 0, 1], 3)],
-)
-def test_prompts_that_begin_here_follow_those_under_way(starts: list[int], num_continued: int) -> None:
-    chunks = [Chunk(i, start, 3, True, [i + 1]) for i, start in enumerate(starts)]
-    # Decode rows have tokens in the cache, too, and are no prompts.
-    rows = lay_out(
-        prefill_batch(chunks, [1] * 3 * len(chunks)),
-        DecodeBatch(int32([9]), int32([4]), int32([0, 1]), int32([8])),
-        16,
-    )
-    assert rows.num_continued == num_continued
-    assert type(rows.num_continued) is int
