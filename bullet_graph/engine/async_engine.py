@@ -1,4 +1,4 @@
-"""The engine for asyncio: many requests at once, each an async generator."""
+"""The engine for asyncio: each request is an async generator."""
 
 import asyncio
 import itertools
@@ -21,11 +21,11 @@ from bullet_graph.slo import NO_TARGETS, Slo
 
 
 class _OutputStream:
-    """Carries one request's outputs from the engine's thread to the task that waits for them; made in that task.
+    """Carries one request's outputs from the engine's thread to its task, which creates the stream.
 
     Attributes:
-        loop: the task's.
-        items: what it has not taken yet: outputs, or the error that ended the request.
+        loop: the task's event loop.
+        items: outputs that the task has not taken, or the error that ended the request.
     """
 
     def __init__(self) -> None:
@@ -34,19 +34,19 @@ class _OutputStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: RequestOutput | Exception) -> None:
-        """From another thread."""
+        """Add an item from another thread."""
         _put_all(self.loop, [(self, item)])
 
     def take(self, item: RequestOutput | Exception) -> None:
-        """In the loop's own thread."""
+        """Add an item in the event loop's thread."""
         self.items.append(item)
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():  # done: its task was cancelled
             waiter.set_result(None)
 
     def arrival(self) -> asyncio.Future[None]:
-        """Done once there is an item; for the one task that takes them, when there is none."""
-        # An asyncio.Queue, which may have many on both sides, costs twice as much a token.
+        """Done at the next item; the task calls this when there is none."""
+        # An asyncio.Queue, which allows several producers and consumers, costs twice as much per token.
         self._waiter = self.loop.create_future()
         return self._waiter
 
@@ -54,26 +54,26 @@ class _OutputStream:
 def _put_all(
     loop: asyncio.AbstractEventLoop, items: list[tuple[_OutputStream, RequestOutput | Exception]]
 ) -> None:
-    """Hand items to their streams, which are all this loop's, from another thread."""
+    """Hand items to streams of one event loop, from another thread."""
 
     def take() -> None:
         for stream, item in items:
             stream.take(item)
 
-    # Raised where the loop is closed: its tasks are gone, too, so nobody waits for the items.
+    # RuntimeError: the loop is closed, so no task waits for the items.
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(take)
 
 
 class AsyncEngine:
-    """Runs an :class:`Engine` in a thread of its own; the event loop never waits for the device.
+    """Runs an :class:`Engine` in its own thread; the event loop never waits for the device.
 
     Args:
-        engine: the engine to drive; this object owns it from now on and shuts it down.
+        engine: the engine; this object owns it and shuts it down.
 
     Attributes:
-        engine: the engine; only what its methods call safe may be asked of it from other threads.
-        stats: its counters and state after the last step, or change of policy.
+        engine: the engine; other threads may call only the methods that are documented as safe in any thread.
+        stats: counters and state after the last step or change of policy.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -85,7 +85,7 @@ class AsyncEngine:
         self._busy_since_s: float | None = None
         self._names = itertools.count()
         self._failure: EngineDeadError | None = None
-        # Between the check that the engine lives and the command: else a late request would wait for ever.
+        # Makes the check that the engine lives and the new command one step: a late request would wait for ever.
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="bullet-graph-engine", daemon=True)
         self._thread.start()
@@ -101,14 +101,14 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's outputs as they come.
 
-        Leaving the generator early (cancelling its task, ``aclose``, ``break``) aborts the request and frees
-        its KV blocks.
+        Leaving the generator early (cancelling its task, ``aclose``, ``break``) aborts the request and frees its KV
+        blocks.
 
         Args:
-            slo: latency targets of this request; those it leaves out, or all, are the engine's.
+            slo: latency targets of this request; the engine's replace those that are missing.
 
         Raises:
-            RequestError: the request is wrong.
+            RequestError: the request is invalid.
             EngineDeadError: the engine was shut down or has failed.
         """
         name = f"async-{next(self._names)}" if request_id is None else request_id
@@ -141,13 +141,7 @@ class AsyncEngine:
     async def set_policy(
         self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
     ) -> None:
-        """Serve under another policy and other targets from now on; see :meth:`Engine.set_policy`.
-
-        Raises:
-            RequestError: requests are under way.
-            ConfigError: the policy needs a performance table or partitions that this engine was not made with.
-            EngineDeadError: the engine was shut down or has failed.
-        """
+        """:meth:`Engine.set_policy`; also raises EngineDeadError if the engine was shut down or has failed."""
         done: Future[None] = Future()
         with self._lock:
             if self._failure is not None:
@@ -157,11 +151,11 @@ class AsyncEngine:
 
     @property
     def failure(self) -> EngineDeadError | None:
-        """Why there will be no more outputs; None while the engine lives."""
+        """Why the engine is dead; None while it lives."""
         return self._failure
 
     def stalled(self, limit_s: float) -> str | None:
-        """What has made no progress for longer than so many seconds, in words; None: nothing. From any thread."""
+        """Describe what has made no progress for ``limit_s`` seconds, or return None. Safe in any thread."""
         launches = self.engine.stalled_launches(limit_s)
         if launches:
             return "; then ".join(launches)
@@ -172,21 +166,18 @@ class AsyncEngine:
         return f"engine loop: between two launches, nothing has happened for {waited_s:.1f} s"
 
     def fail(self, reason: str) -> None:
-        """Give the engine up from outside, even if its thread is stuck: all requests get an EngineDeadError now.
+        """Give the engine up, even if its thread is stuck: all requests get an EngineDeadError with this reason.
 
-        The thread ends, and gives the memory back, if it ever comes back from what it is stuck in.
-
-        Args:
-            reason: the error's message.
+        If the thread ever comes back from what it is stuck in, it ends and frees the memory.
         """
         self._end_streams(EngineDeadError(reason))
         self._commands.put(None)
 
     def shutdown(self, timeout_s: float | None = None) -> bool:
-        """Stop the thread and give the engine's memory back; requests under way get an EngineDeadError.
+        """Stop the thread and free the engine's memory; running requests get an EngineDeadError.
 
         Args:
-            timeout_s: wait no longer than this for a thread that may be stuck; None waits as long as it takes.
+            timeout_s: longest wait for a thread that may be stuck; None waits without limit.
 
         Returns:
             Whether the thread has ended.
@@ -213,13 +204,13 @@ class AsyncEngine:
         try:
             while self._take_commands():
                 outputs = self.engine.step()
-                # Before the outputs: who has got them may look at the counters.
+                # Before the outputs, since whoever gets them may read the counters.
                 self.stats = self.engine.stats()
                 self._deliver(outputs)
         except EngineDeadError as error:
             failure = error
         finally:
-            # First of all, for a device that has failed may fail again when it is shut down.
+            # First of all, as a failed device may fail again in shutdown.
             self._end_streams(failure)
             self._streams.clear()
             self._busy_since_s = None
@@ -229,7 +220,7 @@ class AsyncEngine:
                 self._refuse_late_commands()
 
     def _end_streams(self, failure: EngineDeadError) -> None:
-        """Tell every request, also one that the engine has not seen yet, and later ones; the first failure stays."""
+        """Fail all requests, including later ones and those the engine has not seen; the first failure counts."""
         with self._lock:
             if self._failure is not None:
                 return
@@ -239,9 +230,9 @@ class AsyncEngine:
             stream.put(_copy(failure))
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Pass a step's outputs on, all of a loop's together: to wake it costs more than an output does.
+        """Hand out a step's outputs, together for each event loop: waking it costs more than an output.
 
-        But for an abort's: nobody waits for it, and another may use its id by now.
+        Outputs of aborted requests are dropped: nobody waits for them, and another request may use the id by now.
         """
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OutputStream, RequestOutput | Exception]]]
         by_loop = defaultdict(list)
@@ -258,11 +249,8 @@ class AsyncEngine:
             _put_all(loop, items)
 
     def _take_commands(self) -> bool:
-        """Carry out what callers asked for; waits, and captures what is missing, while the engine is idle.
-
-        False means stop.
-        """
-        # Once failed from outside, the rest is for _refuse_late_commands.
+        """Run the callers' commands; wait, and capture missing graphs, while the engine is idle. False means stop."""
+        # After a failure from outside, _refuse_late_commands handles the rest.
         while self._failure is None:
             self._busy_since_s = time.monotonic()
             try:
@@ -281,7 +269,7 @@ class AsyncEngine:
         return False
 
     def _refuse_late_commands(self) -> None:
-        """Requests that slipped in while the engine stopped are told so."""
+        """Refuse requests that came while the engine stopped."""
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
@@ -302,7 +290,7 @@ class AsyncEngine:
                 request_id, prompt, params, output_kind=output_kind, arrival_s=arrival_s, slo=slo
             )
         except Exception as error:
-            # Whatever it is, it concerns this request alone: adding has not touched the others.
+            # The error concerns this request alone: adding it has not touched the others.
             stream.put(error)
             return
         self._streams[request_id] = stream
@@ -315,7 +303,7 @@ class AsyncEngine:
         try:
             self.engine.set_policy(policy, slo, prompt_order)
         except Exception as error:
-            # The engine goes on as before: the error is the caller's alone.
+            # The error is the caller's alone: the engine goes on as before.
             done.set_exception(error)
         else:
             self.stats = self.engine.stats()
@@ -328,7 +316,7 @@ class AsyncEngine:
 
 
 def _copy(error: EngineDeadError) -> EngineDeadError:
-    """An error of its own for each task: raising adds to its traceback."""
+    """A copy for each task, as raising an error adds to its traceback."""
     copy = EngineDeadError(*error.args)
     copy.__cause__ = error.__cause__
     return copy

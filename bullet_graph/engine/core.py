@@ -1,4 +1,4 @@
-"""The loop: plans, launches and retires steps on both lanes; knows no tokenizer, no weights and no device."""
+"""The loop: plans, launches and retires steps on both lanes. It knows no tokenizer, weights or device."""
 
 from dataclasses import replace
 
@@ -22,17 +22,17 @@ from bullet_graph.runtime.step import Placement
 
 
 class EngineCore:
-    """Runs requests on an executor as a planner says.
+    """Runs requests on an executor as a planner decides.
 
     Args:
-        executor: carries out the steps.
-        planner: decides how they share the device.
-        num_kv_blocks: blocks of the cache, the padding block included.
+        executor: runs the steps.
+        planner: decides how prefill and decode share the device.
+        num_kv_blocks: blocks of the KV cache, including the padding block.
         max_num_seqs: most sequences running at once.
         max_model_len: most tokens of a sequence.
-        num_layers: of the model.
-        prompt_order: of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
-        trace: told of every decision and launch.
+        num_layers: layers of the model.
+        prompt_order: order of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
+        trace: records every decision and launch.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EngineCore:
         self.tracker.add(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request where it is and return its last output; None for an unknown id."""
+        """End a request now and return its last output; None for an unknown id."""
         output = self.tracker.abort(request_id)
         if output is not None and self.trace is not None:
             self.trace.finished(output)
@@ -92,17 +92,17 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do."""
-        # A chunk whose prompts were all aborted goes on to its last layer: only then are their blocks free.
+        # A chunk whose prompts were all aborted runs to its last layer: only then are their blocks free.
         return len(self.tracker) > 0 or self.in_flight or self._chunk is not None
 
     def step(self, until_s: float | None = None) -> list[RequestOutput]:
-        """Launch what can be launched, wait for one launch to finish, and report what it brought.
+        """Launch work, wait for one launch to finish, and return the new outputs.
 
         Args:
-            until_s: wait no longer than this time of the executor's clock.
+            until_s: latest time of the executor's clock to wait for.
 
         Raises:
-            RuntimeError: requests wait, yet nothing could be launched: a bug.
+            RuntimeError: requests wait, but nothing could be launched: a bug.
         """
         self._launch()
         if self._num_missing_graphs:
@@ -118,14 +118,14 @@ class EngineCore:
         return [] if ticket is None else self._retire(self._in_flight.lane_of(ticket))
 
     def prepare_next(self) -> bool:
-        """Have the executor capture what is missing next, whatever waits; see :meth:`Executor.prepare_next`."""
+        """Capture the next missing graph, whatever waits; see :meth:`Executor.prepare_next`."""
         more = self.executor.prepare_next()
         self._num_missing_graphs = self.executor.num_missing_graphs
         self.planner.limit_batch_sizes(max_batch_sizes(self.executor))
         return more
 
     def drain(self) -> None:
-        """Wait for everything in flight and drop its results; the books are not kept up."""
+        """Wait for everything in flight and drop the results; the scheduler is not told."""
         for ticket in self._in_flight.clear():
             self.executor.wait(ticket)
 
@@ -140,11 +140,11 @@ class EngineCore:
         )
 
     def oldest(self, lane: Lane) -> tuple[Launch, float] | None:
-        """A lane's oldest launch and since when it has been that; may be asked from any thread."""
+        """A lane's oldest launch, and the time since which it is the oldest. Safe in any thread."""
         return self._in_flight.oldest(lane)
 
     def close(self) -> None:
-        """Forget all requests and let go of the executor; the counters stay."""
+        """Forget all requests and the executor; the counters stay."""
         self.tracker.clear()
         self._in_flight.clear()
         self._chunk = None
@@ -158,19 +158,19 @@ class EngineCore:
             load = self._load()
             plan, launched = self._follow(load)
             if not launched and self._chunk is not None and not self.in_flight:
-                # Decode waits for blocks of the chunk's prompts, which none can take before its last layer: no pause.
+                # Decode waits for blocks of the chunk's prompts, which are free only after its last layer: no pause.
                 plan, launched = self._follow(replace(load, decode=None))
             decode_is_full = len(self._in_flight["decode"]) == depth
             if not launched or (decode_is_full and plan.prefill_lane == "decode"):
                 return
 
     def _follow(self, load: Load) -> tuple[Plan, bool]:
-        """Launch on each lane what the plan for this load says; whether there was anything."""
+        """Launch on each lane what the plan for this load says; return whether anything was launched."""
         depth = self.executor.max_in_flight
         plan = self.planner.plan(load)
         decision = 0 if self.trace is None else self.trace.decided(load, plan)
         launched = False
-        # Decode first: its rows may need the blocks of a prompt that is idle now.
+        # Decode first, as its rows may need the blocks of a prompt that is idle now.
         for lane, launch in (("decode", self._decode_step), ("prefill", self._prefill_slice)):
             launched |= len(self._in_flight[lane]) < depth and launch(plan, decision)  # type: ignore[index]
         return plan, launched
@@ -182,7 +182,7 @@ class EngineCore:
             return False
         prefilling = self._in_flight["prefill"]
         if self._in_flight["decode"] and prefilling and prefilling[-1].ends_chunk:
-            # Its prompts' next tokens would have to wait for every step that is ahead of them.
+            # The second tokens of its prompts would wait for every step launched ahead of them.
             return False
         decoding = self._decoding if plan.decode else []
         filled = fill(chunk_tokens, len(decoding), self.planner.max_rows, self.executor.padded_rows)
@@ -193,15 +193,15 @@ class EngineCore:
         if scheduled.step.prefill is None:
             rows, most_rows = len(scheduled.sampled), self.executor.max_batch_size
             partition = self._in_flight.decode_partition(plan.partition, rows, most_rows)
-        # Blocks may have run out for some of the rows that the prediction was for; those in the place of padding count
-        # for nothing.
+        # If blocks ran out for some of the planned rows, the prediction does not apply. Rows in place of padding do not
+        # count.
         prompt_rows = 0 if scheduled.step.prefill is None else len(scheduled.step.prefill.token_ids)
         predicted_ms = plan.decode_ms if prompt_rows >= chunk_tokens else None
         self._fly(scheduled, Placement("decode", partition), plan, predicted_ms, self._num_layers, decision)
         return True
 
     def _prefill_slice(self, plan: Plan, decision: int) -> bool:
-        """Launch the next layers of the chunk under way, or of a new chunk, if the plan says so."""
+        """Launch the next layers of the current chunk, or of a new one, if the plan says so."""
         if plan.prefill_lane != "prefill":
             return False
         if self._chunk is None:
@@ -250,9 +250,9 @@ class EngineCore:
             self.trace.launched(launch, decision=decision, layers=layers, now_s=now)
 
     def _prepare_between(self) -> None:
-        """Capture a missing graph while the device works on what is launched, if nobody's target suffers.
+        """Capture a missing graph while the device is busy, if no latency target suffers.
 
-        Every sequence then gets its next token later by the time of a capture, at most.
+        This delays each sequence's next token by at most the time of one capture.
         """
         start_s = self.executor.now()
         if not self._pace.may_begin(start_s):
@@ -270,7 +270,7 @@ class EngineCore:
     # ---- what there is to do ----
 
     def _load(self, *, timed: bool = False) -> Load:
-        """All there is to do; ``timed`` has targets of sequences that decode counted even if nothing contends."""
+        """All the work there is; ``timed`` includes TPOT targets even if nothing contends with decode."""
         now = self.executor.now()
         self._prompts = self.scheduler.prompts(now, self.planner.prefill_ms_per_token)
         self._decoding = self.scheduler.decoding()
@@ -294,7 +294,7 @@ class EngineCore:
         self.counters.retired(launch, result.device_ms)
         if self.trace is not None:
             self.trace.retired(launch.ticket, now, result.device_ms)
-        # In a split a step that ran alone for a while says nothing of how fast it is beside the other lane.
+        # A split's step that ran alone for a while does not show its time beside the other lane.
         alone = launch.policy == "split" and not (launch.beside and self._in_flight[other_lane(lane)])
         if launch.predicted_ms is not None and not alone:
             kind: ForwardKind = "slice" if launch.scheduled.step.decode is None else "step"

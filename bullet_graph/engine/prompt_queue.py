@@ -19,7 +19,7 @@ class PromptQueue:
     """Sequences without blocks; a sequence may return after a preemption.
 
     Args:
-        prompt_order: of those without targets; see :class:`~bullet_graph.config.EngineConfig`.
+        prompt_order: order of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
 
     Attributes:
         num_tokens: tokens of their prompts.
@@ -67,7 +67,7 @@ class PromptQueue:
             queued = [*(_queued(s) for s in started), *self._waiting.values()]
             order = order_prompts(queued, now_s, ms_per_token, self._tuning)
             return (unordered[i] for i in order)
-        # Victims were the last to come, the latest of them first.
+        # Preemption takes the last to come first, so the reverse order is the order of arrival.
         preempted = [s for s in reversed(self._waiting) if s.preempted] if self._num_preempted else []
         fresh: Iterable[Sequence] = (s for s in self._waiting if not s.preempted)
         if self.longest_first:

@@ -1,4 +1,4 @@
-"""Keeps the books of sequences and fills steps: continuous batching over a paged KV cache."""
+"""Continuous batching over a paged KV cache: admits, preempts and finishes sequences, and fills steps."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,17 +24,16 @@ class _Chunk:
 
 
 class Scheduler:
-    """Queues sequences, gives them slots and blocks, and fills steps with as many rows as it is told.
+    """Queues sequences, gives them slots and blocks, and fills steps with the requested rows.
 
-    When blocks run out, the sequence that came last loses its blocks and is recomputed later: nothing is
-    lost. Blocks of a sequence that ends while steps that touch them are in flight are given back only when
-    those steps have been retired.
+    When blocks run out, the sequence that came last loses its blocks and is recomputed later; no token is lost. When a
+    sequence ends, its blocks are released only after all launched steps that touch them have been retired.
 
     Args:
         max_num_seqs: most sequences running at once.
         max_model_len: most tokens of a sequence.
-        pool: the KV cache's blocks; must hold one sequence of ``max_model_len``.
-        prompt_order: of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
+        pool: the KV cache's blocks; it must hold one sequence of ``max_model_len``.
+        prompt_order: order of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
         tuning: the planner's constants, for the order of prompts with targets.
 
     Attributes:
@@ -70,7 +69,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, ended or aborted; its blocks follow once no step in flight touches them."""
+        """Remove an ended or aborted sequence; its blocks follow when no step in flight touches them."""
         if sequence.status is Status.WAITING:
             self.queue.remove(sequence)
         elif sequence.status is Status.RUNNING:
@@ -79,20 +78,20 @@ class Scheduler:
         self._release_if_idle(sequence)
 
     def retire(self, scheduled: ScheduledStep) -> None:
-        """Note that a launched step is over; call before looking at the tokens it sampled."""
+        """Note that a launched step is over; call it before handling the step's tokens."""
         for sequence in scheduled.touched:
             sequence.num_pending_steps -= 1
             if sequence.status is Status.FINISHED:
                 self._release_if_idle(sequence)
         for sequence in scheduled.sampled:
             sequence.num_in_flight -= 1
-            # On the prefill lane, decode rows had to wait for this.
+            # Decode rows of a prompt on the prefill lane have waited for this.
             sequence.decoding = sequence.prompt_launched
 
     # ---- what there is to do ----
 
     def decoding(self) -> list[Sequence]:
-        """Running sequences that want a token now."""
+        """Running sequences that can decode now."""
         held = self._held
         return [
             s
@@ -101,19 +100,20 @@ class Scheduler:
         ]
 
     def prompts(self, now_s: float, ms_per_token: float) -> list[Sequence]:
-        """The head of the queue: prompts that a chunk could take now, in the order to serve them.
+        """Prompts that a chunk could take now, in serving order (:meth:`PromptQueue.ordered`).
 
-        See :meth:`PromptQueue.ordered`. A waiting prompt counts as long as slots and blocks last for all before it.
+        A waiting prompt is included while slots and blocks last for all prompts before it.
 
         Args:
-            ms_per_token: prefill time of a token, for predicting who will be late.
+            now_s: time on the clock of arrivals.
+            ms_per_token: prefill time per token, to predict which prompts will be late.
         """
         started = [s for s in self._running if not s.prompt_launched and not self._is_held(s)]
         queue = self.queue.ordered(started, now_s, ms_per_token)
         return list(islice(self._admissible(queue), QUEUE_IN_SIGHT))
 
     def _admissible(self, queue: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Prompts under way, and waiting ones until the first that finds no slot or no blocks."""
+        """Started prompts, and waiting ones up to the first without a slot or blocks."""
         slots, blocks, running = len(self._free_slots), self._pool.num_free, len(self._running)
         blocked = False
         for sequence in queue:
@@ -121,7 +121,7 @@ class Scheduler:
                 yield sequence
             elif not blocked:
                 need = self._pool.blocks_for(sequence.num_tokens)
-                # One block a running sequence is kept back, so that the newcomer is not preempted at once.
+                # One block per running sequence is kept back, so that the newcomer is not preempted at once.
                 if slots and need + running <= blocks:
                     slots, blocks, running = slots - 1, blocks - need, running + 1
                     yield sequence
@@ -136,13 +136,16 @@ class Scheduler:
         chunk_tokens: int = 0,
         lane: Lane = "decode",
     ) -> ScheduledStep | None:
-        """Fill a step; None when there are no rows for it.
+        """Fill a step; None if it would have no rows.
+
+        ``decode`` and ``prompts`` are what :meth:`decoding` and :meth:`prompts` returned; no sequence may have been
+        retired or finished since then.
 
         Args:
-            decode: sequences to decode, those of them that find a block; as :meth:`decoding` gave them.
-            prompts: as :meth:`prompts` gave them; nothing must have been retired or finished since, for both.
+            decode: sequences to decode; those without a block for the next token are left out.
+            prompts: prompts to prefill, in this order.
             chunk_tokens: most prompt rows.
-            lane: where the step will run; on the prefill lane there are no decode rows.
+            lane: the lane of the step; a step of the prefill lane has no decode rows.
         """
         decoding = self._take_decode(decode) if decode else []
         chunks = self._take_prefill(prompts, chunk_tokens) if chunk_tokens else []
@@ -172,21 +175,21 @@ class Scheduler:
     # ---- decode rows ----
 
     def _take_decode(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Those of the sequences that have, or get, a block for the next token."""
+        """The sequences that have, or get, a block for their next token."""
         self._held = None
         return [
             s
             for s in sequences
-            # A victim of one of those before it no longer runs, or is let run idle so that it can be one.
+            # An earlier sequence of the list may have preempted this one, or holds it until it can be preempted.
             if s is not self._held
             and ((s.num_tokens <= s.kv_capacity and s.status is Status.RUNNING) or self._find_block(s))
         ]
 
     def _find_block(self, sequence: Sequence) -> bool:
-        """Give the sequence room for one more token, at the cost of those that came last.
+        """Give the sequence room for one more token; the sequences that came last may lose their blocks for it.
 
-        A victim must have all its tokens on the host before it can be recomputed, so one with steps in
-        flight is held out of this step instead; the caller's next tries find it idle.
+        A sequence can be preempted only when all its tokens are on the host. One with steps in flight is held out of
+        this step instead, so that a later call finds it idle.
         """
         while sequence.status is Status.RUNNING and not self._grow(sequence):
             victim = next(reversed(self._running))
@@ -214,23 +217,23 @@ class Scheduler:
     # ---- prefill chunks ----
 
     def _take_prefill(self, prompts: Iterable[Sequence], budget: int) -> list[_Chunk]:
-        """Chunks of prompts in the order given, while slots, blocks and budget last."""
+        """Take prompt rows in the order given, while slots, blocks and budget last."""
         chunks: list[_Chunk] = []
         for sequence in prompts:
-            # Decode rows of the same step may have taken blocks, or the sequence itself, since the order was made.
+            # Decode rows of the same step may have taken the prompt's blocks, or preempted it.
             if self._is_held(sequence) or (sequence.status is Status.WAITING and not self._admit(sequence)):
                 continue
             target = sequence.num_tokens
             stop = min(sequence.num_cached + budget, target)
             chunks.append(_Chunk(sequence, sequence.num_cached, stop, stop == target))
             budget -= stop - sequence.num_cached
-            # Asked here, not above: going on would admit a sequence for which there is no budget left.
+            # Checked here, as the next turn would admit a sequence without budget for it.
             if budget <= 0:
                 break
         return chunks
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move a waiting sequence to running if a slot and the blocks of all its tokens are free."""
+        """Start a waiting sequence if a slot and blocks for all its tokens are free."""
         need = self._pool.blocks_for(sequence.num_tokens)
         if not self._free_slots or need + len(self._running) > self._pool.num_free:
             return False
