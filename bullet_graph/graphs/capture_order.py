@@ -1,4 +1,4 @@
-"""In which order an engine captures, and what is captured so far. No torch."""
+"""The order in which an engine captures its CUDA graphs, its progress, and what it cost. No torch."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -103,3 +103,20 @@ class CaptureProgress:
                 break
             held = size
         return held
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """Cost of capturing at a start.
+
+    Attributes:
+        num_graphs: number of graphs captured.
+        compile_seconds: compiling or loading layers, once for all graphs.
+        capture_seconds: everything else.
+        num_bytes: device memory used, including workspaces allocated on the way.
+    """
+
+    num_graphs: int
+    compile_seconds: float
+    capture_seconds: float
+    num_bytes: int

@@ -8,11 +8,10 @@ from itertools import groupby
 import torch
 
 from bullet_graph.config import ReadyName
-from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, PieceKey, hot_keys
+from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, CaptureReport, PieceKey, hot_keys
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.decode_graph import DecodeGraphs
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
-from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import PhaseName, StartClock

@@ -11,11 +11,11 @@ import psutil
 import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
+from bullet_graph.graphs.capture_order import CaptureReport
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounts
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
-from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.checkpoint import WeightLoading, open_checkpoint, weights_bar
 from bullet_graph.models.decoder import Decoder, cos_sin_table

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from bullet_graph.config import ReadyName
 from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.capture_order import CaptureReport
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compiled import PartCompiler, compile_now
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.engine_graphs import EngineGraphs
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
-from bullet_graph.graphs.report import CaptureReport
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState, token_logprobs

@@ -6,8 +6,7 @@ from enum import StrEnum
 from typing import Literal
 
 from bullet_graph.partition.backend import AUTO, NoneBackend
-from bullet_graph.runtime.cache_folders import CacheFolder
-from bullet_graph.runtime.machine import Asked, Gpu, Machine, MaskOffset
+from bullet_graph.runtime.machine import Asked, CacheFolder, Gpu, Machine, MaskOffset
 from bullet_graph.runtime.memory import format_bytes
 from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE

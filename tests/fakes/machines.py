@@ -5,9 +5,8 @@ from typing import Any
 
 from bullet_graph.partition.offsets import DriverId
 from bullet_graph.perf.provenance import collect_provenance
-from bullet_graph.runtime.cache_folders import CacheFolder
 from bullet_graph.runtime.diagnose import Diagnosis, Finding, Level
-from bullet_graph.runtime.machine import Gpu, Machine, MaskOffset
+from bullet_graph.runtime.machine import CacheFolder, Gpu, Machine, MaskOffset
 from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks, SizeCheck
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from fakes.machines import DRIVER, GPU, complete_machine, finding, not_green
 
-from bullet_graph.runtime.cache_folders import CacheFolder
 from bullet_graph.runtime.diagnose import Level, diagnose
-from bullet_graph.runtime.machine import Asked, MaskOffset
+from bullet_graph.runtime.machine import Asked, CacheFolder, MaskOffset
 from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks, SizeCheck
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 

@@ -22,9 +22,16 @@ from bullet_graph.partition.green import GreenBackend
 from bullet_graph.partition.masks import Lane, SmPartition
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.runtime import machine as machine_module
-from bullet_graph.runtime.cache_folders import CacheFolder, cache_folders, look_at_cache
 from bullet_graph.runtime.diagnose import Level, diagnose
-from bullet_graph.runtime.machine import Asked, MaskOffset, find_mask_offset, look_around
+from bullet_graph.runtime.machine import (
+    Asked,
+    CacheFolder,
+    MaskOffset,
+    cache_folders,
+    find_mask_offset,
+    look_around,
+    look_at_cache,
+)
 from bullet_graph.runtime.partition_checks import (
     PartitionChecks,
     check_partitions,

@@ -70,7 +70,7 @@ class StartRun:
         startup_s: from the start of the process until requests could be added.
         first_token_s: until the first token of a short request.
         phases: in the order of their ends; they may overlap.
-        capture: see :class:`~bullet_graph.graphs.report.CaptureReport`; None where nothing is captured.
+        capture: see :class:`~bullet_graph.graphs.capture_order.CaptureReport`; None where nothing is captured.
         compiles: what was compiled; see :class:`~bullet_graph.graphs.compile_counts.CompileCounts`.
         cache_use: what a capture cache gave; see :class:`~bullet_graph.runtime.capture_cache.CacheUse`.
         num_missing_graphs: left to be captured after the first token.

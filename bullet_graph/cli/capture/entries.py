@@ -159,12 +159,6 @@ def _row(entry: Entry) -> dict[str, Any]:
 @click.option(
     "--plan", "plan_name", metavar="FILE.toml|NAME", help="The engine's capture plan.  [default: any]"
 )
-@click.option(
-    "--entry",
-    "entry_name",
-    metavar="ENTRY",
-    help="Compare with this entry.  [default: the one that fits best]",
-)
 @cache_dir_option
 @json_option
 def explain(
@@ -172,7 +166,6 @@ def explain(
     dtype: DtypeName,
     device: DeviceName,
     plan_name: str | None,
-    entry_name: str | None,
     store: CaptureStore,
     as_json: bool,
 ) -> None:
@@ -182,28 +175,19 @@ def explain(
     Examples:
       bullet-graph capture explain --model llama-3.1-8b --dtype bfloat16
       bullet-graph capture explain --model tiny --device cpu --json
-      bullet-graph capture explain --model llama-3.1-8b --plan plan.toml --entry 3f2a
+      bullet-graph capture explain --model llama-3.1-8b --plan plan.toml
     """
     with contextlib.redirect_stdout(sys.stderr):
         here = fingerprint_of(resolve(EngineConfig(model=model, dtype=dtype, device=device)))
     plan = None if plan_name is None else plan_mapping(load_plan(plan_name))
     lookup = store.find(here, plan)
-    best: tuple[Entry | None, tuple[Difference, ...]] = (lookup.hit, ())
-    if entry_name is not None:
-        wanted = find_entry(store, entry_name).entry_id
-        fitting = (
-            wanted_entry for wanted_entry in (lookup.hit,) if wanted_entry and wanted_entry.entry_id == wanted
-        )
-        compared = {entry.entry_id: (entry, differences) for entry, differences in lookup.others}
-        best = compared.get(wanted, (next(fitting, find_entry(store, entry_name)), ()))
-    elif lookup.hit is None and lookup.others:
-        best = lookup.others[0]
-    entry, differences = best
+    nearest: tuple[Entry | None, tuple[Difference, ...]] = lookup.others[0] if lookup.others else (None, ())
+    entry, differences = nearest if lookup.hit is None else (lookup.hit, ())
     fits = entry is not None and not differences
     if as_json:
-        nearest = None
+        found = None
         if entry is not None and not fits:
-            nearest = {
+            found = {
                 "entry_id": entry.entry_id,
                 "differences": [dataclasses.asdict(difference) for difference in differences],
                 "build_seconds": entry.manifest.build_seconds,
@@ -213,8 +197,8 @@ def explain(
             "here": here,
             "plan": plan,
             "hit": entry.entry_id if entry is not None and fits else None,
-            "nearest": nearest,
-            "damaged": [dataclasses.asdict(found) for found in lookup.damaged],
+            "nearest": found,
+            "damaged": [dataclasses.asdict(broken) for broken in lookup.damaged],
         }
         click.echo(json.dumps(page, indent=2, allow_nan=False))
     else:
