@@ -97,7 +97,7 @@ def to_json(fields: Mapping[str, Any]) -> str:
 
     A figure that is not finite is a bug and raises ValueError.
     """
-    return json.dumps({"argv": command_line(), **fields}, indent=2, allow_nan=False)
+    return json.dumps({**fields, "argv": fields.get("argv", command_line())}, indent=2, allow_nan=False)
 
 
 def emit(fields: Mapping[str, Any], path: Path | None, *, as_json: bool, show: Callable[[], object]) -> None:

@@ -93,34 +93,33 @@ def mean_of(device: Fields | None, field: str) -> float | None:
 
 
 def goodput_table(
-    title: str, cells: Mapping[str, tuple[float | None, Sequence[Fields]]], tolerance: float
+    title: str | None, cells: Mapping[str, tuple[float | None, Sequence[Fields]]], tolerance: float
 ) -> Table:
     """One search per row: its goodput, and the run at that rate.
 
     A goodput has ``≥`` where the search ended before it reached the tolerance, ``<`` where no rate was low enough.
 
     Args:
-        title: above the table.
+        title: above the table, if any.
         cells: goodput and runs by the name of the system or policy.
         tolerance: of the searches, relative.
     """
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(title=None if title is None else Text(title), title_justify="left")
     table.add_column("policy", no_wrap=True)
     shows_energy = any(run.get("joules_per_token") is not None for _, runs in cells.values() for run in runs)
-    columns = ["requests/s", "met, %", "TTFT, p50 / p90, ms", "TPOT, p50 / p90, ms", "ITL, p99, ms"]
+    columns = ["requests/s", "TTFT, p50 / p90, ms", "TPOT, p50 / p90, ms", "ITL, p99, ms"]
     for column in (*columns, *(("J/token",) if shows_energy else ()), "runs"):
         table.add_column(column, justify="right")
     for name, (goodput, runs) in cells.items():
         rates = [run["request_rate"] for run in runs]
         best = next((run for run in reversed(runs) if run["request_rate"] == goodput), None)
-        row = [_NONE] * 4
+        row = [_NONE] * 3
         if goodput is None or best is None:
             rate = f"< {min(rates):.3g}" if rates else _NONE
         else:
             higher = min((rate for rate in rates if rate > goodput), default=math.inf)
             rate = f"{'' if higher <= goodput * (1 + tolerance) else '≥ '}{goodput:.2f}"
             row = [
-                figure(100 * best["slo_attainment"]),
                 *(
                     f"{figure(best[f'median_{x}_ms'])} / {figure(best[f'p90_{x}_ms'])}"
                     for x in ("ttft", "tpot")

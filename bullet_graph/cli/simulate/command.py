@@ -246,7 +246,8 @@ def _report_searches(
     def show() -> None:
         share = f"highest rate at which {100 * attainment:g} % of the requests meet all targets"
         rows = {policy: (search.goodput, runs[policy]) for policy, search in searches.items()}
-        print_table(goodput_table(f"{simulator.title()}: {share}", rows, _TOLERANCE))
+        print_line(f"{simulator.title()}: {share}")
+        print_table(goodput_table(None, rows, _TOLERANCE))
         if plot is not None:
             print_line(f"wrote {plot}")
 
