@@ -183,7 +183,7 @@ class TritonDecodeAttention:
             num_sms: SMs that the kernels will have, None for all.
 
         Raises:
-            ConfigError: more rows or SMs than there is scratch for, or none.
+            ConfigError: no rows or SMs, or more than the scratch holds.
         """
         rows = len(batch.last_block_tokens)
         if not 1 <= rows <= self._max_rows:

@@ -1,9 +1,9 @@
 """Triton kernels of decode attention over the paged KV cache; launched by ``decode_attention``.
 
-The batch's blocks, in the order of ``kv_indices``, are one line of work that the workers cut into equal ranges:
-``kv_indptr`` is its table of contents, so nothing is planned beforehand. A worker that has all of a sequence
-writes its output; of one that reaches beyond its range it writes a partial result, at most one at either end. These are
-added up by the worker that comes last, or by a second kernel.
+The batch's blocks, in the order of ``kv_indices``, form one line of work, which the workers cut into equal ranges.
+``kv_indptr`` says where each sequence starts, so the host plans nothing. A worker that has all of a sequence writes its
+output. Of a sequence that reaches beyond its range it writes a partial result, at most one at either end. The worker
+that comes last, or a second kernel, adds the partial results up.
 """
 
 import triton
@@ -19,7 +19,7 @@ def _range_start(worker, total, workers):
 
 @triton.jit
 def _worker_of(unit, total, workers):
-    """Whose range holds a unit; the inverse of ``_range_start``."""
+    """The worker whose range holds a unit; the inverse of ``_range_start``."""
     shorter = total // workers
     longer_end = (total % workers) * (shorter + 1)
     in_longer = unit // (shorter + 1)
@@ -29,7 +29,7 @@ def _worker_of(unit, total, workers):
 
 @triton.jit
 def _block_ids(ids_ptr, start, key_tokens, num_tokens, TILE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Block ids of a tile's tokens from ``start`` on: one number where a block holds whole tiles."""
+    """Block ids of a tile's tokens from ``start`` on; a single id where blocks hold whole tiles."""
     if BLOCK_TOKENS % TILE_TOKENS == 0:
         return tl.load(ids_ptr + start // BLOCK_TOKENS, mask=start < num_tokens, other=0)
     else:
@@ -50,24 +50,24 @@ def _sum_of_partials(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What workers first to last have written of heads of a sequence, added up: [BLOCK, HEAD_DIM]."""
+    """Sum of the partial results of workers first to last, for heads of one sequence: [BLOCK, HEAD_DIM]."""
     lanes = tl.arange(0, HEAD_DIM)
     peak = tl.full((BLOCK,), -float("inf"), tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
     sums = tl.zeros((BLOCK, HEAD_DIM), tl.float32)
     for of in range(first, last + 1, 2):
-        # Two at a time, so that the second is under way while the first is added.
+        # Two at a time: the second loads while the first is added.
         for ahead in tl.static_range(2):
             by = of + ahead + tl.zeros_like(heads)
             there = inside & (by <= last)
             # Where the sequence starts it is the last of the worker's range, from there on the first.
             at = (2 * by + (by == first).to(tl.int32)) * NUM_HEADS + first_head + heads
             partial_ptrs = partial_ptr + at[:, None] * HEAD_DIM + lanes[None, :]
-            # Not from the SM's own cache, which knows nothing of what others have written.
+            # Not from the SM's own cache, which does not see other SMs' writes.
             lse = tl.load(partial_lse_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
             partial = tl.load(partial_ptrs, mask=there[:, None], other=0.0, cache_modifier=".cg")
             new_peak = tl.maximum(peak, lse)
-            # Heads that are none have no partials, and so no peak to be measured from.
+            # Heads outside have no partials, and so no peak as an origin.
             origin = tl.where(new_peak == -float("inf"), 0.0, new_peak)
             weight = tl.exp2(lse - origin)
             shrink = tl.exp2(peak - origin)
@@ -77,7 +77,7 @@ def _sum_of_partials(
     return sums / tl.where(inside, mass, 1.0)[:, None]
 
 
-# The batch lies in the middle of larger buffers: no other kernel for every alignment.
+# The batch lies in the middle of larger buffers: one kernel serves every alignment.
 @triton.jit(
     do_not_specialize=["num_rows"],
     do_not_specialize_on_alignment=["kv_indptr_ptr", "kv_indices_ptr", "last_block_tokens_ptr"],
@@ -111,14 +111,14 @@ def decode_attention_kernel(
     COMBINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One range of blocks of KV_HEADS key heads a program, sequence after sequence, TILE keys at a time.
+    """One range of blocks of KV_HEADS key heads per program, sequence after sequence, TILE keys at a time.
 
-    A tile's keys are those of KV_HEADS heads, token by token as they lie in memory. All query heads meet all
-    of them in one product; what belongs to another head is masked. With one head at a time the product's rows
-    would be padding instead, and the loads scattered.
+    A tile's keys are those of KV_HEADS heads, token by token as they lie in memory. One product multiplies all query
+    heads with all of them, and masks pairs of different heads. With one head at a time, most rows of the product would
+    be padding and the loads scattered.
 
-    With COMBINE, whoever writes the last of a sequence's partial results adds them up. How many there are, its
-    programs count in ``arrived_ptr`` [rows, head groups], zero before and after.
+    With COMBINE, the program that writes the last of a sequence's partial results adds them up. The programs count them
+    in ``arrived_ptr`` [rows, head groups], which is zero before and after.
     """
     HEAD_GROUPS: tl.constexpr = NUM_KV_HEADS // KV_HEADS
     Q_HEADS: tl.constexpr = NUM_HEADS // HEAD_GROUPS
@@ -142,7 +142,7 @@ def decode_attention_kernel(
     keys = tl.arange(0, TILE)
     key_tokens = keys // KV_HEADS
     key_heads = keys % KV_HEADS
-    # Rows of padding go with the last head, whatever it is: they need some key, lest they become NaN.
+    # Padding rows go with the last head: they need some key, or they become NaN.
     same_head = tl.minimum(q_heads // GROUP, KV_HEADS - 1)[:, None] == key_heads[None, :]
     at_heads = (head_group * KV_HEADS + key_heads) * HEAD_STRIDE
 
@@ -171,7 +171,7 @@ def decode_attention_kernel(
                 tokens = start + key_tokens
                 inside = tokens < num_tokens
                 block = ids.to(tl.int64)
-                # Read a tile ahead: loads that wait for one another within a tile would cost pipeline stages.
+                # Read a tile ahead: dependent loads within a tile would cost pipeline stages.
                 ids = _block_ids(
                     ids_ptr, start + TILE_TOKENS, key_tokens, num_tokens, TILE_TOKENS, BLOCK_TOKENS
                 )
@@ -209,7 +209,7 @@ def decode_attention_kernel(
                     first = _worker_of(first_unit, total, workers)
                     last = _worker_of(first_unit + end - begin - 1, total, workers)
                     arrived_at = arrived_ptr + row * HEAD_GROUPS + head_group
-                    # All of the program's threads have written before one of them tells the others so.
+                    # All threads of the program have written before one of them announces it.
                     tl.debug_barrier()
                     if tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu") == last - first:
                         tl.store(arrived_at, 0)
@@ -246,7 +246,7 @@ def combine_partials_kernel(
     SEQUENCE_COST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS query heads of one sequence a program: the sum of its partial results, if it has any."""
+    """HEADS query heads of one sequence per program: the sum of its partial results, if it has any."""
     row = tl.program_id(0)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     heads_inside = heads < NUM_HEADS
@@ -272,7 +272,7 @@ def combine_partials_kernel(
             partial_ptrs = partial_ptr + at[:, :, None] * HEAD_DIM + lanes[None, None, :]
             partials = tl.load(partial_ptrs, mask=inside[:, :, None], other=0.0)
             new_peak = tl.maximum(peak, tl.max(lse, axis=0))
-            # Heads beyond the last have no partials, and so no peak to be measured from.
+            # Heads beyond the last have no partials, and so no peak as an origin.
             origin = tl.where(heads_inside, new_peak, 0.0)
             weights = tl.exp2(lse - origin[None, :])
             shrink = tl.exp2(peak - origin)

@@ -1,6 +1,6 @@
 """Triton kernels for the steps of a layer and for sampling; launched by ``triton_ops``.
 
-Each computes what its namesake in ``ops`` or ``sampler`` does in plain torch.
+``TorchOps`` and ``sampler`` compute the same in plain torch.
 """
 
 import triton
@@ -18,7 +18,7 @@ def add_rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
     x = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
     residual = tl.load(residual_ptr + row + columns, mask=inside, other=0.0)
-    # The sum is rounded before the norm, so that what is normed is what the next layer adds to.
+    # The sum is rounded before the norm: the next layer adds to the rounded sum.
     summed = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(summed_ptr + row + columns, summed, mask=inside)
     wide = summed.to(tl.float32)
@@ -305,9 +305,9 @@ def swiglu_matmul_kernel(
 ):
     """out = silu(x @ gate^T) * (x @ up^T), summed in float32.
 
-    It is persistent: a program works through tiles of the output, and the loads of its next tile start while it still
-    finishes the last one. Loads and stores are TMA's, which reads zeros beyond an array's end and writes nothing
-    there: so no size needs to be a multiple of a tile's.
+    The kernel is persistent: a program works through tiles of the output, and loads its next tile while it finishes
+    the last one. TMA reads zeros beyond an array's end and writes nothing there, so sizes need not be multiples of a
+    tile's.
 
     gate_up_desc is over [2, intermediate_size, hidden_size], a box of it [2, BLOCK_N, BLOCK_K]: one product then
     gives both halves, and each step reads x from shared memory once.

@@ -9,13 +9,9 @@ from tqdm import tqdm
 
 @contextmanager
 def progress_bar(show: bool, **settings: Any) -> Iterator[Callable[[float], object]]:
-    """Yield what advances the bar.
+    """Yield a function that advances the bar, which tqdm's ``settings`` describe.
 
-    Not even a disabled bar is made unless it is wanted: tqdm fixes multiprocessing's start method with each.
-
-    Args:
-        show: whether there is a bar.
-        settings: tqdm's.
+    Without ``show`` not even a disabled bar is made: each one makes tqdm fix multiprocessing's start method.
     """
     if not show:
         yield lambda _: None

@@ -17,14 +17,14 @@ from bullet_graph.errors import ModelError, PromptError
 from bullet_graph.models.json_files import JsonObject, read_json_object
 
 _LONG_TEXT = 4096
-"""Characters. A text this long takes a millisecond or more, during which the library should not stop other threads:
-it lets go of the interpreter's lock for a batch, but not for a single text."""
+"""Characters from which encoding takes a millisecond or more. The library releases the interpreter's lock for a batch,
+but not for a single text, so long texts are encoded as a batch."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 _TURN_BEGINS, _TURN_ENDS = "<|im_start|>", "<|im_end|>"
 _LETTERS = "etaoinshrdlucmfw"
-"""Their pairs fill what a vocabulary has left, so that every token a model of random weights samples is a text."""
+"""Their pairs fill the rest of a vocabulary, so that every token of a model of random weights has a text."""
 
 _CHAT_TEMPLATE = """{%- for message in messages %}
     {{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}
@@ -36,10 +36,10 @@ _CHAT_TEMPLATE = """{%- for message in messages %}
 
 
 class DetokenizeStream:
-    """Text of one output as its tokens come, in pieces that are never revised.
+    """Incremental detokenization of one output; text once given is never revised.
 
-    The pieces together are ``Tokenizer.decode`` of all the ids, save where a tokenizer with byte fallback
-    would take back text already given (a newline token followed by bytes that never form a character).
+    All pieces together equal ``Tokenizer.decode`` of all ids, unless a tokenizer with byte fallback would revise text
+    already given (a newline token followed by bytes that never form a character).
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: Set[int] = frozenset()) -> None:
@@ -62,8 +62,8 @@ class DetokenizeStream:
         try:
             text = self._stream.step(self._tokenizer, token_id)
         except Exception:
-            # The library raises a bare Exception once new bytes change text that it has already given, and
-            # the stream is of no use after that: what is given stays, and a new stream goes on from here.
+            # The library raises a bare Exception once new bytes would change text that it has given. Its stream is
+            # unusable then: a new one goes on from here.
             return self._restart()
         if text is None:
             return ""
@@ -71,7 +71,7 @@ class DetokenizeStream:
         return text
 
     def flush(self) -> str:
-        """The end of the text: bytes held back that never became a character, as U+FFFD each."""
+        """The end of the text: held-back bytes that never became a character, each as U+FFFD."""
         text = self._tokenizer.decode(self._pending_ids, skip_special_tokens=False)
         self._pending_ids.clear()
         self._stream = DecodeStream(skip_special_tokens=False)
@@ -182,7 +182,7 @@ class Tokenizer:
             The prompt, special tokens included.
 
         Raises:
-            ModelError: there is no template, or it is broken, or it refuses the messages.
+            ModelError: the model has no template, or it is broken or refuses the messages.
         """
         if self._chat_template is None:
             raise ModelError(
@@ -262,13 +262,10 @@ def _special_tokens(config: JsonObject) -> dict[str, str]:
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
-    """Every byte is a token; two more begin and end a turn of a conversation, and the others are pairs of letters.
-
-    Args:
-        vocab_size: entries; at most 514.
+    """A tokenizer that needs no file: bytes, two tokens around a turn of a conversation, and pairs of letters.
 
     Raises:
-        ModelError: it has no room for the bytes, or for more than bytes and pairs.
+        ModelError: ``vocab_size`` has no room for the bytes, or exceeds bytes and pairs (514).
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     num_pairs = vocab_size - len(alphabet) - 2
