@@ -146,21 +146,16 @@ async def test_cancelling_before_the_first_output(engine: AsyncEngine) -> None:
     await idle(engine)
 
 
-async def test_breaking_out_aborts(engine: AsyncEngine, gate: Gate) -> None:
-    async for output in engine.generate(PROMPT, LONG):
-        if len(output.outputs[0].token_ids) == 3:
-            break
+@pytest.mark.parametrize("closes", [False, True], ids=["break", "aclose"])
+async def test_leaving_the_generator_aborts(engine: AsyncEngine, gate: Gate, closes: bool) -> None:
+    generator = engine.generate(PROMPT, LONG)
+    async for _ in generator:
+        break
+    if closes:
+        await generator.aclose()  # type: ignore[attr-defined]
+    del generator
     # The interpreter lets go of the generator, and the event loop closes it.
     await asyncio.sleep(0.01)
-    gate.open()
-    await idle(engine)
-    assert engine.engine.stats().num_steps < 100
-
-
-async def test_closing_the_generator_aborts(engine: AsyncEngine, gate: Gate) -> None:
-    generator = engine.generate(PROMPT, LONG)
-    await anext(generator)
-    await generator.aclose()  # type: ignore[attr-defined]
     gate.open()
     await idle(engine)
     assert engine.engine.stats().num_steps < 100

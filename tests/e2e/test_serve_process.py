@@ -133,9 +133,7 @@ def test_told_to_stop_it_aborts_what_does_not_end_and_exits_in_good_order(
     ("options", "message"),
     [
         (("--port", "70000"), "--port must be between 0 and 65535, got 70000"),
-        (("--max-queue-len", "0"), "--max-queue-len must be at least 1"),
         (("--max-body-size", "big"), "'big' is no size"),
-        (("--watchdog-timeout", "0"), "--watchdog-timeout must be a number of seconds above 0"),
         (("--api-key", "a", "--api-key-file", __file__), "give one of them"),
         (("--api-key-file", "no-such-file"), "no-such-file"),
         (("--host", "256.0.0.1"), "--host and --port must name an address of this machine that is free"),
