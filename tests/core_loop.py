@@ -4,9 +4,11 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from fakes.perf_tables import LLAMA_8B, h200_table
+from hypothesis import strategies as st
 from paged_device import PagedDevice, generate_alone
 
 from bullet_graph.config import KV_BLOCK_TOKENS, Policy
@@ -24,6 +26,9 @@ from bullet_graph.slo import NO_TARGETS, Slo
 
 MODEL = TableModel(h200_table(), LLAMA_8B)
 NUM_LAYERS = MODEL.num_layers
+
+Arrival = tuple[float, int, int, Slo]
+"""When a request comes, the lengths of its prompt and output, and its targets."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,19 @@ def make_planner(policy: str, *, max_chunk_tokens: int = 8192) -> Planner:
     )
 
 
+def arrivals(targets: Rows[Slo], *, max_output: int) -> st.SearchStrategy[list[Arrival]]:
+    """Up to twelve requests in order of arrival, most of them at once, short or long."""
+    gaps = st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.3])
+    prompts = st.integers(1, 60) | st.integers(1, 900)
+    request = st.tuples(gaps, prompts, st.integers(1, max_output), st.sampled_from(targets))
+
+    def at_their_times(found: list[Arrival]) -> list[Arrival]:
+        times = accumulate(gap_s for gap_s, *_ in found)
+        return [(time_s, *rest) for time_s, (_, *rest) in zip(times, found, strict=True)]  # type: ignore[misc]
+
+    return st.lists(request, min_size=1, max_size=12).map(at_their_times)
+
+
 class CoreLoop:
     """Adds requests at their times, aborts some, steps to the end, and checks the books after each step."""
 
@@ -235,8 +253,8 @@ class CoreLoop:
             self.outputs[output.request_id] = output
         self.check_books()
 
-    def run(self, *, arrivals: Rows[tuple[float, int, int, Slo]] = (), max_steps: int = 30_000) -> None:
-        """Serve requests of (arrival, prompt tokens, output tokens, targets), in order of arrival, and all others."""
+    def run(self, *, arrivals: Rows[Arrival] = (), max_steps: int = 30_000) -> None:
+        """Serve these requests, in order of arrival, and all others."""
         waiting = deque(arrivals)
         while waiting or self.core.has_work():
             assert self.num_steps < max_steps, "it does not come to an end"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from core_loop import MODEL, NUM_LAYERS, CheckedExecutor, CoreLoop, Launch, make_planner
+from core_loop import MODEL, NUM_LAYERS, Arrival, CheckedExecutor, CoreLoop, Launch, arrivals, make_planner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,24 +31,7 @@ TARGETS = (
 )
 TIGHT = Slo(ttft_ms=200, tpot_ms=10)
 
-requests = st.lists(
-    st.tuples(
-        st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.3]),
-        st.integers(1, 60) | st.integers(1, 900),
-        st.integers(1, 50),
-        st.sampled_from(TARGETS),
-    ),
-    min_size=1,
-    max_size=12,
-)
-
-
-def at_their_times(gaps: list[tuple[float, int, int, Slo]]) -> list[tuple[float, int, int, Slo]]:
-    now_s, arrivals = 0.0, []
-    for gap_s, *rest in gaps:
-        now_s += gap_s
-        arrivals.append((now_s, *rest))
-    return arrivals  # type: ignore[return-value]
+requests = arrivals(TARGETS, max_output=50)
 
 
 class _Wayward(Planner):
@@ -104,7 +87,7 @@ class _Wayward(Planner):
     row_step=st.sampled_from([1, 16, 100]),
 )
 def test_every_request_ends_with_its_own_tokens(
-    requests: list[tuple[float, int, int, Slo]],
+    requests: list[Arrival],
     policy: str,
     spare_blocks: int,
     max_num_seqs: int,
@@ -120,7 +103,7 @@ def test_every_request_ends_with_its_own_tokens(
         max_num_seqs=max_num_seqs,
         executor=CheckedExecutor(host_overhead_ms, depth, row_step=row_step),
     )
-    loop.run(arrivals=at_their_times(requests))
+    loop.run(arrivals=requests)
     most = max(chunk_tokens, max_num_seqs + TUNING.row_step)
     assert (
         max((launch.rows for launch in loop.executor.launches if launch.step.prefill is not None), default=0)
@@ -139,7 +122,7 @@ def test_every_request_ends_with_its_own_tokens(
     depth=st.sampled_from([1, 2]),
 )
 def test_no_planner_can_break_the_books(
-    requests: list[tuple[float, int, int, Slo]],
+    requests: list[Arrival],
     choices: list[int],
     spare_blocks: int,
     aborts: list[int],
@@ -165,9 +148,7 @@ def test_no_planner_can_break_the_books(
     policy=st.sampled_from(["split", "auto"]),
     aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=12),
 )
-def test_aborts_at_any_moment(
-    requests: list[tuple[float, int, int, Slo]], policy: str, aborts: list[tuple[int, int]]
-) -> None:
+def test_aborts_at_any_moment(requests: list[Arrival], policy: str, aborts: list[tuple[int, int]]) -> None:
     loop = CoreLoop(make_planner(policy), num_kv_blocks=100)
     for _, prompt_tokens, output_tokens, slo in requests:
         loop.add(prompt_tokens, output_tokens, slo=slo)

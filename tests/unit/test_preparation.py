@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-from core_loop import MODEL, CheckedExecutor, CoreLoop, make_planner
+from core_loop import MODEL, Arrival, CheckedExecutor, CoreLoop, arrivals, make_planner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,30 +137,17 @@ def test_captures_keep_to_their_share_of_the_time() -> None:
 
 # ---- the loop ----
 
-requests = st.lists(
-    st.tuples(
-        st.sampled_from([0.0, 0.001, 0.02, 0.3]),
-        st.integers(1, 60) | st.integers(1, 900),
-        st.integers(1, 60),
-        st.sampled_from([NO_TARGETS, Slo(ttft_ms=500, tpot_ms=15), Slo(tpot_ms=9), Slo(ttft_ms=30)]),
-    ),
-    min_size=1,
-    max_size=12,
-)
+TARGETS = (NO_TARGETS, Slo(ttft_ms=500, tpot_ms=15), Slo(tpot_ms=9), Slo(ttft_ms=30))
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests=requests, policy=st.sampled_from(["serial", "mixed", "split", "auto"]))
-def test_nothing_is_lost_and_no_step_lacks_its_graph(
-    requests: list[tuple[float, int, int, Slo]], policy: str
-) -> None:
+@given(
+    requests=arrivals(TARGETS, max_output=60), policy=st.sampled_from(["serial", "mixed", "split", "auto"])
+)
+def test_nothing_is_lost_and_no_step_lacks_its_graph(requests: list[Arrival], policy: str) -> None:
     """The simulated device refuses a batch where none is captured that holds it."""
     loop, executor = make_loop(policy)
-    arrivals, now_s = [], 0.0
-    for gap_s, *rest in requests:
-        now_s += gap_s
-        arrivals.append((now_s, *rest))
-    loop.run(arrivals=arrivals)  # type: ignore[arg-type]
+    loop.run(arrivals=requests)
     order = capture_order(PLAN, 2)[len(hot_keys(PLAN)) :]
     assert [capture.key for capture in executor.captures] == order[: len(executor.captures)]
     assert loop.core.stats().num_missing_graphs == len(order) - len(executor.captures)
