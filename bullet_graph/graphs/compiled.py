@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bullet_graph.kernels.ops import LayerOps, TorchOps
+from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, attention_input, attention_output
 
@@ -214,8 +214,8 @@ def by_rows(one: LayerFunctions, several: LayerFunctions) -> LayerFunctions:
 
 def compiled_functions(
     decoder: Decoder,
-    between: LayerOps,
-    fused: LayerOps,
+    between: TorchOps,
+    fused: TorchOps,
     max_rows: int,
     compiler: PartCompiler = compile_now,
 ) -> LayerFunctions:

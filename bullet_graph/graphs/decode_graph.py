@@ -1,4 +1,4 @@
-"""Captured decode steps: one CUDA graph a batch size, replayed with new inputs at fixed addresses."""
+"""Captured decode steps: one CUDA graph per batch size, replayed with new inputs at fixed addresses."""
 
 from dataclasses import dataclass
 
@@ -31,10 +31,10 @@ class DecodeInputs:
     """Host inputs of a decode step of ``n`` rows, all int32.
 
     Attributes:
-        slots: [n], whose last tokens are the input.
+        slots: [n], whose last tokens the step reads.
         positions: [n], of the input tokens.
         kv_slots: [n], where their keys and values go.
-        kv_indptr: [n + 1].
+        kv_indptr: [n + 1], where each row's blocks start in ``kv_indices``.
         kv_indices: block ids.
     """
 
@@ -97,10 +97,7 @@ class DecodeGraphs:
         self._several_rows: LayerFunctions | None = None
         device = decoder.cos_sin.device
         self._attention = TritonDecodeAttention(
-            decoder.config,
-            decoder.cache,
-            max_rows=max_batch_size,
-            gpu=Gpu.of(device),
+            decoder.config, decoder.cache, max_rows=max_batch_size, gpu=Gpu.of(device)
         )
         self._state = state
         self._padding_slot = padding_slot

@@ -114,9 +114,6 @@ class TorchOps:
         return rotated if out is None else out.copy_(rotated)
 
 
-LayerOps = TorchOps
-
-
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, in float32 inside (Zhang and Sennrich 2019)."""
     wide = x.float()

@@ -104,17 +104,25 @@ def reference_logits(setup: Setup, inputs: DecodeInputs) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 33, 64, 96])
 @torch.inference_mode()
-def test_logits_are_close_to_float32(
+def test_logits_are_close_to_float32_each_time(
     setup: Setup, rows: int, record_property: Callable[[str, object], None]
 ) -> None:
     inputs = make_inputs(rows, seed=rows)
+    before = setup.state.last_token.clone()
+    align_caches(setup.decoder, setup.reference)
     expected = reference_logits(setup, inputs)
-    tokens = setup.graphs.run(inputs)
-    logits = setup.graphs.logits(rows).float()
-    error = torch.linalg.norm(logits - expected) / torch.linalg.norm(expected)
-    record_property("relative_error", float(error))
+    tokens = setup.graphs.run(inputs).clone()
+    logits = setup.graphs.logits(rows).clone()
+    error = float((logits.float() - expected).norm() / expected.norm())
+    record_property("relative_error", error)
     assert error < 2e-2
-    assert torch.equal(tokens.long(), setup.graphs.logits(rows).float().argmax(-1))
+    assert torch.equal(tokens.long(), logits.float().argmax(-1))
+    # A launch that ran ahead of what it reads would not do so every time alike.
+    for _ in range(20):
+        setup.state.last_token.copy_(before)
+        setup.graphs.logits(rows).fill_(float("nan"))
+        setup.graphs.run(inputs)
+        assert torch.equal(setup.graphs.logits(rows), logits)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 64, 96])
@@ -130,37 +138,6 @@ def test_captured_step_equals_uncaptured(setup: Setup, rows: int) -> None:
     assert torch.equal(setup.graphs.run(inputs, replay=False), captured)
     assert torch.equal(setup.graphs.logits(rows), captured_logits)
     assert torch.equal(setup.state.last_token, after)
-
-
-@torch.inference_mode()
-def test_compiled_steps_are_close_to_float32_each_time(
-    setup: Setup, record_property: Callable[[str, object], None]
-) -> None:
-    graphs = DecodeGraphs(
-        setup.decoder,
-        setup.state,
-        max_batch_size=MAX_BATCH,
-        num_kv_blocks=NUM_BLOCKS,
-        padding_slot=MAX_BATCH,
-    )
-    stream, errors = torch.cuda.Stream(), {}
-    for rows in (1, 8, 32, 64, 96):
-        graphs.capture_one(GraphKey(rows), stream)
-        inputs = make_inputs(rows, seed=200 + rows)
-        before = setup.state.last_token.clone()
-        align_caches(setup.decoder, setup.reference)
-        expected = reference_logits(setup, inputs)
-        graphs.run(inputs)
-        logits = graphs.logits(rows).clone()
-        errors[rows] = float((logits.float() - expected).norm() / expected.norm())
-        # A launch that ran ahead of what it reads would not do so every time alike.
-        for _ in range(20):
-            setup.state.last_token.copy_(before)
-            graphs.logits(rows).fill_(float("nan"))
-            graphs.run(inputs)
-            assert torch.equal(graphs.logits(rows), logits)
-    record_property("relative_errors", errors)
-    assert max(errors.values()) < 2e-2
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart, TritonNormOps, compiled_functions, exported
 from bullet_graph.kernels.memory import KVCache
-from bullet_graph.kernels.ops import LayerOps, TorchOps
+from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.decoder import Decoder, cos_sin_table
 from bullet_graph.models.layers import LayerFunctions, eager_functions
@@ -71,7 +71,7 @@ def parts(functions: LayerFunctions, decoder: Decoder, rows: int) -> tuple[torch
 
 
 @pytest.mark.parametrize("fused", [TorchOps(), TritonNormOps()])
-def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], fused: LayerOps) -> None:
+def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], fused: TorchOps) -> None:
     functions = compiled_functions(decoder, TorchOps(), fused, MAX_ROWS)
     assert settings == [{"dynamic": False, "fullgraph": True}] * 2
     # What would be compiled anew is an error here.
@@ -88,7 +88,7 @@ def test_once_for_all_rows(decoder: Decoder, settings: list[dict[str, object]], 
 @pytest.mark.parametrize(
     ("fused", "max_rows"), [(TorchOps(), 2), (TorchOps(), 3), (TritonNormOps(), MAX_ROWS)]
 )
-def test_exported_for_all_rows(decoder: Decoder, fused: LayerOps, max_rows: int) -> None:
+def test_exported_for_all_rows(decoder: Decoder, fused: TorchOps, max_rows: int) -> None:
     def compiler(part: LayerPart) -> CompiledPart:
         tensors = [value for value in part.arguments if isinstance(value, torch.Tensor)]
         program = exported(part)
