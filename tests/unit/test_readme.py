@@ -11,7 +11,7 @@ import pytest
 from bullet_graph.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", ROOT / "capture" / "README.md")
+PAGES = tuple(ROOT / name for name in ("README.md", "capture/README.md", "bullet_graph/serve/README.md"))
 NAME = "bullet-graph"
 CONTEXT = click.Context(main)
 
