@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from bullet_graph.cli.result_file import emit
+from bullet_graph.perf.replay_metrics import ReplayResult
 
 _LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "e2e": "e2el"}
 _MOST_REASONS_SHOWN = 3
@@ -36,6 +40,44 @@ def print_failures(reasons: Mapping[int, str]) -> None:
         print_line(f"request {index} failed: {reason}", style="red")
     if len(reasons) > _MOST_REASONS_SHOWN:
         print_line(f"… and {len(reasons) - _MOST_REASONS_SHOWN:,} more (the JSON has them)")
+
+
+class ReplayRun(Protocol):
+    """One replay, of an engine, a server or a simulation."""
+
+    @property
+    def result(self) -> ReplayResult: ...
+    def fields(self, *, detailed: bool = False) -> dict[str, Any]: ...
+
+
+def emit_replays(
+    title: str,
+    runs: Mapping[str, ReplayRun],
+    common: Fields,
+    path: Path | None,
+    *,
+    detailed: bool,
+    as_json: bool,
+) -> None:
+    """Write and print replays of the same requests.
+
+    Args:
+        title: above the table.
+        runs: by name. The fields of a single one are beside the common ones; several go into the list ``results``.
+        common: fields that all runs share.
+        path: of the result's file, if any.
+        detailed: whether the JSON has the figures of each request.
+        as_json: print JSON rather than a table.
+    """
+    fields = [run.fields(detailed=detailed) for run in runs.values()]
+    # The runs have the same requests, and refuse the same ones.
+    errors = next(iter(runs.values())).result.details.errors
+
+    def show() -> None:
+        print_replays(title, {name: run.fields() for name, run in runs.items()}, errors)
+
+    whole = {**fields[0], **common} if len(fields) == 1 else {**common, "results": fields}
+    emit(whole, path, as_json=as_json, show=show)
 
 
 def print_replays(title: str, runs: Mapping[str, Fields], errors: Sequence[str]) -> None:

@@ -16,8 +16,8 @@ import click
 from bullet_graph.cli.engine_run import config_for, describe_run, load_requests, open_engine, watch_device
 from bullet_graph.cli.options import engine_options, result_options
 from bullet_graph.cli.replay_options import GoodputCommand, num_warmups_option, replay_options
-from bullet_graph.cli.result_file import check_result_file, emit, require_extra
-from bullet_graph.cli.tables import print_replays
+from bullet_graph.cli.result_file import check_result_file, require_extra
+from bullet_graph.cli.tables import emit_replays
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.replay import (
@@ -333,17 +333,9 @@ def online(
         "trace": workload.name,
         "partitions": partitions,
     }
-    results = [run.fields(detailed=save_detailed) for run in runs.values()]
-    emit(
-        results[0] | common if len(results) == 1 else common | {"results": results},
-        output_json,
-        as_json=as_json,
-        show=lambda: print_replays(
-            f"{config.model}, {record['dtype']}, on {record['provenance']['device_name']}: {workload.name}, {slo}",
-            {name: run.fields() for name, run in runs.items()},
-            next(iter(runs.values())).result.details.errors,
-        ),
-    )
+    device = record["provenance"]["device_name"]
+    title = f"{config.model}, {record['dtype']}, on {device}: {workload.name}, {slo}"
+    emit_replays(title, runs, common, output_json, detailed=save_detailed, as_json=as_json)
 
 
 @click.command(cls=GoodputCommand)
@@ -418,23 +410,16 @@ def serve(
             run = measure(client, workload, arrivals, slo=slo, label=None if as_json else "server")
         finally:
             runner.run(server.close())
-    fields: dict[str, Any] = dict.fromkeys(_ENGINE_FIELDS)
-    fields |= {
+    told = run.fields()
+    common: dict[str, Any] = {name: None for name in _ENGINE_FIELDS if name not in told}
+    common |= {
         "model": client.model_id,
         "trace": workload.name,
         "seed": seed,
         "server": dict(server.settings),
     }
-    emit(
-        fields | run.fields(detailed=save_detailed),
-        output_json,
-        as_json=as_json,
-        show=lambda: print_replays(
-            f"{client.model_id} at {url}: {workload.name}, {slo}",
-            {"server": run.fields()},
-            run.result.details.errors,
-        ),
-    )
+    title = f"{client.model_id} at {url}: {workload.name}, {slo}"
+    emit_replays(title, {"server": run}, common, output_json, detailed=save_detailed, as_json=as_json)
 
 
 def _api_url(base_url: str) -> str:

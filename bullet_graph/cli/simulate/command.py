@@ -13,7 +13,7 @@ from bullet_graph.cli.options import result_options, setting_options
 from bullet_graph.cli.replay_options import TRACE_TIMES, GoodputCommand, replay_options
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, emit
 from bullet_graph.cli.simulate.run import PolicyRun, SimulationSpec, Simulator
-from bullet_graph.cli.tables import goodput_table, print_line, print_replays, print_table
+from bullet_graph.cli.tables import emit_replays, goodput_table, print_line, print_table
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.simulation import HOST_OVERHEAD_MS
 from bullet_graph.errors import ConfigError
@@ -149,17 +149,8 @@ def simulate(
             finally:
                 if decisions is not None:
                     decisions.close()
-    results = [run.fields(detailed=save_detailed) | {"policy": policy} for policy, run in runs.items()]
-    common = simulator.describe()
-    emit(
-        results[0] | common if len(results) == 1 else common | {"results": results},
-        output_json,
-        as_json=as_json,
-        show=lambda: print_replays(
-            simulator.title(),
-            {policy: run.fields() for policy, run in runs.items()},
-            next(iter(runs.values())).result.details.errors,
-        ),
+    emit_replays(
+        simulator.title(), runs, simulator.describe(), output_json, detailed=save_detailed, as_json=as_json
     )
 
 
@@ -183,12 +174,8 @@ def _check_combination(
         raise ConfigError("--trace-decisions writes one run: give one --policy, and no --sweep")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Search:
-    """The goodput of a policy (None: no rate served enough), and the runs tried, lowest rate first."""
-
-    goodput: float | None
-    runs: tuple[PolicyRun, ...]
+_Search = tuple[float | None, list[PolicyRun]]
+"""The goodput of a policy (None: no rate served enough), and the runs tried, lowest rate first."""
 
 
 def _search(
@@ -207,7 +194,7 @@ def _search(
                 runs[rate] = simulator.run(policy, dataclasses.replace(arrivals, request_rate=rate))
                 search.record(rate, runs[rate].result.slo_attainment or 0.0)
                 advance(1)
-            found[str(policy)] = _Search(search.goodput, tuple(runs[rate] for rate in sorted(runs)))
+            found[str(policy)] = search.goodput, [runs[rate] for rate in sorted(runs)]
     return found
 
 
@@ -222,7 +209,7 @@ def _report_searches(
     as_json: bool,
 ) -> None:
     """Draw each policy's search if asked to, and write and print its goodput."""
-    runs = {policy: [run.fields() for run in search.runs] for policy, search in searches.items()}
+    runs = {policy: [run.fields() for run in tried] for policy, (_, tried) in searches.items()}
     if plot is not None:
         # matplotlib is an extra.
         from bullet_graph.cli.plots import draw_rates  # noqa: PLC0415
@@ -237,15 +224,15 @@ def _report_searches(
         plot.write_bytes(image)
     policies = {
         policy: {
-            "goodput": search.goodput,
-            "results": [run.result.fields(detailed=detailed) for run in search.runs],
+            "goodput": goodput,
+            "results": [run.result.fields(detailed=detailed) for run in tried],
         }
-        for policy, search in searches.items()
+        for policy, (goodput, tried) in searches.items()
     }
 
     def show() -> None:
         share = f"highest rate at which {100 * attainment:g} % of the requests meet all targets"
-        rows = {policy: (search.goodput, runs[policy]) for policy, search in searches.items()}
+        rows = {policy: (goodput, runs[policy]) for policy, (goodput, _) in searches.items()}
         print_line(f"{simulator.title()}: {share}")
         print_table(goodput_table(None, rows, _TOLERANCE))
         if plot is not None:

@@ -47,15 +47,17 @@ class SimulationSpec:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
-    """The figures of one run, and the engine's counters at its end."""
+    """The figures of one run under a policy, and the engine's counters at its end."""
 
+    policy: Policy
     result: ReplayResult
     stats: EngineStats
 
     def fields(self, *, detailed: bool = False) -> dict[str, Any]:
         """The figures for a JSON file; ``detailed`` adds those of each request."""
         names = ("policy_shares", "num_steps", "num_preemptions", "kv_blocks_peak", "kv_blocks_total")
-        return self.result.fields(detailed=detailed) | {name: getattr(self.stats, name) for name in names}
+        counters = {name: getattr(self.stats, name) for name in names}
+        return self.result.fields(detailed=detailed) | counters | {"policy": str(self.policy)}
 
 
 class Simulator:
@@ -128,7 +130,7 @@ class Simulator:
             on_done=on_done,
         )
         result = simulation.replay.result(arrivals, started=started, backend=BACKEND, model_id=config.model)
-        return PolicyRun(result, simulation.stats)
+        return PolicyRun(policy, result, simulation.stats)
 
     def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:
         """Open a file for every decision of a run under this policy."""
