@@ -5,7 +5,16 @@ import torch
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, cos_sin_table
-from bullet_graph.models.weights import dummy_weights
+from bullet_graph.models.weights import ModelWeights, empty_weights, fill_dummy
+
+
+def dummy_weights(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int
+) -> ModelWeights:
+    weights = empty_weights(config, dtype, device)
+    for _ in fill_dummy(config, weights, seed=seed):
+        pass
+    return weights
 
 
 def new_decoder(

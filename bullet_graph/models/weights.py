@@ -42,16 +42,6 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_views(config, weights)}
 
 
-def dummy_weights(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int
-) -> ModelWeights:
-    """Random weights; see :func:`fill_dummy`."""
-    weights = empty_weights(config, dtype, device)
-    for _ in fill_dummy(config, weights, seed=seed):
-        pass
-    return weights
-
-
 def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Weights to be filled later; until then, a forward with them gives no NaN."""
     weights = empty_weights(config, dtype, device)

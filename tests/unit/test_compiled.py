@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import new_decoder
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
 
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart, TritonNormOps, compiled_functions, exported
-from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.triton_ops import TritonOps
-from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import dummy_weights
 
 USE_THE_NORM = """
 import sys, torch
@@ -36,9 +35,7 @@ CPU, CONFIG, MAX_ROWS = torch.device("cpu"), PRESETS["tiny"], 16
 
 @pytest.fixture
 def decoder() -> Decoder:
-    weights = dummy_weights(CONFIG, dtype=torch.float32, device=CPU, seed=3)
-    cache = KVCache(CONFIG, num_blocks=1, block_tokens=16, dtype=torch.float32, device=CPU)
-    return Decoder(CONFIG, weights, cache, cos_sin_table(CONFIG, 16, CPU))
+    return new_decoder(CONFIG, num_blocks=1, max_len=16)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import FAMILIES, Family, write_checkpoint
+from decoders import dummy_weights
 from safetensors.torch import load_file, save_file
 
 from bullet_graph.errors import CheckpointError
@@ -15,12 +16,7 @@ from bullet_graph.models import weights as loader
 from bullet_graph.models.checkpoint import open_checkpoint, weights_bar
 from bullet_graph.models.families import load_model_config
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import (
-    ModelWeights,
-    dummy_weights,
-    empty_weights,
-    weight_shapes,
-)
+from bullet_graph.models.weights import ModelWeights, empty_weights, weight_shapes
 
 CPU = torch.device("cpu")
 SHARD = "model-00001-of"

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import new_decoder
 
-from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import TorchOps
-from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import dummy_weights
 from bullet_graph.runtime.capture_build import exercise
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.self_check import (
@@ -29,10 +28,8 @@ CPU, CONFIG = torch.device("cpu"), PRESETS["tiny"]
 EAGER = eager_functions(TorchOps())
 
 
-def new_decoder(dtype: torch.dtype = torch.float32, num_blocks: int = 40) -> Decoder:
-    weights = dummy_weights(CONFIG, dtype=dtype, device=CPU, seed=3)
-    cache = KVCache(CONFIG, num_blocks=num_blocks, block_tokens=16, dtype=dtype, device=CPU)
-    return Decoder(CONFIG, weights, cache, cos_sin_table(CONFIG, 4096, CPU))
+def tiny_decoder(dtype: torch.dtype = torch.float32, num_blocks: int = 40) -> Decoder:
+    return new_decoder(CONFIG, num_blocks=num_blocks, max_len=4096, dtype=dtype)
 
 
 def scaled(factor: float) -> LayerFunctions:
@@ -45,7 +42,7 @@ def scaled(factor: float) -> LayerFunctions:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_model_itself_holds(dtype: torch.dtype) -> None:
-    decoder = new_decoder(dtype)
+    decoder = tiny_decoder(dtype)
     points = run_self_check(decoder, partial(step_logits, decoder, EAGER), (1, 2, 33))
     assert [point.batch_size for point in points] == [1, 2, 33]
     assert all(point.holds for point in points)
@@ -53,14 +50,14 @@ def test_the_model_itself_holds(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.3)])
 def test_another_model_does_not(dtype: torch.dtype, factor: float) -> None:
-    decoder = new_decoder(dtype)
+    decoder = tiny_decoder(dtype)
     (point,) = run_self_check(decoder, partial(step_logits, decoder, scaled(factor)), (8,))
     assert not point.holds
     assert f"batch size 8: relative error {point.relative_error:.2g}, tolerance" in str(point)
 
 
 def test_every_compared_row_counts() -> None:
-    decoder = new_decoder()
+    decoder = tiny_decoder()
 
     def last_row_wrong(step: SelfCheckStep) -> torch.Tensor:
         logits = step_logits(decoder, EAGER, step)
@@ -72,7 +69,7 @@ def test_every_compared_row_counts() -> None:
 
 
 def test_later_steps_read_what_earlier_ones_cached() -> None:
-    decoder = new_decoder()
+    decoder = tiny_decoder()
 
     def forgetful(step: SelfCheckStep) -> torch.Tensor:
         for index in range(CONFIG.num_layers):
@@ -86,7 +83,7 @@ def test_later_steps_read_what_earlier_ones_cached() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_does_not_hold(value: float) -> None:
-    decoder = new_decoder()
+    decoder = tiny_decoder()
     logits: Callable[[SelfCheckStep], torch.Tensor] = lambda step: torch.full(  # noqa: E731
         (len(step.token_ids), CONFIG.vocab_size), value
     )
@@ -99,7 +96,7 @@ def test_sizes() -> None:
     assert sampled_sizes((1, 2)) == (1, 2)
     assert sampled_sizes((7,)) == (7,)
     assert sampled_sizes(()) == ()
-    assert fitting_sizes(new_decoder(num_blocks=9), (1, 8, 9)) == (1, 8)
+    assert fitting_sizes(tiny_decoder(num_blocks=9), (1, 8, 9)) == (1, 8)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +119,7 @@ def test_forwards_of_each_kind_are_run(
         return launch(self, step, placement)
 
     monkeypatch.setattr(CpuExecutor, "launch", noted)
-    executor = CpuExecutor(new_decoder(num_blocks=num_blocks), max_num_seqs=max_num_seqs)
+    executor = CpuExecutor(tiny_decoder(num_blocks=num_blocks), max_num_seqs=max_num_seqs)
     steps = exercise(
         executor,
         max_rows=max_rows,

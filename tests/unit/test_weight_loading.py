@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from decoders import dummy_weights
 from engines import GREEDY, make_engine
 
 from bullet_graph import CheckpointError, Engine
 from bullet_graph.models import checkpoint as checkpoint_module
 from bullet_graph.models.checkpoint import WeightLoading
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import ModelWeights, dummy_weights, fill_dummy, zero_weights
+from bullet_graph.models.weights import ModelWeights, fill_dummy, zero_weights
 from bullet_graph.runtime import build, cpu
 from bullet_graph.runtime.cpu import CpuExecutor
 
