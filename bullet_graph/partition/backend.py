@@ -28,9 +28,10 @@ AUTO = "auto"
 class PartitionBackend(Protocol):
     """Gives each lane a stream whose work stays on the lane's SMs.
 
+    Both questions raise PartitionError for a partition that the back end cannot make.
+
     Attributes:
         name: as ``--partition-backend`` takes it.
-        num_sms: SMs of the GPU.
         granularity_sms: step of a lane's size.
     """
 
@@ -41,30 +42,19 @@ class PartitionBackend(Protocol):
     def stream(self, lane: Lane, partition: SmPartition) -> int:
         """The CUstream on which the lane's work for this partition must be captured or launched.
 
-        Valid until the next call for the same lane, which may bind the same stream to other SMs. Graphs that
-        were captured keep their SMs. :data:`WHOLE_GPU` gives the lane all SMs.
-
-        Raises:
-            PartitionError: the back end cannot make this partition.
+        Valid until the next call for the same lane, which may bind the same stream to other SMs. Captured graphs keep
+        their SMs.
         """
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
-        """The SMs, as ``%smid`` names them, on which that work must run.
-
-        Raises:
-            PartitionError: the back end cannot make this partition.
-        """
+        """The SMs, as ``%smid`` names them, on which that work must run."""
 
     def close(self) -> None:
         """Free the streams, whose work must have finished."""
 
 
 class NoneBackend:
-    """No partitions: a plain stream for each lane.
-
-    Args:
-        probe: of the GPU; closed with the back end.
-    """
+    """No partitions: a plain stream for each lane; closes its probe."""
 
     name = "none"
 
@@ -97,17 +87,11 @@ def _require_whole_gpu(partition: SmPartition) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedPartition:
-    """A partition that holds.
+    """A partition that holds: the SMs of each lane, as ``%smid`` names them, and the duration of the proof.
 
-    Attributes:
-        partition: the partition.
-        decode_sms: SMs of the decode lane, as ``%smid`` names them.
-        prefill_sms: SMs of the prefill lane.
-        together: the lanes also ran on disjoint SMs at the same time; not checked for lanes that overlap.
-        seconds: duration of the verification.
+    ``together``: the lanes also ran on disjoint SMs at the same time; not checked for lanes that overlap.
     """
 
-    partition: SmPartition
     decode_sms: frozenset[int]
     prefill_sms: frozenset[int]
     together: bool
@@ -115,15 +99,10 @@ class VerifiedPartition:
 
 
 def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) -> VerifiedPartition:
-    """Prove a partition, for eager launches and CUDA graphs of both lanes.
+    """Prove a partition, for eager launches and CUDA graphs of both lanes, with nothing else on the GPU.
 
     Each lane's graph is launched on the lane's own stream and on an unmasked one: the SMs of the capture must
     hold on both. Afterwards both lanes have the whole GPU.
-
-    Args:
-        backend: gives the lanes their streams.
-        partition: to prove.
-        probe: reports the SMs; nothing else may run on the GPU meanwhile.
 
     Raises:
         PartitionError: work ran on an SM outside the partition, or left one of its SMs out; the lanes share a
@@ -160,7 +139,7 @@ def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) 
         for lane in LANES:
             backend.stream(lane, WHOLE_GPU)
     seconds = time.perf_counter() - started
-    return VerifiedPartition(partition, expected["decode"], expected["prefill"], disjoint, seconds)
+    return VerifiedPartition(expected["decode"], expected["prefill"], disjoint, seconds)
 
 
 def _check(
@@ -176,9 +155,6 @@ def _check(
 
 def open_smctrl(probe: SmidProbe) -> SmctrlBackend:
     """Stream masks in GPC order, which a short-lived split into green contexts reveals.
-
-    Args:
-        probe: of the GPU; closed with the back end.
 
     Raises:
         PartitionError: the driver's mask offset is not known, or it has no green contexts.
@@ -212,11 +188,9 @@ def open_backend(
     """Open a back end that holds all the partitions, each proven on this GPU.
 
     Args:
-        name: of the back end; "auto" takes the first that can be opened and verifies.
-        partitions: that will be used. Where they are the whole GPU only, "auto" takes "none".
+        name: "auto" takes the first that can be opened and verifies; for the whole GPU alone it takes "none".
         device: ordinal of the GPU; nothing else may run on it meanwhile.
         openers: the back ends to choose from, the preferred first.
-        make_probe: opens a probe of the device.
 
     Returns:
         The back end, to be closed by the caller, and one line of text: the choice and the refusals before it.

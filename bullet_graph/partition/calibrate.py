@@ -1,30 +1,37 @@
 """Finds where an unknown driver keeps the stream mask, by trying offsets in child processes.
 
 A write at a wrong offset corrupts the driver's memory. So the parent never writes, nor initialises CUDA: each try is a
-short-lived process (:mod:`bullet_graph.partition.calibrate_child`) that may crash or hang.
+short-lived child process that may crash or hang.
 """
 
 import json
+import os
+import random
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.calibrate_child import Attempt, Verdict
+from bullet_graph.partition.masks import SMS_PER_TPC, TpcMask
 from bullet_graph.partition.offsets import OFFSET_ALIGNMENT, DriverId
-from bullet_graph.partition.smctrl import identify_driver
+from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.smctrl import bind, identify_driver, read_words, write_words
 
 CANDIDATES = range(0x300, 0x901, OFFSET_ALIGNMENT)
 """All offsets found so far lie in the middle third of this range."""
 JOBS = 8
 """Children at a time; each takes about half a GiB of GPU memory."""
 TIMEOUT_S = 20.0
+PROBE_RUNS = 3
+"""Launches after which an SM that took no block counts as one that may not be used."""
 SEARCH_SEEDS = (1, 2)
 PROOF_SEEDS = ((3, 4, 5), (6, 7, 8))
 """Masks of the fresh children that prove the offset found, one tuple for each child."""
@@ -32,9 +39,39 @@ PROOF_SEEDS = ((3, 4, 5), (6, 7, 8))
 BOOTSTRAP = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from bullet_graph.partition.calibrate_child import main
-main(sys.argv[2])
+from bullet_graph.partition.calibrate import child_main
+child_main(sys.argv[2])
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """The task of a child: an offset in bytes, and the seed of each random mask to write there.
+
+    Without seeds the child writes nothing and only checks that it reaches all SMs.
+    """
+
+    offset: int
+    seeds: tuple[int, ...]
+
+    def to_json(self) -> str:
+        return json.dumps([self.offset, self.seeds])
+
+    @classmethod
+    def from_json(cls, text: str) -> "Attempt":
+        offset, seeds = json.loads(text)
+        return cls(offset, tuple(seeds))
+
+
+class Verdict(StrEnum):
+    """How a try ended; the parent gives the last two to a child that did not report."""
+
+    HONOURED = "honoured the masks"
+    NO_EFFECT = "did not honour the masks"
+    CUDA_ERROR = "failed a CUDA call"
+    NOT_TRIED = "could not be tried"
+    CRASHED = "crashed"
+    TIMED_OUT = "timed out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +85,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A proven offset, and the cost of finding it.
-
-    Attributes:
-        driver: for which the offset holds.
-        offset: in bytes.
-        tries: child processes of the search.
-        crashed: those that died.
-        timed_out: those that had to be killed.
-        seconds: search and proof together.
-    """
+    """A proven offset in bytes, the child processes of the search, and the seconds of search and proof."""
 
     driver: DriverId
     offset: int
@@ -79,16 +107,12 @@ RunChild = Callable[[Attempt], Outcome]
 def run_child(attempt: Attempt, *, timeout_s: float = TIMEOUT_S, bootstrap: str = BOOTSTRAP) -> Outcome:
     """Try one offset in a process of its own, killed after ``timeout_s``; its failure is an outcome, not an error.
 
-    Args:
-        attempt: the offset and its masks.
-        timeout_s: limit of the process's time.
-        bootstrap: the Python program to run, with the folder of the package and the attempt as arguments.
+    ``bootstrap`` is the Python program to run, with the folder of the package and the attempt as arguments.
     """
     folder = str(Path(__file__).parents[2])
-    command = [sys.executable, "-P", "-c", bootstrap, folder, attempt.to_json()]
     try:
         child = subprocess.run(
-            command,
+            [sys.executable, "-P", "-c", bootstrap, folder, attempt.to_json()],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -97,8 +121,16 @@ def run_child(attempt: Attempt, *, timeout_s: float = TIMEOUT_S, bootstrap: str 
         )
     except subprocess.TimeoutExpired:
         return Outcome(attempt, Verdict.TIMED_OUT, f"killed after {timeout_s:g} s")
-    verdict, detail = _report_of(child)
-    return Outcome(attempt, verdict, detail)
+    if child.returncode < 0:
+        name = signal.strsignal(-child.returncode) or f"signal {-child.returncode}"
+        return Outcome(attempt, Verdict.CRASHED, name)
+    try:
+        # The last line: the driver may have written to the same stream before.
+        verdict, detail = json.loads(child.stdout.splitlines()[-1])
+        return Outcome(attempt, Verdict(verdict), str(detail))
+    except (IndexError, TypeError, ValueError):
+        stderr = child.stderr[-500:].strip()
+        return Outcome(attempt, Verdict.CRASHED, f"exit status {child.returncode}, no verdict: {stderr}")
 
 
 def calibrate(
@@ -113,7 +145,6 @@ def calibrate(
 
     Args:
         driver: of this machine; None identifies it.
-        run_child: tries one offset.
         progress: called with (tries done, tries in all) after each try.
 
     Raises:
@@ -128,7 +159,7 @@ def calibrate(
             f"a child process must reach all SMs of the GPU before offsets can be tried, but it {look.verdict} "
             f"({look.detail}): see to that first"
         )
-    outcomes = _second_chance(_search(run_child, progress), run_child)
+    outcomes = [_settle(outcome, run_child) for outcome in _search(run_child, progress)]
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     found = [outcome.attempt.offset for outcome in outcomes if outcome.verdict is Verdict.HONOURED]
     if len(found) != 1:
@@ -155,42 +186,95 @@ def calibrate(
     )
 
 
-def _report_of(child: subprocess.CompletedProcess[str]) -> tuple[Verdict, str]:
-    if child.returncode < 0:
-        return Verdict.CRASHED, signal.strsignal(-child.returncode) or f"signal {-child.returncode}"
-    try:
-        # The last line: the driver may have written to the same stream before.
-        verdict, detail = json.loads(child.stdout.splitlines()[-1])
-        return Verdict(verdict), str(detail)
-    except (IndexError, TypeError, ValueError):
-        return Verdict.CRASHED, f"exit status {child.returncode}, no verdict: {child.stderr[-500:].strip()}"
-
-
 def _search(run_child: RunChild, progress: Callable[[int, int], None] | None) -> list[Outcome]:
-    attempts = [Attempt(offset, SEARCH_SEEDS) for offset in CANDIDATES]
     outcomes: list[Outcome] = []
     pool = ThreadPoolExecutor(JOBS)
     try:
-        for future in as_completed([pool.submit(run_child, attempt) for attempt in attempts]):
+        tries = [pool.submit(run_child, Attempt(offset, SEARCH_SEEDS)) for offset in CANDIDATES]
+        for future in as_completed(tries):
             outcomes.append(future.result())
             if progress is not None:
-                progress(len(outcomes), len(attempts))
+                progress(len(outcomes), len(tries))
     finally:
         pool.shutdown(cancel_futures=True)
     return outcomes
 
 
-def _second_chance(outcomes: Sequence[Outcome], run_child: RunChild) -> list[Outcome]:
+def _settle(outcome: Outcome, run_child: RunChild) -> Outcome:
     """Try again, alone, where another child may be to blame: memory was short, or a fault spread."""
-    settled: list[Outcome] = []
-    for outcome in outcomes:
-        if outcome.verdict in (Verdict.NOT_TRIED, Verdict.CUDA_ERROR):
-            outcome = run_child(outcome.attempt)
-        if outcome.verdict is Verdict.NOT_TRIED:
-            # An offset left out could be the right one, or a second one.
-            raise PartitionError(
-                f"every offset has to be tried, but 0x{outcome.attempt.offset:x} was not ({outcome.detail}): let "
-                "the GPU be idle and its memory free, and try again"
-            )
-        settled.append(outcome)
-    return settled
+    if outcome.verdict in (Verdict.NOT_TRIED, Verdict.CUDA_ERROR):
+        outcome = run_child(outcome.attempt)
+    if outcome.verdict is Verdict.NOT_TRIED:
+        # An offset left out could be the right one, or a second one.
+        raise PartitionError(
+            f"every offset has to be tried, but 0x{outcome.attempt.offset:x} was not ({outcome.detail}): let "
+            "the GPU be idle and its memory free, and try again"
+        )
+    return outcome
+
+
+# The child process
+
+
+def trial_mask(seed: int, num_tpcs: int) -> TpcMask:
+    """A third of the TPCs at random, so that a mask written a few words off cannot pass for itself."""
+    tpcs = random.Random(seed).sample(range(num_tpcs), max(1, num_tpcs // 3))
+    return TpcMask(sum(1 << tpc for tpc in tpcs), num_tpcs)
+
+
+def honours(attempt: Attempt, probe: SmidProbe, stream: int) -> bool:
+    """Whether masks written at the offset confine ``stream`` to exactly their SMs; leaves the memory as it was.
+
+    Raises:
+        PartitionError: a CUDA call failed.
+    """
+    words = read_words(stream, attempt.offset)
+    try:
+        for seed in attempt.seeds:
+            mask = trial_mask(seed, probe.num_sms // SMS_PER_TPC)
+            bind(stream, attempt.offset, mask)
+            if not uses_exactly(mask.sms, probe, stream):
+                return False
+        return True
+    finally:
+        write_words(stream, attempt.offset, words)
+
+
+def uses_exactly(expected: frozenset[int], probe: SmidProbe, stream: int) -> bool:
+    """Whether the stream's kernels use exactly these SMs.
+
+    Other children use the GPU too, so a launch may miss an SM: only then is it repeated.
+    """
+    seen: frozenset[int] = frozenset()
+    for _ in range(PROBE_RUNS):
+        seen |= probe.run(stream)
+        if seen >= expected:
+            break
+    return seen == expected
+
+
+def judge(attempt: Attempt) -> tuple[Verdict, str]:
+    """The verdict of one try on GPU 0, with the error's text.
+
+    Closes nothing: the driver's own clean-up could stumble over memory that a wrong offset has corrupted.
+    """
+    try:
+        probe = SmidProbe()
+        stream = probe.driver.create_stream(urgent=False)
+        if not uses_exactly(frozenset(range(probe.num_sms)), probe, stream):
+            return Verdict.NOT_TRIED, f"a stream without a mask does not reach all of the {probe.num_sms} SMs"
+    except PartitionError as error:
+        return Verdict.NOT_TRIED, str(error)
+    try:
+        return (Verdict.HONOURED if honours(attempt, probe, stream) else Verdict.NO_EFFECT), ""
+    except PartitionError as error:
+        return Verdict.CUDA_ERROR, str(error)
+
+
+def child_main(request: str) -> None:
+    """Carry out ``request`` (JSON of an :class:`Attempt`) and print the verdict as JSON."""
+    # Crashes are expected, and a core file takes hundreds of megabytes.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(json.dumps(judge(Attempt.from_json(request))), flush=True)
+    # Not sys.exit: see judge.
+    os._exit(0)

@@ -11,13 +11,7 @@ _MIN_CUDA_PYTHON = 13
 
 
 class CudaDriver:
-    """The CUDA driver API, with errors raised instead of returned.
-
-    Args:
-        api: the module to call; by default ``cuda.bindings.driver``.
-
-    Attributes:
-        api: the module, for its types and constants.
+    """The CUDA driver API, by default ``cuda.bindings.driver``, with errors raised instead of returned.
 
     Raises:
         PartitionError: cuda-python, the driver or a GPU is missing.
@@ -72,14 +66,11 @@ def _import_driver() -> Any:
     try:
         version = importlib.import_module("cuda.bindings").__version__
         driver = importlib.import_module("cuda.bindings.driver")
+        problem = None if int(version.split(".")[0]) >= _MIN_CUDA_PYTHON else f"found {version}"
     except ImportError as error:
+        problem = f"it cannot be imported ({error})"
+    if problem is not None:
         raise PartitionError(
-            f"SM partitions need cuda-python {_MIN_CUDA_PYTHON} or later, but it cannot be imported ({error}): "
-            "install bullet-graph[cuda]"
-        ) from error
-    if int(version.split(".")[0]) < _MIN_CUDA_PYTHON:
-        raise PartitionError(
-            f"SM partitions need cuda-python {_MIN_CUDA_PYTHON} or later, but found {version}: "
-            "install bullet-graph[cuda]"
+            f"SM partitions need cuda-python {_MIN_CUDA_PYTHON} or later, but {problem}: install bullet-graph[cuda]"
         )
     return driver

@@ -1,7 +1,6 @@
 """Green contexts: the driver's own way to confine work to some of the SMs."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -18,27 +17,15 @@ from bullet_graph.partition.masks import (
 )
 from bullet_graph.partition.probe import SmidProbe
 
-
-@dataclass(frozen=True, slots=True)
-class _GreenStream:
-    """A CUstream, and the SMs on which the probe saw its work."""
-
-    stream: int
-    sms: frozenset[int]
+_GreenStream = tuple[int, frozenset[int]]
+"""A CUstream, and the SMs on which the probe saw its work."""
 
 
 class GreenBackend:
     """Gives each lane of a partition a stream in a green context of its own, made at first use.
 
     Decode takes the first SMs of a split, prefill the remainder, so the two lanes of a partition that fills the GPU
-    come from one split. The driver chooses which SMs these are.
-
-    Args:
-        probe: reports the SMs of each context; :meth:`close` closes it.
-
-    Attributes:
-        num_sms: SMs of the GPU.
-        granularity_sms: step of the sizes of a split.
+    come from one split. The driver chooses which SMs these are, and the probe reports them; :meth:`close` closes it.
 
     Raises:
         PartitionError: this driver has no green contexts, or does not report their granularity.
@@ -68,15 +55,14 @@ class GreenBackend:
             self._splits: dict[int, tuple[Any, Any]] = {}
             self._streams: dict[tuple[Lane, int], _GreenStream] = {}
             for lane, stream in create_lane_streams(probe.driver, undo).items():
-                self._streams[lane, self.num_sms] = _GreenStream(stream, frozenset(range(self.num_sms)))
+                self._streams[lane, self.num_sms] = (stream, frozenset(range(self.num_sms)))
             self._resources = undo.pop_all()
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
-        return self._green_stream(lane, partition).stream
+        return self._green_stream(lane, partition)[0]
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
-        """The SMs that the probe saw when the lane's context was made."""
-        return self._green_stream(lane, partition).sms
+        return self._green_stream(lane, partition)[1]
 
     def gpc_layout(self) -> GpcLayout:
         """Groups of TPCs that share a GPC, in the driver's order; the last holds the TPCs left over, of any GPC.
@@ -91,10 +77,16 @@ class GreenBackend:
         layout = []
         for group in groups[:num_groups]:
             with ExitStack() as undo:
-                layout.append(_whole_tpcs(self._open(group, "decode", size, undo).sms))
-        seen = {tpc for group in layout for tpc in group}
-        left_over = tuple(tpc for tpc in range(self.num_sms // SMS_PER_TPC) if tpc not in seen)
-        return (*layout, left_over) if left_over else tuple(layout)
+                _, sms = self._open(group, "decode", size, undo)
+            tpcs = tuple(sorted({sm // SMS_PER_TPC for sm in sms}))
+            if len(tpcs) * SMS_PER_TPC != len(sms):
+                raise PartitionError(
+                    "a green context has to consist of whole TPCs to be followed by a mask, but has SMs "
+                    f"{sm_ranges(sms)}: use masks of neighbouring TPCs on this GPU"
+                )
+            layout.append(tpcs)
+        left_over = set(range(self.num_sms // SMS_PER_TPC)).difference(*layout)
+        return (*layout, tuple(sorted(left_over))) if left_over else tuple(layout)
 
     def close(self) -> None:
         self._streams.clear()
@@ -142,14 +134,4 @@ class GreenBackend:
                 f"{int(resource.sm.smCount)} and its work ran on {len(sms)} (SMs {sm_ranges(sms)}): choose another "
                 "size, leave the GPU to this process, or use --partition-backend smctrl"
             )
-        return _GreenStream(stream, sms)
-
-
-def _whole_tpcs(sms: frozenset[int]) -> tuple[int, ...]:
-    tpcs = sorted({sm // SMS_PER_TPC for sm in sms})
-    if len(tpcs) * SMS_PER_TPC != len(sms):
-        raise PartitionError(
-            f"a green context has to consist of whole TPCs to be followed by a mask, but has SMs {sm_ranges(sms)}: "
-            "use masks of neighbouring TPCs on this GPU"
-        )
-    return tuple(tpcs)
+        return stream, sms

@@ -35,8 +35,6 @@ WHOLE_GPU = SmPartition()
 def partition_of(decode_sms: int | None, *, num_sms: int) -> SmPartition:
     """The partition that gives ``decode_sms`` SMs to decode and the rest to prefill; None is the whole GPU.
 
-    Whether a back end can make this partition is not checked here.
-
     Raises:
         PartitionError: the number of SMs is odd, or leaves a lane without a TPC.
     """
@@ -69,14 +67,10 @@ def asks_for_disjoint_lanes(partition: SmPartition, *, num_tpcs: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TpcMask:
-    """The TPCs that a lane may use: at least one.
-
-    Attributes:
-        bits: bit i is set where TPC i, that is SMs 2i and 2i + 1, may be used.
-        num_tpcs: TPCs of the GPU.
+    """The TPCs that a lane may use: bit i is set for TPC i, that is for SMs 2i and 2i + 1.
 
     Raises:
-        PartitionError: no TPC at all, or bits beyond the last TPC.
+        PartitionError: no TPC, or one beyond the GPU's ``num_tpcs``.
     """
 
     bits: int
@@ -88,26 +82,6 @@ class TpcMask:
                 f"a mask needs from 1 to all of the GPU's {self.num_tpcs} TPCs, but its bits are {self.bits:#x}: "
                 "choose a partition in which each lane has at least one TPC"
             )
-
-    @classmethod
-    def in_order(cls, count: int, layout: GpcLayout, *, start: int = 0) -> "TpcMask":
-        """``count`` TPCs in the layout's order, from its entry ``start`` on.
-
-        Raises:
-            PartitionError: ``count`` is not positive, the range leaves the GPU, or the layout does not name
-                each TPC exactly once.
-        """
-        order = tuple(chain.from_iterable(layout))
-        if sorted(order) != list(range(len(order))):
-            raise PartitionError(
-                f"a GPC layout must name every TPC from 0 on exactly once, but found {layout}: discover it anew"
-            )
-        if count < 1 or start < 0 or start + count > len(order):
-            raise PartitionError(
-                f"a lane needs from 1 to {len(order)} TPCs of this GPU, but {count} from the one numbered {start} "
-                "on were asked for: choose a partition that fits"
-            )
-        return cls(sum(1 << tpc for tpc in order[start : start + count]), len(order))
 
     @property
     def sms(self) -> frozenset[int]:
@@ -125,24 +99,21 @@ class TpcMask:
 def lane_masks(
     partition: SmPartition, *, num_tpcs: int, layout: GpcLayout | None = None
 ) -> dict[Lane, TpcMask]:
-    """The masks of a partition: decode takes the first TPCs, prefill the last.
-
-    They are disjoint where the two counts together do not exceed ``num_tpcs``, and overlap by the excess
-    otherwise.
+    """The masks of a partition: decode takes the first TPCs, prefill the last; they overlap where they must.
 
     Args:
-        partition: TPCs of each lane.
         num_tpcs: TPCs of the GPU.
         layout: the order in which TPCs are taken; None takes them by number.
 
     Raises:
-        PartitionError: a count is not positive or exceeds ``num_tpcs``, or the layout is another GPU's.
+        PartitionError: a count is not positive or exceeds ``num_tpcs``, or the layout does not name each of this GPU's
+            TPCs exactly once.
     """
-    if layout is None:
-        layout = (tuple(range(num_tpcs)),)
-    if (found := sum(map(len, layout))) != num_tpcs:
+    order = tuple(range(num_tpcs) if layout is None else chain.from_iterable(layout))
+    if sorted(order) != list(range(num_tpcs)):
         raise PartitionError(
-            f"the GPC layout must name this GPU's {num_tpcs} TPCs, but it names {found}: discover it anew"
+            f"a GPC layout must name each of this GPU's {num_tpcs} TPCs exactly once, but found {layout}: discover it "
+            "anew"
         )
     masks: dict[Lane, TpcMask] = {}
     for lane in LANES:
@@ -153,23 +124,18 @@ def lane_masks(
                 f"the {lane} lane needs from 1 to {num_tpcs} TPCs of this GPU, but {tpcs} were asked for: "
                 "choose a partition that fits, or None for all"
             )
-        masks[lane] = TpcMask.in_order(count, layout, start=0 if lane == "decode" else num_tpcs - count)
+        taken = order[:count] if lane == "decode" else order[num_tpcs - count :]
+        masks[lane] = TpcMask(sum(1 << tpc for tpc in taken), num_tpcs)
     return masks
 
 
 def require_clusters(mask: TpcMask, layout: GpcLayout, lane: Lane) -> None:
-    """Refuse a mask under which a kernel launched in thread-block clusters might never be scheduled.
+    """Raise PartitionError for a mask under which a kernel with thread-block clusters might never be scheduled.
 
-    All blocks of a cluster must find room in one GPC at the same time. A mask that spreads its TPCs over the GPCs
-    can leave none with enough SMs. cuBLAS kernels with clusters of four then hang the stream for ever (seen on an
-    H200 with TPCs 0-7, one in each GPC). Green contexts are safe: their groups hold the largest portable cluster.
-
-    Args:
-        layout: groups of TPCs that share a GPC and hold the largest portable cluster. A group of another size than
-            the first holds left-over TPCs of any GPC, and does not count.
-
-    Raises:
-        PartitionError: no group of the layout is wholly inside the mask.
+    All blocks of a cluster must find room in one GPC at the same time. Under a mask that spreads its TPCs over the
+    GPCs, cuBLAS kernels with clusters of four hang for ever (seen on an H200 with TPCs 0-7, one in each GPC). So the
+    mask must hold a whole group of the layout: each holds the largest portable cluster, as green contexts do. A group
+    of another size than the first has left-over TPCs of any GPC and does not count.
     """
     size = len(layout[0])
     if not any(len(group) == size and all(mask.bits >> tpc & 1 for tpc in group) for group in layout):

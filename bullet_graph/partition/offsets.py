@@ -42,13 +42,7 @@ KNOWN_OFFSETS: Mapping[tuple[int, str], int] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class DriverId:
-    """One build of the driver.
-
-    Attributes:
-        cuda_version: as cuDriverGetVersion returns it: 13000 for CUDA 13.0.
-        release: full version of the driver's libraries, such as "580.159.04".
-        machine: the CPU architecture as :func:`platform.machine` names it.
-    """
+    """One build of the driver: 13000 for CUDA 13.0, a release such as "580.159.04", and the CPU's architecture."""
 
     cuda_version: int
     release: str
@@ -71,11 +65,8 @@ def lookup(driver: DriverId) -> int | None:
 def find(driver: DriverId, path: Path | None = None) -> TrustedOffset | None:
     """The offset proven on this machine for exactly this driver, else the table's, else None.
 
-    Args:
-        path: the file of calibrations; by default :func:`cache_file`.
-
     Raises:
-        PartitionError: the file cannot be read, or was not written by :func:`remember`.
+        PartitionError: ``path``, by default :func:`cache_file`, cannot be read or was not written by :func:`remember`.
     """
     proven = remembered(driver, path)
     if proven is not None:
@@ -95,9 +86,7 @@ def remembered(driver: DriverId, path: Path | None = None) -> int | None:
 
 
 def remember(driver: DriverId, offset: int, path: Path | None = None) -> Path:
-    """Keep a proven offset for this driver, in place of an earlier one; returns the file.
-
-    The file is replaced as a whole, so a reader never sees half of it.
+    """Keep a proven offset for this driver, in place of an earlier one; replaces the whole file and returns it.
 
     Raises:
         PartitionError: the file exists and is corrupt, or cannot be written.
@@ -142,7 +131,6 @@ def _entry(entry: object) -> tuple[DriverId, int]:
             "release": str(release),
             "machine": str(machine),
             "offset": int(at),
-        }:
-            if type(at) is int and at >= 0 and at % OFFSET_ALIGNMENT == 0:
-                return DriverId(version, release, machine), at
+        } if type(at) is int and at >= 0 and at % OFFSET_ALIGNMENT == 0:
+            return DriverId(version, release, machine), at
     raise ValueError(f"an entry must name a driver and an offset, found {entry!r}")

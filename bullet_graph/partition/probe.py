@@ -95,16 +95,8 @@ class SmidProbe:
     """Launches a kernel that reports the SMs it ran on; only the thread that made the probe may use it.
 
     It works in the thread's current CUDA context, and makes the device's primary context current where there is none.
-    Nothing else should run on the GPU meanwhile: a busy SM may take no block of the probe.
-
-    Args:
-        device: ordinal of the GPU.
-        driver: the driver API.
-
-    Attributes:
-        driver: the driver API.
-        device: CUdevice of the GPU.
-        num_sms: SMs of the GPU.
+    Nothing else should run on the GPU meanwhile: a busy SM may take no block of the probe. Its methods raise
+    PartitionError for a CUDA call that fails.
 
     Raises:
         PartitionError: cuda-python, the driver or the GPU is missing, or the current context is another GPU's.
@@ -118,7 +110,16 @@ class SmidProbe:
         self.num_sms = int(call("cuDeviceGetAttribute", attribute, self.device))
         self._num_blocks = BLOCKS_PER_SM * self.num_sms
         with ExitStack() as undo:
-            self._enter_context(undo, device)
+            # Retained even where it is current already, so that it outlives whoever made it so.
+            context = call("cuDevicePrimaryCtxRetain", self.device)
+            undo.callback(call, "cuDevicePrimaryCtxRelease", self.device)
+            if not int(call("cuCtxGetCurrent")):
+                call("cuCtxSetCurrent", context)
+            if int(found := call("cuCtxGetDevice")) != int(self.device):
+                raise PartitionError(
+                    f"the probe of GPU {device} needs that GPU's context, but the current one is of GPU {int(found)}: "
+                    "make the right device current first"
+                )
             library = call("cuLibraryLoadData", PTX, [], [], 0, [], [], 0)
             undo.callback(call, "cuLibraryUnload", library)
             # A kernel, unlike a function of a module, belongs to no context: a launch takes the stream's context,
@@ -132,35 +133,14 @@ class SmidProbe:
             self._arrived = int(memory)
             self._resources = undo.pop_all()
 
-    def _enter_context(self, undo: ExitStack, device: int) -> None:
-        call = self.driver.call
-        # Retained even where it is current already, so that it outlives whoever made it so.
-        context = call("cuDevicePrimaryCtxRetain", self.device)
-        undo.callback(call, "cuDevicePrimaryCtxRelease", self.device)
-        if not int(call("cuCtxGetCurrent")):
-            call("cuCtxSetCurrent", context)
-        if int(found := call("cuCtxGetDevice")) != int(self.device):
-            raise PartitionError(
-                f"the probe of GPU {device} needs that GPU's context, but the current one is of GPU {int(found)}: "
-                "make the right device current first"
-            )
-
     def run(self, stream: int) -> frozenset[int]:
-        """The SMs that an eager launch on ``stream`` (a CUstream) uses.
-
-        Raises:
-            PartitionError: a CUDA call failed.
-        """
+        """The SMs that an eager launch on ``stream`` (a CUstream) uses."""
         return self.run_together([stream])[0]
 
     def run_together(self, streams: Sequence[int]) -> list[frozenset[int]]:
-        """The SMs of eager launches that run at the same time, one on each stream.
+        """The SMs of eager launches on several CUstreams; PartitionError unless they run at the same time.
 
-        Args:
-            streams: CUstreams, each with at least one SM that no other takes: else they cannot all run at once.
-
-        Raises:
-            PartitionError: a CUDA call failed, or the launches did not run at the same time.
+        Each stream needs at least one SM that no other takes.
         """
         if not 0 < len(set(streams)) == len(streams) <= MAX_TOGETHER:
             raise PartitionError(
@@ -173,15 +153,7 @@ class SmidProbe:
         return [self._read(stream, index, len(streams)) for index, stream in enumerate(streams)]
 
     def run_captured(self, stream: int, launch_stream: int | None = None) -> frozenset[int]:
-        """The SMs of a CUDA graph whose one kernel was captured on ``stream``.
-
-        Args:
-            stream: CUstream of the capture.
-            launch_stream: CUstream that the graph is launched on, by default ``stream``.
-
-        Raises:
-            PartitionError: a CUDA call failed.
-        """
+        """The SMs of a CUDA graph whose one kernel was captured on a CUstream, and launched on it or another."""
         launch_stream = stream if launch_stream is None else launch_stream
         call = self.driver.call
         self._erase(launch_stream)

@@ -30,11 +30,7 @@ _RELEASE = re.compile(r"\b\d{3,}(?:\.\d+)+\b")
 
 
 def identify_driver(libcuda: str | Path = LIBCUDA) -> DriverId:
-    """The driver of this machine; nothing is initialised.
-
-    Raises:
-        PartitionError: there is no driver, or its release cannot be found.
-    """
+    """The driver of this machine, without initialising it; PartitionError where it or its release is not found."""
     try:
         cuda_version = _smctrl.driver_version(libcuda)
         library = Path(_smctrl.driver_path(libcuda)).resolve()
@@ -56,13 +52,7 @@ def identify_driver(libcuda: str | Path = LIBCUDA) -> DriverId:
 
 @dataclass(frozen=True, slots=True)
 class MaskWords:
-    """The words of a mask in the driver's stream object.
-
-    Attributes:
-        enabled: 32 bits, 1 where the mask is in force.
-        disable_low: TPCs 0-63, a set bit disables.
-        disable_high: TPCs 64-127.
-    """
+    """A mask in the driver's stream object: 1 where it is in force, then TPCs 0-63 and 64-127, set bits disabling."""
 
     enabled: int
     disable_low: int
@@ -70,12 +60,12 @@ class MaskWords:
 
 
 def read_words(stream: int, offset: int) -> MaskWords:
-    """Read the mask of ``stream`` (a CUstream) from the driver's memory."""
+    """Read a CUstream's mask from the driver's memory."""
     return MaskWords(*_smctrl.get_mask(stream, offset))
 
 
 def write_words(stream: int, offset: int, words: MaskWords) -> None:
-    """Write the mask of ``stream`` (a CUstream) into the driver's memory."""
+    """Write a CUstream's mask into the driver's memory."""
     _smctrl.set_mask(stream, offset, words.disable_low, words.disable_high, enabled=words.enabled)
 
 
@@ -109,13 +99,7 @@ class SmctrlBackend:
         probe: of the GPU; the streams are made in its context, and :meth:`close` closes it.
         layout: the order in which masks take TPCs. None takes them by number, which is safe only for kernels without
             clusters: see :func:`~bullet_graph.partition.masks.require_clusters`.
-        libcuda: the driver's library.
         cache: the file of calibrations, by default this user's.
-
-    Attributes:
-        num_sms: SMs of the GPU.
-        granularity_sms: step of a lane's size.
-        offset: place of the mask in the driver's stream object, in bytes.
 
     Raises:
         PartitionError: the driver's offset is neither known nor proven, its mask is too short for this GPU, or

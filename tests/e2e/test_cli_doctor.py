@@ -14,8 +14,7 @@ from fakes.machines import DRIVER, complete_machine
 
 from bullet_graph.cli import doctor
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.calibrate import Outcome, calibrate
-from bullet_graph.partition.calibrate_child import Attempt, Verdict
+from bullet_graph.partition.calibrate import Attempt, Outcome, Verdict, calibrate
 from bullet_graph.partition.offsets import DriverId, remembered
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.runtime.machine import Machine

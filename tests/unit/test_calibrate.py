@@ -12,17 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition import calibrate_child, offsets
+from bullet_graph.partition import calibrate as calibrate_module
+from bullet_graph.partition import offsets
 from bullet_graph.partition.calibrate import (
     BOOTSTRAP,
     CANDIDATES,
     PROOF_SEEDS,
     SEARCH_SEEDS,
+    Attempt,
     Outcome,
+    Verdict,
     calibrate,
+    honours,
+    judge,
     run_child,
+    trial_mask,
+    uses_exactly,
 )
-from bullet_graph.partition.calibrate_child import Attempt, Verdict, honours, judge, trial_mask, uses_exactly
 from bullet_graph.partition.offsets import DriverId
 from bullet_graph.partition.probe import SmidProbe
 
@@ -187,7 +193,7 @@ def test_a_child_gets_its_attempt() -> None:
 
 
 def test_the_real_child_does_without_torch() -> None:
-    start, _ = BOOTSTRAP.split("main(sys.argv[2])")
+    start, _ = BOOTSTRAP.split("child_main(sys.argv[2])")
     program = f"{start}import json; print(json.dumps(['crashed', str('torch' in sys.modules)]))"
     assert run_child(AROUND, bootstrap=program).detail == "False"
 
@@ -271,12 +277,12 @@ def test_an_sm_may_be_missed_but_not_added(seen: list[set[int]], exactly: bool, 
 
 @pytest.mark.parametrize(("offset", "verdict"), [(OFFSET, Verdict.HONOURED), (OFFSET + 4, Verdict.NO_EFFECT)])
 def test_verdicts(probe: FakeProbe, monkeypatch: pytest.MonkeyPatch, offset: int, verdict: Verdict) -> None:
-    monkeypatch.setattr(calibrate_child, "SmidProbe", lambda: probe)
+    monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
     assert judge(Attempt(offset, SEARCH_SEEDS)) == (verdict, "")
 
 
 def test_a_gpu_that_others_use_is_not_tried(probe: FakeProbe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate_child, "SmidProbe", lambda: probe)
+    monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
     monkeypatch.setattr(probe, "run", lambda _: frozenset(range(100)))
     verdict, detail = judge(Attempt(OFFSET, SEARCH_SEEDS))
     assert verdict is Verdict.NOT_TRIED
@@ -298,7 +304,7 @@ def failing_after(runs: int, probe: FakeProbe) -> Callable[[int], frozenset[int]
 def test_a_cuda_call_fails(
     probe: FakeProbe, monkeypatch: pytest.MonkeyPatch, runs: int, verdict: Verdict
 ) -> None:
-    monkeypatch.setattr(calibrate_child, "SmidProbe", lambda: probe)
+    monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
     monkeypatch.setattr(probe, "run", failing_after(runs, probe))
     assert judge(Attempt(OFFSET, SEARCH_SEEDS)) == (
         verdict,
@@ -313,10 +319,10 @@ def test_the_child_prints_its_verdict_and_leaves(
 ) -> None:
     limits: list[object] = []
     statuses: list[int] = []
-    monkeypatch.setattr(calibrate_child, "SmidProbe", lambda: probe)
-    monkeypatch.setattr(calibrate_child.resource, "setrlimit", lambda *limit: limits.append(limit))
-    monkeypatch.setattr(calibrate_child.os, "_exit", statuses.append)
-    calibrate_child.main(Attempt(OFFSET, SEARCH_SEEDS).to_json())
+    monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
+    monkeypatch.setattr(calibrate_module.resource, "setrlimit", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(calibrate_module.os, "_exit", statuses.append)
+    calibrate_module.child_main(Attempt(OFFSET, SEARCH_SEEDS).to_json())
     assert json.loads(capsys.readouterr().out) == ["honoured the masks", ""]
-    assert limits == [(calibrate_child.resource.RLIMIT_CORE, (0, 0))]
+    assert limits == [(calibrate_module.resource.RLIMIT_CORE, (0, 0))]
     assert statuses == [0]

@@ -20,7 +20,6 @@ from bullet_graph.partition.masks import (
 )
 
 NUM_TPCS = 66
-BY_NUMBER: GpcLayout = (tuple(range(NUM_TPCS)),)
 # As an H200 hands out its TPCs: four of each GPC at a time.
 H200_LAYOUT: GpcLayout = (
     *(tuple(range(32 * half + gpc, 32 * half + 32, 8)) for half in (0, 1) for gpc in range(8)),
@@ -48,18 +47,9 @@ def test_a_mask_disables_exactly_the_tpcs_it_leaves_out(mask: TpcMask) -> None:
     assert len(mask.sms) == 2 * mask.bits.bit_count()
 
 
-@given(st.data(), layouts())
-def test_tpcs_in_a_layouts_order(data: st.DataObject, layout: GpcLayout) -> None:
-    order = [tpc for gpc in layout for tpc in gpc]
-    start = data.draw(st.integers(0, len(order) - 1))
-    count = data.draw(st.integers(1, len(order) - start))
-    mask = TpcMask.in_order(count, layout, start=start)
-    assert mask.sms == {sm for tpc in order[start : start + count] for sm in (2 * tpc, 2 * tpc + 1)}
-
-
 def test_32_sms_in_the_order_of_green_contexts() -> None:
-    mask = TpcMask.in_order(16, H200_LAYOUT)
-    assert sm_ranges(mask.sms) == "0-7, 16-23, 32-39, 48-55"
+    lanes = lane_masks(SmPartition(16, 50), num_tpcs=NUM_TPCS, layout=H200_LAYOUT)
+    assert sm_ranges(lanes["decode"].sms) == "0-7, 16-23, 32-39, 48-55"
 
 
 @given(st.data(), layouts())
@@ -67,9 +57,13 @@ def test_lanes_are_disjoint_or_overlap_by_the_excess(data: st.DataObject, layout
     num_tpcs = sum(map(len, layout))
     sizes = st.one_of(st.none(), st.integers(1, num_tpcs))
     partition = SmPartition(data.draw(sizes), data.draw(sizes))
-    lanes = lane_masks(partition, num_tpcs=num_tpcs, layout=data.draw(st.sampled_from([None, layout])))
+    lanes = lane_masks(partition, num_tpcs=num_tpcs, layout=layout)
     counts = [num_tpcs if size is None else size for size in (partition.decode_tpcs, partition.prefill_tpcs)]
-    assert [len(lanes[lane].sms) for lane in LANES] == [2 * count for count in counts]
+    order = [tpc for gpc in layout for tpc in gpc]
+    taken = order[: counts[0]], order[num_tpcs - counts[1] :]
+    assert [lanes[lane].sms for lane in LANES] == [
+        {sm for tpc in tpcs for sm in (2 * tpc, 2 * tpc + 1)} for tpcs in taken
+    ]
     shared = lanes["decode"].sms & lanes["prefill"].sms
     assert len(shared) == 2 * max(0, sum(counts) - num_tpcs)
     assert asks_for_disjoint_lanes(partition, num_tpcs=num_tpcs) == (not shared)
@@ -90,14 +84,6 @@ def test_a_lane_has_from_one_to_all_tpcs(count: int) -> None:
     for partition, lane in ((SmPartition(count, 2), "decode"), (SmPartition(None, count), "prefill")):
         with pytest.raises(PartitionError, match=f"{lane} lane needs from 1 to 66 TPCs.*but {count} were"):
             lane_masks(partition, num_tpcs=NUM_TPCS)
-    with pytest.raises(PartitionError, match=f"from 1 to 66 TPCs.*but {count} from"):
-        TpcMask.in_order(count, BY_NUMBER)
-
-
-@pytest.mark.parametrize("start", [-1, 60])
-def test_a_range_that_leaves_the_gpu(start: int) -> None:
-    with pytest.raises(PartitionError, match=f"but 8 from the one numbered {start}"):
-        TpcMask.in_order(8, BY_NUMBER, start=start)
 
 
 @pytest.mark.parametrize(("bits", "num_tpcs"), [(0, 66), (1 << 66, 66), (-1, 66), (1, 0), (1, -4)])
@@ -106,15 +92,10 @@ def test_bits_must_name_tpcs_that_exist(bits: int, num_tpcs: int) -> None:
         TpcMask(bits, num_tpcs)
 
 
-@pytest.mark.parametrize("layout", [((0, 1), (1, 2)), ((0, 2),), ((1, 2),)])
-def test_a_layout_names_each_tpc_once(layout: GpcLayout) -> None:
-    with pytest.raises(PartitionError, match="exactly once"):
-        TpcMask.in_order(1, layout)
-
-
-def test_a_layout_of_another_gpu() -> None:
-    with pytest.raises(PartitionError, match="66 TPCs, but it names 4"):
-        lane_masks(WHOLE_GPU, num_tpcs=NUM_TPCS, layout=((0, 1), (2, 3)))
+@pytest.mark.parametrize("layout", [((0, 1), (1, 2)), ((0, 2),), ((1, 2),), ((0, 1), (2, 3))])
+def test_a_layout_names_each_tpc_of_the_gpu_once(layout: GpcLayout) -> None:
+    with pytest.raises(PartitionError, match="this GPU's 3 TPCs exactly once"):
+        lane_masks(WHOLE_GPU, num_tpcs=3, layout=layout)
 
 
 @pytest.mark.parametrize(

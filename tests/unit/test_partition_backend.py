@@ -9,7 +9,7 @@ from fakes.mask_backend import MaskBackend, fake_probe
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.backend import OPENERS, NoneBackend, PartitionBackend, open_backend, verify
 from bullet_graph.partition.green import GreenBackend
-from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, TpcMask, sm_ranges
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, lane_masks, sm_ranges
 from bullet_graph.partition.probe import SmidProbe
 
 ALL = frozenset(range(132))
@@ -44,7 +44,6 @@ def green(gpu: FakeDriver) -> GreenBackend:
 def test_disjoint_lanes_verify(masks: MaskBackend, probe: SmidProbe, decode_tpcs: int) -> None:
     partition = SmPartition(decode_tpcs, 66 - decode_tpcs)
     verified = verify(masks, partition, probe)
-    assert verified.partition == partition
     assert verified.decode_sms == frozenset(range(2 * decode_tpcs))
     assert verified.prefill_sms == ALL - verified.decode_sms
     assert verified.together
@@ -215,8 +214,9 @@ def test_the_gpc_layout_follows_the_green_contexts(gpu: FakeDriver, green: Green
     assert layout[:2] == ((0, 8, 16, 24), (1, 9, 17, 25))
     assert layout[-1] == (64, 65)
     for tpcs in (4, 16, 48, 64):
-        mask = TpcMask.in_order(tpcs, layout)
-        assert mask.sms == green.expected_sms("decode", SmPartition(tpcs, None))
+        partition = SmPartition(tpcs, None)
+        mask = lane_masks(partition, num_tpcs=66, layout=layout)["decode"]
+        assert mask.sms == green.expected_sms("decode", partition)
 
 
 def test_a_gpc_layout_of_half_tpcs(gpu: FakeDriver, green: GreenBackend) -> None:
