@@ -12,8 +12,7 @@ import openai
 from engines import make_engine
 
 from bullet_graph import AsyncEngine
-from bullet_graph.serve.lifecycle import DrainingServer, bind, make_server, url_of
-from bullet_graph.serve.limits import Gate
+from bullet_graph.serve.lifecycle import DrainingServer, bind, url_of
 from bullet_graph.serve.metrics import EnergyMeter
 from bullet_graph.serve.settings import ServeSettings
 
@@ -35,11 +34,6 @@ class Served:
         self.url = url
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.http = httpx.Client(base_url=url, headers=headers, timeout=60)
-
-    @property
-    def gate(self) -> Gate:
-        gate: Gate = self.server.config.app.state.gate  # type: ignore[union-attr]
-        return gate
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -70,7 +64,7 @@ class Served:
     def wait_until_idle(self) -> None:
         """Nothing is under way any more, and all KV blocks are free."""
         deadline = time.monotonic() + 30
-        gate = self.gate
+        gate = self.server.gate
         while gate.num_inside or self.engine.stats.kv_blocks_used or self.engine.stats.num_running:
             assert time.monotonic() < deadline, (gate.num_inside, self.engine.stats)
             time.sleep(0.005)
@@ -92,7 +86,7 @@ def serving(model: str | Path = MODEL, *, idle: bool = True, **settings: Any) ->
     engine = AsyncEngine(make_engine(model, **of_engine))
     listener = bind(of_server)
     started = threading.Event()
-    server = make_server(engine, of_server, energy=EnergyMeter(None), on_started=started.set)
+    server = DrainingServer(engine, of_server, energy=EnergyMeter(None), on_started=started.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     assert started.wait(30)

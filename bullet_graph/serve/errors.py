@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -11,14 +10,10 @@ from starlette.responses import Response
 from bullet_graph.errors import BulletGraphError, EngineDeadError
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
-    500: "server_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
@@ -28,11 +23,11 @@ _UNIONS = {
     "messages": "a list of messages, each with role (system, developer, user or assistant) and content (a text, or a "
     'list of {"type": "text", "text": …}), and nothing besides but name',
 }
-"""What fields of several types must be; the complaint of each single type would not help."""
+"""Fields of several types; a complaint about each type alone would not help."""
 
 _OBJECT = "a JSON object is required as the body, with Content-Type: application/json"
 _OWN_KINDS = ("unsupported_field", "stream_options", "top_logprobs", "max_tokens", "too_many_outputs")
-"""Kinds of errors that ``protocol.py`` raises; their messages are complete."""
+"""Errors that ``protocol.py`` raises, with complete messages."""
 
 _SHOWN_CHARACTERS = 80
 _MOST_REASONS = 3
@@ -42,11 +37,11 @@ class ApiError(Exception):
     """An error as the answer to a request.
 
     Args:
-        status: HTTP status.
+        status: of HTTP.
         message: what was required, what was found and what to do.
         code: a name for programs.
         param: the wrong field of the request.
-        headers: headers of the response.
+        headers: of the response.
     """
 
     def __init__(
@@ -92,11 +87,6 @@ class ApiError(Exception):
         return cls(500, "the server failed on this request; its log tells why", code="internal_error")
 
 
-def http_error(status: int, detail: object, headers: Mapping[str, str] | None) -> ApiError:
-    """An error of the web framework: an unknown path, a wrong method, a body that is no JSON."""
-    return ApiError(status, f"{HTTPStatus(status).phrase}: {detail}", headers=headers)
-
-
 def validation_error(error: RequestValidationError) -> ApiError:
     """The first few reasons why a request's body is invalid."""
     reasons: list[str] = []
@@ -104,16 +94,11 @@ def validation_error(error: RequestValidationError) -> ApiError:
     body = error.body
     for found in error.errors():
         path = [part for part in found["loc"] if part != "body"]
-        field = str(
-            found.get("ctx", {}).get("field", path[0] if path and found["type"] != "json_invalid" else "")
-        )
+        first = path[0] if path and found["type"] != "json_invalid" else ""
+        field = str(found.get("ctx", {}).get("field", first))
         param = param or field or None
-        if (
-            field in _UNIONS
-            and found["type"] != "extra_forbidden"
-            and isinstance(body, dict)
-            and field in body
-        ):
+        is_union = field in _UNIONS and found["type"] != "extra_forbidden"
+        if is_union and isinstance(body, dict) and field in body:
             reason = f"`{field}` must be {_UNIONS[field]}; found {_shown(body[field])}"
         else:
             reason = _reason(found, path)

@@ -1,13 +1,16 @@
-"""The two answer formats: whole answers and stream events of completions and chats, as JSON text.
+"""The two answer formats: JSON text of whole answers and of stream events.
 
-The JSON is put together by hand: a format writes one event per token and stream.
+The JSON is assembled by hand because a stream has one event per token.
 """
 
+import functools
 import json
+import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from typing import Any, ClassVar
 
 from bullet_graph.engine.output import CompletionOutput, RequestOutput, TokenLogprobs
 from bullet_graph.models.tokenizer import Tokenizer
@@ -17,6 +20,15 @@ to_json_text = encode_basestring_ascii
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
+
+TokenTexts = Callable[[int], str]
+
+
+def token_texts(tokenizer: Tokenizer | None) -> TokenTexts:
+    """The text of single tokens, for log-probabilities; without a tokenizer, token 5 is ``token_id:5``."""
+    if tokenizer is None:
+        return "token_id:{}".format
+    return functools.cache(lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False))
 
 
 def to_json(value: object) -> str:
@@ -32,200 +44,145 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> str:
     )
 
 
-class TokenTexts:
-    """Texts of single tokens, for log-probabilities.
-
-    Args:
-        tokenizer: the model's; without one, token 5 is written ``token_id:5``.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def __getitem__(self, token_id: int) -> str:
-        text = self._texts.get(token_id)
-        if text is None:
-            if self._tokenizer is None:
-                text = f"token_id:{token_id}"
-            else:
-                text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-            self._texts[token_id] = text
-        return text
-
-
 class AnswerFormat(ABC):
-    """Writes the answer to one request.
+    """Writes the answer to one request; ``usage`` is JSON, or None to leave it out.
 
     Args:
-        answer_id: the answer's id.
-        created_s: time of the request, in seconds since 1970.
         model: the served model's name.
-        texts: texts of single tokens, for log-probabilities.
-        with_token_ids: write token ids as well.
+        texts: texts of single tokens.
+        with_token_ids: also write the token ids of prompts and outputs.
     """
 
-    def __init__(
-        self, answer_id: str, created_s: int, model: str, texts: TokenTexts, *, with_token_ids: bool
-    ) -> None:
-        self._id = to_json_text(answer_id)
-        self._created_s = created_s
-        self._model = to_json_text(model)
+    id_prefix: ClassVar[str]
+    whole_type: ClassVar[str]
+    event_type: ClassVar[str]
+    prompt_ids_in_choices: ClassVar[bool]
+
+    def __init__(self, model: str, texts: TokenTexts, *, with_token_ids: bool) -> None:
         self._texts = texts
         self._with_token_ids = with_token_ids
+        head = f'{{"id":"{self.id_prefix}-{uuid.uuid4().hex}","created":{int(time.time())}'
+        head += f',"model":{to_json_text(model)},"object":'
+        self._whole = f'{head}"{self.whole_type}","choices":['
+        self._event_head = f'data: {head}"{self.event_type}","choices":['
 
     def opening(self, choice: int, usage: str | None) -> bytes:
         """The event before a choice's first token; empty if the format has none."""
         del choice, usage
         return b""
 
-    @abstractmethod
     def event(self, choice: int, delta: CompletionOutput, usage: str | None) -> bytes:
-        """The event of new tokens.
+        """The event of new tokens of a choice."""
+        return self._event(self._choice(choice, delta, self._new_text(delta.text)), usage)
 
-        Args:
-            choice: index of the choice.
-            delta: what is new.
-            usage: JSON; None leaves the field out.
-        """
-
-    @abstractmethod
     def usage_event(self, usage: str) -> bytes:
-        """The last event, which holds the usage (JSON)."""
+        """The last event."""
+        return self._event("", usage)
+
+    def body(self, outputs: Sequence[RequestOutput], usage: str) -> bytes:
+        """The whole answer: one output per prompt."""
+        choices, prompt_ids = [], ""
+        for index, output in enumerate(outputs):
+            if self._with_token_ids:
+                prompt_ids = f',"prompt_token_ids":{to_json(output.prompt_token_ids)}'
+            for sample in output.outputs:
+                choice = index * len(output.outputs) + sample.index
+                more = prompt_ids if self.prompt_ids_in_choices else ""
+                choices.append(self._choice(choice, sample, self._whole_text(sample.text), more))
+        tail = "" if self.prompt_ids_in_choices else prompt_ids
+        return f'{self._whole}{",".join(choices)}],"usage":{usage}{tail}}}'.encode()
+
+    def _event(self, choice: str, usage: str | None) -> bytes:
+        tail = "" if usage is None else f',"usage":{usage}'
+        return f"{self._event_head}{choice}]{tail}}}\n\n".encode()
+
+    def _choice(self, choice: int, output: CompletionOutput, text: str, more: str = "") -> str:
+        logprobs = "null" if output.logprobs is None else to_json(self._logprobs(choice, output.logprobs))
+        reason = "null" if output.finish_reason is None else f'"{output.finish_reason}"'
+        ids = f',"token_ids":{to_json(output.token_ids)}' if self._with_token_ids else ""
+        return f'{{"index":{choice},{text},"logprobs":{logprobs},"finish_reason":{reason}{ids}{more}}}'
 
     @abstractmethod
-    def body(self, outputs: Sequence[RequestOutput], usage: str) -> bytes:
-        """The whole answer: one output per prompt, and the usage (JSON)."""
+    def _new_text(self, text: str) -> str:
+        """The field of an event's text."""
 
-    def _end_of_choice(self, delta: CompletionOutput, logprobs: dict[str, Any] | None) -> str:
-        """The fields that both formats have at the end of a choice."""
-        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        ids = f',"token_ids":{to_json(delta.token_ids)}' if self._with_token_ids else ""
-        return f'"logprobs":{"null" if logprobs is None else to_json(logprobs)},"finish_reason":{reason}{ids}'
+    @abstractmethod
+    def _whole_text(self, text: str) -> str:
+        """The field of a whole choice's text."""
+
+    @abstractmethod
+    def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Log-probabilities of a choice's next tokens."""
 
 
 class CompletionFormat(AnswerFormat):
     """Answers of ``/v1/completions``."""
 
-    def __init__(
-        self, answer_id: str, created_s: int, model: str, texts: TokenTexts, *, with_token_ids: bool
-    ) -> None:
-        super().__init__(answer_id, created_s, model, texts, with_token_ids=with_token_ids)
-        self._head = (
-            f'{{"id":{self._id},"object":"text_completion","created":{created_s},'
-            f'"model":{self._model},"choices":['
-        )
+    id_prefix = "cmpl"
+    whole_type = event_type = "text_completion"
+    prompt_ids_in_choices = True
+
+    def __init__(self, model: str, texts: TokenTexts, *, with_token_ids: bool) -> None:
+        super().__init__(model, texts, with_token_ids=with_token_ids)
         self._offsets: dict[int, int] = {}
 
-    def event(self, choice: int, delta: CompletionOutput, usage: str | None) -> bytes:
-        tail = "" if usage is None else f',"usage":{usage}'
-        return f"data: {self._head}{self._choice(choice, delta)}]{tail}}}\n\n".encode()
+    def _new_text(self, text: str) -> str:
+        return f'"text":{to_json_text(text)}'
 
-    def usage_event(self, usage: str) -> bytes:
-        return f'data: {self._head}],"usage":{usage}}}\n\n'.encode()
+    _whole_text = _new_text
 
-    def body(self, outputs: Sequence[RequestOutput], usage: str) -> bytes:
-        choices = [
-            self._choice(index * len(output.outputs) + completion.index, completion, output.prompt_token_ids)
-            for index, output in enumerate(outputs)
-            for completion in output.outputs
+    def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        texts, offset = self._texts, self._offsets.get(choice, 0)
+        tokens = [texts(entry.token_id) for entry in entries]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[choice] = offset
+        # Tokens with the same text share a key: the most probable one wins.
+        tops = [
+            {texts(i): _finite(p) for i, p in ((entry.token_id, entry.logprob), *reversed(entry.top))}
+            for entry in entries
         ]
-        return f'{self._head}{",".join(choices)}],"usage":{usage}}}'.encode()
-
-    def _choice(self, choice: int, delta: CompletionOutput, prompt: Sequence[int] | None = None) -> str:
-        logprobs = None
-        if delta.logprobs is not None:
-            offset = self._offsets.get(choice, 0)
-            logprobs, self._offsets[choice] = completion_logprobs(delta.logprobs, self._texts, offset)
-        end = self._end_of_choice(delta, logprobs)
-        if self._with_token_ids and prompt is not None:
-            end += f',"prompt_token_ids":{to_json(prompt)}'
-        return f'{{"index":{choice},"text":{to_json_text(delta.text)},{end}}}'
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
 
 class ChatFormat(AnswerFormat):
     """Answers of ``/v1/chat/completions``."""
 
-    def __init__(
-        self, answer_id: str, created_s: int, model: str, texts: TokenTexts, *, with_token_ids: bool
-    ) -> None:
-        super().__init__(answer_id, created_s, model, texts, with_token_ids=with_token_ids)
-        head = f'{{"id":{self._id},"created":{created_s},"model":{self._model},"object":'
-        self._whole = f'{head}"chat.completion"'
-        self._chunk = f'data: {head}"chat.completion.chunk","choices":['
+    id_prefix = "chatcmpl"
+    whole_type = "chat.completion"
+    event_type = "chat.completion.chunk"
+    prompt_ids_in_choices = False
 
     def opening(self, choice: int, usage: str | None) -> bytes:
         """The event that names the speaker."""
         delta = '"delta":{"role":"assistant","content":""}'
         return self._event(f'{{"index":{choice},{delta},"logprobs":null,"finish_reason":null}}', usage)
 
-    def event(self, choice: int, delta: CompletionOutput, usage: str | None) -> bytes:
-        content = f'"delta":{{"content":{to_json_text(delta.text)}}}'
-        return self._event(f'{{"index":{choice},{content},{self._end(delta)}}}', usage)
+    def _new_text(self, text: str) -> str:
+        return f'"delta":{{"content":{to_json_text(text)}}}'
 
-    def usage_event(self, usage: str) -> bytes:
-        return self._event("", usage)
+    def _whole_text(self, text: str) -> str:
+        return f'"message":{{"role":"assistant","content":{to_json_text(text)}}}'
 
-    def body(self, outputs: Sequence[RequestOutput], usage: str) -> bytes:
-        (output,) = outputs
-        choices = [
-            f'{{"index":{completion.index},"message":{{"role":"assistant","content":{to_json_text(completion.text)}}},'
-            f"{self._end(completion)}}}"
-            for completion in output.outputs
-        ]
-        ids = f',"prompt_token_ids":{to_json(output.prompt_token_ids)}' if self._with_token_ids else ""
-        return f'{self._whole},"choices":[{",".join(choices)}],"usage":{usage}{ids}}}'.encode()
+    def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        del choice
 
-    def _event(self, choice: str, usage: str | None) -> bytes:
-        tail = "" if usage is None else f',"usage":{usage}'
-        return f"{self._chunk}{choice}]{tail}}}\n\n".encode()
+        def field(token_id: int, logprob: float) -> dict[str, Any]:
+            text = self._texts(token_id)
+            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
-    def _end(self, delta: CompletionOutput) -> str:
-        logprobs = None if delta.logprobs is None else chat_logprobs(delta.logprobs, self._texts)
-        return self._end_of_choice(delta, logprobs)
-
-
-def chat_logprobs(entries: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:
-    """Log-probabilities in the format of chats."""
-
-    def field(token_id: int, logprob: float) -> dict[str, Any]:
-        text = texts[token_id]
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
-
-    return {
-        "content": [
-            field(entry.token_id, entry.logprob)
-            | {"top_logprobs": [field(token_id, logprob) for token_id, logprob in entry.top]}
+        content = [
+            field(entry.token_id, entry.logprob) | {"top_logprobs": [field(*top) for top in entry.top]}
             for entry in entries
         ]
-    }
-
-
-def completion_logprobs(
-    entries: Sequence[TokenLogprobs], texts: TokenTexts, offset: int
-) -> tuple[dict[str, Any], int]:
-    """Log-probabilities in the format of completions, and the offset after the last token.
-
-    Args:
-        offset: characters of the output before the first token.
-    """
-    tokens = [texts[entry.token_id] for entry in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    # Tokens with the same text share a key: the most probable one wins.
-    tops = [
-        {texts[i]: _finite(p) for i, p in ((entry.token_id, entry.logprob), *reversed(entry.top))}
-        for entry in entries
-    ]
-    fields = {
-        "tokens": tokens,
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
-    return fields, offset
+        return {"content": content}
 
 
 def _finite(logprob: float) -> float:

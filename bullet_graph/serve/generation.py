@@ -1,159 +1,139 @@
-"""Runs requests on the engine: tokenizes, applies token limits, merges several prompts, and measures."""
+"""Serves requests on the engine: tokenizes, applies token limits, merges several prompts, and measures."""
 
 import asyncio
-import functools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import TypeVar
 
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ModelError, RequestError
 from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.serve.answers import Answer
 from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.formats import AnswerFormat, ChatFormat, CompletionFormat, token_texts, usage_of
 from bullet_graph.serve.limits import Gate
-from bullet_graph.serve.metrics import ServerMetrics
-from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from bullet_graph.serve.metrics import RequestMeter, ServerMetrics
+from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest
 from bullet_graph.serve.settings import ServeSettings
 from bullet_graph.slo import Slo
-
-COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for ``/v1/completions``; a chat continues to the model's limit."""
 
 _LONG_TEXT = 2000
 """Longer texts (in characters) are tokenized in a thread, as they would block the event loop."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Request = CompletionRequest | ChatCompletionRequest
 Indexed = tuple[int, RequestOutput]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The engine's work for one request.
-
-    Attributes:
-        prompts: token ids of at least one prompt.
-        params: settings of each prompt.
-        slo: latency targets; None takes the engine's.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    params: Sequence[SamplingParams]
-    slo: Slo | None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
-        return sum(map(len, self.prompts))
+"""An output and the index of its prompt."""
 
 
 class Generation:
-    """Runs requests on the engine.
-
-    Args:
-        engine: the engine.
-        settings: the server's settings.
-        gate: a caller enters it before anything is done for a request.
-        metrics: measures every output.
-    """
+    """Serves requests on the engine, each inside the gate."""
 
     def __init__(
         self, engine: AsyncEngine, settings: ServeSettings, gate: Gate, metrics: ServerMetrics
     ) -> None:
         self._engine = engine
         self._settings = settings
-        self.gate = gate
+        self._gate = gate
         self._metrics = metrics
         self._tokenizer = engine.engine.tokenizer
+        self._texts = token_texts(self._tokenizer)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="bullet-graph-tokenizer")
 
-    def check_model(self, request: GenerationRequest) -> None:
-        """Raise ApiError 404 if the request names another model."""
+    def check_model(self, model: str | None) -> None:
+        """Raise ApiError 404 if a request names another model."""
         served = self._settings.served_model_name
-        if request.model is not None and request.model != served:
+        if model is not None and model != served:
             raise ApiError(
                 404,
-                f"the model {request.model!r:.200} is not served here: ask for {served!r}, which /v1/models lists",
+                f"the model {model!r:.200} is not served here: ask for {served!r}, which /v1/models lists",
                 code="model_not_found",
                 param="model",
             )
 
-    async def completion_job(self, request: CompletionRequest) -> Job:
-        """Tokenize a completion's prompts; ApiError or RequestError if a prompt or a setting is wrong."""
-        prompts = [await self._tokens(p) if isinstance(p, str) else p for p in request.prompts]
-        return self._job(request, prompts, COMPLETION_MAX_TOKENS)
+    def answer(self, request: Request) -> Answer:
+        """Answer a request; ApiError 404 if it names another model."""
+        self.check_model(request.model)
+        kind = ChatFormat if isinstance(request, ChatCompletionRequest) else CompletionFormat
+        written = kind(
+            self._settings.served_model_name, self._texts, with_token_ids=bool(request.return_token_ids)
+        )
+        timeout_s = self._settings.request_timeout_s
+        if request.stream:
+            return Answer(timeout_s=timeout_s, events=partial(self._events, request, written))
+        return Answer(timeout_s=timeout_s, whole=partial(self._whole, request, written))
 
-    async def chat_job(self, request: ChatCompletionRequest) -> Job:
-        """Render a conversation with the model's chat template.
+    async def _whole(self, request: Request, written: AnswerFormat) -> bytes:
+        finals: dict[int, RequestOutput] = {}
+        async with self._serve(request, OutputKind.FINAL_ONLY) as (prompt_tokens, outputs):
+            async for index, output in outputs:
+                finals[index] = output
+        in_order = [finals[index] for index in range(len(finals))]
+        generated = sum(len(sample.token_ids) for output in in_order for sample in output.outputs)
+        return written.body(in_order, usage_of(prompt_tokens, generated))
+
+    async def _events(self, request: Request, written: AnswerFormat) -> AsyncGenerator[bytes, None]:
+        options = request.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        always = with_usage and options is not None and bool(options.continuous_usage_stats)
+        usage = "null" if with_usage else None
+        num_samples, generated = request.n or 1, 0
+        opened: set[int] = set()
+        ended: set[int] = set()
+        async with self._serve(request, OutputKind.DELTA) as (prompt_tokens, outputs):
+            async for index, output in outputs:
+                for delta in output.outputs:
+                    choice = index * num_samples + delta.index
+                    if choice in ended or not (delta.token_ids or delta.finish_reason):
+                        continue
+                    generated += len(delta.token_ids)
+                    if always:
+                        usage = usage_of(prompt_tokens, generated)
+                    if choice not in opened:
+                        opened.add(choice)
+                        opening = written.opening(choice, usage)
+                        if opening:
+                            yield opening
+                    if delta.finish_reason:
+                        ended.add(choice)
+                    yield written.event(choice, delta, usage)
+        if with_usage:
+            yield written.usage_event(usage_of(prompt_tokens, generated))
+
+    @asynccontextmanager
+    async def _serve(
+        self, request: Request, kind: OutputKind
+    ) -> AsyncIterator[tuple[int, AsyncGenerator[Indexed, None]]]:
+        """Tokens of the prompts, and the outputs as they come; leaving early aborts all prompts.
 
         Raises:
-            ApiError, RequestError, ModelError: there is no template, or the template or a limit refuses the messages.
+            ApiError, BulletGraphError: the gate is closed, or a prompt, a setting or a limit is wrong.
         """
-        messages = [message.for_template() for message in request.messages]
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            raise ModelError(
-                "the model has no tokenizer, which a chat needs: use /v1/completions with token ids, or serve a folder "
-                "with tokenizer.json"
-            )
-        length = sum(len(message["content"]) for message in messages)
-        text = await self._run(length, tokenizer.apply_chat_template, messages)
-        return self._job(request, [await self._tokens(text, special=False)], None)
+        with self._gate.enter(request.num_outputs):
+            prompts = await self._prompts(request)
+            slo = None if request.slo is None else Slo(**request.slo.model_dump())
+            streams = []
+            for prompt in prompts:
+                params = request.sampling_params(self._max_tokens(request, len(prompt)))
+                streams.append(partial(self._one, prompt, params, slo, kind))
+            async with aclosing(_merged(streams)) as outputs:
+                yield sum(map(len, prompts)), outputs
 
-    async def outputs(self, job: Job, kind: OutputKind) -> AsyncGenerator[Indexed, None]:
-        """Yield (index of the prompt, output) as outputs come; leaving early aborts all prompts.
-
-        Raises:
-            RequestError, EngineDeadError: as :meth:`AsyncEngine.generate`.
-        """
-        if len(job.prompts) == 1:
-            async with aclosing(self._one(job, 0, kind)) as outputs:
-                async for output in outputs:
-                    yield 0, output
-            return
-        merged: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue()
-
-        async def pump(index: int) -> None:
-            try:
-                async with aclosing(self._one(job, index, kind)) as outputs:
-                    async for output in outputs:
-                        merged.put_nowait((index, output))
-            except Exception as error:
-                merged.put_nowait(error)
-            else:
-                merged.put_nowait(None)
-
-        tasks = [asyncio.create_task(pump(index)) for index in range(len(job.prompts))]
+    async def _one(
+        self, prompt: Sequence[int], params: SamplingParams, slo: Slo | None, kind: OutputKind
+    ) -> AsyncGenerator[RequestOutput, None]:
+        meter = RequestMeter(self._metrics, len(prompt))
         try:
-            left = len(tasks)
-            while left:
-                item = await merged.get()
-                if item is None:
-                    left -= 1
-                elif isinstance(item, Exception):
-                    raise item
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _one(self, job: Job, index: int, kind: OutputKind) -> AsyncGenerator[RequestOutput, None]:
-        meter = self._metrics.request(len(job.prompts[index]))
-        try:
-            outputs = self._engine.generate(
-                job.prompts[index], job.params[index], output_kind=kind, slo=job.slo
-            )
+            outputs = self._engine.generate(prompt, params, output_kind=kind, slo=slo)
             async with aclosing(outputs) as stream:  # type: ignore[type-var]
                 async for output in stream:
                     meter.observe(output)
                     yield output
         except RequestError:
-            meter.refuse()
+            meter.end(None)
             raise
         except Exception:
             meter.end("error")
@@ -161,32 +141,33 @@ class Generation:
         finally:
             meter.end("abort")
 
+    async def _prompts(self, request: Request) -> list[list[int]]:
+        if isinstance(request, CompletionRequest):
+            return [await self._tokens(p) if isinstance(p, str) else p for p in request.prompts]
+        messages = [message.for_template() for message in request.messages]
+        if self._tokenizer is None:
+            raise ModelError(
+                "the model has no tokenizer, which a chat needs: use /v1/completions with token ids, or serve a folder "
+                "with tokenizer.json"
+            )
+        length = sum(len(message["content"]) for message in messages)
+        text = await self._run(length, partial(self._tokenizer.apply_chat_template, messages))
+        return [await self._tokens(text, special=False)]
+
     async def _tokens(self, text: str, *, special: bool = True) -> list[int]:
-        tokenizer = self._tokenizer
-        if tokenizer is None:
+        if self._tokenizer is None:
             raise ApiError(
                 400, "a text prompt needs a tokenizer, but the model has none: pass token ids", param="prompt"
             )
-        return await self._run(len(text), tokenizer.encode, text, special)
+        return await self._run(len(text), partial(self._tokenizer.encode, text, special))
 
-    async def _run(self, length: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _run(self, length: int, call: Callable[[], T]) -> T:
         """Call a function, in a thread if its text is long."""
-        call = functools.partial(function, *args, **kwargs)
         if length <= _LONG_TEXT:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    def _job(
-        self, request: GenerationRequest, prompts: Sequence[Sequence[int]], default_tokens: int | None
-    ) -> Job:
-        params = tuple(
-            request.sampling_params(self._max_tokens(request, len(prompt), default_tokens))
-            for prompt in prompts
-        )
-        slo = None if request.slo is None else request.slo.to_slo()
-        return Job(prompts, params, slo)
-
-    def _max_tokens(self, request: GenerationRequest, prompt_tokens: int, default: int | None) -> int:
+    def _max_tokens(self, request: Request, prompt_tokens: int) -> int:
         """The output limit of a prompt; ApiError if the prompt, or prompt and output together, are too long."""
         limit = self._engine.engine.max_model_len
         longest = min(self._settings.max_prompt_tokens or limit, limit - 1)
@@ -198,19 +179,56 @@ class Generation:
             )
         room = limit - prompt_tokens
         wanted = request.wanted_tokens
-        if wanted is not None and wanted > room:
+        if wanted is None:
+            # min_tokens raises the default.
+            return min(max(request.default_tokens or room, request.min_tokens or 1), room)
+        if wanted > room:
             raise ApiError(
                 400,
                 f"prompt and output together may have at most {limit} tokens, found {prompt_tokens} + {wanted}: ask "
                 f"for at most {room} tokens, or shorten the prompt",
                 code="context_length_exceeded",
             )
-        if wanted is None:
-            wanted = room if default is None else min(default, room)
-            # min_tokens raises the default.
-            wanted = min(max(wanted, request.min_tokens or 1), room)
         return wanted
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def _merged(
+    streams: Sequence[Callable[[], AsyncGenerator[RequestOutput, None]]],
+) -> AsyncGenerator[Indexed, None]:
+    """The outputs of several streams as they come, each with its stream's index."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]()) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+    merged: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int) -> None:
+        try:
+            async with aclosing(streams[index]()) as outputs:
+                async for output in outputs:
+                    merged.put_nowait((index, output))
+        except Exception as error:
+            merged.put_nowait(error)
+        else:
+            merged.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(streams))]
+    try:
+        left = len(tasks)
+        while left:
+            item = await merged.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import uvicorn
 
@@ -24,9 +24,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 _LAST_WORDS_S = 10
-"""Time after the drain for answers to reach their clients; then connections are cut."""
+"""After the drain, for answers to reach their clients; then connections are cut."""
 _ENGINE_STOP_S = 30.0
-"""Time for the engine's thread to end; a stuck thread never does."""
+"""For the engine's thread to end; a stuck thread never does."""
 
 _WARMUP_PROMPT_TOKENS = (4, 300, 2000)
 _WARMUP_OUTPUT_TOKENS = 4
@@ -35,35 +35,49 @@ logger = logging.getLogger(__name__)
 
 
 class DrainingServer(uvicorn.Server):
-    """Stops in two stages: it refuses new requests and waits for running ones; then it aborts them.
+    """An HTTP server for an engine, which the caller shuts down.
+
+    It stops in two stages: it refuses new requests and waits for running ones; then it aborts them.
 
     Args:
-        config: uvicorn's settings.
         engine: its requests fail when the drain is over.
-        gate: closed at the beginning of the drain.
-        drain_s: longest drain.
+        settings: the server's settings.
+        energy: measures the engine's GPU.
         on_started: called when the server listens.
+
+    Attributes:
+        gate: closed at the beginning of the drain.
     """
 
     def __init__(
         self,
-        config: uvicorn.Config,
         engine: AsyncEngine,
-        gate: Gate,
+        settings: ServeSettings,
         *,
-        drain_s: float,
+        energy: EnergyMeter,
         on_started: Callable[[], object],
     ) -> None:
-        super().__init__(config)
+        app = create_app(engine, settings, energy)
         self._engine = engine
-        self._gate = gate
-        self._drain_s = drain_s
+        self.gate: Gate = app.state.gate
+        self._drain_s = settings.shutdown_timeout_s
         self._on_started = on_started
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=math.ceil(self._drain_s) + _LAST_WORDS_S,
+            )
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then call ``on_started``."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
@@ -93,24 +107,21 @@ class DrainingServer(uvicorn.Server):
 
     def _stop(self) -> None:
         if self._draining is not None:
-            self._abort("the server was told to stop at once")
+            self._engine.fail("the server was told to stop at once")
             return
         logger.info("shutting down: requests under way have %g s", self._drain_s)
-        self._gate.closed = True
+        self.gate.closed = True
         self.should_exit = True
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
         try:
-            await asyncio.wait_for(self._gate.wait_until_empty(), self._drain_s)
+            await asyncio.wait_for(self.gate.empty.wait(), self._drain_s)
         except TimeoutError:
-            self._abort(
+            self._engine.fail(
                 f"the server was shut down, and the request had not ended within {self._drain_s:g} s "
                 "(--shutdown-timeout): send it to another"
             )
-
-    def _abort(self, reason: str) -> None:
-        self._engine.fail(reason)
 
 
 def bind(settings: ServeSettings) -> socket.socket:
@@ -124,43 +135,17 @@ def bind(settings: ServeSettings) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
+        with ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
+            undo.pop_all()
+            return listener
     except OSError as error:
         raise ConfigError(
             f"--host and --port must name an address of this machine that is free, but {where} cannot be had "
             f"({error.strerror or error}): give another --port (0 takes a free one) or --host"
         ) from error
-    return listener
-
-
-def make_server(
-    engine: AsyncEngine,
-    settings: ServeSettings,
-    *,
-    energy: EnergyMeter,
-    on_started: Callable[[], object],
-) -> DrainingServer:
-    """Build a server for an engine, which the caller shuts down; ``on_started`` is called when it listens."""
-    app = create_app(engine, settings, energy)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="on",
-        backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout_s) + _LAST_WORDS_S,
-    )
-    return DrainingServer(
-        config, engine, app.state.gate, drain_s=settings.shutdown_timeout_s, on_started=on_started
-    )
 
 
 def run_server(
@@ -174,16 +159,13 @@ def run_server(
     """Serve until a signal stops the server, then shut the engine down.
 
     Args:
-        engine: owned by this function.
-        settings: the server's settings.
         listener: from :func:`bind`.
-        energy: measures the engine's GPU.
         on_started: called with the URL when the server listens.
 
     Returns:
         Whether the engine's thread has ended; a thread that is stuck in the device never does.
     """
-    server = make_server(engine, settings, energy=energy, on_started=lambda: on_started(url_of(listener)))
+    server = DrainingServer(engine, settings, energy=energy, on_started=lambda: on_started(url_of(listener)))
     try:
         # Weights, graphs and modules stay. Scanning them in each garbage collection would pause every stream.
         gc.collect()
@@ -203,11 +185,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 async def warm_up(engine: AsyncEngine) -> None:
-    """Serve a few requests, so that kernels compiled at first use are ready before clients come.
-
-    Raises:
-        EngineDeadError: the engine failed.
-    """
+    """Serve a few requests, so that kernels compiled on first use are ready before clients come."""
     limit = engine.engine.max_model_len
     params = SamplingParams(temperature=0, max_tokens=_WARMUP_OUTPUT_TOKENS, ignore_eos=True)
     lengths = [tokens for tokens in _WARMUP_PROMPT_TOKENS if tokens + _WARMUP_OUTPUT_TOKENS <= limit]

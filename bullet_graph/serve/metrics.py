@@ -1,12 +1,11 @@
-"""What the server measures: Prometheus metrics under vLLM's names, and the figures of the live page."""
+"""The server's metrics: for Prometheus under vLLM's names, and for the live page."""
 
 import asyncio
 import itertools
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -15,14 +14,15 @@ from prometheus_client.registry import Collector
 
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.output import RequestOutput
-from bullet_graph.perf.energy import DeviceProbe
+from bullet_graph.perf.energy import NvmlProbe
+from bullet_graph.serve.limits import Gate
 from bullet_graph.slo import NO_TARGETS
 
 PREFIX = "bullet_graph:"
-"""Prefix of every metric; vLLM's is ``vllm:``, and the names after it are the same."""
+"""vLLM's is ``vllm:``, and the names after it are the same."""
 
 LIVE_WINDOW_S = 60.0
-"""Percentiles of the live page cover the requests that ended in this time."""
+"""The live page shows percentiles of the requests that ended in this time."""
 
 _RECENT = 4096
 
@@ -40,20 +40,16 @@ REQUEST_BUCKETS_S = (
     960.0, 1920.0,
 )  # fmt: skip
 
+_Values = float | Mapping[Any, float]
+"""One value, or values by label."""
 EndReason = Literal["stop", "length", "abort", "error"]
 
 
 class Histogram:
-    """A Prometheus histogram that is cheap to observe: it sees every token of every stream.
-
-    Args:
-        name: the metric's name.
-        documentation: what it measures.
-        bounds_s: rising upper bounds of the buckets; an unbounded bucket follows them.
-    """
+    """A Prometheus histogram that is cheap to observe: it sees every token of every stream."""
 
     def __init__(self, name: str, documentation: str, bounds_s: Sequence[float]) -> None:
-        self._name = name
+        self._name = PREFIX + name
         self._documentation = documentation
         self._bounds_s = bounds_s
         self._counts = [0] * (len(bounds_s) + 1)
@@ -85,7 +81,7 @@ class EnergyMeter:
         joules: the last reading; None if nothing measures it.
     """
 
-    def __init__(self, probe: DeviceProbe | None) -> None:
+    def __init__(self, probe: NvmlProbe | None) -> None:
         self._probe = probe
         self._start_mj = None if probe is None else probe.total_energy_mj()
         self.joules: float | None = None if self._start_mj is None else 0.0
@@ -98,35 +94,12 @@ class EnergyMeter:
                 self.joules = (now_mj - self._start_mj) / 1e3
 
     def close(self) -> None:
-        """Close the probe."""
         if self._probe is not None:
             self._probe.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request that was served to its end.
-
-    Attributes:
-        time_s: when it ended, on ``time.monotonic``'s clock.
-        ttft_ms: time to first token.
-        tpot_ms: time per output token; None for a single token.
-        met: whether it met all its targets; None without targets.
-    """
-
-    time_s: float
-    ttft_ms: float
-    tpot_ms: float | None
-    met: bool | None
-
-
 class RequestMeter:
-    """Measures one request.
-
-    Args:
-        metrics: the server's metrics, which it updates.
-        prompt_tokens: length of the prompt.
-    """
+    """Measures one request of some prompt tokens for the server's metrics."""
 
     __slots__ = ("_ended", "_metrics", "_prompt_tokens", "_seen")
 
@@ -148,91 +121,67 @@ class RequestMeter:
         self._seen = last + len(times)
         metrics.generation_tokens += sum([len(completion.token_ids) for completion in output.outputs])
         if output.finished:
-            self._finish(output)
+            self.end("stop" if output.outputs[0].finish_reason == "stop" else "length")
+            metrics.finished(output)
 
-    def _finish(self, output: RequestOutput) -> None:
-        self.end("stop" if output.outputs[0].finish_reason == "stop" else "length")
-        times = output.metrics
-        if times.ttft_ms is None or times.e2e_ms is None:
-            return
-        self._metrics.whole_request.observe(times.e2e_ms / 1e3)
-        met = None if output.slo == NO_TARGETS else not output.missed_targets
-        self._metrics.finished(Finished(time.monotonic(), times.ttft_ms, times.tpot_ms, met))
-
-    def refuse(self) -> None:
-        """Do not count the request: it was invalid."""
-        self._ended = True
-
-    def end(self, reason: EndReason) -> None:
-        """Count the request's end; only the first call counts."""
-        if not self._ended:
-            self._ended = True
+    def end(self, reason: EndReason | None) -> None:
+        """Count the request's end, except that of an invalid one (None); only the first call counts."""
+        if not self._ended and reason is not None:
             self._metrics.ends[reason] += 1
+        self._ended = True
 
 
 class ServerMetrics(Collector):
-    """Counters since the server started.
+    """Counters since the server started; ``model_name`` labels every metric."""
 
-    Args:
-        model_name: label of every metric.
-        engine: source of the engine's counters.
-        num_waiting: number of sequences without KV blocks.
-        energy: the GPU's energy.
-    """
-
-    def __init__(
-        self, model_name: str, engine: AsyncEngine, *, num_waiting: Callable[[], int], energy: EnergyMeter
-    ) -> None:
+    def __init__(self, model_name: str, engine: AsyncEngine, gate: Gate, energy: EnergyMeter) -> None:
         self._model_name = model_name
         self._engine = engine
-        self._num_waiting = num_waiting
+        self._gate = gate
         self._energy = energy
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.ends: dict[EndReason, int] = dict.fromkeys(get_args(EndReason), 0)
         self._num_with_targets = 0
         self._num_met = 0
-        self._recent: deque[Finished] = deque(maxlen=_RECENT)
-        self.first_token = Histogram(
-            f"{PREFIX}time_to_first_token_seconds",
+        # Of requests that ended: when (time.monotonic), TTFT and TPOT in ms.
+        self._recent: deque[tuple[float, float, float | None]] = deque(maxlen=_RECENT)
+        first, last = (
             "From a request's arrival to its first token.",
-            FIRST_TOKEN_BUCKETS_S,
-        )
-        self.inter_token = Histogram(
-            f"{PREFIX}inter_token_latency_seconds", "From one token to the next.", INTER_TOKEN_BUCKETS_S
-        )
-        self.whole_request = Histogram(
-            f"{PREFIX}e2e_request_latency_seconds",
             "From a request's arrival to its last token.",
-            REQUEST_BUCKETS_S,
         )
+        self.first_token = Histogram("time_to_first_token_seconds", first, FIRST_TOKEN_BUCKETS_S)
+        self.inter_token = Histogram(
+            "inter_token_latency_seconds", "From one token to the next.", INTER_TOKEN_BUCKETS_S
+        )
+        self.whole_request = Histogram("e2e_request_latency_seconds", last, REQUEST_BUCKETS_S)
 
-    def request(self, prompt_tokens: int) -> RequestMeter:
-        """A meter for a new request."""
-        return RequestMeter(self, prompt_tokens)
-
-    def finished(self, request: Finished) -> None:
+    def finished(self, output: RequestOutput) -> None:
         """Count a request that was served to its end."""
-        self._recent.append(request)
-        if request.met is not None:
+        times = output.metrics
+        if times.ttft_ms is None or times.e2e_ms is None:
+            return
+        self.whole_request.observe(times.e2e_ms / 1e3)
+        self._recent.append((time.monotonic(), times.ttft_ms, times.tpot_ms))
+        if output.slo != NO_TARGETS:
             self._num_with_targets += 1
-            self._num_met += request.met
+            self._num_met += not output.missed_targets
 
     @property
     def _slo_attainment(self) -> float | None:
         return self._num_met / self._num_with_targets if self._num_with_targets else None
 
     def live(self) -> dict[str, Any]:
-        """The figures of the live page: counters, which it takes the differences of, and recent percentiles."""
+        """The figures of the live page: counters, of which it takes differences, and recent percentiles."""
         engine, stats = self._engine, self._engine.stats
         now_s = time.monotonic()
-        recent = [request for request in self._recent if now_s - request.time_s <= LIVE_WINDOW_S]
+        recent = [times for times in self._recent if now_s - times[0] <= LIVE_WINDOW_S]
         return {
             "model": self._model_name,
             "time_s": now_s,
             "num_sms": engine.engine.num_sms,
             "running": stats.num_running,
-            "waiting": self._num_waiting(),
+            "waiting": self._gate.num_waiting,
             "kv_cache_usage": stats.kv_blocks_used / stats.kv_blocks_total,
             "lane_seconds": dict(stats.lane_seconds),
             "lane_sm_seconds": dict(stats.lane_sm_seconds),
@@ -240,8 +189,8 @@ class ServerMetrics(Collector):
             "generation_tokens": self.generation_tokens,
             "window_s": LIVE_WINDOW_S,
             "requests": len(recent),
-            "ttft_ms": percentiles([request.ttft_ms for request in recent]),
-            "tpot_ms": percentiles([request.tpot_ms for request in recent if request.tpot_ms is not None]),
+            "ttft_ms": percentiles([ttft_ms for _, ttft_ms, _ in recent]),
+            "tpot_ms": percentiles([tpot_ms for *_, tpot_ms in recent if tpot_ms is not None]),
             "slo_attainment": self._slo_attainment,
             "energy_joules": self._energy.joules,
             "failure": None if engine.failure is None else str(engine.failure),
@@ -250,9 +199,11 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """All metrics, for prometheus_client."""
         stats = self._engine.stats
-        yield self._gauge("num_requests_running", "Sequences that hold KV blocks.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences that wait for KV blocks.", self._num_waiting())
         usage = stats.kv_blocks_used / stats.kv_blocks_total
+        yield self._gauge("num_requests_running", "Sequences that hold KV blocks.", stats.num_running)
+        yield self._gauge(
+            "num_requests_waiting", "Sequences that wait for KV blocks.", self._gate.num_waiting
+        )
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
         yield self._counter("num_preemptions", "Sequences that lost their KV blocks.", stats.num_preemptions)
         yield self._counter("prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
@@ -265,12 +216,10 @@ class ServerMetrics(Collector):
         lane_sm_seconds = "Device time of each lane times its SMs."
         yield self._counter("lane_sm_seconds", lane_sm_seconds, stats.lane_sm_seconds, "lane")
         yield self._counter("lane_seconds", "Device time of each lane.", stats.lane_seconds, "lane")
-        yield self._counter(
-            "policy_seconds", "Device time under each policy.", stats.policy_seconds, "policy"
-        )
-        yield self._gauge(
-            "policy_time_share", "Share of device time by policy.", stats.policy_shares, "policy"
-        )
+        by_policy = "Device time under each policy."
+        yield self._counter("policy_seconds", by_policy, stats.policy_seconds, "policy")
+        share = "Share of device time by policy."
+        yield self._gauge("policy_time_share", share, stats.policy_shares, "policy")
         yield self._counter("slo_requests", "Requests with targets that ended.", self._num_with_targets)
         yield self._counter("slo_requests_met", "Those that met all their targets.", self._num_met)
         if self._slo_attainment is not None:
@@ -278,22 +227,18 @@ class ServerMetrics(Collector):
         if self._energy.joules is not None:
             yield self._counter("energy_joules", "Energy of the GPU's board.", self._energy.joules)
 
-    def _gauge(
-        self, name: str, documentation: str, values: float | Mapping[Any, float], label: str | None = None
-    ) -> Metric:
-        return self._family(GaugeMetricFamily, name, documentation, values, label)
+    def _gauge(self, name: str, documentation: str, values: _Values, label: str | None = None) -> Metric:
+        return self._filled(GaugeMetricFamily, name, documentation, values, label)
 
-    def _counter(
-        self, name: str, documentation: str, values: float | Mapping[Any, float], label: str | None = None
-    ) -> Metric:
-        return self._family(CounterMetricFamily, name, documentation, values, label)
+    def _counter(self, name: str, documentation: str, values: _Values, label: str | None = None) -> Metric:
+        return self._filled(CounterMetricFamily, name, documentation, values, label)
 
-    def _family(
+    def _filled(
         self,
         kind: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
         documentation: str,
-        values: float | Mapping[Any, float],
+        values: _Values,
         label: str | None,
     ) -> Metric:
         labels = ["model_name"] if label is None else ["model_name", label]

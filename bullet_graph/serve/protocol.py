@@ -1,18 +1,16 @@
 """Requests and answers of OpenAI's interface, with vLLM's extensions and ours.
 
-Request types are strict and unknown fields are refused: a client would believe that an ignored field has an effect.
-The answer types are for the OpenAPI description; ``formats.py`` writes the answers themselves.
+Docstrings and answer types make the OpenAPI description; ``formats.py`` writes the answers.
 """
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from bullet_graph.sampling_params import MAX_LOGPROBS, MAX_TEMPERATURE, SamplingParams
-from bullet_graph.slo import Slo
 
 MAX_OUTPUTS = 128
 """Most outputs of a request (``n`` times its prompts); OpenAI limits ``n`` to the same number."""
@@ -44,6 +42,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 class _Strict(BaseModel):
+    # Unknown fields are refused: a client would believe that an ignored field has an effect.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -53,10 +52,6 @@ class Targets(_Strict):
     ttft_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
     ttft_ms_per_token: Annotated[float, Field(gt=0, le=1e9)] | None = None
     tpot_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
-
-    def to_slo(self) -> Slo:
-        """The engine's form."""
-        return Slo(ttft_ms=self.ttft_ms, ttft_ms_per_token=self.ttft_ms_per_token, tpot_ms=self.tpot_ms)
 
 
 class StreamOptions(_Strict):
@@ -72,6 +67,9 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
 class GenerationRequest(_Strict):
     """The fields of both kinds of request; null means the default."""
+
+    default_tokens: ClassVar[int | None] = None
+    """Output limit of requests that name none; None: the model's limit."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -119,6 +117,11 @@ class GenerationRequest(_Strict):
         return self
 
     @property
+    def num_outputs(self) -> int:
+        """Sequences to generate."""
+        return self.n or 1
+
+    @property
     def wanted_tokens(self) -> int | None:
         """Most tokens to generate; None: the server decides."""
         return self.max_tokens
@@ -130,27 +133,17 @@ class GenerationRequest(_Strict):
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
         """The engine's settings for one prompt; SamplingParamsError if they contradict each other."""
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "seed": None if self.seed is None else self.seed % 2**63,
-            "n": self.n,
-            "min_tokens": self.min_tokens,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-        }
-        return SamplingParams(
-            max_tokens=max_tokens,
-            logprobs=self.wanted_logprobs,
-            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
-        )
+        names = SamplingParams.__dataclass_fields__.keys() - {"max_tokens", "logprobs"}
+        given = self.model_dump(include=set(names), exclude_none=True)
+        if self.seed is not None:
+            given["seed"] = self.seed % 2**63
+        return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.wanted_logprobs)
 
 
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
+
+    default_tokens = 16  # OpenAI's
 
     prompt: (
         str
@@ -164,14 +157,17 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _outputs_are_not_too_many(self) -> "CompletionRequest":
-        outputs = len(self.prompts) * (self.n or 1)
-        if outputs > MAX_OUTPUTS:
+        if self.num_outputs > MAX_OUTPUTS:
             raise PydanticCustomError(
                 "too_many_outputs",
                 "a request may have at most {most} outputs, found {prompts} prompts with `n`={n}: send several",
                 {"most": MAX_OUTPUTS, "prompts": len(self.prompts), "n": self.n or 1},
             )
         return self
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.prompts) * (self.n or 1)
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -202,9 +198,9 @@ class Message(_Strict):
 
     def for_template(self) -> dict[str, str]:
         """The form of chat templates; ``developer`` is OpenAI's newer name of ``system``."""
-        content = (
-            self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        )
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": content} | ({} if self.name is None else {"name": self.name})
 
@@ -221,10 +217,8 @@ class ChatCompletionRequest(GenerationRequest):
     def _fields_agree(self) -> "ChatCompletionRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "`top_logprobs` needs `logprobs` set to true")
-        if (
-            None not in (self.max_tokens, self.max_completion_tokens)
-            and self.max_tokens != self.max_completion_tokens
-        ):
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
             raise PydanticCustomError(
                 "max_tokens", "`max_tokens` is the old name of `max_completion_tokens`: give one of them"
             )

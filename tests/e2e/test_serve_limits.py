@@ -160,7 +160,7 @@ async def test_what_does_not_end_in_time_is_aborted_and_told(stuck: Stuck) -> No
         streams = [asyncio.create_task(stream_to_its_end(served)) for _ in range(3)]
         await asyncio.to_thread(stuck.entered.wait, 20)
         async with asyncio.timeout(15):
-            while served.gate.num_inside < 3:
+            while served.server.gate.num_inside < 3:
                 await asyncio.sleep(0.005)
         served.server.stop()
         responses = await asyncio.gather(*streams)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,13 +13,12 @@ from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import (
     ChatFormat,
     CompletionFormat,
-    TokenTexts,
-    completion_logprobs,
     to_json_text,
+    token_texts,
     usage_of,
 )
 from bullet_graph.serve.limits import Gate
-from bullet_graph.serve.metrics import EnergyMeter, Histogram, percentiles
+from bullet_graph.serve.metrics import PREFIX, EnergyMeter, Histogram, percentiles
 from bullet_graph.serve.protocol import CompletionRequest
 
 
@@ -31,7 +31,8 @@ class Clock:
 
 def gate(max_queue_len: int, *, running: int = 0, clock: Clock | None = None, dead: bool = False) -> Gate:
     failure = EngineDeadError("the device is gone") if dead else None
-    return Gate(max_queue_len, num_running=lambda: running, failure=lambda: failure, clock=clock or Clock())
+    engine = SimpleNamespace(failure=failure, engine=SimpleNamespace(num_running=lambda: running))
+    return Gate(engine, max_queue_len, clock=clock or Clock())  # type: ignore[arg-type]
 
 
 # ---- the gate ----
@@ -76,9 +77,9 @@ def test_a_dead_engine_and_a_closed_gate_let_nobody_in() -> None:
 
 async def test_waiting_until_the_last_has_gone() -> None:
     house = gate(9)
-    await house.wait_until_empty()
+    await house.empty.wait()
     with house.enter(1):
-        waiting = asyncio.create_task(house.wait_until_empty())
+        waiting = asyncio.create_task(house.empty.wait())
         with house.enter(1):
             await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -92,15 +93,16 @@ async def test_waiting_until_the_last_has_gone() -> None:
 @given(st.lists(st.floats(0, 3)))
 def test_a_histogram_is_cumulative(values: list[float]) -> None:
     histogram = Histogram("x", "…", (0.5, 1.0, 2.0))
+    name = f"{PREFIX}x"
     for value in values:
         histogram.observe(value)
     samples = {
         (sample.name, sample.labels.get("le")): sample.value for sample in histogram.family("m").samples
     }
     for bound in (0.5, 1.0, 2.0):
-        assert samples["x_bucket", str(bound)] == sum(value <= bound for value in values)
-    assert samples["x_bucket", "+Inf"] == samples["x_count", None] == len(values)
-    assert samples["x_sum", None] == pytest.approx(sum(values))
+        assert samples[f"{name}_bucket", str(bound)] == sum(value <= bound for value in values)
+    assert samples[f"{name}_bucket", "+Inf"] == samples[f"{name}_count", None] == len(values)
+    assert samples[f"{name}_sum", None] == pytest.approx(sum(values))
 
 
 def test_percentiles() -> None:
@@ -157,7 +159,7 @@ def test_seeds_of_any_sign_and_size_are_kept_apart() -> None:
 def test_whatever_the_text_an_event_is_json(text: str, model: str) -> None:
     delta = CompletionOutput(0, text, (5,), None, None)
     for written in (CompletionFormat, ChatFormat):
-        form = written("id", 7, model, TokenTexts(None), with_token_ids=True)
+        form = written(model, token_texts(None), with_token_ids=True)
         event = form.event(3, delta, usage_of(1, 2))
         assert event.endswith(b"\n\n")
         assert event.count(b"\n") == 2
@@ -170,15 +172,14 @@ def test_whatever_the_text_an_event_is_json(text: str, model: str) -> None:
 
 
 def test_log_probabilities_that_json_cannot_say_and_tokens_of_one_text() -> None:
-    class Same(TokenTexts):
-        def __getitem__(self, token_id: int) -> str:
-            return "ab"
-
     entry = TokenLogprobs(7, float("-inf"), ((1, -0.5), (2, -0.7)))
-    fields, offset = completion_logprobs([entry, entry], Same(None), 3)
-    assert fields["token_logprobs"] == [-9999.0] * 2
-    assert fields["top_logprobs"] == [{"ab": -0.5}] * 2
-    assert (fields["text_offset"], offset) == ([3, 5], 7)
+    form = CompletionFormat("m", lambda _: "ab", with_token_ids=False)
+    for offsets in ([0, 2], [4, 6]):
+        event = form.event(0, CompletionOutput(0, "", (7, 7), (entry, entry), None), None)
+        logprobs = json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]
+        assert logprobs["token_logprobs"] == [-9999.0] * 2
+        assert logprobs["top_logprobs"] == [{"ab": -0.5}] * 2
+        assert logprobs["text_offset"] == offsets
 
 
 # ---- errors ----
