@@ -1,0 +1,273 @@
+"""Compare two source trees of this project on one GPU, run by run in turn.
+
+    python bench/two_trees.py --tree old=../before --tree new=. --output-json bench/results/h200/two_trees.json
+
+Each tree gets a process with its own engine. The processes take turns, so both meet the same clocks of a power-capped
+GPU. A figure of the second tree is divided by the same figure of the first.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+Request = tuple[float, int, int]
+"""Arrival in seconds, prompt tokens, output tokens."""
+
+DECODE_PROMPT_TOKENS = 512
+DECODE_TOKENS = 320
+
+
+class Worker:
+    """An engine of one tree in a process of its own."""
+
+    def __init__(self, name: str, tree: Path, settings: dict[str, Any]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--worker"],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": f"{tree.resolve()}:{os.environ.get('PYTHONPATH', '')}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._write(settings)
+
+    def ask(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Run a task and return its figures."""
+        self._write(task)
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for the next answer."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise click.ClickException(f"the engine of the tree {self.name} ended: see its messages above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(60)
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+
+def serve_tasks() -> None:
+    """Run in a tree's own process: build its engine, then answer tasks from stdin on stdout."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    # Each tree brings its own package.
+    from bullet_graph import Engine, Slo  # noqa: PLC0415
+    from bullet_graph.config import EngineConfig  # noqa: PLC0415
+    from bullet_graph.perf.provenance import collect_provenance  # noqa: PLC0415
+
+    settings = json.loads(sys.stdin.readline())
+    policy = "policy" if "policy" in EngineConfig.__dataclass_fields__ else "arm"
+    slo = Slo(ttft_ms=500, tpot_ms=15)
+    chosen = settings.pop("policy")
+    start_s = time.perf_counter()
+    engine = Engine(
+        **settings, **{policy: chosen}, load_format="dummy", slo=slo if chosen == "auto" else Slo()
+    )
+    start = {
+        "start_s": time.perf_counter() - start_s,
+        "provenance": vars_of(collect_provenance(engine.device_name)),
+    }
+    print(json.dumps(start), file=answers, flush=True)
+    for line in sys.stdin:
+        task = json.loads(line)
+        targets = Slo(**task["slo"])
+        engine.set_policy(chosen, targets)
+        figures = run(engine, task["requests"], targets, decode=task["kind"] == "decode")
+        print(json.dumps(figures), file=answers, flush=True)
+    engine.shutdown()
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass with slots."""
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def run(engine: Any, requests: Sequence[Request], slo: Any, *, decode: bool) -> dict[str, Any]:
+    """Serve requests at their times; the figures of one run."""
+    from bullet_graph import SamplingParams  # noqa: PLC0415
+
+    rng = np.random.default_rng(0)
+    prompts = [
+        rng.integers(0, engine.model_config.vocab_size, size=tokens).tolist() for _, tokens, _ in requests
+    ]
+    outputs: dict[str, Any] = {}
+    waiting = list(enumerate(requests))[::-1]
+    start_s = engine.now()
+    while waiting or engine.has_unfinished_requests():
+        next_s = start_s + waiting[-1][1][0] if waiting else None
+        if next_s is not None and next_s <= engine.now():
+            index, (_, _, tokens) = waiting.pop()
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            engine.add_request(str(index), prompts[index], params, arrival_s=next_s, slo=slo)
+        elif engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step(next_s) if output.finished}
+        elif next_s is not None:
+            engine.sleep_until(next_s)
+    times = [outputs[str(index)].metrics for index in range(len(requests))]
+    if decode:
+        # Only while every sequence decodes.
+        first, last = max(m.token_times_s[0] for m in times), min(m.token_times_s[-1] for m in times)
+        steps = [t for t in times[0].token_times_s if first < t <= last]
+        return {"step_ms": 1e3 * (steps[-1] - steps[0]) / (len(steps) - 1)}
+    ttft = [m.ttft_ms for m in times]
+    tpot = [m.tpot_ms for m in times if m.tpot_ms is not None]
+    on_time = [not outputs[str(index)].missed_targets for index in range(len(requests))]
+    return {
+        "duration_s": max(m.token_times_s[-1] for m in times) - start_s,
+        "on_time": sum(on_time) / len(on_time),
+        **{f"ttft_p{q}_ms": float(np.percentile(ttft, q)) for q in (50, 90, 99)},
+        **{f"tpot_p{q}_ms": float(np.percentile(tpot, q)) for q in (50, 90)},
+    }
+
+
+def make_tasks(
+    batches: Sequence[int], at_once: Sequence[str], rates: Sequence[str], seed: int
+) -> dict[str, Any]:
+    """The tasks by name: ``decode 64``, ``azure:conv=600``, ``azure:conv=600@20``."""
+    from bullet_graph.workloads.load import load_workload  # noqa: PLC0415
+
+    tasks: dict[str, Any] = {}
+    for batch in batches:
+        requests = [(0.0, DECODE_PROMPT_TOKENS, DECODE_TOKENS)] * batch
+        tasks[f"decode {batch}"] = {"kind": "decode", "slo": {}, "requests": requests}
+    for name in (*at_once, *rates):
+        trace, _, number = name.partition("=")
+        count, _, rate = number.partition("@")
+        gaps = (
+            np.random.default_rng(seed).exponential(1 / float(rate), int(count))
+            if rate
+            else np.zeros(int(count))
+        )
+        lengths = [(r.prompt_tokens, r.output_tokens) for r in load_workload(trace, num_requests=int(count)).requests]
+        arrivals = np.cumsum(gaps).tolist()
+        tasks[name] = {
+            "kind": "replay",
+            "slo": {"ttft_ms": 500, "tpot_ms": 15} if rate else {},
+            "requests": [(a, *length) for a, length in zip(arrivals, lengths, strict=True)],
+        }
+    return tasks
+
+
+@click.command()
+@click.option("--tree", "trees", multiple=True, help="NAME=FOLDER; give two.")
+@click.option("--model", default="llama-3.1-8b", show_default=True)
+@click.option("--policy", default="auto", show_default=True)
+@click.option("--memory", default=0.45, show_default=True, help="Share of the GPU's memory for each engine.")
+@click.option("--decode", "batches", multiple=True, type=int, default=(1, 64, 256), show_default=True)
+@click.option("--at-once", multiple=True, default=("azure:conv=600", "azure:code=400"), show_default=True)
+@click.option(
+    "--rate", "rates", multiple=True, default=("azure:conv=500@20", "azure:code=300@10"), show_default=True
+)
+@click.option("--rounds", default=3, show_default=True)
+@click.option(
+    "--time-budget-s", default=500.0, show_default=True, help="Begin no further round after this time."
+)
+@click.option("--seed", default=7, show_default=True)
+@click.option("--output-json", type=click.Path(path_type=Path))
+@click.option("--worker", is_flag=True, hidden=True)
+def main(
+    trees: tuple[str, ...],
+    model: str,
+    policy: str,
+    memory: float,
+    batches: tuple[int, ...],
+    at_once: tuple[str, ...],
+    rates: tuple[str, ...],
+    rounds: int,
+    time_budget_s: float,
+    seed: int,
+    output_json: Path | None,
+    worker: bool,
+) -> None:
+    """Measure two source trees in turn and print the ratio of every figure."""
+    if worker:
+        serve_tasks()
+        return
+    if len(trees) != 2:
+        raise click.UsageError("--tree is given twice, each as NAME=FOLDER")
+    from bullet_graph.perf.energy import DeviceMonitor  # noqa: PLC0415
+
+    began_s = time.perf_counter()
+    settings = {"model": model, "policy": policy, "gpu_memory_utilization": memory, "max_num_seqs": 1024}
+    tasks = make_tasks(batches, at_once, rates, seed)
+    workers = []
+    starts = {}
+    for named in trees:  # one after the other: each takes its share of what memory is free
+        name, _, folder = named.partition("=")
+        workers.append(Worker(name, Path(folder), settings))
+        starts[name] = workers[-1].answer()
+        print(f"{name}: ready after {starts[name]['start_s']:.1f} s", file=sys.stderr)
+    uuid = starts[workers[0].name]["provenance"]["device_uuid"]
+    runs: list[dict[str, Any]] = []
+
+    def measure(number: int, name: str, order: Sequence[Worker]) -> None:
+        for one in order:
+            with DeviceMonitor.for_gpu(uuid or "") as monitor:
+                figures = one.ask(tasks[name])
+            device = monitor.report
+            mean = {k: r.mean for k in ("sm_clock_mhz", "power_w") if (r := getattr(device, k)) is not None}
+            runs.append({"round": number, "task": name, "tree": one.name, **figures, **mean})
+            print(json.dumps(runs[-1]), file=sys.stderr)
+
+    measure(-1, next(iter(tasks)), workers)  # warms both engines up
+    measure(-1, list(tasks)[len(batches)] if at_once else next(iter(tasks)), workers)
+    for number in range(rounds):
+        if number and time.perf_counter() - began_s > time_budget_s:
+            break
+        for name in tasks:
+            measure(number, name, workers if number % 2 == 0 else workers[::-1])
+    for one in workers:
+        one.close()
+    result = {
+        "argv": [f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]],
+        "settings": settings,
+        "starts": starts,
+        "ratios": ratios(runs, [one.name for one in workers]),
+        "runs": runs,
+    }
+    if output_json is not None:
+        output_json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for row in result["ratios"]:
+        print(
+            f"{row['task']:22} {row['figure']:12} {row['values'][0]:10.3f} {row['values'][1]:10.3f} {row['ratio']:7.4f}"
+        )
+
+
+def ratios(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Second tree over first tree, of the medians over rounds."""
+    rows = []
+    keys = {(r["task"], k) for r in runs for k in r if k not in ("round", "task", "tree")}
+    for task, figure in sorted(keys):
+        values = [
+            statistics.median(
+                r[figure] for r in runs if (r["task"], r["tree"]) == (task, name) and r["round"] >= 0
+            )
+            for name in names
+        ]
+        ratio = values[1] / values[0] if values[0] else None
+        rows.append({"task": task, "figure": figure, "values": values, "ratio": ratio})
+    return rows
+
+
+if __name__ == "__main__":
+    main()
