@@ -32,7 +32,7 @@ class Worker:
     def __init__(self, name: str, tree: Path, settings: dict[str, Any]) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--worker"],
+            [sys.executable, "-P", str(Path(__file__).resolve()), "--worker"],
             cwd=tree,
             env=os.environ | {"PYTHONPATH": f"{tree.resolve()}:{os.environ.get('PYTHONPATH', '')}"},
             stdin=subprocess.PIPE,
@@ -172,7 +172,7 @@ def make_tasks(
 @click.option("--tree", "trees", multiple=True, help="NAME=FOLDER; give two.")
 @click.option("--model", default="llama-3.1-8b", show_default=True)
 @click.option("--policy", default="auto", show_default=True)
-@click.option("--memory", default=0.45, show_default=True, help="Share of the GPU's memory for each engine.")
+@click.option("--kv-gib", default=36, show_default=True, help="KV cache of each engine.")
 @click.option("--decode", "batches", multiple=True, type=int, default=(1, 64, 256), show_default=True)
 @click.option("--at-once", multiple=True, default=("azure:conv=600", "azure:code=400"), show_default=True)
 @click.option(
@@ -189,7 +189,7 @@ def main(
     trees: tuple[str, ...],
     model: str,
     policy: str,
-    memory: float,
+    kv_gib: int,
     batches: tuple[int, ...],
     at_once: tuple[str, ...],
     rates: tuple[str, ...],
@@ -208,7 +208,8 @@ def main(
     from bullet_graph.perf.energy import DeviceMonitor  # noqa: PLC0415
 
     began_s = time.perf_counter()
-    settings = {"model": model, "policy": policy, "gpu_memory_utilization": memory, "max_num_seqs": 1024}
+    settings = {"model": model, "policy": policy, "max_num_seqs": 1024, "kv_cache_bytes": kv_gib << 30}
+    settings["gpu_memory_utilization"] = 0.95
     tasks = make_tasks(batches, at_once, rates, seed)
     workers = []
     starts = {}

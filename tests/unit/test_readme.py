@@ -1,4 +1,4 @@
-"""Commands that are written down can be given: those of README.md, its pages, and each command's ``--help``."""
+"""Documented commands are accepted: those of README.md, of the pages it links to, and of each ``--help``."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ import pytest
 from bullet_graph.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = tuple(ROOT / name for name in ("README.md", "capture/README.md", "bullet_graph/serve/README.md"))
+PAGES = [ROOT / "README.md", *(p for room in ("bullet_graph", "bench", "capture") for p in (ROOT / room).rglob("*.md"))]
 NAME = "bullet-graph"
 CONTEXT = click.Context(main)
 
@@ -52,7 +52,7 @@ def parse(line: str) -> None:
     command.make_context(line, arguments)
 
 
-def readme_lines() -> list[str]:
+def page_lines() -> list[str]:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in command_lines(block)]
@@ -63,13 +63,13 @@ def no_file_need_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(click.Path, "convert", lambda _, value, *__: Path(value))
 
 
-@pytest.mark.parametrize("line", readme_lines())
-def test_a_command_of_the_readme_is_accepted(line: str) -> None:
+@pytest.mark.parametrize("line", page_lines())
+def test_a_command_of_a_page_is_accepted(line: str) -> None:
     parse(line)
 
 
-def test_the_readme_shows_every_command() -> None:
-    shown = {find(shlex.split(line)[1:])[0] for line in readme_lines()}
+def test_the_pages_show_every_command() -> None:
+    shown = {find(shlex.split(line)[1:])[0] for line in page_lines()}
     commands = [find(list(path))[0] for path in all_commands()]
     assert {c.name for c in commands if not isinstance(c, click.Group)} == {c.name for c in shown}
 
@@ -88,3 +88,10 @@ def test_help_has_examples_that_are_accepted(path: tuple[str, ...]) -> None:
 def test_a_wrong_command_is_not_accepted(line: str) -> None:
     with pytest.raises(click.UsageError):
         parse(line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
