@@ -1,6 +1,6 @@
 """Compare two source trees of this project on one GPU, run by run in turn.
 
-    python bench/two_trees.py --tree old=../before --tree new=. --output-json bench/results/h200/two_trees.json
+    python -m bench.two_trees --tree old=../before --tree new=. --output-json bench/results/h200/two_trees.json
 
 Each tree gets a process with its own engine. The processes take turns, so both meet the same clocks of a power-capped
 GPU. A figure of the second tree is divided by the same figure of the first.
