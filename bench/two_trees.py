@@ -158,7 +158,9 @@ def make_tasks(
             if rate
             else np.zeros(int(count))
         )
-        lengths = [(r.prompt_tokens, r.output_tokens) for r in load_workload(trace, num_requests=int(count)).requests]
+        lengths = [
+            (r.prompt_tokens, r.output_tokens) for r in load_workload(trace, num_requests=int(count)).requests
+        ]
         arrivals = np.cumsum(gaps).tolist()
         tasks[name] = {
             "kind": "replay",
