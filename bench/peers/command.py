@@ -43,7 +43,7 @@ class _Refusal(click.ClickException):
     exit_code = EXIT_ERROR
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @setting_options("model")
 @click.option(
     "--system",
@@ -70,7 +70,6 @@ class _Refusal(click.ClickException):
     "--repeats",
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="Runs at each of --rates, or all at once.",
 )
 @search_options(default_step=1.25)
@@ -79,9 +78,7 @@ class _Refusal(click.ClickException):
     is_flag=True,
     help="Give up a peer's setting once another of that peer served enough at a rate too fast for it.",
 )
-@click.option(
-    "--warmup-requests", type=click.IntRange(min=0), default=32, show_default=True, help="Unmeasured."
-)
+@click.option("--warmup-requests", type=click.IntRange(min=0), default=32, help="Unmeasured.")
 @click.option(
     "--one-at-a-time", is_flag=True, help="Close each system before the next starts, for its memory."
 )

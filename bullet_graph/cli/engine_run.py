@@ -11,13 +11,13 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from bullet_graph.cli.tables import table_of
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats
 from bullet_graph.graphs.compile_counts import CompileCounts
-from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
+from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, NvmlProbe
 from bullet_graph.perf.provenance import Provenance, collect_provenance, without_home
 from bullet_graph.perf.start_report import StartReport
 from bullet_graph.runtime.capture_cache import CacheUse
@@ -34,17 +34,8 @@ _OWN_FIELDS = ("model", "load_format", "dtype", "device", "policy", "seed")
 class RunRecord:
     """The conditions of a benchmark; part of every result.
 
-    Attributes:
-        load_format: ``dummy`` or ``safetensors``, resolved.
-        dtype: of weights, activations and KV cache, resolved.
-        engine: the engine's other settings, ``max_model_len`` resolved.
-        num_steps: forwards during the measurement.
-        num_preemptions: sequences that lost their KV blocks and were recomputed during the measurement.
-        kv_blocks_peak: most KV blocks in use at once.
-        device: clocks, power and energy during the measurement.
-        start: phases of the engine's start.
-        compiles: what the start compiled; all zero where a capture cache had it.
-        cache_use: what the start took from a capture cache.
+    ``load_format``, ``dtype`` and ``engine["max_model_len"]`` are resolved. Steps, preemptions and ``device`` are those
+    of the measurement.
     """
 
     model: str
@@ -69,8 +60,8 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
 
     Args:
         config: its settings.
-        quiet: show neither its memory ledger, nor its graphs, nor progress bars (all on stderr).
-        trace_decisions: write every decision to this file; an existing one is replaced.
+        quiet: show neither its memory ledger, nor its CUDA graphs, nor progress bars (all on stderr).
+        trace_decisions: the file for its decisions; an existing one is replaced.
     """
     if trace_decisions is not None:
         # The command has checked that it may be replaced.
@@ -97,11 +88,8 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
 def config_for(config: EngineConfig, policies: Sequence[Policy], slo: Slo) -> EngineConfig:
     """Settings of one engine that can serve under each policy in turn, and begins with these targets.
 
-    Args:
-        config: its settings otherwise.
-        policies: at least one. The engine prepares the sizes that ``split:NUM_SMS`` names, unless another policy
-            chooses the size: then it prepares those of ``config.decode_sms``, or of the performance table.
-        slo: targets.
+    The engine prepares the sizes that ``split:NUM_SMS`` names, unless another policy chooses the size: then it prepares
+    those of ``config.decode_sms``, or of the performance table.
     """
     sizes = config.decode_sms
     chooses_size = any(policy.name in ("auto", "split") and policy.decode_sms is None for policy in policies)
@@ -118,17 +106,22 @@ def config_for(config: EngineConfig, policies: Sequence[Policy], slo: Slo) -> En
 
 
 def load_requests(runtime: Runtime, trace: str, num_prompts: int | None, *, seed: int) -> Workload:
-    """Load a workload; the model's tokenizer counts the tokens of texts. See ``load_workload``."""
+    """Load a workload; the model's tokenizer counts the tokens of texts."""
     tokenizer = load_tokenizer(runtime)
     tokenize = None if tokenizer is None else tokenizer.encode
     return load_workload(trace, num_requests=num_prompts, seed=seed, tokenize=tokenize)
 
 
+def open_probe(engine: Engine) -> NvmlProbe | None:
+    """Open NVML for the engine's GPU; None on the CPU, or where NVML does not know the GPU."""
+    if engine.device_name != "cuda":
+        return None
+    return NvmlProbe.open(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+
+
 def watch_device(engine: Engine) -> DeviceMonitor:
     """A monitor of the engine's GPU, or of nothing on the CPU."""
-    if engine.device_name != "cuda":
-        return DeviceMonitor(None)
-    return DeviceMonitor.for_gpu(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+    return DeviceMonitor(open_probe(engine))
 
 
 def describe_run(
@@ -175,8 +168,7 @@ def engine_settings(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
 
 
 def _print_ledger(ledger: MemoryLedger) -> None:
-    table = Table("memory", title="Memory ledger", title_justify="left")
-    table.add_column("size", justify="right")
+    table = table_of("memory", "size", title="Memory ledger")
     for label, num_bytes in ledger.rows():
         table.add_row(label, format_bytes(num_bytes))
     Console(stderr=True).print(table)

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bullet_graph.cli.result_file import IMAGE_FORMATS, check_result_file
+from bullet_graph.cli.result_file import check_plot_file, check_result_file
+from bullet_graph.cli.tables import print_line, table_of
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.chrome_trace import to_chrome_trace
 from bullet_graph.perf.explain import TraceSummary, Window, summarize_trace
@@ -53,10 +54,11 @@ def explain(
       bullet-graph explain decisions.jsonl --timeline decisions.svg --from 10 --to 12
       bullet-graph explain decisions.jsonl --json --chrome-trace perfetto.json
     """
-    outputs = [("--chrome-trace", chrome_trace), ("--timeline", timeline)]
-    for option, path in outputs:
-        if path is not None:
-            _check_output(option, path, file, overwrite=overwrite)
+    for option, path in (("--chrome-trace", chrome_trace), ("--timeline", timeline)):
+        if path is not None and path.resolve() == file.resolve():
+            raise ConfigError(f"{option} {path}: this is the trace itself; give another name")
+    check_result_file(chrome_trace, overwrite=overwrite, option="--chrome-trace")
+    check_plot_file(timeline, overwrite=overwrite, option="--timeline")
     trace = read_trace(file)
     window = _window(trace, from_s, to_s)
     summary = summarize_trace(trace, window)
@@ -68,7 +70,9 @@ def explain(
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(summary), indent=2, allow_nan=False))
     else:
-        _print(summary, [path for _, path in outputs if path is not None])
+        _print(summary)
+        for path in filter(None, (chrome_trace, timeline)):
+            print_line(f"wrote {path}")
 
 
 def _window(trace: Trace, from_s: float | None, to_s: float | None) -> Window:
@@ -93,27 +97,13 @@ def _draw(trace: Trace, window: Window, image_format: str) -> bytes:
         raise ConfigError(
             "--timeline needs a trace with events, but this one has none: trace a run with requests"
         )
-    try:
-        # matplotlib is an extra.
-        from bullet_graph.cli.timeline import draw_timeline  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "matplotlib":
-            raise
-        raise ConfigError(
-            "--timeline needs matplotlib, which is not installed: pip install 'bullet-graph[bench]'"
-        ) from None
+    # matplotlib is an extra.
+    from bullet_graph.cli.timeline import draw_timeline  # noqa: PLC0415
+
     return draw_timeline(trace, window, image_format)
 
 
-def _check_output(option: str, path: Path, source: Path, *, overwrite: bool) -> None:
-    if option == "--timeline" and path.suffix[1:].lower() not in IMAGE_FORMATS:
-        raise ConfigError(f"{option} {path}: the name must end in .svg or .png")
-    if path.resolve() == source.resolve():
-        raise ConfigError(f"{option} {path}: this is the trace itself; give another name")
-    check_result_file(path, overwrite=overwrite, option=option)
-
-
-def _print(summary: TraceSummary, written: list[Path]) -> None:
+def _print(summary: TraceSummary) -> None:
     console = Console()
     header = summary.header
     console.print(f"{header.model} on {header.device}, policy {header.policy}, {header.slo}", markup=False)
@@ -124,13 +114,11 @@ def _print(summary: TraceSummary, written: list[Path]) -> None:
         console.print(f"… and {len(summary.misses) - _MOST_MISSES_SHOWN:,} more (all are in the JSON)")
     for note in summary.notes:
         console.print(f"note: {note}", style="yellow", markup=False)
-    for path in written:
-        console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 def _tables(summary: TraceSummary) -> list[Table]:
     lanes, requests = summary.lanes, summary.requests
-    run = _table("run", "")
+    run = table_of("run", "")
     run.add_row("time", f"{summary.duration_s:,.3f} s")
     run.add_row("launches", f"{summary.num_launches:,}")
     run.add_row("plans made", f"{summary.num_decisions:,}")
@@ -141,7 +129,7 @@ def _tables(summary: TraceSummary) -> list[Table]:
     run.add_row("both lanes busy", _percent(lanes.both))
     run.add_row("device idle", _percent(lanes.idle))
 
-    policies = _table("policy", "launches", "of device time", "of time passed")
+    policies = table_of("policy", "launches", "of device time", "of time passed")
     for share in summary.policies:
         policies.add_row(
             Text(share.policy),
@@ -149,10 +137,10 @@ def _tables(summary: TraceSummary) -> list[Table]:
             _percent(share.device_share),
             _percent(share.wall_share),
         )
-    bounds = _table("decided by", "plans", "of all")
+    bounds = table_of("decided by", "plans", "of all")
     for bound, count in summary.bounds.items():
         bounds.add_row(Text(bound), f"{count:,}", _percent(count / summary.num_decisions))
-    errors = _table("prediction error", "launches", "median", "p90", "bias")
+    errors = table_of("prediction error", "launches", "median", "p90", "bias")
     for error in summary.errors:
         errors.add_row(
             Text(f"{error.policy}, {error.lane} lane"),
@@ -161,7 +149,7 @@ def _tables(summary: TraceSummary) -> list[Table]:
             f"{error.p90_percent:.1f} %",
             f"{error.bias_percent:+.1f} %",
         )
-    fared = _table("requests", "")
+    fared = table_of("requests", "")
     for label, number in (
         ("completed", requests.completed),
         ("met their targets", requests.met),
@@ -172,10 +160,11 @@ def _tables(summary: TraceSummary) -> list[Table]:
     ):
         if number or label == "completed":
             fared.add_row(label, f"{number:,}")
-    causes = _table("why targets were missed", "misses")
+    causes = table_of("why targets were missed", "misses")
     for cause, count in summary.causes.items():
         causes.add_row(Text(cause), f"{count:,}")
-    misses = _table("worst misses", "target", "ms", "limit, ms", "why")
+    misses = table_of("worst misses", "target", "ms", "limit, ms", "why")
+    misses.columns[-1].justify = "left"
     for miss in summary.misses[:_MOST_MISSES_SHOWN]:
         shares = ", ".join(f"{cause} {_percent(share)}" for cause, share in miss.shares.items())
         misses.add_row(
@@ -186,13 +175,6 @@ def _tables(summary: TraceSummary) -> list[Table]:
             Text(shares),
         )
     return [run, policies, bounds, errors, fared, causes, misses]
-
-
-def _table(*columns: str) -> Table:
-    table = Table()
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 or column == "why" else "right")
-    return table
 
 
 def _percent(share: float) -> str:

@@ -14,7 +14,6 @@ from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.config import EngineConfig
-from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
 from bullet_graph.errors import ModelError, PromptError, RequestError
 from bullet_graph.models.tokenizer import Tokenizer
@@ -22,12 +21,12 @@ from bullet_graph.runtime.resolve import load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
 
 _LABEL_CHARS = 60
+_METRICS = ("queue_ms", "ttft_ms", "tpot_ms", "e2e_ms")
 
 Prompt = str | Sequence[int]
 
 
 def _parse_ids(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """Read each value's token ids, written as ``1,2,3``; an empty text has none."""
     try:
         return tuple(tuple(int(part) for part in value.split(",") if value.strip()) for value in values)
     except ValueError as error:
@@ -44,31 +43,15 @@ def _parse_ids(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -
     help="A file with one prompt per line; blank lines are skipped.",
 )
 @click.option("--chat", is_flag=True, help="Put each text into the model's chat template.")
-@click.option(
-    "--temperature", type=float, default=1.0, show_default=True, help="0: always the most probable token."
-)
-@click.option(
-    "--top-p", type=float, default=1.0, show_default=True, help="Probability mass to sample from, in (0, 1]."
-)
-@click.option(
-    "--top-k",
-    type=int,
-    default=-1,
-    show_default=True,
-    help="Sample from the K most probable tokens; -1: from all.",
-)
-@click.option(
-    "--min-p",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Least probability, relative to the top token's.",
-)
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Most tokens of each output.")
+@click.option("--temperature", default=1.0, help="0: always the most probable token.")
+@click.option("--top-p", default=1.0, help="Probability mass to sample from, in (0, 1].")
+@click.option("--top-k", default=-1, help="Sample from the K most probable tokens; -1: from all.")
+@click.option("--min-p", default=0.0, help="Least probability, relative to the top token's.")
+@click.option("--max-tokens", default=128, help="Most tokens of each output.")
 @click.option("--stop", multiple=True, help="Text that ends the output; may be given again.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
 @click.option("--logprobs", type=int, help="With --json: alternatives to report for each token.")
-@click.option("--n", type=int, default=1, show_default=True, help="Outputs per prompt.")
+@click.option("--n", default=1, help="Outputs per prompt.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt, as each finishes.")
 def generate(
     config: EngineConfig,
@@ -104,7 +87,7 @@ def generate(
 
 
 def _read_texts(texts: tuple[str, ...], ids: tuple[Any, ...], prompt_file: Path | None) -> list[str]:
-    """All text prompts, from standard input where no prompt is given in any other way."""
+    """All text prompts; from standard input where none is given in another way."""
     prompts = list(texts)
     if prompt_file is not None:
         lines = _decode(prompt_file.read_bytes(), str(prompt_file)).splitlines()
@@ -133,11 +116,11 @@ class OrderedPrinter:
     """
 
     def __init__(self, labels: Sequence[str]) -> None:
-        self._labels = labels
-        self._waiting = ["" for _ in labels]
+        headings = [f"=== {label}\n" for label in labels] if len(labels) > 1 else [""] * len(labels)
+        self._waiting = headings
         self._ended = [False for _ in labels]
         self._current = 0
-        self._print_label()
+        click.echo("".join(headings[:1]), nl=False)
 
     def push(self, stream: int, text: str) -> None:
         """Add text to a stream."""
@@ -149,16 +132,9 @@ class OrderedPrinter:
     def end(self, stream: int) -> None:
         """End a stream."""
         self._ended[stream] = True
-        while self._current < len(self._labels) and self._ended[self._current]:
-            click.echo()
+        while self._current < len(self._ended) and self._ended[self._current]:
             self._current += 1
-            if self._current < len(self._labels):
-                self._print_label()
-                click.echo(self._waiting[self._current], nl=False)
-
-    def _print_label(self) -> None:
-        if len(self._labels) > 1:
-            click.echo(f"=== {self._labels[self._current]}")
+            click.echo("".join(["\n", *self._waiting[self._current : self._current + 1]]), nl=False)
 
 
 def _run(
@@ -170,7 +146,7 @@ def _run(
     as_json: bool,
     trace_decisions: Path | None,
 ) -> bool:
-    """Generate and print; return whether every prompt was accepted. Errors of the others go to stderr."""
+    """Generate and print; return whether every prompt was accepted."""
     tokenizer = load_tokenizer(resolve(config))
     inputs = [_apply_chat_template(prompt, tokenizer) for prompt in prompts] if chat else prompts
     with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
@@ -191,27 +167,17 @@ def _run(
                 for output in engine.step():
                     click.echo(json.dumps(_to_json(output, prompts[int(output.request_id)]), allow_nan=False))
         else:
-            _stream(engine, prompts, accepted, params.n, tokenizer)
+            streams = [(index, sample) for index in accepted for sample in range(params.n)]
+            numbers = {stream: number for number, stream in enumerate(streams)}
+            printer = OrderedPrinter([_label(prompts[i], i, sample, params.n) for i, sample in streams])
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    for completion in output.outputs:
+                        number = numbers[int(output.request_id), completion.index]
+                        printer.push(number, _text(completion, tokenizer))
+                        if completion.finish_reason is not None:
+                            printer.end(number)
     return len(accepted) == len(prompts)
-
-
-def _stream(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    accepted: Sequence[int],
-    num_samples: int,
-    tokenizer: Tokenizer | None,
-) -> None:
-    streams = [(index, sample) for index in accepted for sample in range(num_samples)]
-    numbers = {stream: number for number, stream in enumerate(streams)}
-    printer = OrderedPrinter([_label(prompts[i], i, sample, num_samples) for i, sample in streams])
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            for completion in output.outputs:
-                number = numbers[int(output.request_id), completion.index]
-                printer.push(number, _text(completion, tokenizer))
-                if completion.finish_reason is not None:
-                    printer.end(number)
 
 
 def _apply_chat_template(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
@@ -241,8 +207,6 @@ def _to_json(output: RequestOutput, prompt: Prompt) -> dict[str, Any]:
         "prompt": prompt if isinstance(prompt, str) else None,
         "prompt_token_ids": output.prompt_token_ids,
         "outputs": [dataclasses.asdict(completion) for completion in output.outputs],
-        "metrics": {
-            name: getattr(output.metrics, name) for name in ("queue_ms", "ttft_ms", "tpot_ms", "e2e_ms")
-        },
+        "metrics": {name: getattr(output.metrics, name) for name in _METRICS},
         "error": None,
     }

@@ -13,37 +13,32 @@ from bullet_graph.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from bullet_graph.config import RENAMED
 from bullet_graph.errors import BulletGraphError, EngineDeadError
 
-_CLI = "bullet_graph.cli"
-
 _COMMANDS = {
-    "doctor": (f"{_CLI}.doctor:doctor", "Check what works on this machine, and say how to mend the rest."),
-    "explain": (f"{_CLI}.explain:explain", "Sum up a decision trace."),
-    "generate": (f"{_CLI}.generate:generate", "Continue prompts, printing text as it comes."),
-    "profile": (f"{_CLI}.profile:profile", "Measure this GPU for the planner and the simulator."),
-    "serve": (f"{_CLI}.serve:serve", "Serve a model over HTTP, with OpenAI's interface."),
-    "simulate": (f"{_CLI}.simulate.command:simulate", "Serve a trace on a simulated GPU, in virtual time."),
+    "doctor": ("doctor:doctor", "Check what works on this machine, and say how to mend the rest."),
+    "explain": ("explain:explain", "Sum up a decision trace."),
+    "generate": ("generate:generate", "Continue prompts, printing text as it comes."),
+    "profile": ("profile:profile", "Measure this GPU for the planner and the simulator."),
+    "serve": ("serve:serve", "Serve a model over HTTP, with OpenAI's interface."),
+    "simulate": ("simulate.command:simulate", "Serve a trace on a simulated GPU, in virtual time."),
 }
 
 _BENCH_COMMANDS = {
-    "latency": (f"{_CLI}.bench.latency:latency", "Time one batch of equal requests."),
-    "online": (f"{_CLI}.bench.replay:online", "Serve a trace as it arrives: latencies and goodput."),
-    "serve": (f"{_CLI}.bench.replay:serve", "Like `online`, against a server by URL."),
-    "startup": (f"{_CLI}.bench.startup:startup", "Time an engine's start, phase by phase."),
-    "sweep": (f"{_CLI}.bench.sweep:sweep", "Find each policy's goodput, by workload."),
-    "throughput": (f"{_CLI}.bench.throughput:throughput", "Serve a whole trace at once: tokens per second."),
+    "latency": ("bench.latency:latency", "Time one batch of equal requests."),
+    "online": ("bench.replay:online", "Serve a trace as it arrives: latencies and goodput."),
+    "serve": ("bench.replay:serve", "Like `online`, against a server by URL."),
+    "startup": ("bench.startup:startup", "Time an engine's start, phase by phase."),
+    "sweep": ("bench.sweep:sweep", "Find each policy's goodput, by workload."),
+    "throughput": ("bench.throughput:throughput", "Serve a whole trace at once: tokens per second."),
 }
 
 _CAPTURE_COMMANDS = {
-    "build": (
-        f"{_CLI}.capture.build:build",
-        "Compile and collect what an engine needs, so that it starts fast.",
-    ),
-    "explain": (f"{_CLI}.capture.entries:explain", "Explain why entries fit this machine or do not."),
-    "export": (f"{_CLI}.capture.entries:export", "Write an entry into one file."),
-    "import": (f"{_CLI}.capture.entries:import_", "Place an exported entry into the store."),
-    "list": (f"{_CLI}.capture.entries:list_", "List the entries, or show one."),
-    "plan": (f"{_CLI}.capture.plan:plan", "Propose what to capture for a workload."),
-    "prune": (f"{_CLI}.capture.entries:prune", "Remove entries that are no longer needed."),
+    "build": ("capture.build:build", "Compile and collect what an engine needs, so that it starts fast."),
+    "explain": ("capture.entries:explain", "Explain why entries fit this machine or do not."),
+    "export": ("capture.entries:export", "Write an entry into one file."),
+    "import": ("capture.entries:import_", "Place an exported entry into the store."),
+    "list": ("capture.entries:list_", "List the entries, or show one."),
+    "plan": ("capture.plan:plan", "Propose what to capture for a workload."),
+    "prune": ("capture.entries:prune", "Remove entries that are no longer needed."),
 }
 
 
@@ -51,8 +46,7 @@ class LazyGroup(click.Group):
     """A group that imports a command's module when the command is used, so that ``--help`` never waits for torch.
 
     Args:
-        lazy: for each command's name, where it is (``"package.module:attribute"``) and the line that the group's help
-            shows for it.
+        lazy: by a command's name, its ``"module:attribute"`` in this package and the line of the group's help.
         arguments: those of :class:`click.Group`.
     """
 
@@ -72,20 +66,18 @@ class LazyGroup(click.Group):
         module, _, attribute = self._lazy[cmd_name][0].partition(":")
         # Libraries that greet on stdout when they are imported would spoil a command's JSON.
         with contextlib.redirect_stdout(sys.stderr):
-            command: click.Command = load(module, attribute)
+            command: click.Command = load(f"bullet_graph.cli.{module}", attribute)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = []
-        for name in self.list_commands(ctx):
-            command = self.commands.get(name)
-            rows.append((name, self._lazy[name][1] if command is None else command.get_short_help_str(80)))
+        lines = {name: command.get_short_help_str(80) for name, command in self.commands.items()}
+        lines |= {name: line for name, (_, line) in self._lazy.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl([(name, lines[name]) for name in self.list_commands(ctx)])
 
 
 def _current_name(name: str) -> str:
-    """What an option that was renamed is called today."""
+    """Today's name of an option."""
     new = RENAMED.get(name)
     if new is None:
         return name
@@ -114,7 +106,11 @@ class _ErrorReportingGroup(LazyGroup):
 @click.group(
     cls=_ErrorReportingGroup,
     lazy=_COMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _current_name},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "show_default": True,
+        "token_normalize_func": _current_name,
+    },
 )
 @click.version_option(__version__, prog_name="bullet-graph")
 def main() -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -17,14 +17,12 @@ from bullet_graph.errors import ConfigError
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 OptionCallback = Callable[[click.Context, click.Parameter, str | None], Any]
 
+FILE = click.Path(path_type=Path)
+COUNT = click.IntRange(min=1)
+
 
 def parsed_by(parse: Callable[[str], Any], without: Any = None) -> OptionCallback:
-    """An option's callback that reads its text.
-
-    Args:
-        parse: raises ConfigError for a wrong text, with the forms allowed.
-        without: the value where the option is not given.
-    """
+    """An option's callback that reads its text with ``parse``; ``without`` is its value where it is not given."""
 
     def callback(_: click.Context, __: click.Parameter, text: str | None) -> Any:
         try:
@@ -40,16 +38,11 @@ parse_sizes = parsed_by(parse_counts, ())
 
 
 def setting_options(*names: str, **defaults: Any) -> Decorator:
-    """Give a command some of the engine's settings as options.
-
-    Args:
-        names: of fields of :class:`~bullet_graph.config.EngineConfig`.
-        defaults: the command's own defaults, in the place of the engine's.
-    """
+    """Give a command these fields of :class:`~bullet_graph.config.EngineConfig`, with its own defaults for some."""
     return all_of([_setting_option(name, defaults) for name in names])
 
 
-def _setting_option(name: str, defaults: dict[str, Any], **look: Any) -> Decorator:
+def _setting_option(name: str, defaults: Mapping[str, Any], **look: Any) -> Decorator:
     setting, hint = SETTINGS[name], HINTS[name]
     flag = f"--{name.replace('_', '-')}"
     types = [each for each in get_args(hint) if each is not NoneType]
@@ -57,61 +50,49 @@ def _setting_option(name: str, defaults: dict[str, Any], **look: Any) -> Decorat
     if name not in {**DEFAULTS, **defaults}:
         return click.option(flag, required=True, **look)
     default = defaults.get(name, DEFAULTS.get(name))
-    if default == DEFAULTS.get(name) and setting.no_value is not None:
+    if setting.no_value is not None and default == DEFAULTS[name]:
         look["help"] += f"  [default: {setting.no_value}]"
     else:
-        look = {"default": default, "show_default": True} | look
+        look["default"] = default
     if setting.parse is not None:
-        if "default" in look:
-            look["default"] = str(default)
-        return click.option(flag, callback=parsed_by(setting.parse, default), **look)
-    if hint is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}" if default else flag, is_flag=True, **look)
-    if get_origin(hint) is Literal:
-        return click.option(flag, type=click.Choice(types), **look)
-    if setting.minimum is not None:
-        return click.option(flag, type=click.IntRange(min=setting.minimum), **look)
-    return click.option(flag, type=types[0] if types else hint, **look)
+        look["callback"] = parsed_by(setting.parse, default)
+    elif hint is bool:
+        flag, look["is_flag"] = f"{flag}/--no-{flag[2:]}" if default else flag, True
+    elif get_origin(hint) is Literal:
+        look["type"] = click.Choice(types)
+    elif setting.minimum is not None:
+        look["type"] = click.IntRange(min=setting.minimum)
+    else:
+        look["type"] = types[0] if types else hint
+    return click.option(flag, **look)
 
 
 def engine_options(
-    *, max_num_seqs: int, max_num_seqs_shown: str | bool = True, without: Collection[str] = ()
+    *, max_num_seqs: int, max_num_seqs_shown: str | None = None, without: Collection[str] = ()
 ) -> Decorator:
     """Give a command the engine's settings, as ``config: EngineConfig``, and ``trace_decisions: Path | None``.
 
     When the command runs, the trace's file does not exist or may be replaced.
 
     Args:
-        max_num_seqs: the command's default.
-        max_num_seqs_shown: what the help calls that default.
+        max_num_seqs: the command's default, which the help calls ``max_num_seqs_shown``.
         without: settings that the command has options of its own for; the config has their defaults.
     """
     names = [name for name in SETTINGS if name not in without]
-    options = [
-        _setting_option(
-            name,
-            {"max_num_seqs": max_num_seqs},
-            **({"show_default": max_num_seqs_shown} if name == "max_num_seqs" else {}),
-        )
-        for name in names
-    ]
+    shown = {"max_num_seqs": {"show_default": max_num_seqs_shown}}
+    options = [_setting_option(name, {"max_num_seqs": max_num_seqs}, **shown.get(name, {})) for name in names]
     if "trace_decisions" not in without:
-        options.append(
-            click.option(
-                "--trace-decisions",
-                metavar="FILE",
-                type=click.Path(path_type=Path),
-                help="Write every decision of the planner (see `bullet-graph explain`).",
-            )
-        )
+        help_text = "Write every decision of the planner (see `bullet-graph explain`)."
+        options.append(click.option("--trace-decisions", metavar="FILE", type=FILE, help=help_text))
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def with_config(**arguments: Any) -> None:
             config = EngineConfig(**{name: arguments.pop(name) for name in names})
-            _check_trace_file(
-                arguments.get("trace_decisions"), arguments.get("output_json"), arguments.get("overwrite")
-            )
+            path, output_json = arguments.get("trace_decisions"), arguments.get("output_json")
+            check_result_file(path, overwrite=arguments.get("overwrite"), option="--trace-decisions")
+            if path is not None and output_json is not None and path.resolve() == output_json.resolve():
+                raise ConfigError(f"--trace-decisions {path}: the result goes there; give another name")
             command(config=config, **arguments)
 
         return all_of(options)(with_config)
@@ -121,19 +102,7 @@ def engine_options(
 
 def all_of(options: list[Decorator]) -> Decorator:
     """The options together, in this order in the help."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-def _check_trace_file(path: Path | None, output_json: Path | None, overwrite: bool | None) -> None:
-    check_result_file(path, overwrite=overwrite, option="--trace-decisions")
-    if path is not None and output_json is not None and path.resolve() == output_json.resolve():
-        raise ConfigError(f"--trace-decisions {path}: the result goes there; give another name")
+    return lambda command: functools.reduce(lambda given, option: option(given), reversed(options), command)
 
 
 def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
@@ -151,9 +120,7 @@ def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
 
 result_options = all_of(
     [
-        click.option(
-            "--output-json", type=click.Path(path_type=Path), help="Write the result to this file as well."
-        ),
+        click.option("--output-json", type=FILE, help="Write the result to this file as well."),
         click.option("--overwrite", is_flag=True, help="Replace output files that exist."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON and nothing else."),
     ]

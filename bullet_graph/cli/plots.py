@@ -26,8 +26,8 @@ _BAR_WIDTH = 0.8
 
 
 def plot_style() -> AbstractContextManager[None]:
-    """The settings for drawing and encoding a picture."""
-    # The same figures give the same picture: no random ids; and in encode(), no date.
+    """The settings for drawing a picture."""
+    # The same figures give the same picture: no random ids, and in encode() no date.
     return matplotlib.rc_context({"svg.hashsalt": "bullet_graph", "font.size": 9.5})
 
 
@@ -40,23 +40,16 @@ def encode(figure: Figure, image_format: str) -> bytes:
 
 
 def draw_rates(
-    curves: Mapping[str, Runs],
-    *,
-    title: str,
-    slo: Slo,
-    attainment: float,
-    image_format: str,
-    labels: Sequence[str] = ("median", "p99"),
+    curves: Mapping[str, Runs], *, title: str, slo: Slo, attainment: float, image_format: str
 ) -> bytes:
     """Draw attainment, TTFT and TPOT over the request rate, a curve for each policy or system.
 
     Args:
         curves: runs by name, at rising finite rates.
         title: above the panels.
-        slo: the targets that ``attainment`` counts.
-        attainment: the share of requests asked for.
+        slo: the targets.
+        attainment: the share of requests that is to meet them.
         image_format: ``svg`` or ``png``.
-        labels: two of ``mean``, ``median``, ``p90`` and ``p99``: the latencies to draw.
     """
     with plot_style():
         figure = Figure(figsize=(13, 4.2), layout="constrained")
@@ -67,7 +60,7 @@ def draw_rates(
             met = [100 * (run["slo_attainment"] or 0.0) for run in runs]
             shares.plot(rates, met, "o-", color=colour, markersize=3, label=name)
             for axes, field in ((ttft, "ttft"), (tpot, "tpot")):
-                for style, label in zip(("o-", "s--"), labels, strict=True):
+                for label, style in (("median", "o-"), ("p90", "s--")):
                     # None, where nothing was served, leaves a gap.
                     values = [run[f"{label}_{field}_ms"] for run in runs]
                     shown = label if index == 0 else None
@@ -122,15 +115,10 @@ def plot_names(keys: Iterable[CellKey], image_format: str) -> list[str]:
 
 
 def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
-    """Draw all pictures of a sweep, finished or not, that has at least one run.
+    """Draw all pictures of a sweep, finished or not, that has at least one run; return the files by name.
 
-    Args:
-        sweep: whose settings have the ``attainment``.
-        image_format: ``svg`` or ``png``.
-
-    Returns:
-        The files by name: the goodput of all cells; and for each workload and targets, attainment and latencies
-        over the rate, and output tokens per second over latencies.
+    They are the goodput of all cells; and for each workload and targets, attainment and latencies over the rate, and
+    output tokens per second over latencies.
     """
     cells = sorted((cell for cell in sweep.cells if cell.runs), key=lambda cell: _Task.of(cell.key))
     tasks = {task: list(of_task) for task, of_task in groupby(cells, key=lambda cell: _Task.of(cell.key))}
@@ -139,25 +127,16 @@ def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
     attainment = float(sweep.settings["attainment"])
     pictures = {f"goodput.{image_format}": _draw_goodput(tasks, systems, attainment, image_format)}
     for task, of_task in tasks.items():
-        by_system = {cell.key.system: cell for cell in of_task}
-        curves = {
-            system: sorted(by_system[system].runs, key=lambda run: float(run["request_rate"]))
-            if system in by_system
-            else []
-            for system in systems
-        }
-        slo = Slo.parse(task.slo.split())
+        slo, title = Slo.parse(task.slo.split()), str(task)
+        curves: dict[str, Runs] = {system: [] for system in systems}
+        for cell in of_task:
+            curves[cell.key.system] = sorted(cell.runs, key=lambda run: float(run["request_rate"]))
+        best = {cell.key.system: cell.best for cell in of_task}
         pictures[f"rates_{task.slug}.{image_format}"] = draw_rates(
-            curves,
-            title=str(task),
-            slo=slo,
-            attainment=attainment,
-            image_format=image_format,
-            labels=("median", "p90"),
+            curves, title=title, slo=slo, attainment=attainment, image_format=image_format
         )
-        best = {system: cell.best for system, cell in by_system.items()}
         pictures[f"throughput_{task.slug}.{image_format}"] = _draw_throughput(
-            str(task), slo, curves, best, image_format
+            title, slo, curves, best, image_format
         )
     return pictures
 
@@ -247,14 +226,7 @@ def _draw_throughput(
 def draw_starts(
     runs: Mapping[str, "StartRun"], phases: Sequence[str], *, title: str, image_format: str
 ) -> bytes:
-    """Draw the phases of starts as bars over time.
-
-    Args:
-        runs: one start of each kind, by the kind's name.
-        phases: names, in the order to show them.
-        title: above the panels.
-        image_format: ``svg`` or ``png``.
-    """
+    """Draw the phases of starts as bars over time: a panel for each kind of start, a row for each phase."""
     with plot_style():
         figure = Figure(figsize=(9, 0.8 + (0.5 + 0.28 * len(phases)) * len(runs)), layout="constrained")
         panels = figure.subplots(len(runs), 1, squeeze=False)[:, 0]

@@ -65,7 +65,6 @@ class ProfileResult:
     "--time-budget-s",
     type=click.FloatRange(min=0, min_open=True),
     default=480.0,
-    show_default=True,
     help="Time for the measurements alone; less time means fewer points and shorter bursts.",
 )
 @setting_options("seed")

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.options import Decorator, all_of
-from bullet_graph.config import Policy
+from bullet_graph.cli.options import COUNT, Decorator, all_of
+from bullet_graph.config import SETTINGS, Policy
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Arrivals
 
@@ -42,8 +42,7 @@ def spread_targets(arguments: Sequence[str]) -> list[str]:
     return spread
 
 
-def parse_rate(_: click.Context, __: click.Parameter, value: str) -> float | None:
-    """An option's callback: requests per second; None for the trace's own times."""
+def _parse_rate(_: click.Context, __: click.Parameter, value: str) -> float | None:
     if value == TRACE_TIMES:
         return None
     try:
@@ -70,7 +69,7 @@ def policies_option(default_policy: str) -> Decorator:
         multiple=True,
         default=(default_policy,),
         show_default=default_policy,
-        metavar="serial[:CHUNK]|mixed[:CHUNK]|split[:NUM_SMS]|auto",
+        metavar=SETTINGS["policy"].metavar,
         callback=_parse_policies,
         help="How prefill and decode share the GPU; repeat it to compare several.",
     )
@@ -83,16 +82,16 @@ trace_option = click.option(
     help="A trace file (Azure CSV, ShareGPT JSON, Mooncake JSONL), or azure:conv, azure:code, synthetic:conv, "
     "synthetic:code, synthetic:longdoc.",
 )
-num_prompts_option = click.option(
-    "--num-prompts", type=click.IntRange(min=1), help="Only the first N requests of the trace."
-)
+num_prompts_option = click.option("--num-prompts", type=COUNT, help="Only the first N requests of the trace.")
 burstiness_option = click.option(
-    "--burstiness",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="1: Poisson arrivals; less: burstier; more: steadier.",
+    "--burstiness", default=1.0, help="1: Poisson arrivals; less: burstier; more: steadier."
 )
+
+
+def request_rate_option(more: str = "", **look: Any) -> Decorator:
+    """Give a command ``request_rate: float | None``: requests per second; None for the trace's own times."""
+    text = "Requests per second; inf: all at once; trace: when they were recorded." + more
+    return click.option("--request-rate", metavar="RATE|inf|trace", callback=_parse_rate, help=text, **look)
 
 
 def num_warmups_option(default: int) -> Decorator:
@@ -101,7 +100,6 @@ def num_warmups_option(default: int) -> Decorator:
         "--num-warmups",
         type=click.IntRange(min=0),
         default=default,
-        show_default=True,
         help="Unmeasured requests before a measurement, so that it compiles no kernels.",
     )
 
@@ -119,25 +117,10 @@ def replay_options(*, default_policy: str | None, request_rate_more: str = "") -
     options = [
         trace_option,
         num_prompts_option,
-        click.option(
-            "--request-rate",
-            default="inf",
-            show_default=True,
-            metavar="RATE|inf|trace",
-            callback=parse_rate,
-            help="Requests per second; inf: all at once; trace: when they were recorded." + request_rate_more,
-        ),
+        request_rate_option(request_rate_more, default="inf"),
         burstiness_option,
-        click.option(
-            "--time-scale",
-            type=float,
-            default=1.0,
-            show_default=True,
-            help="Factor on the times of --request-rate trace.",
-        ),
-        click.option(
-            "--max-concurrency", type=click.IntRange(min=1), help="Most requests under way at once."
-        ),
+        click.option("--time-scale", default=1.0, help="Factor on the times of --request-rate trace."),
+        click.option("--max-concurrency", type=COUNT, help="Most requests under way at once."),
         click.option(
             _GOODPUT,
             "slo",
@@ -165,47 +148,18 @@ def replay_options(*, default_policy: str | None, request_rate_more: str = "") -
 
 
 def search_options(*, default_step: float) -> Decorator:
-    """Give a command the settings of a search for goodput.
-
-    They are ``first_rate``, ``attainment``, ``tolerance`` and ``step`` (floats), and ``max_runs: int``; see
-    :class:`~bullet_graph.perf.goodput_search.GoodputSearch`.
-    """
+    """Give a command the settings of a :class:`~bullet_graph.perf.goodput_search.GoodputSearch`, and ``max_runs``."""
+    first_rate = "First rate of a search, in requests per second; one near the answer saves runs."
     return all_of(
         [
-            click.option(
-                "--first-rate",
-                type=float,
-                default=8.0,
-                show_default=True,
-                help="First rate of a search, in requests per second; one near the answer saves runs.",
-            ),
-            click.option(
-                "--attainment",
-                type=float,
-                default=0.9,
-                show_default=True,
-                help="Share of requests that must meet all targets.",
-            ),
-            click.option(
-                "--tolerance",
-                type=float,
-                default=0.02,
-                show_default=True,
-                help="Relative accuracy of a goodput.",
-            ),
+            click.option("--first-rate", default=8.0, help=first_rate),
+            click.option("--attainment", default=0.9, help="Share of requests that must meet all targets."),
+            click.option("--tolerance", default=0.02, help="Relative accuracy of a goodput."),
             click.option(
                 "--step",
-                type=float,
                 default=default_step,
-                show_default=True,
                 help="First factor between two rates; later ones grow up to 2.",
             ),
-            click.option(
-                "--max-runs",
-                type=click.IntRange(min=1),
-                default=20,
-                show_default=True,
-                help="Most runs of one search.",
-            ),
+            click.option("--max-runs", type=COUNT, default=20, help="Most runs of one search."),
         ]
     )

@@ -18,15 +18,11 @@ _SECRET_OPTIONS = ("--api-key",)
 
 
 def check_result_file(path: Path | None, *, overwrite: bool | None, option: str = "--output-json") -> None:
-    """Make sure, before a long run, that its result can be written.
-
-    Args:
-        path: of the file; None: nothing is written.
-        overwrite: whether it may be replaced; None where the command has no ``--overwrite``.
-        option: that named it.
+    """Make sure, before a long run, that the file that ``option`` names can be written; None: nothing is.
 
     Raises:
-        ConfigError: the folder is missing or not writable, or the file exists and ``overwrite`` is unset.
+        ConfigError: the folder is missing or not writable, or the file exists and ``overwrite`` is False, or None (the
+            command has no such option).
     """
     if path is None:
         return
@@ -41,8 +37,8 @@ def check_result_file(path: Path | None, *, overwrite: bool | None, option: str 
         raise ConfigError(f"{option} {path}: no permission to write into {path.parent}")
 
 
-def check_plot_file(path: Path | None, *, overwrite: bool) -> None:
-    """Make sure, before a long run, that the picture of ``--plot`` can be drawn and written.
+def check_plot_file(path: Path | None, *, overwrite: bool, option: str = "--plot") -> None:
+    """Make sure, before a long run, that the picture that ``option`` names can be drawn and written.
 
     Raises:
         ConfigError: its name has another ending, matplotlib is missing, or as :func:`check_result_file` says.
@@ -50,9 +46,9 @@ def check_plot_file(path: Path | None, *, overwrite: bool) -> None:
     if path is None:
         return
     if path.suffix[1:].lower() not in IMAGE_FORMATS:
-        raise ConfigError(f"--plot {path}: the name must end in .svg or .png")
-    check_result_file(path, overwrite=overwrite, option="--plot")
-    require_extra("matplotlib", "--plot")
+        raise ConfigError(f"{option} {path}: the name must end in .svg or .png")
+    check_result_file(path, overwrite=overwrite, option=option)
+    require_extra("matplotlib", option)
 
 
 def require_extra(module: str, what: str) -> None:
@@ -66,10 +62,7 @@ def require_extra(module: str, what: str) -> None:
 
 
 def command_line() -> list[str]:
-    """This process's command line as results keep it: without secrets and without absolute paths of home folders.
-
-    The program is ``bullet-graph``, or ``python -m MODULE``. Paths below the current folder become relative.
-    """
+    """This process's command line as results keep it: without secrets, and with paths relative to here or ``~``."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.parent != "bullet_graph":
         program = ["python", "-m", spec.name.removesuffix(".__main__")]
@@ -93,10 +86,7 @@ def command_line() -> list[str]:
 
 
 def to_json(fields: Mapping[str, Any]) -> str:
-    """A result as JSON text, with its own command line as ``argv``.
-
-    A figure that is not finite is a bug and raises ValueError.
-    """
+    """A result as JSON text, with its own command line as ``argv``; ValueError for a figure that is not finite."""
     return json.dumps({**fields, "argv": fields.get("argv", command_line())}, indent=2, allow_nan=False)
 
 

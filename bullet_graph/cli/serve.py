@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from bullet_graph.cli import EXIT_ERROR
-from bullet_graph.cli.engine_run import open_engine
+from bullet_graph.cli.engine_run import open_engine, open_probe
 from bullet_graph.cli.options import engine_options, parse_size
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine
-from bullet_graph.engine.engine import Engine
 from bullet_graph.errors import ConfigError
-from bullet_graph.perf.energy import NvmlProbe
 from bullet_graph.serve.settings import ServeSettings
 
 _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
@@ -25,8 +22,8 @@ _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 
 @click.command()
 @engine_options(max_num_seqs=256)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all.")
-@click.option("--port", type=int, default=8000, show_default=True, help="TCP port; 0: a free one.")
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
+@click.option("--port", default=8000, help="TCP port; 0: a free one.")
 @click.option("--served-model-name", help="The model's name in requests.  [default: --model]")
 @click.option(
     "--api-key", help="Key that every request but /health must carry, as `Authorization: Bearer KEY`."
@@ -40,7 +37,6 @@ _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
     "--max-body-size",
     "max_body_bytes",
     default="8MiB",
-    show_default=True,
     metavar="SIZE",
     callback=parse_size,
     help="Largest body of a request; larger ones get 413.",
@@ -50,42 +46,33 @@ _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 )
 @click.option(
     "--max-queue-len",
-    type=int,
     default=1024,
-    show_default=True,
     help="Requests get 429 while this many sequences wait for KV blocks.",
 )
 @click.option(
     "--request-timeout",
     "request_timeout_s",
-    type=float,
     default=600.0,
-    show_default=True,
     metavar="SECONDS",
     help="Longest time from a request's arrival to its last token.",
 )
 @click.option(
     "--shutdown-timeout",
     "shutdown_timeout_s",
-    type=float,
     default=30.0,
-    show_default=True,
     metavar="SECONDS",
     help="After SIGTERM, time for requests in progress; then they are aborted. A second signal aborts them at once.",
 )
 @click.option(
     "--watchdog-timeout",
     "watchdog_timeout_s",
-    type=float,
     default=60.0,
-    show_default=True,
     metavar="SECONDS",
     help="After this long without progress on a lane, all requests fail and /health is 503.",
 )
 @click.option(
     "--warmup/--no-warmup",
     default=True,
-    show_default=True,
     help="Serve a few requests before listening, so that no client waits for kernels compiled on first use.",
 )
 def serve(
@@ -108,7 +95,11 @@ def serve(
           --api-key-file key.txt --max-queue-len 256
       bullet-graph serve --model llama-3.1-8b --max-model-len 16384 --shutdown-timeout 60 --watchdog-timeout 30
     """
-    require_serve_extra()
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"bullet-graph serve needs {', '.join(missing)}, not installed here: pip install 'bullet-graph[serve]'"
+        )
     run_serve(
         config,
         ServeSettings(
@@ -129,8 +120,7 @@ def run_serve(
     from bullet_graph.serve.lifecycle import bind, run_server, warm_up  # noqa: PLC0415
     from bullet_graph.serve.metrics import EnergyMeter  # noqa: PLC0415
 
-    listener = bind(settings)
-    with listener:
+    with bind(settings) as listener:
         engine = AsyncEngine(open_engine(config, quiet=False, trace_decisions=trace_decisions))
         if warmup:
             asyncio.run(warm_up(engine))
@@ -138,7 +128,7 @@ def run_serve(
             engine,
             settings,
             listener,
-            energy=EnergyMeter(_probe(engine.engine)),
+            energy=EnergyMeter(open_probe(engine.engine)),
             on_started=lambda url: click.echo(f"serving {settings.served_model_name} at {url}", err=True),
         )
     if not ended:
@@ -146,15 +136,6 @@ def run_serve(
         sys.stderr.flush()
         # An ordinary exit would wait for the device as well.
         os._exit(EXIT_ERROR)
-
-
-def require_serve_extra() -> None:
-    """Raise ConfigError where the server's libraries are not installed; it names the extra that brings them."""
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"bullet-graph serve needs {', '.join(missing)}, not installed here: pip install 'bullet-graph[serve]'"
-        )
 
 
 def _read_key(api_key: str | None, path: Path | None) -> str | None:
@@ -168,9 +149,3 @@ def _read_key(api_key: str | None, path: Path | None) -> str | None:
         raise ConfigError(
             f"--api-key-file {path} must hold the key as text, but cannot be read: {error}"
         ) from error
-
-
-def _probe(engine: Engine) -> NvmlProbe | None:
-    if engine.device_name != "cuda":
-        return None
-    return NvmlProbe.open(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))

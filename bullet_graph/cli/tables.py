@@ -24,6 +24,14 @@ def figure(value: float | None, decimals: int = 1) -> str:
     return _NONE if value is None else f"{value:,.{decimals}f}"
 
 
+def table_of(*columns: str, title: str | None = None) -> Table:
+    """A table of numbers, with their names in the first column."""
+    table = Table(title=None if title is None else Text(title), title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if index else "left")
+    return table
+
+
 def print_line(text: str, style: str | None = None) -> None:
     """Print a line on stdout, unwrapped and without markup."""
     Console().print(text, markup=False, soft_wrap=True, style=style)
@@ -86,11 +94,9 @@ def print_replays(title: str, runs: Mapping[str, Fields], errors: Sequence[str])
     Args:
         title: above the table.
         runs: fields by the name of the run; a column each.
-        errors: of the first run's requests, empty for those served: all runs refuse the same requests.
+        errors: by request of the first run, empty for those served: all runs refuse the same requests.
     """
-    table = Table("")
-    for name in runs:
-        table.add_column(Text(name), justify="right")
+    table = table_of("", *runs)
 
     def add(label: str, values: Iterable[float | None], decimals: int = 0) -> None:
         texts = [figure(value, decimals) for value in values]
@@ -139,19 +145,18 @@ def goodput_table(
 ) -> Table:
     """One search per row: its goodput, and the run at that rate.
 
-    A goodput has ``≥`` where the search ended before it reached the tolerance, ``<`` where no rate was low enough.
+    A goodput has ``≥`` where the search ended before it reached the relative ``tolerance``, ``<`` where no rate was low
+    enough.
 
     Args:
         title: above the table, if any.
         cells: goodput and runs by the name of the system or policy.
-        tolerance: of the searches, relative.
+        tolerance: of the searches.
     """
-    table = Table(title=None if title is None else Text(title), title_justify="left")
-    table.add_column("policy", no_wrap=True)
     shows_energy = any(run.get("joules_per_token") is not None for _, runs in cells.values() for run in runs)
-    columns = ["requests/s", "TTFT, p50 / p90, ms", "TPOT, p50 / p90, ms", "ITL, p99, ms"]
-    for column in (*columns, *(("J/token",) if shows_energy else ()), "runs"):
-        table.add_column(column, justify="right")
+    columns = ["policy", "requests/s", "TTFT, p50 / p90, ms", "TPOT, p50 / p90, ms", "ITL, p99, ms"]
+    table = table_of(*columns, *(("J/token",) if shows_energy else ()), "runs", title=title)
+    table.columns[0].no_wrap = True
     for name, (goodput, runs) in cells.items():
         rates = [run["request_rate"] for run in runs]
         best = next((run for run in reversed(runs) if run["request_rate"] == goodput), None)
@@ -175,15 +180,9 @@ def goodput_table(
 
 
 def figures_table(title: str, fields: Fields, rows: Mapping[str, str]) -> Table:
-    """A measurement's figures, one per row, and how the engine and the device ran meanwhile.
-
-    Args:
-        title: above the table.
-        fields: with those of :class:`~bullet_graph.cli.engine_run.RunRecord`.
-        rows: figures as text, by label.
-    """
-    table = Table("figure", title=title, title_justify="left", show_header=False)
-    table.add_column("value", justify="right")
+    """The figures ``rows``, and how the engine and the device ran meanwhile, by a RunRecord's ``fields``."""
+    table = table_of("figure", "value", title=title)
+    table.show_header = False
     shown = {
         **rows,
         "device, dtype": f"{fields['provenance']['device_name']}, {fields['dtype']}",
@@ -206,10 +205,8 @@ def figures_table(title: str, fields: Fields, rows: Mapping[str, str]) -> Table:
 
 def percentiles_table(summaries: Mapping[str, Fields | None]) -> Table:
     """Mean and percentiles in ms, a row for each summary."""
-    table = Table("ms")
     names = ("mean", "p50", "p90", "p99")
-    for name in names:
-        table.add_column(name, justify="right")
+    table = table_of("ms", *names)
     for label, summary in summaries.items():
         if summary is not None:
             table.add_row(label, *(figure(summary[name], 2) for name in names))

@@ -1,23 +1,16 @@
 """A picture of a decision trace: SMs by lane, the policy, the queue and the gaps between tokens, over time."""
 
-from io import BytesIO
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from bullet_graph.cli.plots import encode, plot_style
 from bullet_graph.perf.explain import IDLE, FloatArray, Occupancy, Window
 from bullet_graph.perf.trace import LANES, Trace
 
 DECODE, PREFILL, BOTH, QUEUE = "#1f6f8b", "#d1603d", "#7d5ba6", "#444444"
-POLICY_COLOURS = {
-    "solo": "#9aa5b1",
-    "serial": "#8c6d46",
-    "mixed": BOTH,
-    "split": "#4f9d69",
-    IDLE: "#ffffff",
-}
+POLICY_COLOURS = {"solo": "#9aa5b1", "serial": "#8c6d46", "mixed": BOTH, "split": "#4f9d69", IDLE: "#ffffff"}
 _UNKNOWN_POLICY = "#c2649a"
 
 # As many as the picture is wide in pixels: where launches are shorter, it shows their mean.
@@ -26,14 +19,10 @@ _MANY_DOTS = 5000
 
 
 def draw_timeline(trace: Trace, window: Window, image_format: str) -> bytes:
-    """The picture, as ``svg`` or ``png``; time 0 is the trace's start.
-
-    A device that cannot be divided counts as one.
-    """
+    """The picture, as ``svg`` or ``png``; time 0 is the trace's start."""
     occupancy = Occupancy.of(trace.launches)
     edges_s = np.linspace(window.start_s, window.end_s, _NUM_BINS + 1)
-    # The same picture from the same figures: no date, no random ids.
-    with matplotlib.rc_context({"svg.hashsalt": "bullet_graph", "font.size": 9.5}):
+    with plot_style():
         figure = Figure(figsize=(13, 6.8))
         # Room for the legends on the right.
         margins = {"left": 0.055, "right": 0.85, "top": 0.935, "bottom": 0.075, "hspace": 0.09}
@@ -51,15 +40,11 @@ def draw_timeline(trace: Trace, window: Window, image_format: str) -> bytes:
         figure.suptitle(
             f"{header.model} on {header.device}, policy {header.policy}, {header.slo}", x=0.055, ha="left"
         )
-        image = BytesIO()
-        figure.savefig(
-            image, format=image_format, dpi=150, metadata={"Date": None} if image_format == "svg" else None
-        )
-    return image.getvalue()
+        return encode(figure, image_format)
 
 
 def _draw_policies(axes: Any, occupancy: Occupancy, edges_s: FloatArray, origin_s: float) -> None:
-    """A strip that is coloured by the policy, each policy as high as its part of the time."""
+    """A strip coloured by the policy, each as high as its share of the time."""
     policies = {
         policy: _means(occupancy, occupancy.of_policy(policy), edges_s) for policy in occupancy.policies
     }
@@ -72,23 +57,23 @@ def _draw_policies(axes: Any, occupancy: Occupancy, edges_s: FloatArray, origin_
 
 
 def _draw_sms(axes: Any, occupancy: Occupancy, edges_s: FloatArray, trace: Trace) -> None:
+    # A device that cannot be divided counts as one SM.
     num_sms = trace.header.num_sms
     sms = occupancy.sms(num_sms or 1)
     decodes = np.array([launch.decode_rows > 0 for launch in occupancy.launches], dtype=bool)
     prefills = np.array([launch.prefill_rows > 0 for launch in occupancy.launches], dtype=bool)
-    kinds = {
-        "decode": decodes & ~prefills,
-        "mixed forward": decodes & prefills,
-        "prefill": prefills & ~decodes,
-    }
-    layers = {}
-    for label, is_kind in kinds.items():
+    layers, colours = {}, []
+    for label, is_kind, colour in (
+        ("decode", decodes & ~prefills, DECODE),
+        ("mixed forward", decodes & prefills, BOTH),
+        ("prefill", prefills & ~decodes, PREFILL),
+    ):
         if is_kind.any():
             weights = sum(occupancy.on_lane(lane, sms * is_kind) for lane in LANES)
             layers[label] = _means(occupancy, np.asarray(weights), edges_s)
-    colours = {"decode": DECODE, "mixed forward": BOTH, "prefill": PREFILL}
+            colours.append(colour)
     if layers:
-        _stack(axes, edges_s - trace.start_s, layers, [colours[label] for label in layers])
+        _stack(axes, edges_s - trace.start_s, layers, colours)
     top = float(num_sms or 1)
     axes.axhline(top, color=QUEUE, linewidth=0.8, linestyle=":")
     # Lanes that overlap have more SMs together than there are.
@@ -110,17 +95,9 @@ def _draw_queue(axes: Any, trace: Trace, window: Window) -> None:
     axes.set(ylim=(0, None), ylabel="sequences")
     token_s, gap_ms = _token_gaps(trace, window)
     dots = axes.twinx()
-    dots.scatter(
-        token_s,
-        gap_ms,
-        s=3,
-        color=DECODE,
-        alpha=0.35,
-        linewidths=0,
-        label="token gaps",
-        # Thousands of circles would make an SVG slow to open.
-        rasterized=len(gap_ms) > _MANY_DOTS,
-    )
+    # Thousands of circles would make an SVG slow to open.
+    look = {"alpha": 0.35, "linewidths": 0, "rasterized": len(gap_ms) > _MANY_DOTS}
+    dots.scatter(token_s, gap_ms, s=3, color=DECODE, label="token gaps", **look)
     limits = sorted({r.tpot_limit_ms for r in trace.requests if r.tpot_limit_ms is not None})
     if len(limits) == 1:
         dots.axhline(limits[0], color=PREFILL, linewidth=0.9, label="TPOT target")
@@ -133,7 +110,7 @@ def _draw_queue(axes: Any, trace: Trace, window: Window) -> None:
 
 
 def _token_gaps(trace: Trace, window: Window) -> tuple[FloatArray, FloatArray]:
-    """When each token but the first of its request came (since the trace's start), and how long after the last."""
+    """When each token but its request's first came, in s since the trace's start, and the ms since the one before."""
     times, gaps = [np.zeros(0)], [np.zeros(0)]
     for request in trace.requests:
         at_s = request.arrival_s + np.array(request.token_us[1:]) / 1e6
@@ -144,7 +121,6 @@ def _token_gaps(trace: Trace, window: Window) -> tuple[FloatArray, FloatArray]:
 
 
 def _means(occupancy: Occupancy, weights: FloatArray, edges_s: FloatArray) -> FloatArray:
-    """The mean weight between each edge and the next."""
     return np.asarray(np.diff(occupancy.accumulated(weights, edges_s)) / np.diff(edges_s), dtype=np.float64)
 
 
@@ -158,12 +134,5 @@ def _legend(at: float, axes: Any, *others: Any) -> None:
     pairs = [each.get_legend_handles_labels() for each in (axes, *others)]
     handles, labels = ([entry for part in parts for entry in part] for parts in zip(*pairs, strict=True))
     if handles:
-        axes.legend(
-            handles,
-            labels,
-            frameon=False,
-            loc="upper left",
-            bbox_to_anchor=(1.055, at),
-            borderaxespad=0,
-            markerscale=4,
-        )
+        look = {"frameon": False, "borderaxespad": 0, "markerscale": 4}
+        axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.055, at), **look)

@@ -31,11 +31,11 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @click.command()
 @engine_options(max_num_seqs=1024, max_num_seqs_shown="the batch size")
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--input-len", type=click.IntRange(min=1), default=32, show_default=True, help="In tokens.")
-@click.option("--output-len", type=click.IntRange(min=1), default=128, show_default=True, help="In tokens.")
-@click.option("--num-iters", type=click.IntRange(min=1), default=30, show_default=True)
-@click.option("--num-iters-warmup", type=click.IntRange(min=0), default=10, show_default=True)
+@click.option("--batch-size", type=click.IntRange(min=1), default=8)
+@click.option("--input-len", type=click.IntRange(min=1), default=32, help="In tokens.")
+@click.option("--output-len", type=click.IntRange(min=1), default=128, help="In tokens.")
+@click.option("--num-iters", type=click.IntRange(min=1), default=30)
+@click.option("--num-iters-warmup", type=click.IntRange(min=0), default=10)
 @result_options
 def latency(
     config: EngineConfig,

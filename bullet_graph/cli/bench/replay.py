@@ -352,7 +352,6 @@ def online(
     "--seed",
     type=click.IntRange(min=0),
     default=0,
-    show_default=True,
     help="Of arrivals, prompts and synthetic workloads.",
 )
 @result_options

@@ -99,14 +99,12 @@ class StartRun:
     "--num-iters-cold",
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="Starts with empty caches of compiled kernels; the last of them fills those of the warm ones.",
 )
 @click.option(
     "--num-iters-warm",
     type=click.IntRange(min=1),
     default=3,
-    show_default=True,
     help="Starts with filled caches; and, with --capture-cache, as many of each kind from that and with empty ones.",
 )
 @click.option(

@@ -73,7 +73,7 @@ SYSTEM = "bullet_graph"
     help="Replace output files that exist; an unfinished sweep of the same settings resumes all the same.",
 )
 @click.option("--plot-dir", type=click.Path(path_type=Path), help="Draw pictures into this folder.")
-@click.option("--image-format", type=click.Choice(IMAGE_FORMATS), default="svg", show_default=True)
+@click.option("--image-format", type=click.Choice(IMAGE_FORMATS), default="svg")
 @click.option("--json", "as_json", is_flag=True, help="Print the sweep's file and nothing else.")
 def sweep(
     config: EngineConfig,

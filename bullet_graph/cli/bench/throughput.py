@@ -27,7 +27,6 @@ _WARMUP_REQUESTS = 4
 @click.option(
     "--warmup/--no-warmup",
     default=True,
-    show_default=True,
     help="Serve a few small requests first, so that the measurement compiles no kernels.",
 )
 @result_options

@@ -146,14 +146,12 @@ def _row(entry: Entry) -> dict[str, Any]:
     "--dtype",
     type=click.Choice(get_args(DtypeName)),
     default="auto",
-    show_default=True,
     help="auto: config.json's on a GPU, float32 on the CPU.",
 )
 @click.option(
     "--device",
     type=click.Choice(get_args(DeviceName)),
     default="auto",
-    show_default=True,
     help="auto: the GPU where there is one.",
 )
 @click.option(

@@ -11,7 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bullet_graph.cli.options import setting_options
-from bullet_graph.cli.replay_options import burstiness_option, num_prompts_option, parse_rate, trace_option
+from bullet_graph.cli.replay_options import (
+    burstiness_option,
+    num_prompts_option,
+    request_rate_option,
+    trace_option,
+)
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.cli.simulate.run import SimulationSpec, Simulator
 from bullet_graph.config import EngineConfig, Policy
@@ -29,19 +34,12 @@ _ROW_BINS = (64, 128, 256, 512, 1024, 2048, 4096)
 @click.command()
 @trace_option
 @num_prompts_option
-@click.option(
-    "--request-rate",
-    required=True,
-    metavar="RATE|inf|trace",
-    callback=parse_rate,
-    help="Requests a second; inf: all at once; trace: when they were recorded.",
-)
+@request_rate_option(required=True)
 @burstiness_option
 @setting_options("slo")
 @click.option(
     "--gpu",
     default="h200",
-    show_default=True,
     metavar="NAME|TABLE.json|roofline:NAME",
     help="Whose times to use, as in `bullet-graph simulate`.",
 )

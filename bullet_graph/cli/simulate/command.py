@@ -30,7 +30,6 @@ _TOLERANCE = 0.02
 @click.option(
     "--gpu",
     default="h200",
-    show_default=True,
     metavar="NAME|TABLE.json|roofline:NAME",
     help="Whose times to use: a table that comes with the package, a table of `bullet-graph profile`, or an estimate "
     "by arithmetic.",
@@ -38,7 +37,6 @@ _TOLERANCE = 0.02
 @click.option(
     "--model",
     default="llama-3.1-8b",
-    show_default=True,
     help="A preset's name, or a Hugging Face model folder.",
 )
 @replay_options(default_policy="auto", request_rate_more=" With --sweep, the first rate.")
@@ -58,14 +56,12 @@ _TOLERANCE = 0.02
     "--host-overhead-ms",
     type=click.FloatRange(min=0),
     default=HOST_OVERHEAD_MS,
-    show_default=True,
     help="Host time per launch.",
 )
 @click.option(
     "--time-noise",
     type=click.FloatRange(min=0, max=1),
     default=0.0,
-    show_default=True,
     help="Relative spread of the device's times around the prediction: 0.1 is about 10 %.",
 )
 @click.option("--sweep", is_flag=True, help="Find the highest rate at which each policy meets the targets.")
@@ -73,7 +69,6 @@ _TOLERANCE = 0.02
     "--attainment",
     type=click.FloatRange(min=0, max=1, min_open=True),
     default=0.9,
-    show_default=True,
     help="Share of requests that must meet all targets, for --sweep.",
 )
 @click.option(
