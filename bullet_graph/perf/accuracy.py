@@ -11,13 +11,11 @@ from bullet_graph.perf.table import PerfTable
 
 @dataclass(frozen=True, slots=True)
 class PointError:
-    """One prediction and its measurement.
+    """One prediction and the median of its measurements.
 
     Attributes:
         kind: ``decode``, ``prefill``, ``mixed``, ``split decode`` or ``split prefill``.
         point: what ran, in words.
-        measured_ms: median of the repeats.
-        predicted_ms: by the model.
         from_measured: the prediction used measured points alone.
     """
 
@@ -55,7 +53,7 @@ class ErrorReport:
 
 def held_back_errors(table: PerfTable, model: PerformanceModel) -> ErrorReport:
     """Compare predictions with the points that a table held back."""
-    errors = (*_lane_errors(table, model), *_shared_errors(table, model))
+    errors = tuple(_errors(table, model))
     by_kind: dict[str, list[PointError]] = {}
     for error in errors:
         by_kind.setdefault(error.kind, []).append(error)
@@ -66,24 +64,22 @@ def held_back_errors(table: PerfTable, model: PerformanceModel) -> ErrorReport:
     )
 
 
-def _lane_errors(table: PerfTable, model: PerformanceModel) -> Iterator[PointError]:
-    for d in table.held_back.decode:
+def _errors(table: PerfTable, model: PerformanceModel) -> Iterator[PointError]:
+    points = table.held_back
+    for d in points.decode:
         step = model.decode(d.batch_size, d.batch_size * d.context_tokens, d.sms)
         text = f"{d.batch_size} rows of context {d.context_tokens} on {_sms(d.sms)}"
         yield PointError("decode", text, d.ms, step.ms, step.measured)
-    for p in table.held_back.prefill:
+    for p in points.prefill:
         forward = model.prefill(p.tokens, attention_pairs(p.tokens, p.cached_tokens), p.sms)
         text = f"{p.tokens} tokens after {p.cached_tokens} on {_sms(p.sms)}"
         yield PointError("prefill", text, p.ms, forward.ms, forward.measured)
-
-
-def _shared_errors(table: PerfTable, model: PerformanceModel) -> Iterator[PointError]:
-    for m in table.held_back.mixed:
+    for m in points.mixed:
         kv_tokens = m.batch_size * m.context_tokens
         forward = model.mixed(m.tokens, attention_pairs(m.tokens), m.batch_size, kv_tokens)
         text = f"{m.tokens} tokens with {m.batch_size} rows of context {m.context_tokens}"
         yield PointError("mixed", text, m.ms, forward.ms, forward.measured)
-    for s in table.held_back.split:
+    for s in points.split:
         kv_tokens = s.batch_size * s.context_tokens
         both = model.split(s.decode_sms, s.batch_size, kv_tokens, s.tokens, attention_pairs(s.tokens))
         rows = f"{s.batch_size} rows of context {s.context_tokens} on {s.decode_sms} SMs"
@@ -94,13 +90,8 @@ def _shared_errors(table: PerfTable, model: PerformanceModel) -> Iterator[PointE
 
 def _summarize(kind: str, errors: Sequence[PointError]) -> ErrorSummary:
     median, p90 = np.percentile([abs(error.percent) for error in errors], (50, 90))
-    return ErrorSummary(
-        kind=kind,
-        num_points=len(errors),
-        median_percent=float(median),
-        p90_percent=float(p90),
-        worst=max(errors, key=lambda error: abs(error.percent)),
-    )
+    worst = max(errors, key=lambda error: abs(error.percent))
+    return ErrorSummary(kind, len(errors), float(median), float(p90), worst)
 
 
 def _sms(sms: int | None) -> str:

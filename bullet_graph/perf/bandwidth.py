@@ -1,4 +1,4 @@
-"""What the device's memory can really deliver: the ceiling that a decode step is held against."""
+"""Measures what the device's memory delivers: the ceiling that a decode step is held against."""
 
 import statistics
 import time
@@ -13,15 +13,11 @@ _NUM_REPEATS = {"cuda": 20, "cpu": 5}
 
 
 def measure_copy_gb_per_s(device: str, *, num_bytes: int | None = None) -> float:
-    """Measure the bandwidth of a large copy within the device's memory.
+    """Bandwidth of a large copy within the device's memory, in 10⁹ bytes read plus written per second (median).
 
     Args:
         device: ``cuda`` (timed with events) or ``cpu`` (timed on the host's clock).
-        num_bytes: size of the source; as much again is allocated for the target. None takes 4 GiB on a GPU
-            and 256 MiB on the CPU.
-
-    Returns:
-        Median of several copies, in 10⁹ bytes a second, counting bytes read plus bytes written.
+        num_bytes: of the source; the target takes as much again. None: 4 GiB on a GPU, 256 MiB on the CPU.
     """
     size = _NUM_BYTES[device] if num_bytes is None else num_bytes
     # Random bytes: constant ones draw less power and may run faster than real data.
@@ -40,8 +36,7 @@ def _time_on_gpu_s(source: torch.Tensor, target: torch.Tensor) -> float:
     target.copy_(source)
     end.record()
     end.synchronize()
-    elapsed_ms: float = start.elapsed_time(end)
-    return elapsed_ms / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def _time_on_cpu_s(source: torch.Tensor, target: torch.Tensor) -> float:

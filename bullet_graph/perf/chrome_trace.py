@@ -8,7 +8,6 @@ from typing import Any
 from bullet_graph.perf.explain import Occupancy, Window
 from bullet_graph.perf.trace import LANES, Decision, LaneName, Launch, Trace
 
-_PROCESS = 1
 _PLANNER_THREAD = 0
 _LANE_THREADS: dict[LaneName, int] = {"decode": 1, "prefill": 2}
 
@@ -16,19 +15,25 @@ _LANE_THREADS: dict[LaneName, int] = {"decode": 1, "prefill": 2}
 def to_chrome_trace(trace: Trace, window: Window | None = None) -> dict[str, Any]:
     """The trace as an object to be written as JSON; times in microseconds from the trace's start.
 
-    Each lane is a thread of launches, the planner one of decisions; counters tell the sequences that run and wait
-    and the SMs that each lane has.
+    Each lane is a thread of launches, and the planner is one of decisions. Counters show running and waiting
+    sequences and each lane's SMs.
 
     Args:
-        window: take the decisions made, and the launches that began, in it alone; None takes all.
+        window: keeps the decisions made, and the launches begun, in it; None keeps all.
     """
     window = window or Window(-math.inf, math.inf)
     occupancy = Occupancy.of(trace.launches)
     header = trace.header
+    threads = {_PLANNER_THREAD: "planner"} | {n: f"{lane} lane" for lane, n in _LANE_THREADS.items()}
     events = [
-        _name("process_name", _PLANNER_THREAD, f"bullet-graph: {header.model} on {header.device}"),
-        _name("thread_name", _PLANNER_THREAD, "planner"),
-        *(_name("thread_name", thread, f"{lane} lane") for lane, thread in _LANE_THREADS.items()),
+        _event(
+            "M",
+            "process_name",
+            None,
+            tid=0,
+            args={"name": f"bullet-graph: {header.model} on {header.device}"},
+        ),
+        *(_event("M", "thread_name", None, tid=n, args={"name": name}) for n, name in threads.items()),
     ]
     for decision in trace.decisions:
         if window.holds(decision.time_s):
@@ -38,41 +43,24 @@ def to_chrome_trace(trace: Trace, window: Window | None = None) -> dict[str, Any
             events.append(_launch_event(launch, start_s - trace.start_s))
     if header.num_sms is not None:
         events.extend(_sm_events(occupancy, header.num_sms, window, trace.start_s))
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": asdict(header),
-    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": asdict(header)}
 
 
-def _name(kind: str, thread: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": _PROCESS, "tid": thread, "args": {"name": name}}
+def _event(phase: str, name: str, time_s: float | None, **other: Any) -> dict[str, Any]:
+    time = {} if time_s is None else {"ts": time_s * 1e6}
+    return {"name": name, "ph": phase, "pid": 1} | time | other
+
+
+def _counter(name: str, time_s: float, value: int) -> dict[str, Any]:
+    return _event("C", name, time_s, args={name: value})
 
 
 def _decision_events(decision: Decision, time_s: float) -> Iterator[dict[str, Any]]:
-    yield {
-        "name": f"{decision.policy} ({decision.bound})",
-        "cat": "decision",
-        "ph": "i",
-        "s": "t",
-        "pid": _PROCESS,
-        "tid": _PLANNER_THREAD,
-        "ts": time_s * 1e6,
-        "args": {
-            "decision": decision.decision,
-            "ticks": decision.count,
-            "bound": decision.bound,
-            "budget_ms": decision.budget_ms,
-            "slack_ms": decision.slack_ms,
-            "kv_tokens": decision.kv_tokens,
-            "queued_tokens": decision.queued_tokens,
-            "chunk_tokens": decision.chunk_tokens,
-            "slice_layers": decision.slice_layers,
-            "decode_sms": decision.decode_sms,
-            "prefill_sms": decision.prefill_sms,
-            "options": list(decision.options),
-        },
-    }
+    shown = asdict(decision) | {"ticks": decision.count, "options": list(decision.options)}
+    for name in ("time_s", "count", "running", "waiting", "policy", "decode"):
+        del shown[name]
+    name = f"{decision.policy} ({decision.bound})"
+    yield _event("i", name, time_s, cat="decision", s="t", tid=_PLANNER_THREAD, args=shown)
     yield _counter("running", time_s, decision.running)
     yield _counter("waiting", time_s, decision.waiting)
 
@@ -83,26 +71,18 @@ def _launch_event(launch: Launch, start_s: float) -> dict[str, Any]:
         rows.append(f"{launch.decode_rows} decoding")
     if launch.prefill_rows:
         rows.append(f"{launch.prefill_rows} prompt tokens × {launch.layers} layers")
-    return {
-        "name": f"{launch.policy}: {', '.join(rows)}",
-        "cat": launch.policy,
-        "ph": "X",
-        "pid": _PROCESS,
-        "tid": _LANE_THREADS[launch.lane],
-        "ts": start_s * 1e6,
-        "dur": (launch.device_ms or 0.0) * 1e3,
-        "args": {
-            "policy": launch.policy,
-            "decision": launch.decision,
-            "decode_rows": launch.decode_rows,
-            "prefill_rows": launch.prefill_rows,
-            "layers": launch.layers,
-            "decode_sms": launch.decode_sms,
-            "prefill_sms": launch.prefill_sms,
-            "predicted_ms": launch.predicted_ms,
-            "measured_ms": launch.device_ms,
-        },
-    }
+    shown = asdict(launch) | {"measured_ms": launch.device_ms}
+    for name in ("ticket", "lane", "time_s", "retired_s", "device_ms"):
+        del shown[name]
+    return _event(
+        "X",
+        f"{launch.policy}: {', '.join(rows)}",
+        start_s,
+        cat=launch.policy,
+        tid=_LANE_THREADS[launch.lane],
+        dur=(launch.device_ms or 0.0) * 1e3,
+        args=shown,
+    )
 
 
 def _sm_events(
@@ -111,21 +91,9 @@ def _sm_events(
     """The SMs that each lane's launch may use, wherever they change; 0 while the lane is idle."""
     sms = occupancy.sms(num_sms)
     for lane in LANES:
-        before = 0
-        for time_s, on_lane in zip(
-            occupancy.edges_s.tolist(), [*occupancy.on_lane(lane, sms).tolist(), 0.0], strict=True
-        ):
-            value = int(on_lane)
-            if value != before and window.holds(time_s):
-                yield _counter(f"{lane} SMs", time_s - origin_s, value)
-                before = value
-
-
-def _counter(name: str, time_s: float, value: int) -> dict[str, Any]:
-    return {
-        "name": name,
-        "ph": "C",
-        "pid": _PROCESS,
-        "ts": time_s * 1e6,
-        "args": {name: value},
-    }
+        before = 0.0
+        values = [*occupancy.on_lane(lane, sms).tolist(), 0.0]
+        for time_s, on_lane in zip(occupancy.edges_s.tolist(), values, strict=True):
+            if on_lane != before and window.holds(time_s):
+                yield _counter(f"{lane} SMs", time_s - origin_s, int(on_lane))
+                before = on_lane

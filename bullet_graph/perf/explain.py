@@ -27,20 +27,17 @@ class Window:
     end_s: float
 
     def holds(self, time_s: float) -> bool:
-        """Whether the time is in it."""
         return self.start_s <= time_s <= self.end_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Occupancy:
-    """``n`` launches on the device, and the ``m`` stretches of time between one start or end and the next.
+    """``n`` measured launches on the device, and the ``m`` stretches of time between one start or end and the next.
 
     Attributes:
-        launches: those that were measured, in order.
-        start_s: [n].
-        end_s: [n].
+        start_s, end_s: [n].
         edges_s: [m + 1], where each stretch begins and the last one ends.
-        active: by lane, [m]: the launch on it in each stretch; −1 for none.
+        active: by lane, [m]: index of the launch on it in each stretch; −1 for none.
     """
 
     launches: tuple[Launch, ...]
@@ -53,8 +50,8 @@ class Occupancy:
     def of(cls, launches: Iterable[Launch]) -> "Occupancy":
         """Place the launches in time.
 
-        Only how long each took and when the host saw that it was over are known. A lane runs its launches in order,
-        so each ended when the next began, at the latest.
+        Only a launch's duration and when the host saw its end are known. A lane runs its launches in order, so each
+        ended when the next began, at the latest.
         """
         measured = tuple(launch for launch in launches if launch.device_ms is not None)
         start_s, end_s = np.zeros(len(measured)), np.zeros(len(measured))
@@ -69,11 +66,12 @@ class Occupancy:
         middle_s = (edges_s[1:] + edges_s[:-1]) / 2
         active = {}
         for lane in LANES:
+            active[lane] = np.full(middle_s.size, -1, dtype=np.int64)
             own = np.array([i for i, launch in enumerate(measured) if launch.lane == lane], dtype=np.int64)
-            last = np.searchsorted(start_s[own], middle_s, side="right") - 1
-            candidate = own[last] if own.size else np.full(middle_s.size, -1, dtype=np.int64)
-            on_device = (last >= 0) & (end_s[candidate] > middle_s) if own.size else candidate >= 0
-            active[lane] = np.where(on_device, candidate, -1)
+            if own.size:
+                last = np.searchsorted(start_s[own], middle_s, side="right") - 1
+                on_device = (last >= 0) & (end_s[own[last]] > middle_s)
+                active[lane][on_device] = own[last][on_device]
         return cls(measured, start_s, end_s, edges_s, active)
 
     def on_lane(self, lane: LaneName, values: FloatArray) -> FloatArray:
@@ -98,10 +96,11 @@ class Occupancy:
         sums = np.concatenate(([0.0], np.cumsum(weights * np.diff(self.edges_s))))
         return np.asarray(np.interp(at_s, self.edges_s, sums), dtype=np.float64)
 
-    def share(self, weights: FloatArray, start_s: float, end_s: float) -> float:
-        """Mean weight from one time to another; 0 for no time at all."""
-        before, after = self.accumulated(weights, np.array([start_s, end_s]))
-        return float(after - before) / (end_s - start_s) if end_s > start_s else 0.0
+    def share(self, weights: FloatArray, window: Window) -> float:
+        """Mean weight ([m]) in the window; 0 for a window without length."""
+        before, after = self.accumulated(weights, np.array([window.start_s, window.end_s]))
+        length_s = window.end_s - window.start_s
+        return float(after - before) / length_s if length_s > 0 else 0.0
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -141,7 +140,7 @@ class PredictionError:
 
     Attributes:
         num_launches: those with a prediction.
-        median_percent: median absolute error, of the measured time; ``p90_percent`` its 90th percentile.
+        median_percent, p90_percent: of the absolute errors, relative to the measured time.
         bias_percent: (sum of predictions ÷ sum of measurements − 1) × 100; negative: predictions are too short.
     """
 
@@ -158,12 +157,9 @@ class RequestCounts:
     """Requests that ended.
 
     Attributes:
-        completed: neither aborted nor failed.
-        cut_off: aborted or failed; not judged.
-        without_targets: completed, with no target to meet.
-        met: completed within all of their targets.
-        missed_ttft: completed, the first token late.
-        missed_tpot: completed, too much time between tokens; may count in ``missed_ttft`` as well.
+        completed: neither aborted nor failed; only these are judged by their targets.
+        cut_off: the others.
+        missed_tpot: may count in ``missed_ttft`` as well.
     """
 
     completed: int
@@ -231,12 +227,11 @@ def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
     bounds: Counter[str] = Counter()
     for decision in decisions:
         bounds[decision.bound] += decision.count
-    ended = [
-        launch
-        for launch, end_s in zip(occupancy.launches, occupancy.end_s, strict=True)
-        if window.holds(float(end_s))
+    ends_s = occupancy.end_s.tolist()
+    ended = [x for x, end_s in zip(occupancy.launches, ends_s, strict=True) if window.holds(end_s)]
+    requests = [
+        r for r in trace.requests if window.holds(r.arrival_s + (r.token_us[-1] if r.token_us else 0) / 1e6)
     ]
-    requests = [r for r in trace.requests if window.holds(_last_event_s(r))]
     completed = [r for r in requests if r.reason not in ("abort", "error")]
     weights = {policy: occupancy.of_policy(policy) for policy in occupancy.policies}
     targeted = [r for r in completed if r.ttft_limit_ms is not None or r.tpot_limit_ms is not None]
@@ -247,12 +242,12 @@ def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
         header=trace.header,
         duration_s=window.end_s - window.start_s,
         num_launches=len(ended),
-        num_decisions=sum(d.count for d in decisions),
+        num_decisions=bounds.total(),
         num_infeasible=sum(
             d.count for d in decisions if d.options and not any(o.get("holds_tpot") for o in d.options)
         ),
         bounds=dict(bounds.most_common()),
-        policies=_policy_shares(ended, occupancy, window),
+        policies=_policy_shares(ended, occupancy, weights, window),
         lanes=_lane_shares(occupancy, window),
         errors=_prediction_errors(ended),
         requests=RequestCounts(
@@ -269,11 +264,9 @@ def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
     )
 
 
-def _last_event_s(request: TracedRequest) -> float:
-    return request.arrival_s + (request.token_us[-1] / 1e6 if request.token_us else 0.0)
-
-
-def _policy_shares(ended: list[Launch], occupancy: Occupancy, window: Window) -> tuple[PolicyShare, ...]:
+def _policy_shares(
+    ended: list[Launch], occupancy: Occupancy, weights: dict[str, FloatArray], window: Window
+) -> tuple[PolicyShare, ...]:
     device_ms: defaultdict[str, float] = defaultdict(float)
     for launch in ended:
         device_ms[launch.policy] += launch.device_ms or 0.0
@@ -284,19 +277,20 @@ def _policy_shares(ended: list[Launch], occupancy: Occupancy, window: Window) ->
             policy=policy,
             num_launches=counts[policy],
             device_share=device_ms[policy] / total_ms if total_ms else 0.0,
-            wall_share=occupancy.share(occupancy.of_policy(policy), window.start_s, window.end_s),
+            wall_share=occupancy.share(of_policy, window),
         )
-        for policy in occupancy.policies
+        for policy, of_policy in weights.items()
     ]
     return tuple(sorted(shares, key=lambda share: -share.wall_share))
 
 
 def _lane_shares(occupancy: Occupancy, window: Window) -> LaneShares:
-    def share(busy: NDArray[np.bool_]) -> float:
-        return occupancy.share(busy.astype(np.float64), window.start_s, window.end_s)
-
     decode, prefill = occupancy.active["decode"] >= 0, occupancy.active["prefill"] >= 0
-    return LaneShares(share(decode), share(prefill), share(decode & prefill), 1.0 - share(decode | prefill))
+    on_decode, on_prefill, on_both, on_any = (
+        occupancy.share(busy.astype(np.float64), window)
+        for busy in (decode, prefill, decode & prefill, decode | prefill)
+    )
+    return LaneShares(on_decode, on_prefill, on_both, 1.0 - on_any)
 
 
 def _prediction_errors(ended: list[Launch]) -> tuple[PredictionError, ...]:
@@ -314,23 +308,21 @@ def _prediction_errors(ended: list[Launch]) -> tuple[PredictionError, ...]:
 
 
 def _misses(request: TracedRequest, occupancy: Occupancy, weights: dict[str, FloatArray]) -> list[Miss]:
-    """The targets that a request missed; the weights are the policies' parts of the stretches of time."""
+    """The targets that a request missed; ``weights`` are the policies' parts of the stretches of time."""
+    found: list[tuple[str, float, float, dict[str, float]]] = []
+    ttft, ttft_limit = request.ttft_ms, request.ttft_limit_ms
+    if ttft is not None and ttft_limit is not None and ttft > ttft_limit:
+        found.append(("ttft", ttft, ttft_limit, _ttft_shares(request, ttft)))
+    tpot, tpot_limit = request.tpot_ms, request.tpot_limit_ms
+    if tpot is not None and tpot_limit is not None and tpot > tpot_limit:
+        shares = _late_gap_shares(request, tpot_limit, occupancy, weights)
+        found.append(("tpot", tpot, tpot_limit, shares))
     misses = []
-    ttft, tpot = request.ttft_ms, request.tpot_ms
-    if ttft is not None and request.ttft_limit_ms is not None and ttft > request.ttft_limit_ms:
-        shares = _ttft_shares(request, ttft)
-        misses.append(_miss(request, "ttft", ttft, request.ttft_limit_ms, shares))
-    if tpot is not None and request.tpot_limit_ms is not None and tpot > request.tpot_limit_ms:
-        shares = _late_gap_shares(request, request.tpot_limit_ms, occupancy, weights)
-        misses.append(_miss(request, "tpot", tpot, request.tpot_limit_ms, shares))
+    for target, measured_ms, limit_ms, shares in found:
+        ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
+        cause = next(iter(ordered))
+        misses.append(Miss(request.request_id, target, measured_ms, limit_ms, cause, ordered))
     return misses
-
-
-def _miss(
-    request: TracedRequest, target: str, measured_ms: float, limit_ms: float, shares: dict[str, float]
-) -> Miss:
-    ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
-    return Miss(request.request_id, target, measured_ms, limit_ms, next(iter(ordered)), ordered)
 
 
 def _ttft_shares(request: TracedRequest, ttft_ms: float) -> dict[str, float]:

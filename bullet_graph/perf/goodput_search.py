@@ -18,12 +18,10 @@ class GoodputSearch:
 
     The rate rises, or falls, from ``first_rate`` until one rate that serves enough and one that does not are known. The
     first step is a factor of ``step``; each further step is the square of the one before, up to a factor of two (a
-    ``step`` of two or more stays as it is). The gap is then halved until it is small. Attainment is assumed to fall as
-    the rate rises, so the highest rate that served enough counts. Apart from ``first_rate``, rates stay between
-    ``SLOWEST_RATE`` and ``FASTEST_RATE``. The next rate depends only on the runs recorded, in any order.
+    ``step`` of two or more stays as it is). The gap is then halved. The next rate depends only on the runs recorded.
 
     Args:
-        first_rate: where to begin, in requests per second.
+        first_rate: where to begin, in requests per second; later rates stay from ``SLOWEST_RATE`` to ``FASTEST_RATE``.
         attainment: the share of requests that must meet all targets, in (0, 1].
         tolerance: stop when the two rates are this close, relative to the lower one.
         max_runs: most runs.
@@ -42,11 +40,8 @@ class GoodputSearch:
         max_runs: int = 20,
         step: float = 2.0,
     ) -> None:
-        for name, value, least in (
-            ("first_rate", first_rate, 0),
-            ("tolerance", tolerance, 0),
-            ("step", step, 1),
-        ):
+        limits = (("first_rate", first_rate, 0), ("tolerance", tolerance, 0), ("step", step, 1))
+        for name, value, least in limits:
             if not (math.isfinite(value) and value > least):
                 raise ConfigError(f"{name} must be a finite number above {least}, got {value}")
         if not 0 < attainment <= 1:
@@ -61,12 +56,7 @@ class GoodputSearch:
         self._serves_enough: dict[float, bool] = {}
 
     def record(self, rate: float, attainment: float) -> None:
-        """Add a run at any rate, asked for or not; a later run at the same rate replaces it.
-
-        Args:
-            rate: in requests per second.
-            attainment: the share of its requests that met all targets.
-        """
+        """Add a run at any rate, asked for or not; a later run at the same rate replaces it."""
         self._serves_enough[rate] = attainment >= self._attainment
 
     def next_rate(self) -> float | None:
@@ -92,11 +82,10 @@ class GoodputSearch:
     def ceiling(self) -> float | None:
         """The lowest rate above the goodput that served too few; None: none was recorded."""
         good = self.goodput or 0.0
-        return min(
-            (rate for rate, enough in self._serves_enough.items() if not enough and rate > good), default=None
-        )
+        too_fast = [rate for rate, enough in self._serves_enough.items() if not enough and rate > good]
+        return min(too_fast, default=None)
 
     def _factor(self) -> float:
         longest = max(self._step, _LONGEST_STEP)
-        doublings = 2 ** (len(self._serves_enough) - 1)
-        return float(self._step ** min(doublings, math.log(longest, self._step)))
+        squarings = len(self._serves_enough) - 1
+        return float(self._step ** min(2**squarings, math.log(longest, self._step)))

@@ -29,7 +29,7 @@ class RequestMetrics:
         return self.token_times_from(0)
 
     def token_times_from(self, index: int) -> tuple[float, ...]:
-        """The same, from one of the tokens on."""
+        """The same, from token ``index`` on."""
         return tuple(self.times_s[index : self.num_tokens])
 
     @property
@@ -63,15 +63,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class PercentileSummary:
-    """Summary of a sample, in the sample's own unit (milliseconds throughout).
-
-    Attributes:
-        mean: arithmetic mean.
-        std: population standard deviation.
-        p50: median; percentiles between two values are interpolated linearly.
-        p90: 90th percentile.
-        p99: 99th percentile.
-    """
+    """Summary of a sample in milliseconds; ``std`` is of the population, percentiles are interpolated linearly."""
 
     mean: float
     std: float

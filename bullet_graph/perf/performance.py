@@ -7,12 +7,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A predicted time on the device.
-
-    Attributes:
-        ms: the time.
-        measured: interpolated between measured points; else a roofline contributed.
-    """
+    """A predicted time on the device; ``measured``: interpolated between measured points, without a roofline."""
 
     ms: float
     measured: bool
@@ -25,7 +20,6 @@ class SplitPrediction:
     Attributes:
         decode_ms: one decode step beside prefill.
         prefill_ms: the whole chunk, all layers, beside decode.
-        measured: as in :class:`Prediction`.
     """
 
     decode_ms: float
@@ -42,12 +36,9 @@ class PerformanceModel(Protocol):
     """Predicts step times of one model on one GPU; a call costs some microseconds."""
 
     @property
-    def num_sms(self) -> int:
-        """SMs of the GPU."""
-
+    def num_sms(self) -> int: ...
     @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
+    def num_layers(self) -> int: ...
 
     @property
     def decode_sms(self) -> Sequence[int]:
@@ -57,9 +48,8 @@ class PerformanceModel(Protocol):
         """One decode step, alone.
 
         Args:
-            batch_size: rows; the model pads them as the captured graphs do.
             kv_tokens: tokens attended to by all rows together.
-            sms: number of SMs of the lane; None for the whole GPU.
+            sms: of the decode lane; None for the whole GPU.
         """
 
     def prefill(self, tokens: int, pairs: float, sms: int | None = None) -> Prediction:
@@ -68,7 +58,7 @@ class PerformanceModel(Protocol):
         Args:
             tokens: rows.
             pairs: (query, key) pairs of attention of all sequences together; see :func:`attention_pairs`.
-            sms: number of SMs of the prefill lane; None for the whole GPU.
+            sms: of the prefill lane; None for the whole GPU.
         """
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
@@ -99,11 +89,9 @@ class PaddedModel:
         self._pad = pad
 
     def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
-        """One decode step alone, padded."""
         return self._model.decode(self._pad(batch_size, sms), kv_tokens, sms)
 
     def split(
         self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
     ) -> SplitPrediction:
-        """Both lanes at once, the decode step padded."""
         return self._model.split(decode_sms, self._pad(batch_size, decode_sms), kv_tokens, tokens, pairs)

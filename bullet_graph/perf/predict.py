@@ -2,14 +2,21 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from bullet_graph.errors import PerfTableError
 from bullet_graph.hardware import gpu_spec
 from bullet_graph.perf.performance import Prediction, SplitPrediction, attention_pairs
 from bullet_graph.perf.roofline import CHUNK_STEP_TOKENS, DecoderShape, Roofline
-from bullet_graph.perf.surface import NOTHING_MEASURED, Surface, clamp_cells, fill_surface, nodes_around
-from bullet_graph.perf.table import MixedPoint, PerfTable, shape_numbers
+from bullet_graph.perf.surface import (
+    NOTHING_MEASURED,
+    Surface,
+    clamp_cells,
+    fill_like,
+    fill_surface,
+    nodes_around,
+)
+from bullet_graph.perf.table import MixedPoint, PerfTable, SplitPoint, shape_numbers
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -21,36 +28,27 @@ _ENOUGH_SIZES = 3
 """With this many measured chunk sizes on a number of SMs, their rates decide; with fewer, arithmetic does."""
 
 
-def _unpadded(batch_size: int) -> int:
-    return batch_size
-
-
 class TableModel:
     """Predicts times from a table; implements :class:`~bullet_graph.perf.performance.PerformanceModel`.
 
     Times are interpolated within the measured range: linearly in rows and in the tokens that a row attends to, and by
     rates between numbers of SMs. Outside of it, a roofline scaled to the nearest measured points takes over, and the
     prediction has ``measured=False``. Predictions never fall as rows or depth rise, except for a split of a size that
-    was not measured. Rows are at least 1; a mixed forward may have no decode rows.
+    was not measured. Rows are at least 1; a mixed forward may have no decode rows. Decode steps are not padded.
 
     Args:
         table: complete.
         shape: of the model; must be the table's.
-        pad: rows of the captured graph that serves a batch size, since a decode step costs as much as its graph. The
-            table's batch sizes are those of graphs.
 
     Raises:
         PerfTableError: the table is of an interrupted profile, or of another model.
     """
 
-    def __init__(
-        self, table: PerfTable, shape: DecoderShape, *, pad: Callable[[int], int] = _unpadded
-    ) -> None:
+    def __init__(self, table: PerfTable, shape: DecoderShape) -> None:
         _check(table, shape)
         key, points = table.key, table.points
         num_sms = key.num_sms
         roofline = Roofline(gpu_spec(key.gpu, num_sms), shape, dtype_bytes=_DTYPE_BYTES[key.dtype])
-        self._pad = pad
         self.num_layers = table.num_layers
         self.num_sms = num_sms
         self._roofline = roofline
@@ -71,45 +69,51 @@ class TableModel:
         )
         self._mixed = MixedTimes(points.mixed, self._decode.whole, self._prefill.whole)
         self.decode_sms = tuple(sorted({p.decode_sms for p in points.split}))
-        self._beside = {sms: self._measured_beside(table, sms) for sms in self.decode_sms}
-        self._chunks: dict[tuple[int, int], int] = {}
+        self._beside = {sms: self._measured_beside(points.split, sms) for sms in self.decode_sms}
 
     def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
-        """One decode step, alone."""
-        rows = self._pad(batch_size)
-        return Prediction(*self._decode(rows, kv_tokens / rows, sms or self.num_sms))
+        return Prediction(*self._decode(batch_size, kv_tokens / batch_size, sms or self.num_sms))
 
     def prefill(self, tokens: int, pairs: float, sms: int | None = None) -> Prediction:
-        """A forward of prompt rows, all layers, alone."""
         return Prediction(*self._prefill(tokens, pairs / tokens, sms or self.num_sms))
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
-        """A forward of prompt rows and decode rows."""
         return Prediction(*self._mixed(tokens, pairs, batch_size, kv_tokens))
 
     def split(
         self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
     ) -> SplitPrediction:
         """Both lanes at once; a size that was not measured takes the slowdown of the nearest measured size."""
-        rows = self._pad(batch_size)
-        depth, prefill_depth = kv_tokens / rows, pairs / tokens
-        beside = self._beside.get(decode_sms)
-        if beside is not None:
-            return SplitPrediction(*beside(rows, depth, tokens, prefill_depth))
-        decode_ms, _ = self._decode(rows, depth, decode_sms)
-        prefill_ms, _ = self._prefill(tokens, prefill_depth, self.num_sms - decode_sms)
+        work = batch_size, kv_tokens / batch_size, tokens, pairs / tokens
+        if decode_sms in self._beside:
+            return self._split_measured(decode_sms, *work)
+        decode_ms, prefill_ms = self._alone_ms(decode_sms, *work)
         if not self.decode_sms:
             slowdown = self._roofline.sharing_slowdown
             return SplitPrediction(slowdown * decode_ms, slowdown * prefill_ms, measured=False)
         nearest = min(self.decode_sms, key=lambda sms: abs(sms - decode_sms))
-        beside_decode_ms, beside_prefill_ms, _ = self._beside[nearest](rows, depth, tokens, prefill_depth)
-        alone_decode_ms, _ = self._decode(rows, depth, nearest)
-        alone_prefill_ms, _ = self._prefill(tokens, prefill_depth, self.num_sms - nearest)
+        beside = self._split_measured(nearest, *work)
+        alone_decode_ms, alone_prefill_ms = self._alone_ms(nearest, *work)
         return SplitPrediction(
-            decode_ms * beside_decode_ms / alone_decode_ms,
-            prefill_ms * beside_prefill_ms / alone_prefill_ms,
+            decode_ms * beside.decode_ms / alone_decode_ms,
+            prefill_ms * beside.prefill_ms / alone_prefill_ms,
             measured=False,
         )
+
+    def _split_measured(
+        self, decode_sms: int, batch_size: int, depth: float, tokens: int, prefill_depth: float
+    ) -> SplitPrediction:
+        decode, prefill = self._beside[decode_sms]
+        decode_ms, decode_measured = decode(tokens, batch_size, depth)
+        prefill_ms, prefill_measured = prefill(batch_size * depth, tokens, prefill_depth)
+        return SplitPrediction(decode_ms, prefill_ms, decode_measured and prefill_measured)
+
+    def _alone_ms(
+        self, decode_sms: int, batch_size: int, depth: float, tokens: int, prefill_depth: float
+    ) -> tuple[float, float]:
+        decode_ms, _ = self._decode(batch_size, depth, decode_sms)
+        prefill_ms, _ = self._prefill(tokens, prefill_depth, self.num_sms - decode_sms)
+        return decode_ms, prefill_ms
 
     def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:
         """The chunk of at most ``max_tokens`` rows with the highest prefill rate.
@@ -119,13 +123,8 @@ class TableModel:
         """
         if max_tokens < CHUNK_STEP_TOKENS:
             return max_tokens
-        # Asked for at every tick, with few distinct answers.
-        key = (max_tokens - max_tokens % CHUNK_STEP_TOKENS, sms or self.num_sms)
-        if key not in self._chunks:
-            self._chunks[key] = self._best_chunk(*key)
-        return self._chunks[key]
-
-    def _best_chunk(self, max_tokens: int, sms: int) -> int:
+        sms = sms or self.num_sms
+        max_tokens -= max_tokens % CHUNK_STEP_TOKENS
         sizes = [int(tokens) for tokens in self._prefill.measured_rows(sms) if tokens <= max_tokens]
         if len(sizes) < _ENOUGH_SIZES:
             return self._roofline.wave_chunk_tokens(max_tokens, sms)
@@ -134,15 +133,23 @@ class TableModel:
         depth = max_tokens / 2
         return max(sizes, key=lambda tokens: (tokens / self._prefill(tokens, depth, sms)[0], tokens))
 
-    def _measured_beside(self, table: PerfTable, decode_sms: int) -> "Beside":
-        points = [point for point in table.points.split if point.decode_sms == decode_sms]
-        return Beside(
-            decode=[(p.tokens, p.batch_size, p.context_tokens, p.decode_ms) for p in points],
-            prefill=[
-                (p.batch_size * p.context_tokens, p.tokens, (p.tokens + 1) / 2, p.prefill_ms) for p in points
-            ],
-            decode_alone=self._decode.surface(decode_sms),
-            prefill_alone=self._prefill.surface(self.num_sms - decode_sms),
+    def _measured_beside(
+        self, split: Sequence[SplitPoint], decode_sms: int
+    ) -> tuple["BesideTimes", "BesideTimes"]:
+        """Times of the decode lane and of the prefill lane."""
+        points = [point for point in split if point.decode_sms == decode_sms]
+        return (
+            BesideTimes(
+                [(p.tokens, p.batch_size, p.context_tokens, p.decode_ms) for p in points],
+                self._decode.surface(decode_sms),
+            ),
+            BesideTimes(
+                [
+                    (p.batch_size * p.context_tokens, p.tokens, (p.tokens + 1) / 2, p.prefill_ms)
+                    for p in points
+                ],
+                self._prefill.surface(self.num_sms - decode_sms),
+            ),
         )
 
 
@@ -166,16 +173,13 @@ def _check(table: PerfTable, shape: DecoderShape) -> None:
 
 # ---- one lane ----
 
-LaneReference = Callable[[float, float, int], float]
-"""Milliseconds at (rows, depth, SMs) by arithmetic."""
-
 
 class LaneTimes:
     """Milliseconds of one lane alone, by rows, depth (tokens that a row attends to) and SMs.
 
     Args:
         points: (SMs, rows, depth, milliseconds).
-        reference: extends the measured times.
+        reference: milliseconds at (rows, depth, SMs) by arithmetic; extends the measured times.
         num_sms: SMs of the whole GPU.
         end: most rows to be asked for.
     """
@@ -183,31 +187,24 @@ class LaneTimes:
     def __init__(
         self,
         points: Iterable[tuple[int, float, float, float]],
-        reference: LaneReference,
+        reference: Callable[[float, float, int], float],
         *,
         num_sms: int,
         end: float,
     ) -> None:
         by_sms: dict[int, list[tuple[float, float, float]]] = {num_sms: []}
-        for sms, *point in points:
-            by_sms.setdefault(sms, []).append((point[0], point[1], point[2]))
+        for sms, x, y, ms in points:
+            by_sms.setdefault(sms, []).append((x, y, ms))
         self._reference = reference
         self._rows = {sms: sorted({x for x, _, _ in measured}) for sms, measured in by_sms.items()}
-        self.whole = fill_surface(
+        self.whole = whole = fill_surface(
             by_sms.pop(num_sms),
             lambda x, y: reference(x, y, num_sms),
             xs=nodes_around(self._rows[num_sms], end),
         )
         # A part of the GPU behaves like the whole, but slower: a few points suffice to place it.
-        self._surfaces = {num_sms: self.whole} | {
-            sms: fill_surface(
-                measured,
-                self.whole,
-                xs=self.whole.xs,
-                ys=self.whole.ys,
-                reference_from=self.whole.measured_range[0],
-            )
-            for sms, measured in by_sms.items()
+        self._surfaces = {num_sms: whole} | {
+            sms: fill_like(measured, whole, whole.measured_range[0]) for sms, measured in by_sms.items()
         }
         self._measured_sizes = sorted(self._surfaces)
 
@@ -246,57 +243,39 @@ class LaneTimes:
         return Surface(xs, ys, cells, (least, min(low.measured_range[1], high.measured_range[1])))
 
 
-class Beside:
-    """Times of both lanes, each kept busy, for one size of the decode lane.
+class BesideTimes:
+    """Milliseconds of a lane beside the other lane, both kept busy, for one size of the decode lane.
 
-    A lane's time depends on its own rows and depth, and more weakly on the other lane's work. One number stands for
-    that work: rows of the chunk beside a decode step, or KV tokens of the step beside a chunk. Times are interpolated
-    in its logarithm.
+    They depend on the lane's own rows and depth, and more weakly on the other lane's work. One number stands for that
+    work: rows of the chunk beside a decode step, or KV tokens of the step beside a chunk. Times are interpolated in
+    its logarithm.
 
     Args:
-        decode: (rows of the chunk, rows, depth, milliseconds of a decode step).
-        prefill: (KV tokens of the step, rows, depth, milliseconds of a forward).
-        decode_alone: on the same SMs.
-        prefill_alone: on the others.
+        points: (the other lane's work, rows, depth, milliseconds).
+        alone: the lane alone on the same SMs.
     """
 
-    def __init__(
-        self,
-        *,
-        decode: Iterable[tuple[float, float, float, float]],
-        prefill: Iterable[tuple[float, float, float, float]],
-        decode_alone: Surface,
-        prefill_alone: Surface,
-    ) -> None:
-        self._decode = _Layers(_surfaces(decode, decode_alone))
-        self._prefill = _Layers(_surfaces(prefill, prefill_alone))
-
-    def __call__(
-        self, batch_size: float, context_tokens: float, tokens: float, prefill_depth: float
-    ) -> tuple[float, float, bool]:
-        """Milliseconds of a decode step and of a forward, and whether both rest on measured points alone."""
-        decode_ms, decode_measured = self._decode(tokens, batch_size, context_tokens)
-        prefill_ms, prefill_measured = self._prefill(batch_size * context_tokens, tokens, prefill_depth)
-        return decode_ms, prefill_ms, decode_measured and prefill_measured
-
-
-class _Layers:
-    """Surfaces at several values of a third number, interpolated in its logarithm."""
-
-    __slots__ = ("_greatest", "_logs", "_measured", "_surfaces")
-
-    def __init__(self, surfaces: Mapping[float, Surface]) -> None:
-        keys = sorted(surfaces)
-        self._logs = [math.log(key) for key in keys]
-        self._surfaces = [surfaces[key] for key in keys]
+    def __init__(self, points: Iterable[tuple[float, float, float, float]], alone: Surface) -> None:
+        by_work: dict[float, list[tuple[float, float, float]]] = {}
+        for work, x, y, ms in points:
+            by_work.setdefault(work, []).append((x, y, ms))
+        # The group with the most points gives the form; a few points then place the others.
+        richest = max(by_work, key=lambda work: len(by_work[work]))
+        form = fill_like(by_work.pop(richest), alone, alone.measured_range[0])
+        surfaces = {richest: form} | {
+            work: fill_like(group, form, form.measured_range[0]) for work, group in by_work.items()
+        }
+        self._logs = [math.log(work) for work in sorted(surfaces)]
+        self._surfaces = [surfaces[work] for work in sorted(surfaces)]
         ranges = [surface.measured_range for surface in self._surfaces]
         self._measured = (min(least for least, _ in ranges), max(greatest for _, greatest in ranges))
 
-    def __call__(self, key: float, x: float, y: float) -> tuple[float, bool]:
+    def __call__(self, work: float, x: float, y: float) -> tuple[float, bool]:
+        """Milliseconds of x rows of depth y, and whether they rest on measured points alone."""
         least, greatest = self._measured
         is_measured = least <= x <= greatest
         logs, surfaces = self._logs, self._surfaces
-        at = math.log(key) if key > 0 else logs[0]
+        at = math.log(work) if work > 0 else logs[0]
         if at <= logs[0]:
             return surfaces[0](x, y), is_measured
         if at >= logs[-1]:
@@ -305,21 +284,6 @@ class _Layers:
         low_ms = surfaces[index - 1](x, y)
         share = (at - logs[index - 1]) / (logs[index] - logs[index - 1])
         return low_ms + (surfaces[index](x, y) - low_ms) * share, is_measured
-
-
-def _surfaces(points: Iterable[tuple[float, float, float, float]], alone: Surface) -> dict[float, Surface]:
-    by_key: dict[float, list[tuple[float, float, float]]] = {}
-    for key, *point in points:
-        by_key.setdefault(key, []).append((point[0], point[1], point[2]))
-    # The group with the most points gives the form; a few points then place the others.
-    richest = max(by_key, key=lambda key: len(by_key[key]))
-    form = fill_surface(
-        by_key.pop(richest), alone, xs=alone.xs, ys=alone.ys, reference_from=alone.measured_range[0]
-    )
-    return {richest: form} | {
-        key: fill_surface(group, form, xs=form.xs, ys=form.ys, reference_from=form.measured_range[0])
-        for key, group in by_key.items()
-    }
 
 
 # ---- prompt rows and decode rows in one forward ----
@@ -335,12 +299,8 @@ class MixedTimes:
 
     A forward has three parts: the attention of its prompt rows (a slope in their depth, from prefill alone), that of
     its decode rows (a slope in KV tokens, from the mixed points, else from decode alone), and the rest, a surface over
-    prompt rows and decode rows. Without mixed points the rest is a prefill of all rows together.
-
-    Args:
-        points: measured.
-        decode: decode alone on the whole GPU.
-        prefill: prefill alone on the whole GPU.
+    prompt rows and decode rows. Without mixed points the rest is a prefill of all rows together. ``decode`` and
+    ``prefill`` are alone on the whole GPU.
     """
 
     def __init__(self, points: Iterable[MixedPoint], decode: Surface, prefill: Surface) -> None:
@@ -401,13 +361,9 @@ def _kv_slope(batch_size: float, points: Sequence[MixedPoint], decode: Surface) 
 
 def _scale(x: float, y: float, scales: dict[tuple[float, float], float]) -> float:
     """Measured scales, weighted by the inverse square of the distance in logarithms."""
-    if (x, y) in scales:
-        return scales[x, y]
-    if not scales:
-        return 1.0
-    weights = [
-        1 / (math.log(x / near_x) ** 2 + math.log((y + 1) / (near_y + 1)) ** 2) for near_x, near_y in scales
-    ]
+    if not scales or (x, y) in scales:
+        return scales.get((x, y), 1.0)
+    weights = [1 / (math.log(x / a) ** 2 + math.log((y + 1) / (b + 1)) ** 2) for a, b in scales]
     return sum(w * scale for w, scale in zip(weights, scales.values(), strict=True)) / sum(weights)
 
 

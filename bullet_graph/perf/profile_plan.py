@@ -1,10 +1,11 @@
 """The points that ``bullet-graph profile`` measures, their order and duration, and their results. Deterministic."""
 
+import itertools
 import math
 import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -19,9 +20,8 @@ WARM_S = 0.06
 """Unmeasured start of a burst, in seconds: power and caches then no longer depend on the burst before."""
 MIN_INTERVALS = 3
 """Fewest steps that a burst measures."""
-WAVE_TOKENS_PER_SM = 16
-"""Rows per SM with which a matrix product of 128×256 tiles fills its waves."""
 
+_WAVE_TOKENS_PER_SM = 16  # rows with which a matrix product of 128×256 tiles fills its waves
 _BURSTS_S = (0.4, 0.3, 0.25, 0.2, 0.15)
 _MIN_PASSES, _MAX_PASSES = 3, 6
 _HELD_BACK_SHARE = 0.12
@@ -31,9 +31,8 @@ _MAX_DRAWS = 1000
 # Rough rates of one SM, to divide the time; bursts that take longer shorten those that follow.
 _FLOPS_PER_SM = 4.5e12
 _BYTES_PER_SM = 24e9
-
-OUTLIER_SHARE = 0.1
-"""A repeat this far off its point's median is reported, as a share of the median."""
+# A repeat this far off its point's median, as a share of the median, is reported.
+_OUTLIER_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,8 @@ class ProfilePoint:
     Attributes:
         kind: decode alone, prefill alone, both in one forward, or both at once on partitions.
         sms: SMs of the decode lane for decode and split, of the prefill lane for prefill; None: the whole GPU.
-        batch_size: decode rows.
         context_tokens: tokens that each decode row attends to, itself included.
-        tokens: rows of the prompt chunk.
-        cached_tokens: tokens of the prompt before the chunk.
+        tokens: rows of the prompt chunk, after ``cached_tokens`` tokens of the same prompt.
     """
 
     kind: PointKind
@@ -89,9 +86,6 @@ def _in_blocks(tokens: int) -> int:
     return -(-tokens // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
 
 
-# ---- which points, and for how long ----
-
-
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """Costs of a step of the model, to estimate its time.
@@ -109,18 +103,13 @@ class StepCosts:
     def guess_s(self, point: ProfilePoint, num_sms: int) -> float:
         """Estimated time of one step; for a split, of one prefill forward."""
         sms = num_sms if point.sms is None else point.sms
+        rows, attended = point.tokens + point.batch_size, point.batch_size * point.context_tokens
         if point.kind == "split":
-            sms = num_sms - sms
-        rows = point.tokens if point.kind == "split" else point.tokens + point.batch_size
-        attended = 0 if point.kind == "split" else point.batch_size * point.context_tokens
+            sms, rows, attended = num_sms - sms, point.tokens, 0
         # Half of the SMs nearly saturate the memory.
         bandwidth = _BYTES_PER_SM * min(num_sms, 2 * sms)
-        moved = self.weight_bytes + attended * self.kv_bytes_per_token
-        computed = rows * self.flops_per_token
-        return (
-            max(self.weight_bytes / bandwidth, computed / (_FLOPS_PER_SM * sms))
-            + (moved - self.weight_bytes) / bandwidth
-        )
+        products_s = rows * self.flops_per_token / (_FLOPS_PER_SM * sms)
+        return max(self.weight_bytes / bandwidth, products_s) + attended * self.kv_bytes_per_token / bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +134,6 @@ class ProfilePlan:
 
     @property
     def points(self) -> tuple[ProfilePoint, ...]:
-        """All points."""
         return self.grid + self.held_back
 
     def order(self, number: int) -> list[ProfilePoint]:
@@ -167,23 +155,19 @@ def plan_profile(
     """Choose the points and the length of their bursts for a time budget.
 
     Args:
-        num_sms: SMs of the GPU.
         decode_sms: sizes of the decode lane.
-        limits: of points that can be measured.
-        costs: of the model.
         time_budget_s: for the measurements, without loading and capturing.
         seed: of the order and of the points held back.
 
     Raises:
         ConfigError: not even the fewest useful points fit the budget, or the limits allow none of a kind.
     """
-    by_level = [
+    coarse, fine = (
         [point for point in _at_level(level, num_sms, decode_sms, limits) if limits.allows(point)]
         for level in (0, 1)
-    ]
+    )
     candidates = []
-    for grid in (by_level[0] + by_level[1], by_level[0]):
-        grid = list(dict.fromkeys(grid))
+    for grid in (tuple(dict.fromkeys(coarse + fine)), tuple(dict.fromkeys(coarse))):
         for kind in KINDS:
             if not any(point.kind == kind for point in grid) and (kind != "split" or decode_sms):
                 raise ConfigError(
@@ -192,11 +176,10 @@ def plan_profile(
                 )
         held_back = _draw(grid, limits, seed)
         for burst_s in _BURSTS_S:
-            plan = ProfilePlan(tuple(grid), held_back, _MIN_PASSES, burst_s, 0.0, seed)
-            pass_s = _pass_s(plan, costs, num_sms)
+            pass_s = sum(burst_seconds(point, burst_s, costs, num_sms) for point in grid + held_back)
             if pass_s * _MIN_PASSES <= time_budget_s:
                 passes = min(_MAX_PASSES, int(time_budget_s / pass_s))
-                return replace(plan, num_passes=passes, guessed_s=passes * pass_s)
+                return ProfilePlan(grid, held_back, passes, burst_s, passes * pass_s, seed)
             candidates.append(pass_s * _MIN_PASSES)
     raise ConfigError(
         f"a profile of {len(decode_sms)} partitions needs about {min(candidates):.0f} s, but --time-budget-s is "
@@ -210,29 +193,11 @@ def burst_seconds(point: ProfilePoint, burst_s: float, costs: StepCosts, num_sms
     return max(WARM_S + burst_s, least) + _BURST_OVERHEAD_S
 
 
-def _pass_s(plan: ProfilePlan, costs: StepCosts, num_sms: int) -> float:
-    return sum(burst_seconds(point, plan.burst_s, costs, num_sms) for point in plan.points)
-
-
 def _at_level(
     level: int, num_sms: int, decode_sms: Sequence[int], limits: ProfileLimits
 ) -> Iterable[ProfilePoint]:
     """Points that every table needs (level 0), and those that refine it (level 1)."""
-    yield from _decode_alone(level, decode_sms, limits)
-    yield from _prefill_alone(level, num_sms, decode_sms)
-    for tokens, batch_size, context in _mixed(level):
-        yield ProfilePoint("mixed", None, batch_size, context, tokens)
-    for sms in decode_sms:
-        shapes = [(64, 1000, 2048), (256, 1000, 2048), (16, 1000, 2048), (64, 1000, 512)]
-        if level == 1:
-            shapes = [(128, 1000, 2048), (64, 1000, 8192), (128, 3000, 2048), (16, 3000, 512)]
-        for batch_size, context, tokens in shapes:
-            yield ProfilePoint("split", sms, batch_size, context, tokens)
-
-
-def _decode_alone(level: int, decode_sms: Sequence[int], limits: ProfileLimits) -> Iterable[ProfilePoint]:
-    batch_sizes = ((1, 16, 64, 128, 256, limits.max_batch_size), (8, 32, 96, 192, 384))[level]
-    for batch_size in batch_sizes:
+    for batch_size in ((1, 16, 64, 128, 256, limits.max_batch_size), (8, 32, 96, 192, 384))[level]:
         # In coarse steps: a few blocks more or less, as between two starts, must not change the plan.
         fits = limits.kv_tokens // batch_size // _CONTEXT_STEP * _CONTEXT_STEP
         for context, next_smaller in ((250, 0), (1000, 250), (3000, 1000)):
@@ -243,35 +208,40 @@ def _decode_alone(level: int, decode_sms: Sequence[int], limits: ProfileLimits) 
         for batch_size in ((16, 64, 256), (1, 128))[level]:
             for context in (500, 2000):
                 yield ProfilePoint("decode", sms, batch_size, context)
-
-
-def _prefill_alone(level: int, num_sms: int, decode_sms: Sequence[int]) -> Iterable[ProfilePoint]:
-    whole = ((128, 256, 512, 1024, 2048, 4096, 8192), (64, 768, 1536, 3072))[level]
-    for tokens in whole:
+    for tokens in ((128, 256, 512, 1024, 2048, 4096, 8192), (64, 768, 1536, 3072))[level]:
         yield ProfilePoint("prefill", tokens=tokens)
     # Short chunks, too: their attention leaves SMs idle, or takes another kernel, so its cost is not in their ratio.
-    cached_whole = ([(128, 4096), (256, 4096), (512, 2048), (2048, 6144)], [(512, 6144), (2048, 2048)])[level]
-    for tokens, cached in cached_whole:
+    cached_whole = ([(128, 4096), (256, 4096), (512, 2048), (2048, 6144)], [(512, 6144), (2048, 2048)])
+    for tokens, cached in cached_whole[level]:
         yield ProfilePoint("prefill", tokens=tokens, cached_tokens=cached)
     for sms in (num_sms - size for size in decode_sms):
-        for tokens in ((512, WAVE_TOKENS_PER_SM * sms, 2048, 4096), (256, 1024))[level]:
+        for tokens in ((512, _WAVE_TOKENS_PER_SM * sms, 2048, 4096), (256, 1024))[level]:
             yield ProfilePoint("prefill", sms, tokens=tokens)
         if level == 0:
             yield ProfilePoint("prefill", sms, tokens=2048, cached_tokens=4096)
+    for sizes, batch_sizes, context in _MIXED[level]:
+        for tokens, batch_size in itertools.product(sizes, batch_sizes):
+            yield ProfilePoint("mixed", None, batch_size, context, tokens)
+    for sms in decode_sms:
+        for batch_size, context, tokens in _SPLIT[level]:
+            yield ProfilePoint("split", sms, batch_size, context, tokens)
 
 
-def _mixed(level: int) -> Iterable[tuple[int, int, int]]:
-    """(tokens, batch size, context)."""
-    if level == 0:
-        yield from (
-            (tokens, batch, 1000) for tokens in (64, 128, 256, 512, 1024, 2048) for batch in (16, 64, 256)
-        )
-        yield from ((tokens, batch, 3000) for tokens in (256, 2048) for batch in (64, 256))
-        return
-    yield from ((tokens, 128, 1000) for tokens in (64, 128, 256, 384, 512, 1024, 2048))
-    yield from ((384, batch, 1000) for batch in (16, 64, 256))
-    yield from ((tokens, batch, 1000) for tokens in (4096, 8192) for batch in (16, 256))
-    yield from ((tokens, batch, 1000) for tokens in (512, 2048) for batch in (1, 512))
+# By level: chunk rows, batch sizes and context of mixed forwards.
+_MIXED = (
+    (((64, 128, 256, 512, 1024, 2048), (16, 64, 256), 1000), ((256, 2048), (64, 256), 3000)),
+    (
+        ((64, 128, 256, 384, 512, 1024, 2048), (128,), 1000),
+        ((384,), (16, 64, 256), 1000),
+        ((4096, 8192), (16, 256), 1000),
+        ((512, 2048), (1, 512), 1000),
+    ),
+)
+# By level: batch size, context and chunk rows of splits.
+_SPLIT = (
+    ((64, 1000, 2048), (256, 1000, 2048), (16, 1000, 2048), (64, 1000, 512)),
+    ((128, 1000, 2048), (64, 1000, 8192), (128, 3000, 2048), (16, 3000, 512)),
+)
 
 
 def _draw(grid: Sequence[ProfilePoint], limits: ProfileLimits, seed: int) -> tuple[ProfilePoint, ...]:
@@ -327,15 +297,7 @@ Measured = Mapping[ProfilePoint, Sequence[tuple[float, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A repeat far off its point's median.
-
-    Attributes:
-        point: what was measured.
-        lane: the lane of this time.
-        median_ms: of all repeats.
-        repeat_ms: the outlier.
-        number: index of the repeat.
-    """
+    """A repeat, by its index ``number``, that is far off its point's median on a lane."""
 
     point: ProfilePoint
     lane: str
@@ -381,7 +343,7 @@ def from_points(points: Points) -> dict[ProfilePoint, list[tuple[float, ...]]]:
 
 
 def find_outliers(points: Points) -> list[Outlier]:
-    """Repeats more than ``OUTLIER_SHARE`` off their point's median, the farthest first."""
+    """Repeats more than 10 % off their point's median, the farthest first."""
     found = []
     for point, repeats in from_points(points).items():
         lanes = ("decode", "prefill") if point.kind == "split" else (point.kind,)
@@ -390,6 +352,6 @@ def find_outliers(points: Points) -> list[Outlier]:
             found += [
                 Outlier(point, lane, median, time, number)
                 for number, time in enumerate(times)
-                if abs(time - median) > OUTLIER_SHARE * median
+                if abs(time - median) > _OUTLIER_SHARE * median
             ]
     return sorted(found, key=lambda outlier: -abs(outlier.repeat_ms / outlier.median_ms - 1))

@@ -36,15 +36,9 @@ class ServedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDetails:
-    """Figures of each request, in the order of the workload; times in seconds.
+    """Figures of each request, in the order of the workload; times in seconds. A failed request has 0 and an error.
 
-    Attributes:
-        input_lens: prompt tokens.
-        output_lens: generated tokens; 0 for a request that failed.
-        ttfts: time to first token; 0 for a request that failed.
-        itls: gaps between one token and the next.
-        start_times: arrivals, on the client's clock.
-        errors: why a request failed; empty for the others.
+    ``itls`` are the gaps between one token and the next, ``start_times`` arrivals on the client's clock.
     """
 
     input_lens: tuple[int, ...]
@@ -62,21 +56,14 @@ class ReplayResult:
     Attributes:
         date: when the run began, as ``YYYYMMDD-HHMMSS``.
         backend: what served.
-        model_id: the model.
         num_prompts: requests sent.
         request_rate: mean arrivals per second; ``inf`` where all came at once, ``trace`` for recorded times.
         burstiness: shape of the gaps between arrivals, ``inf`` where they are equal; None for recorded times.
         max_concurrency: most requests under way at once; None is no limit.
-        duration: seconds from the start of the run to the last token.
-        completed: requests served to their end.
-        failed: the others.
-        total_input_tokens: prompt tokens of completed requests.
-        total_output_tokens: tokens generated for them.
-        request_throughput: completed requests per second of ``duration``.
-        request_goodput: completed requests that met all their targets, per second of ``duration``; None where no
-            request has a target.
+        duration: seconds from the start of the run to the last token; ``throughput`` is per second of it.
+        completed: requests served to their end; the total tokens are theirs.
+        request_goodput: completed requests that met all their targets, per second; None where no request has a target.
         slo_attainment: those requests as a share of all requests sent, failed ones included; None likewise.
-        output_throughput: output tokens per second.
         total_token_throughput: prompt and output tokens per second.
         ttft: time to first token, from arrival, or from when ``max_concurrency`` let the request in.
         tpot: time per output token after the first, by request: (e2e − TTFT) / (tokens − 1).
@@ -108,11 +95,7 @@ class ReplayResult:
     details: RequestDetails
 
     def fields(self, *, detailed: bool = False) -> dict[str, Any]:
-        """The figures for a JSON file, flat: latencies are ``mean_ttft_ms`` and so on, vLLM's names.
-
-        Args:
-            detailed: add the figures of each request.
-        """
+        """The figures for a JSON file, flat: latencies are ``mean_ttft_ms`` and so on; ``detailed``: each request's."""
         flat = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del flat["details"]
         for name in LATENCIES:
@@ -138,12 +121,8 @@ def summarize_replay(
     Args:
         requests: at least one, in the order of the workload.
         duration_s: from the start of the run to the last token, above 0 if a request completed.
-        started: when the run began.
-        backend: what served.
-        model_id: the model.
         request_rate: infinite for all at once, None for recorded times.
         burstiness: None for recorded times.
-        max_concurrency: most requests under way at once; None is no limit.
     """
     done = [request for request in requests if request.error is None]
     metrics = [request.metrics for request in done]

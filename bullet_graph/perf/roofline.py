@@ -74,13 +74,10 @@ def decode_step_bytes(
     Activations are left out: they stay in the caches of any device that could run the model.
 
     Args:
-        shape: the model.
-        batch_size: sequences in the step.
         context_tokens: tokens each sequence attends to, the one being decoded included; may be a mean.
         dtype_bytes: size of a weight and of a KV-cache element.
     """
-    kv_per_token = kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
-    kv_moved = batch_size * (context_tokens + 1) * kv_per_token
+    kv_moved = batch_size * (context_tokens + 1) * kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
     return decode_weight_bytes(shape, batch_size=batch_size, dtype_bytes=dtype_bytes) + kv_moved
 
 
@@ -106,15 +103,7 @@ def num_waves(rows: float, columns: int, sms: int) -> int:
 
 
 def wave_efficiency(tokens: float, sms: int, matrices: tuple[tuple[int, int], ...]) -> float:
-    """Share of the SMs' time that a forward of ``tokens`` rows uses in its products: above 0, at most 1.
-
-    Memory, which bounds a forward of a few rows, is not considered.
-
-    Args:
-        tokens: rows.
-        sms: number of SMs.
-        matrices: as :func:`layer_matrices` gives them.
-    """
+    """Share of the SMs' time that the products of ``tokens`` rows use: above 0, at most 1; memory is not considered."""
     useful = spent = 0
     for columns, depth in matrices:
         useful += columns * depth
@@ -141,12 +130,7 @@ class Roofline:
     """A performance model of bytes, operations and waves, in which no point is measured.
 
     Implements :class:`~bullet_graph.perf.performance.PerformanceModel`. The decode lane has every multiple of 16 SMs
-    that leaves 16 to prefill.
-
-    Args:
-        spec: of the device.
-        shape: of the model.
-        dtype_bytes: size of a weight and of a KV-cache element.
+    that leaves 16 to prefill. ``dtype_bytes`` is the size of a weight and of a KV-cache element.
     """
 
     def __init__(self, spec: GpuSpec, shape: DecoderShape, *, dtype_bytes: int = 2) -> None:
@@ -157,7 +141,6 @@ class Roofline:
         self._spec = spec
         self._shape = shape
         self._matrices = layer_matrices(shape)
-        self._chunks: dict[tuple[int, int], int] = {}
         self._weight_bytes = decode_weight_bytes(shape, batch_size=0, dtype_bytes=dtype_bytes)
         self._head_bytes = shape.hidden_size * shape.vocab_size * dtype_bytes
         self._kv_bytes = kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
@@ -167,22 +150,18 @@ class Roofline:
         self._overhead_ms = shape.num_layers * spec.layer_overhead_ms
 
     def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
-        """One decode step alone: weights, keys and values at the bandwidth of the SMs."""
         return Prediction(self.decode_ms(batch_size, kv_tokens, sms or self.num_sms), measured=False)
 
     def prefill(self, tokens: int, pairs: float, sms: int | None = None) -> Prediction:
-        """A forward of prompt rows alone: products in whole waves, then attention."""
         return Prediction(self.prefill_ms(tokens, pairs, sms or self.num_sms), measured=False)
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
-        """A forward of prompt rows and decode rows: products of all rows, then both attentions."""
         ms = self.prefill_ms(tokens + batch_size, pairs, self.num_sms) + self._kv_ms(kv_tokens, self.num_sms)
         return Prediction(ms, measured=False)
 
     def split(
         self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
     ) -> SplitPrediction:
-        """Each lane alone, slowed by what they share."""
         return SplitPrediction(
             decode_ms=self.sharing_slowdown * self.decode_ms(batch_size, kv_tokens, decode_sms),
             prefill_ms=self.sharing_slowdown * self.prefill_ms(tokens, pairs, self.num_sms - decode_sms),
@@ -190,17 +169,10 @@ class Roofline:
         )
 
     def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:
-        """The chunk of at most ``max_tokens`` rows whose waves are filled best."""
-        if max_tokens < CHUNK_STEP_TOKENS:
-            return max_tokens
-        # Asked for at every tick, with few distinct answers.
-        key = (max_tokens - max_tokens % CHUNK_STEP_TOKENS, sms or self.num_sms)
-        if key not in self._chunks:
-            self._chunks[key] = wave_chunk_tokens(*key, self._shape)
-        return self._chunks[key]
+        return wave_chunk_tokens(max_tokens, sms or self.num_sms, self._shape)
 
     def decode_ms(self, batch_size: float, kv_tokens: float, sms: int) -> float:
-        """As :meth:`decode`, in milliseconds; the number of rows may be a mean."""
+        """Weights, keys and values at the bandwidth of the SMs; the number of rows may be a mean."""
         flops = batch_size * (self._row_flops + self._head_flops)
         weights_ms = self._weight_bytes / self._bytes_per_ms(sms)
         return (
@@ -208,7 +180,7 @@ class Roofline:
         )
 
     def prefill_ms(self, tokens: float, pairs: float, sms: int) -> float:
-        """As :meth:`prefill`, in milliseconds."""
+        """Products in whole waves, then attention."""
         efficiency = wave_efficiency(tokens, sms, self._matrices)
         products_ms = tokens * self._row_flops / (self._flops_per_ms(sms) * efficiency)
         weights_ms = self._weight_bytes / self._bytes_per_ms(sms)

@@ -23,8 +23,7 @@ class Surface:
     Times never fall as x or y rises.
 
     Args:
-        xs: nodes, rising, at least two.
-        ys: nodes, rising, at least two.
+        xs, ys: nodes, rising, at least two of each.
         cells: ``cells[i][j]`` is the time at ``xs[i]``, ``ys[j]``.
         measured_range: least and greatest x near measured points.
     """
@@ -87,7 +86,10 @@ def fill_surface(
         reference_from: least x where the reference itself is measured: from there up to the points' largest x, times
             count as measured. Infinite for arithmetic.
     """
-    rows = _group(points)
+    repeats: dict[float, dict[float, list[float]]] = {}
+    for x, y, ms in points:
+        repeats.setdefault(float(x), {}).setdefault(float(y), []).append(ms)
+    rows = {x: {y: sum(times) / len(times) for y, times in row.items()} for x, row in repeats.items()}
     all_xs = sorted({*map(float, xs), *rows})
     near_ys = {0.0, *map(float, ys), *(y for row in rows.values() for y in row)}
     all_ys = sorted({*near_ys, *(float(y) for y in _FAR_YS if y > max(near_ys))})
@@ -99,6 +101,11 @@ def fill_surface(
     return Surface(all_xs, all_ys, clamp_cells(filled, measured), measured_range)
 
 
+def fill_like(points: Iterable[tuple[float, float, float]], form: Surface, measured_from: float) -> Surface:
+    """A surface through these points on the nodes of another, which gives it its form."""
+    return fill_surface(points, form, xs=form.xs, ys=form.ys, reference_from=measured_from)
+
+
 def nodes_around(measured: Sequence[float], end: float) -> list[float]:
     """Nodes on both sides of the measured ones: powers of two below the least, doubles of the largest, past ``end``."""
     least = min(measured, default=end)
@@ -107,13 +114,6 @@ def nodes_around(measured: Sequence[float], end: float) -> list[float]:
     while above[-1] < end:
         above.append(2 * above[-1])
     return [*below, *above]
-
-
-def _group(points: Iterable[tuple[float, float, float]]) -> dict[float, dict[float, float]]:
-    repeats: dict[float, dict[float, list[float]]] = {}
-    for x, y, ms in points:
-        repeats.setdefault(float(x), {}).setdefault(float(y), []).append(ms)
-    return {x: {y: sum(all_ms) / len(all_ms) for y, all_ms in row.items()} for x, row in repeats.items()}
 
 
 def _row_line(

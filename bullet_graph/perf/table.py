@@ -130,7 +130,6 @@ class TableKey:
 
     Attributes:
         gpu: the device's name, such as ``NVIDIA H200``.
-        num_sms: its SMs.
         model: a preset's name, or the name of a model folder; not compared, as the shape decides the times.
         shape: the model's numbers, see :func:`shape_numbers`.
         dtype: of weights and KV cache, such as ``bfloat16``.
@@ -150,7 +149,6 @@ class PerfTable:
     """The measurements of one ``bullet-graph profile``.
 
     Attributes:
-        key: what the table is valid for.
         num_layers: layers of the model, as in the key's shape.
         points: predictions are made from them.
         held_back: points that predictions do not use; they serve to judge predictions.
@@ -185,19 +183,13 @@ def require_match(table: PerfTable, key: TableKey) -> None:
         PerfTableError: it is not; the message names every component that differs.
     """
     found = table.key
-    differences = [
-        f"{name} {required!r} required, {value!r} found"
-        for name, required, value in (
-            ("gpu", key.gpu, found.gpu),
-            ("num_sms", key.num_sms, found.num_sms),
-            ("dtype", key.dtype, found.dtype),
-        )
-        if required != value
-    ]
-    if dict(key.shape) != dict(found.shape):
-        numbers = _mapping_differences(key.shape, found.shape)
+    plain = ("gpu", "num_sms", "dtype")
+    differences = _differences(
+        {name: getattr(key, name) for name in plain}, {name: getattr(found, name) for name in plain}
+    )
+    if numbers := _differences(key.shape, found.shape):
         differences.append(f"model {key.model!r} required, {found.model!r} found ({'; '.join(numbers)})")
-    differences += [f"kernels: {text}" for text in _mapping_differences(key.kernels, found.kernels)]
+    differences += [f"kernels: {text}" for text in _differences(key.kernels, found.kernels)]
     if differences:
         raise PerfTableError(
             f"the performance table was measured under other conditions: {'; '.join(differences)}. "
@@ -205,11 +197,10 @@ def require_match(table: PerfTable, key: TableKey) -> None:
         )
 
 
-def _mapping_differences(required: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    names = sorted(required.keys() | found.keys())
+def _differences(required: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} {required.get(name)!r} required, {found.get(name)!r} found"
-        for name in names
+        for name in sorted(required.keys() | found.keys())
         if required.get(name) != found.get(name)
     ]
 
@@ -231,7 +222,9 @@ def write_table(table: PerfTable, path: Path) -> None:
     Raises:
         PerfTableError: the file cannot be written.
     """
-    content = {"format": FORMAT, "version": VERSION, **_plain(asdict(table))}
+    # Through JSON once: tuples become lists, so that the checksum is the same after reading.
+    values = json.loads(json.dumps(asdict(table), allow_nan=False))
+    content = {"format": FORMAT, "version": VERSION, **values}
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=1, allow_nan=False) + "\n"
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -249,15 +242,7 @@ def read_table(path: Path) -> PerfTable:
         PerfTableError: the file is missing, truncated, edited, of another version, or holds bad numbers.
     """
     try:
-        content = json.loads(path.read_bytes(), parse_constant=_reject_constant)
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            _fail(f'a JSON object with "format": "{FORMAT}" is required; this is something else')
-        if content.get("version") != VERSION:
-            _fail(f"version {VERSION} of the format is required, found {content.get('version')!r}")
-        checksum = content.pop("checksum", None)
-        if checksum != _checksum(content):
-            _fail("its checksum does not fit its content: the file was edited or damaged")
-        return _read_content(content)
+        return _read_content(json.loads(path.read_bytes(), parse_constant=_reject_constant))
     except FileNotFoundError as cause:
         raise PerfTableError(
             f"there is no performance table {path}: measure one with `bullet-graph profile`"
@@ -272,9 +257,15 @@ def read_table(path: Path) -> PerfTable:
         ) from cause
 
 
-def _read_content(content: dict[str, Any]) -> PerfTable:
-    entries = {name: value for name, value in content.items() if name not in ("format", "version")}
-    table = _record(PerfTable, entries, "the table")
+def _read_content(content: Any) -> PerfTable:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        _fail(f'a JSON object with "format": "{FORMAT}" is required; this is something else')
+    if content.get("version") != VERSION:
+        _fail(f"version {VERSION} of the format is required, found {content.get('version')!r}")
+    if content.pop("checksum", None) != _checksum(content):
+        _fail("its checksum does not fit its content: the file was edited or damaged")
+    del content["format"], content["version"]
+    table = _record(PerfTable, content, "the table")
     key = _record(TableKey, table["key"], "key")
     for name, kind in _KEY_TYPES.items():
         _require_type(key[name], kind, f"key.{name}")
@@ -321,12 +312,6 @@ def _reject_constant(name: str) -> NoReturn:
     _fail(f"it holds {name} where a finite number is required")
 
 
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """As JSON returns it (tuples become lists), so that the checksum is the same after reading."""
-    plain: dict[str, Any] = json.loads(json.dumps(value, allow_nan=False))
-    return plain
-
-
 def _checksum(content: dict[str, Any]) -> str:
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
@@ -363,23 +348,6 @@ def list_tables(folder: Path | None = None) -> tuple[Path, ...]:
     return tuple(sorted((folder or shipped_folder()).glob("*_*_*.json")))
 
 
-def find_table(gpu: str, model: str, dtype: str, *, folder: Path | None = None) -> Path:
-    """The shipped table (or that of ``folder``) for a GPU, model and dtype.
-
-    Raises:
-        PerfTableError: there is none; the message lists the tables of the folder.
-    """
-    folder = folder or shipped_folder()
-    path = folder / table_file_name(gpu, model, dtype)
-    if path.is_file():
-        return path
-    there = ", ".join(table.name for table in list_tables(folder)) or "none"
-    raise PerfTableError(
-        f"no performance table {path.name} is known in {folder} (there: {there}): measure one with "
-        "`bullet-graph profile`, or give the path of a table"
-    )
-
-
 def load_table(
     gpu_or_path: str | Path, *, model: str, dtype: str = "bfloat16", folder: Path | None = None
 ) -> PerfTable:
@@ -387,13 +355,20 @@ def load_table(
 
     Args:
         gpu_or_path: a path that ends in ``.json``, or a GPU such as ``h200``.
-        model: of the table; ignored for a file.
-        dtype: likewise.
+        model, dtype: of the table; ignored for a file.
         folder: where to look; None takes the shipped tables.
 
     Raises:
-        PerfTableError: there is no such table, or it cannot be used.
+        PerfTableError: there is no such table (the message lists those of the folder), or it cannot be used.
     """
     if Path(gpu_or_path).suffix == ".json":
         return read_table(Path(gpu_or_path))
-    return read_table(find_table(str(gpu_or_path), model, dtype, folder=folder))
+    folder = folder or shipped_folder()
+    path = folder / table_file_name(str(gpu_or_path), model, dtype)
+    if path.is_file():
+        return read_table(path)
+    there = ", ".join(table.name for table in list_tables(folder)) or "none"
+    raise PerfTableError(
+        f"no performance table {path.name} is known in {folder} (there: {there}): measure one with "
+        "`bullet-graph profile`, or give the path of a table"
+    )

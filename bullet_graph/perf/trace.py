@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -37,15 +37,14 @@ class Decision:
 
     Attributes:
         running: sequences that decoded.
-        waiting: prompts that waited, as far as the planner looked.
+        waiting: prompts that waited, as far as the planner looked; ``queued_tokens`` is of all.
         kv_tokens: tokens that the running sequences attended to.
-        queued_tokens: tokens of all waiting prompts.
         budget_ms: longest interval between tokens that holds every TPOT target; None without targets.
         slack_ms: longest wait for the next token that does; None without targets.
         decode: whether decode steps may be launched.
         chunk_tokens: most prompt rows of the next chunk.
         slice_layers: layers of each launch on the prefill lane.
-        decode_sms: SMs of the decode lane; None for all. Likewise ``prefill_sms``.
+        decode_sms, prefill_sms: SMs of the lanes; None for all.
         bound: what decided.
         options: the options considered, with their predictions.
         count: consecutive ticks with this decision.
@@ -78,11 +77,9 @@ class Launch:
         ticket: the executor's number for it, unique among those in flight.
         decision: the number of the decision that it followed.
         time_s: when the host launched it, on the engine's clock.
-        layers: layers it ran.
-        decode_sms: SMs of the decode lane at the time; None for all. Likewise ``prefill_sms``.
+        decode_sms, prefill_sms: SMs of the lanes at the time; None for all.
         predicted_ms: predicted device time; None without a prediction.
-        retired_s: when the host saw its end; None if it never did.
-        device_ms: measured device time; None likewise.
+        retired_s, device_ms: when the host saw its end, and the measured device time; None if it never ended.
     """
 
     ticket: int
@@ -109,7 +106,7 @@ class TracedRequest:
         arrival_s: on the engine's clock.
         first_scheduled_s: launch of its first chunk; None if there was none.
         token_us: when each token reached the host, in microseconds after its arrival.
-        ttft_limit_ms: its target for the first token; None without one. Likewise ``tpot_limit_ms``.
+        ttft_limit_ms, tpot_limit_ms: its targets; None without one.
     """
 
     request_id: str
@@ -167,7 +164,8 @@ class _Retirement:
     device_ms: float
 
 
-_RECORDS = {
+_AnyRecord = Decision | _Repeat | Launch | _Retirement | TracedRequest
+_RECORDS: dict[str, type[_AnyRecord]] = {
     "decision": Decision,
     "repeat": _Repeat,
     "launch": Launch,
@@ -204,7 +202,7 @@ class _Reader:
         self._header: TraceHeader | None = None
         self._decisions: dict[int, Decision] = {}
         self._launches: list[Launch] = []
-        self._pending: dict[int, int] = {}
+        self._pending: dict[int, int] = {}  # index of each launch under way, by ticket
         self._requests: list[TracedRequest] = []
         self._notes: list[str] = []
         self._last_s = -math.inf
@@ -227,7 +225,8 @@ class _Reader:
         record_type = _RECORDS.get(kind) if isinstance(kind, str) else None
         if record_type is None:
             raise self._error(f"must have a type among {', '.join(_RECORDS)}, but has {kind!r}")
-        self._add(self._parse(record_type, content))
+        record = self._parse(record_type, content)
+        self._last_s = max(self._last_s, self._add(record))
 
     def trace(self) -> Trace:
         if self._header is None:
@@ -238,22 +237,12 @@ class _Reader:
             self._notes.append(
                 f"launches that were never seen to end, and are left out: {len(self._pending)}"
             )
-        decisions = tuple(self._decisions.values())
-        starts = [
-            *(d.time_s for d in decisions[:1]),
-            *(launch.time_s for launch in self._launches[:1]),
-            *(r.arrival_s for r in self._requests),
-        ]
+        decisions, launches = tuple(self._decisions.values()), tuple(self._launches)
+        requests = tuple(self._requests)
+        starts = [*(x.time_s for x in (*decisions[:1], *launches[:1])), *(r.arrival_s for r in requests)]
         start_s = min(starts, default=0.0)
-        return Trace(
-            self._header,
-            decisions,
-            tuple(self._launches),
-            tuple(self._requests),
-            tuple(self._notes),
-            start_s,
-            max(self._last_s, start_s),
-        )
+        end_s = max(self._last_s, start_s)
+        return Trace(self._header, decisions, launches, requests, tuple(self._notes), start_s, end_s)
 
     def _read_header(self, content: object) -> TraceHeader:
         if not isinstance(content, dict) or content.get("format") != TRACE_FORMAT:
@@ -274,43 +263,38 @@ class _Reader:
             fields[name] = tuple(value) if isinstance(value, list) else value
         return record_type(**fields)
 
-    def _add(self, record: object) -> None:
+    def _add(self, record: _AnyRecord) -> float:
+        """Keep a record; returns the time of its last event."""
         match record:
             case Decision():
                 if record.decision in self._decisions:
                     raise self._error(f"decision {record.decision} is there twice; the file is damaged")
                 self._decisions[record.decision] = record
-                self._last_s = max(self._last_s, record.time_s)
             case _Repeat():
                 decision = self._known_decision(record.decision)
-                self._decisions[record.decision] = dataclasses.replace(
-                    decision, count=decision.count + record.count
-                )
-                self._last_s = max(self._last_s, record.time_s)
+                count = decision.count + record.count
+                self._decisions[record.decision] = dataclasses.replace(decision, count=count)
             case Launch():
                 self._known_decision(record.decision)
                 if record.ticket in self._pending:
                     raise self._error(f"ticket {record.ticket} is under way already; the file is damaged")
                 self._pending[record.ticket] = len(self._launches)
                 self._launches.append(record)
-                self._last_s = max(self._last_s, record.time_s)
             case _Retirement():
-                self._retire(record)
+                index = self._pending.pop(record.ticket, None)
+                if index is None:
+                    raise self._error(
+                        f"ticket {record.ticket} ends, but is not under way; the file is damaged"
+                    )
+                if record.device_ms < 0:
+                    raise self._error(f"device_ms must not be negative, but is {record.device_ms}")
+                self._launches[index] = dataclasses.replace(
+                    self._launches[index], retired_s=record.time_s, device_ms=record.device_ms
+                )
             case TracedRequest():
                 self._requests.append(record)
-                if record.token_us:
-                    self._last_s = max(self._last_s, record.arrival_s + record.token_us[-1] / 1e6)
-
-    def _retire(self, record: _Retirement) -> None:
-        index = self._pending.pop(record.ticket, None)
-        if index is None:
-            raise self._error(f"ticket {record.ticket} ends, but is not under way; the file is damaged")
-        if record.device_ms < 0:
-            raise self._error(f"device_ms must not be negative, but is {record.device_ms}")
-        self._launches[index] = dataclasses.replace(
-            self._launches[index], retired_s=record.time_s, device_ms=record.device_ms
-        )
-        self._last_s = max(self._last_s, record.time_s)
+                return record.arrival_s + record.token_us[-1] / 1e6 if record.token_us else -math.inf
+        return record.time_s
 
     def _known_decision(self, number: int) -> Decision:
         decision = self._decisions.get(number)
@@ -324,13 +308,6 @@ class _Reader:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(name)
-
-
-def _field_checks(record_type: Any) -> Iterator[tuple[str, str, Callable[[object], bool]]]:
-    hints = get_type_hints(record_type)
-    for field in dataclasses.fields(record_type):
-        if field.default is dataclasses.MISSING:
-            yield (field.name, *_check(hints[field.name]))
 
 
 def _check(hint: Any) -> tuple[str, Callable[[object], bool]]:
@@ -358,7 +335,12 @@ _PLAIN: dict[object, tuple[str, Callable[[object], bool]]] = {
     types.NoneType: ("null", lambda v: v is None),
 }
 
-# Name, form in words and test of each field that a line of the type must have.
-_CHECKS: dict[type, tuple[tuple[str, str, Callable[[object], bool]], ...]] = {
-    record_type: tuple(_field_checks(record_type)) for record_type in (TraceHeader, *_RECORDS.values())
-}
+
+def _field_checks(record_type: Any) -> list[tuple[str, str, Callable[[object], bool]]]:
+    """Name, form in words and test of each field that a line of the type must have."""
+    hints = get_type_hints(record_type)
+    required = (f for f in dataclasses.fields(record_type) if f.default is dataclasses.MISSING)
+    return [(f.name, *_check(hints[f.name])) for f in required]
+
+
+_CHECKS = {record_type: _field_checks(record_type) for record_type in (TraceHeader, *_RECORDS.values())}

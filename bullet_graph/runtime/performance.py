@@ -1,7 +1,6 @@
 """Finds the performance model of a runtime: a measured table, or an estimate if the user asks for one."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,10 +83,10 @@ def find_performance(
     return table_model(table, config.max_num_seqs, runtime.model)
 
 
-def table_model(table: PerfTable, max_num_seqs: int, model: ModelConfig) -> TableModel:
+def table_model(table: PerfTable, max_num_seqs: int, model: ModelConfig) -> PerformanceModel:
     """Predictions from a table, with batches padded as the engine's graphs pad them."""
     buckets = batch_size_buckets(max_num_seqs)
-    return TableModel(table, model, pad=partial(bucket_for, buckets=buckets))
+    return PaddedModel(TableModel(table, model), lambda batch_size, _sms: bucket_for(batch_size, buckets))
 
 
 def table_file(config: EngineConfig, runtime: "Runtime") -> Path | None:

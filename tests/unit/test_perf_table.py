@@ -18,7 +18,6 @@ from bullet_graph.perf.table import (
     PrefillPoint,
     SplitPoint,
     _checksum,
-    find_table,
     gpu_nickname,
     list_tables,
     load_table,
@@ -215,8 +214,8 @@ def test_tables_are_found_by_name_or_path(tmp_path: Path) -> None:
     write_table(h200_table(), path)
     (tmp_path / "plan.toml").touch()
     assert list_tables(tmp_path) == (path,)
-    assert find_table("NVIDIA H200", "llama-3.1-8b", "bfloat16", folder=tmp_path) == path
-    assert load_table("h200", model="llama-3.1-8b", folder=tmp_path) == h200_table()
+    for gpu in ("NVIDIA H200", "h200"):
+        assert load_table(gpu, model="llama-3.1-8b", folder=tmp_path) == h200_table()
     assert load_table(path, model="whatever") == load_table(str(path), model="whatever") == h200_table()
 
 
@@ -227,7 +226,7 @@ def test_a_table_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
     assert "h100_llama-3.1-8b_bfloat16.json" in str(error.value)
     assert "there: h200_llama-3.1-8b_bfloat16.json" in str(error.value)
     with pytest.raises(PerfTableError, match="there: none"):
-        find_table("h200", "tiny", "float32", folder=tmp_path / "missing")
+        load_table("h200", model="tiny", dtype="float32", folder=tmp_path / "missing")
 
 
 def test_an_installed_package_looks_inside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
