@@ -239,7 +239,8 @@ class _Reader:
             )
         decisions, launches = tuple(self._decisions.values()), tuple(self._launches)
         requests = tuple(self._requests)
-        starts = [*(x.time_s for x in (*decisions[:1], *launches[:1])), *(r.arrival_s for r in requests)]
+        starts = [d.time_s for d in decisions[:1]] + [x.time_s for x in launches[:1]]
+        starts += [r.arrival_s for r in requests]
         start_s = min(starts, default=0.0)
         end_s = max(self._last_s, start_s)
         return Trace(self._header, decisions, launches, requests, tuple(self._notes), start_s, end_s)
@@ -343,4 +344,6 @@ def _field_checks(record_type: Any) -> list[tuple[str, str, Callable[[object], b
     return [(f.name, *_check(hints[f.name])) for f in required]
 
 
-_CHECKS = {record_type: _field_checks(record_type) for record_type in (TraceHeader, *_RECORDS.values())}
+_CHECKS: dict[type, list[tuple[str, str, Callable[[object], bool]]]] = {
+    record_type: _field_checks(record_type) for record_type in (TraceHeader, *_RECORDS.values())
+}
