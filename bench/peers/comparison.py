@@ -18,7 +18,7 @@ from bullet_graph.engine.replay import Replay, TimedRequest, replay_async
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.perf.energy import DeviceMonitor
 from bullet_graph.perf.goodput_search import FASTEST_RATE, GoodputSearch
-from bullet_graph.perf.replay_metrics import ReplayResult
+from bullet_graph.perf.metrics import ReplayResult
 from bullet_graph.slo import NO_TARGETS
 from bullet_graph.workloads import Arrivals, load_workload
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bullet_graph.cli.result_file import emit
-from bullet_graph.perf.replay_metrics import ReplayResult
+from bullet_graph.perf.metrics import ReplayResult
 
 _LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "e2e": "e2el"}
 _MOST_REASONS_SHOWN = 3

@@ -5,7 +5,6 @@ streams its outputs, such as an HTTP server.
 """
 
 import asyncio
-import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -18,29 +17,17 @@ from datetime import datetime
 from typing import Protocol
 
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.errors import ConfigError, EngineDeadError, PromptError, RequestError, WorkloadError
-from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.replay_metrics import ReplayResult, ServedRequest, summarize_replay
+from bullet_graph.errors import ConfigError, EngineDeadError, PromptError, RequestError
+from bullet_graph.perf.metrics import ReplayResult, RequestMetrics, ServedRequest, summarize_replay
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, make_prompt_token_ids
-from bullet_graph.workloads.arrivals import Times
-
-WARMUP_OUTPUT_TOKENS = 64
-WARMUP_GAP_S = 0.02
-"""Between warm-up requests, so that some arrive while others decode: this runs other kernels than all at once."""
+from bullet_graph.workloads.workload import Times
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request and when it arrives.
-
-    Attributes:
-        arrival_s: seconds after the start of the replay.
-        prompt_token_ids: at least one.
-        params: sampling settings.
-        slo: its targets.
-    """
+    """A request that arrives ``arrival_s`` seconds after the start of the replay."""
 
     arrival_s: float
     prompt_token_ids: Sequence[int]
@@ -50,23 +37,18 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The outcome of a replay.
-
-    Attributes:
-        served: the outcome of each request, in the order given.
-        start_s: when the replay began, on the client's clock.
-        end_s: when the last token of a completed request reached the client.
-    """
+    """The outcome of each request, in the order given; it began at ``start_s`` on the client's clock."""
 
     served: tuple[ServedRequest, ...]
     start_s: float
-    end_s: float
 
-    @classmethod
-    def of(cls, served: Sequence[ServedRequest], start_s: float) -> "Replay":
-        """The replay that began at ``start_s``; it ends with the last token of a completed request."""
-        ends = (r.metrics.token_times_s[-1] for r in served if r.error is None and r.metrics.token_times_s)
-        return cls(tuple(served), start_s, max(ends, default=start_s))
+    @property
+    def end_s(self) -> float:
+        """When the last token of a completed request reached the client."""
+        ends = (
+            r.metrics.token_times_s[-1] for r in self.served if r.error is None and r.metrics.token_times_s
+        )
+        return max(ends, default=self.start_s)
 
     @property
     def duration_s(self) -> float:
@@ -74,7 +56,7 @@ class Replay:
         return self.end_s - self.start_s
 
     def result(self, arrivals: Arrivals, *, started: datetime, backend: str, model_id: str) -> ReplayResult:
-        """The replay's figures; see :func:`~bullet_graph.perf.replay_metrics.summarize_replay`."""
+        """The replay's figures."""
         return summarize_replay(
             self.served,
             duration_s=self.duration_s,
@@ -100,12 +82,7 @@ def timed_requests(
 ) -> list[TimedRequest]:
     """Make a workload's requests, each sampled greedily to its recorded output length.
 
-    Args:
-        workload: gives the lengths, and the prompts where it has them.
-        arrivals_s: seconds after the start, one for each request, not decreasing.
-        vocab_size: random prompts are drawn from this many token ids.
-        slo: targets of every request.
-        seed: of random prompts, at least 0.
+    Prompts that the workload does not have are drawn from ``vocab_size`` token ids, by ``seed`` (at least 0).
 
     Raises:
         ConfigError: the number of arrivals is not that of the requests.
@@ -126,26 +103,6 @@ def timed_requests(
     ]
 
 
-def warmup_requests(
-    workload: Workload, num_warmups: int, *, vocab_size: int, slo: Slo, seed: int
-) -> list[TimedRequest]:
-    """Make requests that let kernels compile before a measurement.
-
-    They have the prompt lengths of the workload's first requests (repeated if it has fewer), outputs of at most
-    ``WARMUP_OUTPUT_TOKENS``, and other random prompts than the measured requests.
-    """
-    if num_warmups < 0:
-        raise ConfigError(f"the number of warm-up requests must be at least 0, got {num_warmups}")
-    first = itertools.islice(itertools.cycle(workload.requests), num_warmups)
-    short = tuple(
-        dataclasses.replace(r, output_tokens=min(r.output_tokens, WARMUP_OUTPUT_TOKENS)) for r in first
-    )
-    times = [WARMUP_GAP_S * index for index in range(num_warmups)]
-    return timed_requests(
-        Workload(workload.name, short), times, vocab_size=vocab_size, slo=slo, seed=seed + 1
-    )
-
-
 def require_forced_length(prompt_tokens: int, params: SamplingParams, max_model_len: int) -> None:
     """Refuse a request that the engine would end before its recorded output length.
 
@@ -156,19 +113,6 @@ def require_forced_length(prompt_tokens: int, params: SamplingParams, max_model_
         raise PromptError(
             f"prompt and output have {prompt_tokens} + {params.max_tokens} tokens, more than "
             f"max_model_len={max_model_len}"
-        )
-
-
-def require_some(served: Sequence[ServedRequest], name: str) -> None:
-    """Refuse a replay in which every request failed.
-
-    Raises:
-        WorkloadError: all failed; the message has the first reason, and the workload's ``name``.
-    """
-    errors = [request.error for request in served if request.error is not None]
-    if served and len(errors) == len(served):
-        raise WorkloadError(
-            f"none of the {len(errors)} requests of {name} could be served; the first: {errors[0]}"
         )
 
 
@@ -190,10 +134,10 @@ class ReplayEngine(Protocol):
         """Most tokens of a prompt and its output together."""
 
     def now(self) -> float:
-        """Seconds on the clock of the requests' metrics."""
+        """Seconds on the clock of the requests' metrics: ``arrival_s`` and ``until_s`` are its times."""
 
     def sleep_until(self, time_s: float) -> None:
-        """Let time pass with no work, until ``time_s`` of :meth:`now`."""
+        """Let time pass with no work."""
 
     def add_request(
         self,
@@ -205,13 +149,13 @@ class ReplayEngine(Protocol):
         arrival_s: float,
         slo: Slo,
     ) -> None:
-        """Queue a request that arrived at ``arrival_s`` of :meth:`now`; RequestError if it is wrong."""
+        """Queue a request; RequestError if it is wrong."""
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has work."""
 
     def step(self, until_s: float | None) -> list[RequestOutput]:
-        """Work until something has happened, but not beyond ``until_s`` of :meth:`now`."""
+        """Work until something has happened, but not beyond ``until_s``."""
 
 
 def replay(
@@ -232,7 +176,6 @@ def replay(
         engine: with no other requests.
         requests: in order of arrival.
         max_concurrency: most requests under way at once; None is no limit.
-        on_done: called with each request's outcome.
         id_prefix: of the requests' ids in the engine, before their index.
 
     Raises:
@@ -283,7 +226,7 @@ def replay(
                 let_in_s = engine.now()
         elif next_s is not None:
             engine.sleep_until(next_s)
-    return Replay.of([served[index] for index in range(len(requests))], start_s)
+    return Replay(tuple(served[index] for index in range(len(requests))), start_s)
 
 
 # ---- a system that streams ----
@@ -327,9 +270,7 @@ async def replay_async(
         system: serves the requests.
         requests: in order of arrival.
         max_concurrency: most requests under way at once; None is no limit.
-        on_done: called with each request's outcome.
-        clock: seconds, monotonic.
-        sleep: waits a number of seconds of ``clock``.
+        clock: seconds, monotonic; ``sleep`` waits a number of them.
 
     Raises:
         ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
@@ -366,8 +307,8 @@ async def replay_async(
         dead, others = group.split(EngineDeadError)
         if dead is None or others is not None:
             raise
-        raise _first(dead) from None
-    return Replay.of([task.result() for task in tasks], start_s)
+        raise dead.exceptions[0] from None
+    return Replay(tuple(task.result() for task in tasks), start_s)
 
 
 async def _serve(
@@ -388,8 +329,3 @@ async def _serve(
         return ServedRequest(num_input, 0, RequestMetrics(arrival_s, None, ()), request.slo, reason)
     metrics = RequestMetrics(arrival_s, None, tuple(times))
     return ServedRequest(num_input, len(times), metrics, request.slo, None)
-
-
-def _first(errors: BaseExceptionGroup[EngineDeadError]) -> EngineDeadError:
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -16,15 +16,15 @@ from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.partition.masks import partition_of
+from bullet_graph.perf.metrics import ServedRequest
 from bullet_graph.perf.performance import PerformanceModel
-from bullet_graph.perf.replay_metrics import ServedRequest
 from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.executor import max_batch_sizes
 from bullet_graph.runtime.simulated import SimulatedExecutor, StepRecord
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload
-from bullet_graph.workloads.arrivals import Times
+from bullet_graph.workloads.workload import Times
 
 HOST_OVERHEAD_MS = 0.2
 """Default host time per launch."""

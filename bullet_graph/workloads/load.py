@@ -18,7 +18,7 @@ from bullet_graph.workloads.synthetic import SYNTHETIC_NAMES, synthetic_workload
 from bullet_graph.workloads.workload import Tokenize, Workload, WorkloadRequest
 
 AZURE_EXCERPTS = ("conv", "code")
-"""Names after ``azure:``; each is the first 1,000 requests of a trace, shipped with the package."""
+"""The first 1,000 requests of these traces are shipped with the package."""
 
 DEFAULT_SYNTHETIC_REQUESTS = 1000
 
@@ -34,9 +34,8 @@ def load_workload(
     """Load a workload by name or from a file.
 
     Args:
-        spec: ``azure:conv`` or ``azure:code`` (shipped excerpts); ``synthetic:conv``, ``synthetic:code`` or
-            ``synthetic:longdoc``; or a file: ``.csv`` (Azure LLM inference trace), ``.json`` (ShareGPT) or ``.jsonl``
-            (Mooncake).
+        spec: ``azure:NAME`` (a shipped excerpt), ``synthetic:NAME``, or a file: ``.csv`` (Azure LLM inference trace),
+            ``.json`` (ShareGPT) or ``.jsonl`` (Mooncake).
         num_requests: take the first N, and read no further; None takes the whole trace, or
             ``DEFAULT_SYNTHETIC_REQUESTS`` of a synthetic workload.
         seed: of a synthetic workload, at least 0.

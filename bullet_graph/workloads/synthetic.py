@@ -15,7 +15,6 @@ from bullet_graph.errors import WorkloadError
 from bullet_graph.workloads.workload import Workload, WorkloadRequest
 
 SYNTHETIC_NAMES = ("conv", "code", "longdoc")
-"""Names after ``synthetic:``."""
 
 # A lognormal of median m and mean μ has σ = sqrt(2 ln(μ / m)).
 _LONGDOC_MEDIAN_TOKENS = np.array([5800.0, 150.0])
@@ -31,9 +30,8 @@ class LengthTables:
     any dependence between the two: in the conv trace, prompts of about 1,100 tokens have the longest outputs.
 
     Attributes:
-        probabilities: ascending, from 0 to 1.
-        prompt_tokens: the prompt length at each probability.
-        output_tokens: a row per share, shortest prompts first: the output length at each probability.
+        probabilities: ascending, from 0 to 1; each length is the quantile at one of them.
+        output_tokens: a row per share, shortest prompts first.
     """
 
     probabilities: tuple[float, ...]
@@ -55,14 +53,7 @@ class LengthTables:
         )
 
     def lengths(self, uniforms: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """Map points of the unit square to lengths in tokens.
-
-        Args:
-            uniforms: float64 [num_requests, 2] in [0, 1).
-
-        Returns:
-            int64 [num_requests, 2]: prompt and output length of each request.
-        """
+        """Map points of the unit square, float64 [num_requests, 2], to prompt and output lengths, int64 alike."""
         prompt_at, output_at = uniforms[:, 0], uniforms[:, 1]
         log_lengths = np.empty_like(uniforms)
         log_lengths[:, 0] = np.interp(prompt_at, self.probabilities, np.log(self.prompt_tokens))
@@ -74,16 +65,13 @@ class LengthTables:
 
 
 def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
-    """Generate a synthetic workload, whose requests have lengths but neither prompts nor arrival times.
+    """Generate a workload of ``SYNTHETIC_NAMES``: its requests have lengths but neither prompts nor arrival times.
 
-    Args:
-        name: one of ``SYNTHETIC_NAMES``. ``longdoc`` has lognormal lengths: prompts of mean 7,000 (at most
-            32,000) and outputs of mean 200 (at most 2,000).
-        num_requests: at least 1.
-        seed: at least 0.
+    ``longdoc`` has lognormal lengths: prompts of mean 7,000 tokens (at most 32,000) and outputs of mean 200 (at most
+    2,000).
 
     Raises:
-        WorkloadError: an unknown name, or a number out of range.
+        WorkloadError: an unknown name, no request, or a negative seed.
     """
     if name not in SYNTHETIC_NAMES:
         raise WorkloadError(

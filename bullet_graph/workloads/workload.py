@@ -1,11 +1,15 @@
-"""A workload: the lengths of its requests and, where the source has them, arrival times and prompts."""
+"""A workload: the lengths of its requests, when they arrive, and their prompts."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from bullet_graph.errors import ConfigError, WorkloadError
+
+Times = npt.NDArray[np.float64]
 Tokenize = Callable[[str], Sequence[int]]
 """Turns a text into token ids."""
 
@@ -18,8 +22,7 @@ class WorkloadRequest:
         prompt_tokens: length of the prompt, at least 1.
         output_tokens: length of the output, at least 1; a benchmark forces it.
         arrival_s: seconds after the workload's first request, or None where the source has no times.
-        prompt_text: the prompt, where the source has it.
-        prompt_token_ids: ``prompt_text`` as ``prompt_tokens`` token ids.
+        prompt_text: the prompt, where the source has it; ``prompt_token_ids`` are its ``prompt_tokens`` ids.
     """
 
     prompt_tokens: int
@@ -37,21 +40,94 @@ class Workload:
     requests: tuple[WorkloadRequest, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """How the requests of a workload arrive.
+
+    Attributes:
+        request_rate: requests per second; infinite lets all arrive at 0, None takes the recorded times.
+        burstiness: shape of random gaps; see :func:`arrival_times`.
+        time_scale: factor on recorded times: 0.5 replays at twice the recorded rate.
+        max_concurrency: most requests under way at once; None is no limit.
+        seed: of random gaps and random prompts, at least 0.
+    """
+
+    request_rate: float | None
+    burstiness: float = 1.0
+    time_scale: float = 1.0
+    max_concurrency: int | None = None
+    seed: int = 0
+
+    def times(self, workload: Workload) -> Times:
+        """Arrival times: float64 [number of requests], seconds after the start, not decreasing.
+
+        Raises:
+            ConfigError: a number is out of range.
+            WorkloadError: recorded times are asked for, but the workload (synthetic, ShareGPT) has none.
+        """
+        if self.request_rate is not None:
+            return arrival_times(
+                len(workload.requests),
+                request_rate=self.request_rate,
+                burstiness=self.burstiness,
+                seed=self.seed,
+            )
+        if not (math.isfinite(self.time_scale) and self.time_scale > 0):
+            raise ConfigError(
+                f"the scale of a trace's times must be a finite number above 0, got {self.time_scale}"
+            )
+        times = [request.arrival_s for request in workload.requests]
+        if None in times:
+            raise WorkloadError(
+                f"{workload.name} has no arrival times: give a request rate instead, or a trace that has them "
+                "(Azure CSV, Mooncake JSONL)"
+            )
+        return np.array(times, dtype=np.float64) * self.time_scale
+
+
+def arrival_times(num_requests: int, *, request_rate: float, burstiness: float = 1.0, seed: int = 0) -> Times:
+    """Draw random arrivals at a mean rate, as vLLM's serving benchmark does.
+
+    The gaps, the first one included, follow a gamma distribution of shape ``burstiness``: 1 is a Poisson process, less
+    is burstier, more is steadier, infinite has equal gaps. One factor then scales them so that the last request arrives
+    at exactly ``num_requests / request_rate``. Every seed thus has the same mean rate, and one seed has the same
+    pattern at every rate.
+
+    Returns:
+        float64 [num_requests], seconds after the start, not decreasing; all 0 at an infinite rate.
+
+    Raises:
+        ConfigError: a number is out of range, or the burstiness is so small that every gap vanishes.
+    """
+    if num_requests < 1 or seed < 0:
+        raise ConfigError(
+            f"arrivals need at least 1 request and a seed of at least 0, got {num_requests} requests and seed {seed}"
+        )
+    for name, value in (("request_rate", request_rate), ("burstiness", burstiness)):
+        if math.isnan(value) or value <= 0:
+            raise ConfigError(f"{name} must be a number above 0, or inf, got {value}")
+    if math.isinf(request_rate):
+        return np.zeros(num_requests)
+    if math.isinf(burstiness):
+        gaps = np.ones(num_requests)
+    else:
+        # PCG64 by name: numpy may change its default generator.
+        gaps = np.random.Generator(np.random.PCG64(seed)).gamma(burstiness, size=num_requests)
+    times = np.cumsum(gaps)
+    if times[-1] == 0:
+        raise ConfigError(
+            f"burstiness={burstiness} leaves no gap between {num_requests} requests: raise the burstiness"
+        )
+    scaled: Times = times / times[-1] * (num_requests / request_rate)
+    return scaled
+
+
 def make_prompt_token_ids(
     request: WorkloadRequest, index: int, vocab_size: int, seed: int
 ) -> npt.NDArray[np.int32]:
-    """Return a request's own token ids, or random ones of its length.
+    """A request's own token ids, or random ones in [0, vocab_size): int32 [request.prompt_tokens].
 
-    Random ids depend on (seed, index) alone and differ between indices, so no two prompts share a prefix.
-
-    Args:
-        request: the request to make a prompt for.
-        index: its place in the workload, at least 0.
-        vocab_size: random ids are uniform in [0, vocab_size).
-        seed: at least 0.
-
-    Returns:
-        int32 [request.prompt_tokens].
+    Random ids depend on (seed, index) alone, so no two prompts of a workload share a prefix.
     """
     if request.prompt_token_ids is not None:
         return np.asarray(request.prompt_token_ids, dtype=np.int32)

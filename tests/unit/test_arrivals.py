@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bullet_graph.errors import ConfigError, WorkloadError
-from bullet_graph.workloads import Workload, WorkloadRequest, load_workload
-from bullet_graph.workloads.arrivals import arrival_times, trace_times
+from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_workload
+from bullet_graph.workloads.workload import arrival_times
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -73,19 +73,19 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, float], message: 
 
 def test_a_traces_own_times() -> None:
     workload = load_workload("azure:conv", num_requests=20)
-    times = trace_times(workload)
+    times = Arrivals(request_rate=None).times(workload)
     assert times[0] == 0
     assert times.tolist() == [request.arrival_s for request in workload.requests]
-    assert trace_times(workload, scale=0.5) == pytest.approx(times / 2)
+    assert Arrivals(request_rate=None, time_scale=0.5).times(workload) == pytest.approx(times / 2)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 def test_a_scale_out_of_range_is_refused(scale: float) -> None:
     with pytest.raises(ConfigError, match="scale"):
-        trace_times(load_workload("azure:conv", num_requests=2), scale=scale)
+        Arrivals(request_rate=None, time_scale=scale).times(load_workload("azure:conv", num_requests=2))
 
 
 def test_a_workload_without_times_has_none_to_replay() -> None:
     workload = Workload("chat", (WorkloadRequest(3, 4, 0.0), WorkloadRequest(3, 4, None)))
     with pytest.raises(WorkloadError, match=r"chat has no arrival times.*request rate"):
-        trace_times(workload)
+        Arrivals(request_rate=None).times(workload)

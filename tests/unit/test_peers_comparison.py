@@ -14,8 +14,7 @@ from bullet_graph.cli.bench.sweep_file import CellKey, SweepFile
 from bullet_graph.cli.bench.sweep_runner import WorkloadSpec, make_cells
 from bullet_graph.engine.replay import Replay, TimedRequest
 from bullet_graph.perf.goodput_search import GoodputSearch
-from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.replay_metrics import ServedRequest
+from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Workload
 from bullet_graph.workloads.workload import WorkloadRequest
@@ -57,7 +56,7 @@ async def replayed(system: Served, requests: Sequence[TimedRequest], **_: Any) -
     tpot_ms = TPOT_MS if rate < GOODPUTS[system.setting] else 2 * TPOT_MS
     metrics = RequestMetrics(0.0, 0.0, (0.0, tpot_ms / 1e3))
     served = tuple(ServedRequest(1, 2, metrics, slo=request.slo) for request in requests)
-    return Replay(served, 0.0, requests[-1].arrival_s)
+    return Replay(served, 0.0)
 
 
 def compare(

@@ -7,8 +7,7 @@ import pytest
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
 from bullet_graph.engine.replay import Replay, TimedRequest, replay
 from bullet_graph.errors import ConfigError, EngineDeadError, PromptError
-from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.replay_metrics import ServedRequest
+from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
@@ -150,7 +149,7 @@ def test_nothing_served_takes_no_time() -> None:
     result = replay(FakeEngine(), [request(0.0, prompt=(-1,))])
     assert result.duration_s == 0
     assert result.served[0].error == "negative token"
-    assert replay(FakeEngine(), []) == Replay((), 50.0, 50.0)
+    assert replay(FakeEngine(), []) == Replay((), 50.0)
 
 
 def test_targets_reach_engine_and_result() -> None:

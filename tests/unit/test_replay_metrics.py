@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from bullet_graph.perf.metrics import PercentileSummary, RequestMetrics, summarize_ms
-from bullet_graph.perf.replay_metrics import ReplayResult, ServedRequest, summarize_replay
+from bullet_graph.perf.metrics import (
+    PercentileSummary,
+    ReplayResult,
+    RequestMetrics,
+    ServedRequest,
+    summarize_ms,
+    summarize_replay,
+)
 from bullet_graph.slo import NO_TARGETS, Slo
 
 TIGHT = Slo(ttft_ms=500, tpot_ms=15)

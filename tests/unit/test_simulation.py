@@ -24,7 +24,7 @@ from bullet_graph.perf.trace import read_trace
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload, WorkloadRequest, load_workload
-from bullet_graph.workloads.arrivals import arrival_times
+from bullet_graph.workloads.workload import arrival_times
 
 POLICIES = ("serial", "serial:512", "mixed", "mixed:256", "split", "split:32", "auto")
 MODEL = Roofline(H200, LLAMA_8B)

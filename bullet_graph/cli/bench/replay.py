@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,22 +28,23 @@ from bullet_graph.engine.replay import (
     event_loop_factory,
     replay,
     replay_async,
-    require_some,
     timed_requests,
-    warmup_requests,
 )
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.energy import DeviceReport
-from bullet_graph.perf.replay_metrics import ReplayResult
+from bullet_graph.perf.metrics import ReplayResult
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Arrivals, Workload, load_workload
 
 _RECORD_FIELDS = ("model", "load_format", "dtype", "seed", "engine", "start", "provenance")
-"""Fields of the engine; a run has its own counters."""
+
+_WARMUP_OUTPUT_TOKENS = 64
+_WARMUP_GAP_S = 0.02
+"""Between warm-up requests, so that some arrive while others decode: this runs other kernels than all at once."""
 
 _ENGINE_FIELDS = (
     "policy", "policy_shares", "num_steps", "num_preemptions", "kv_blocks_peak", "kv_blocks_total", "device",
@@ -56,18 +58,10 @@ _ENGINE_FIELDS = (
 
 
 class EngineClient:
-    """An engine in this process, under one policy.
+    """An engine in this process with nothing under way, under one policy and with the planner's targets.
 
     The engine's loop is made anew for each replay, so that its counters are the replay's alone. The planner keeps what
-    it has learned of its predictions' errors.
-
-    Args:
-        engine: with nothing under way, and able to serve as ``policy``: one made for ``auto`` is.
-        policy: how prefill and decode share the device.
-        slo: the planner's targets.
-
-    Attributes:
-        device: clocks, power and energy during the last replay.
+    it has learned of its predictions' errors. ``device`` has clocks, power and energy during the last replay.
     """
 
     backend = "bullet_graph"
@@ -81,7 +75,7 @@ class EngineClient:
         self.vocab_size = engine.model_config.vocab_size
 
     def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Replay:
-        """Serve requests; ``options`` are those of :func:`~bullet_graph.engine.replay.replay`."""
+        """Serve requests; ``options`` are those of :func:`bullet_graph.engine.replay.replay`."""
         self._engine.set_policy(self._policy, self._slo)
         with watch_device(self._engine) as monitor:
             prefix = "warmup-" if is_warmup else ""
@@ -105,15 +99,7 @@ class EngineClient:
 
 
 class StreamClient:
-    """The client of a system that streams its outputs on an event loop.
-
-    Args:
-        system: that serves.
-        runner: of the event loop.
-        backend: what serves.
-        model_id: the model.
-        vocab_size: of the model.
-    """
+    """The client of a system that streams its outputs on the runner's event loop."""
 
     def __init__(
         self, system: StreamingSystem, runner: asyncio.Runner, *, backend: str, model_id: str, vocab_size: int
@@ -172,7 +158,6 @@ def collect_garbage() -> None:
 
 
 Client = EngineClient | StreamClient
-"""The side of a replay that sends the requests."""
 
 
 def energy_fields(joules: float | None, result: ReplayResult) -> dict[str, float | None]:
@@ -190,13 +175,7 @@ def energy_fields(joules: float | None, result: ReplayResult) -> dict[str, float
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One replay.
-
-    Attributes:
-        result: latencies, rates and goodput, as the client saw them.
-        slo: targets of every request.
-        usage: further fields, from the system.
-    """
+    """One replay as the client saw it, the targets of every request, and further fields from the system."""
 
     result: ReplayResult
     slo: Slo
@@ -221,9 +200,8 @@ def measure(
     Args:
         client: sends the requests.
         workload: the requests, with their recorded lengths.
-        arrivals: when they arrive.
+        arrivals: when they arrive; their seed is that of random prompts, too, without a ``prompt_seed``.
         slo: targets of every request.
-        prompt_seed: of random prompts; None: the arrivals' seed.
         label: of a progress bar on a terminal; None: no bar.
 
     Raises:
@@ -245,24 +223,34 @@ def measure(
         replayed = client.replay(
             requests, max_concurrency=arrivals.max_concurrency, on_done=lambda _: advance(1)
         )
-    require_some(replayed.served, workload.name)
+    errors = [request.error for request in replayed.served if request.error is not None]
+    if len(errors) == len(requests):
+        raise WorkloadError(
+            f"none of the {len(errors)} requests of {workload.name} could be served; the first: {errors[0]}"
+        )
     result = replayed.result(arrivals, started=started, backend=client.backend, model_id=client.model_id)
     return Measurement(result, slo, client.usage(result))
 
 
 def warm_up(client: Client, workload: Workload, num_warmups: int, *, slo: Slo, seed: int) -> None:
-    """Serve a few short requests, so that the next replay compiles no kernels.
+    """Serve a few short requests, so that the next replay, of this workload and seed, compiles no kernels.
 
-    Args:
-        client: sends the requests.
-        workload: of the next replay.
-        num_warmups: number of requests; 0 does nothing.
-        slo: targets of every request.
-        seed: of the next replay.
+    They have the prompt lengths of its first requests (repeated if it has fewer), but other random prompts.
     """
-    if num_warmups:
-        requests = warmup_requests(workload, num_warmups, vocab_size=client.vocab_size, slo=slo, seed=seed)
-        client.replay(requests, is_warmup=True)
+    if not num_warmups:
+        return
+    first = itertools.islice(itertools.cycle(workload.requests), num_warmups)
+    short = tuple(
+        dataclasses.replace(r, output_tokens=min(r.output_tokens, _WARMUP_OUTPUT_TOKENS)) for r in first
+    )
+    requests = timed_requests(
+        Workload(workload.name, short),
+        [_WARMUP_GAP_S * index for index in range(num_warmups)],
+        vocab_size=client.vocab_size,
+        slo=slo,
+        seed=seed + 1,
+    )
+    client.replay(requests, is_warmup=True)
 
 
 # ---- commands ----
@@ -422,11 +410,7 @@ def serve(
 
 
 def _api_url(base_url: str) -> str:
-    """The URL up to ``/v1``.
-
-    Raises:
-        ConfigError: it is no URL of a server.
-    """
+    """The URL up to ``/v1``."""
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"--base-url must be such as http://127.0.0.1:8000, got {base_url!r}")

@@ -42,7 +42,7 @@ class SweepCell:
         goodput: the highest rate that served enough, in requests per second; None: none did, or it is not finished.
         finished: whether the search is over.
         runs: the fields of each run, in the order of running: those of
-            :class:`~bullet_graph.perf.replay_metrics.ReplayResult`, and what the system adds.
+            :class:`~bullet_graph.perf.metrics.ReplayResult`, and what the system adds.
     """
 
     key: CellKey

@@ -14,8 +14,8 @@ from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings,
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.perf.metrics import ReplayResult
 from bullet_graph.perf.performance import PaddedModel
-from bullet_graph.perf.replay_metrics import ReplayResult
 from bullet_graph.runtime.simulated import StepRecord
 from bullet_graph.workloads import Arrivals, load_workload
 
