@@ -1,4 +1,4 @@
-"""Checks requests before the engine takes them, and turns them into sequences."""
+"""Checks what callers ask for, and turns it into requests."""
 
 from collections.abc import Sequence
 from random import Random
@@ -6,23 +6,24 @@ from typing import cast
 
 import numpy as np
 
+from bullet_graph.engine.output import OutputKind
+from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence as EngineSequence
 from bullet_graph.errors import PromptError, RequestError, SamplingParamsError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.runtime.step import Int32Array
 from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS, SamplingParams
-from bullet_graph.slo import NO_TARGETS, Slo
+from bullet_graph.slo import Slo
 
 Prompt = str | Sequence[int]
 
 
 class Admission:
-    """Turns prompts into sequences.
+    """Makes requests for one model.
 
     Args:
-        model: gives the vocabulary size and the end-of-sequence tokens.
-        tokenizer: for text prompts; None if the model has none.
+        tokenizer: None if the model has none; it then takes token ids alone.
         max_model_len: most tokens of a prompt and its output.
         seed: seeds the requests that have no seed.
     """
@@ -35,12 +36,38 @@ class Admission:
         self._max_model_len = max_model_len
         self._seeds = Random(seed)
 
-    def token_ids(self, prompt: Prompt) -> Int32Array:
-        """Tokenize and check a prompt.
+    def request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        output_kind: OutputKind,
+        arrival_s: float,
+        slo: Slo,
+    ) -> Request:
+        """Make a request of ``params.n`` samples.
 
         Raises:
-            PromptError: it is empty or too long, holds an id outside the vocabulary, or is text without a tokenizer.
+            PromptError: the prompt is empty or too long, holds an id outside the vocabulary, or is text without a
+                tokenizer.
+            SamplingParamsError: the settings are no SamplingParams or do not fit the model.
         """
+        token_ids = self._token_ids(prompt)
+        stop_ids = self._stop_ids(params)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        samples = [
+            Sample(
+                EngineSequence(
+                    request_id, i, token_ids, params, (seed + i) % 2**63, stop_ids, slo, arrival_s
+                ),
+                None if self._tokenizer is None else self._tokenizer.stream(),
+            )
+            for i in range(params.n)
+        ]
+        return Request(request_id, token_ids, samples, output_kind, arrival_s, slo)
+
+    def _token_ids(self, prompt: Prompt) -> Int32Array:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise PromptError("a text prompt needs a tokenizer, but the model has none: pass token ids")
@@ -67,20 +94,8 @@ class Admission:
             )
         return ids.astype(np.int32)
 
-    def sequences(
-        self,
-        request_id: str,
-        prompt_token_ids: Int32Array,
-        params: SamplingParams,
-        *,
-        slo: Slo = NO_TARGETS,
-        arrival_s: float = 0.0,
-    ) -> list[EngineSequence]:
-        """The ``n`` sequences of a request.
-
-        Raises:
-            SamplingParamsError: the settings are no SamplingParams or do not fit the model.
-        """
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Check the settings, and give the ids that end the output."""
         if not isinstance(params, SamplingParams):
             raise SamplingParamsError(f"a request's settings must be SamplingParams, got {params!r:.80}")
         if params.stop and self._tokenizer is None:
@@ -101,26 +116,13 @@ class Admission:
             raise SamplingParamsError(
                 f"logprobs must be at most the vocabulary's {self._model.vocab_size} tokens, got {params.logprobs}"
             )
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        return [
-            EngineSequence(
-                request_id, i, prompt_token_ids, params, (seed + i) % 2**63, stop_ids, slo, arrival_s
-            )
-            for i in range(params.n)
-        ]
+        return stop_ids
 
 
 def normalise_batch(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> tuple[list[Prompt], list[SamplingParams], bool]:
-    """Expand the arguments of ``generate`` to one entry per prompt.
-
-    Returns:
-        (prompts, params, whether a single prompt was given).
-
-    Raises:
-        RequestError: the prompts are no sequence, or the number of params fits neither one nor all prompts.
-    """
+    """Expand the arguments of ``generate`` to one entry per prompt; also whether a single prompt was given."""
     if not isinstance(prompts, (Sequence, np.ndarray)):
         raise RequestError(f"prompts must be text, token ids, or a list of either, got {prompts!r:.80}")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))

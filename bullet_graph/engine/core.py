@@ -1,22 +1,25 @@
 """The loop: plans, launches and retires steps on both lanes. It knows no tokenizer, weights or device."""
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+
+import numpy as np
 
 from bullet_graph.config import KV_BLOCK_TOKENS, PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
-from bullet_graph.engine.counters import LoopCounters
-from bullet_graph.engine.in_flight import InFlight, Launch, Launching, other_lane
-from bullet_graph.engine.loads import ChunkUnderWay, fill, load_of
+from bullet_graph.engine.in_flight import InFlight, Launch, other_lane
 from bullet_graph.engine.output import EngineStats, RequestOutput
 from bullet_graph.engine.request import Request, RequestTracker
 from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import ScheduledStep, Sequence
 from bullet_graph.engine.trace import DecisionTrace
-from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, lane_tpcs
+from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.planner.options import ForwardKind
-from bullet_graph.planner.plan import Load, Plan
+from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Plan, PolicyName, PromptLoad
 from bullet_graph.planner.planner import Planner
-from bullet_graph.planner.slack import PREPARE_MS, PreparationPace, spare_ms
+from bullet_graph.planner.slack import PREPARE_MS, PreparationPace, decode_load, spare_ms
 from bullet_graph.runtime.executor import Executor, max_batch_sizes
 from bullet_graph.runtime.step import Placement
 
@@ -25,14 +28,12 @@ class EngineCore:
     """Runs requests on an executor as a planner decides.
 
     Args:
-        executor: runs the steps.
-        planner: decides how prefill and decode share the device.
         num_kv_blocks: blocks of the KV cache, including the padding block.
-        max_num_seqs: most sequences running at once.
-        max_model_len: most tokens of a sequence.
-        num_layers: layers of the model.
         prompt_order: order of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
         trace: records every decision and launch.
+
+    Attributes:
+        first_token_s: when the first token reached the host, on the executor's clock; None before that.
     """
 
     def __init__(
@@ -64,18 +65,22 @@ class EngineCore:
             tuning=planner.tuning,
         )
         self.tracker = RequestTracker(self.scheduler, max_model_len=max_model_len)
-        self.counters = LoopCounters(executor.num_sms)
-        self.launching: Launching | None = None
+        self.in_flight = InFlight(executor.num_sms)
+        self.first_token_s: float | None = None
         self._num_layers = num_layers
-        self._in_flight = InFlight(executor.num_sms)
+        self._num_sms = executor.num_sms
         self._num_missing_graphs = executor.num_missing_graphs
         self._pace = PreparationPace()
-        self._chunk: ChunkUnderWay | None = None
+        self._num_steps = 0
+        self._policy_seconds: dict[PolicyName, float] = defaultdict(float)
+        self._lane_seconds: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+        self._lane_sm_seconds: dict[Lane, float] = {} if self._num_sms is None else dict.fromkeys(LANES, 0.0)
+        # The chunk under way on the prefill lane, and its layers that are not launched.
+        self._chunk: tuple[ScheduledStep, ChunkLoad] | None = None
         self._prompts: list[Sequence] = []
         self._decoding: list[Sequence] = []
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         self.tracker.add(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -85,21 +90,13 @@ class EngineCore:
             self.trace.finished(output)
         return output
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether the device has work."""
-        return bool(self._in_flight)
-
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do."""
         # A chunk whose prompts were all aborted runs to its last layer: only then are their blocks free.
-        return len(self.tracker) > 0 or self.in_flight or self._chunk is not None
+        return len(self.tracker) > 0 or bool(self.in_flight) or self._chunk is not None
 
     def step(self, until_s: float | None = None) -> list[RequestOutput]:
-        """Launch work, wait for one launch to finish, and return the new outputs.
-
-        Args:
-            until_s: latest time of the executor's clock to wait for.
+        """Launch work, wait until one launch is over or ``until_s`` of the executor's clock, and return the outputs.
 
         Raises:
             RuntimeError: requests wait, but nothing could be launched: a bug.
@@ -107,7 +104,7 @@ class EngineCore:
         self._launch()
         if self._num_missing_graphs:
             self._prepare_between()
-        heads = self._in_flight.heads()
+        heads = self.in_flight.heads()
         if not heads:
             if len(self.tracker):
                 raise RuntimeError(
@@ -115,7 +112,7 @@ class EngineCore:
                 )
             return []
         ticket = self.executor.wait_any(heads, until_s)
-        return [] if ticket is None else self._retire(self._in_flight.lane_of(ticket))
+        return [] if ticket is None else self._retire(self.in_flight.lane_of(ticket))
 
     def prepare_next(self) -> bool:
         """Capture the next missing graph, whatever waits; see :meth:`Executor.prepare_next`."""
@@ -126,27 +123,35 @@ class EngineCore:
 
     def drain(self) -> None:
         """Wait for everything in flight and drop the results; the scheduler is not told."""
-        for ticket in self._in_flight.clear():
+        for ticket in self.in_flight.clear():
             self.executor.wait(ticket)
 
     def stats(self) -> EngineStats:
         """Counters and state now."""
-        return self.counters.stats(
-            scheduler=self.scheduler,
-            pool=self.pool,
-            in_flight=self._in_flight,
-            planner=self.planner,
+        scheduler, pool, num_sms, heads = self.scheduler, self.pool, self._num_sms, self.in_flight.oldest
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            kv_blocks_total=pool.num_usable,
+            kv_blocks_used=pool.num_used,
+            kv_blocks_peak=pool.peak_used,
+            num_running=scheduler.num_running,
+            num_waiting=len(scheduler.queue),
+            num_decoding=len(scheduler.decoding()),
             num_missing_graphs=self._num_missing_graphs,
+            policy_seconds=dict(self._policy_seconds),
+            lane_seconds=dict(self._lane_seconds),
+            lane_sm_seconds=dict(self._lane_sm_seconds),
+            lane_sms={}
+            if num_sms is None
+            else {lane: _sms(head[0].placement, num_sms) if head else 0 for lane, head in heads.items()},
+            corrections=self.planner.corrections,
         )
-
-    def oldest(self, lane: Lane) -> tuple[Launch, float] | None:
-        """A lane's oldest launch, and the time since which it is the oldest. Safe in any thread."""
-        return self._in_flight.oldest(lane)
 
     def close(self) -> None:
         """Forget all requests and the executor; the counters stay."""
         self.tracker.clear()
-        self._in_flight.clear()
+        self.in_flight.clear()
         self._chunk = None
         del self.executor
 
@@ -154,13 +159,13 @@ class EngineCore:
 
     def _launch(self) -> None:
         depth = self.executor.max_in_flight
-        while any(len(self._in_flight[lane]) < depth for lane in LANES):
+        while any(len(self.in_flight[lane]) < depth for lane in LANES):
             load = self._load()
             plan, launched = self._follow(load)
             if not launched and self._chunk is not None and not self.in_flight:
                 # Decode waits for blocks of the chunk's prompts, which are free only after its last layer: no pause.
                 plan, launched = self._follow(replace(load, decode=None))
-            decode_is_full = len(self._in_flight["decode"]) == depth
+            decode_is_full = len(self.in_flight["decode"]) == depth
             if not launched or (decode_is_full and plan.prefill_lane == "decode"):
                 return
 
@@ -172,7 +177,7 @@ class EngineCore:
         launched = False
         # Decode first, as its rows may need the blocks of a prompt that is idle now.
         for lane, launch in (("decode", self._decode_step), ("prefill", self._prefill_slice)):
-            launched |= len(self._in_flight[lane]) < depth and launch(plan, decision)  # type: ignore[index]
+            launched |= len(self.in_flight[lane]) < depth and launch(plan, decision)  # type: ignore[index]
         return plan, launched
 
     def _decode_step(self, plan: Plan, decision: int) -> bool:
@@ -180,8 +185,8 @@ class EngineCore:
         chunk_tokens = plan.chunk_tokens if plan.prefill_lane == "decode" and self._chunk is None else 0
         if not plan.decode and not chunk_tokens:
             return False
-        prefilling = self._in_flight["prefill"]
-        if self._in_flight["decode"] and prefilling and prefilling[-1].ends_chunk:
+        prefilling = self.in_flight["prefill"]
+        if self.in_flight["decode"] and prefilling and prefilling[-1].ends_chunk:
             # The second tokens of its prompts would wait for every step launched ahead of them.
             return False
         decoding = self._decoding if plan.decode else []
@@ -192,12 +197,14 @@ class EngineCore:
         partition = WHOLE_GPU
         if scheduled.step.prefill is None:
             rows, most_rows = len(scheduled.sampled), self.executor.max_batch_size
-            partition = self._in_flight.decode_partition(plan.partition, rows, most_rows)
+            partition = self.in_flight.decode_partition(plan.partition, rows, most_rows)
         # If blocks ran out for some of the planned rows, the prediction does not apply. Rows in place of padding do not
         # count.
         prompt_rows = 0 if scheduled.step.prefill is None else len(scheduled.step.prefill.token_ids)
         predicted_ms = plan.decode_ms if prompt_rows >= chunk_tokens else None
-        self._fly(scheduled, Placement("decode", partition), plan, predicted_ms, self._num_layers, decision)
+        self._submit(
+            scheduled, Placement("decode", partition), plan, predicted_ms, self._num_layers, decision
+        )
         return True
 
     def _prefill_slice(self, plan: Plan, decision: int) -> bool:
@@ -212,21 +219,18 @@ class EngineCore:
             )
             if scheduled is None:
                 return False
-            self._chunk = ChunkUnderWay.of(scheduled, self._num_layers)
-        chunk = self._chunk
-        layers = min(plan.slice_layers, self._num_layers - chunk.next_layer)
+            self._chunk = scheduled, _chunk_load(scheduled, self._num_layers)
+        scheduled, chunk = self._chunk
+        layers = min(plan.slice_layers, chunk.layers_left)
         if layers <= 0:
             return False
-        first, last = chunk.next_layer, chunk.next_layer + layers
-        ends = last == self._num_layers
-        chunk.next_layer = last
-        if ends:
-            self._chunk = None
-        placement = Placement("prefill", plan.partition, first, None if ends else last)
-        self._fly(chunk.scheduled, placement, plan, plan.slice_ms, layers, decision)
+        first, layers_left = self._num_layers - chunk.layers_left, chunk.layers_left - layers
+        self._chunk = (scheduled, replace(chunk, layers_left=layers_left)) if layers_left else None
+        placement = Placement("prefill", plan.partition, first, first + layers if layers_left else None)
+        self._submit(scheduled, placement, plan, plan.slice_ms, layers, decision)
         return True
 
-    def _fly(
+    def _submit(
         self,
         scheduled: ScheduledStep,
         placement: Placement,
@@ -236,30 +240,27 @@ class EngineCore:
         decision: int,
     ) -> None:
         lane, partition = placement.lane, placement.partition
-        takes_turns = not self._in_flight.fit_beside(lane, partition)
+        takes_turns = not self.in_flight.fit_beside(lane, partition)
         placement = replace(placement, takes_turns=takes_turns)
         now = self.executor.now()
         self.tracker.note_scheduled(scheduled, now)
-        self.launching = Launching(scheduled.step, placement, now)
+        self.in_flight.launching = scheduled.step, placement, now
         ticket = self.executor.launch(scheduled.step, placement)
-        self.launching = None
-        beside = bool(self._in_flight[other_lane(lane)])
+        self.in_flight.launching = None
+        beside = bool(self.in_flight[other_lane(lane)])
         launch = Launch(ticket, scheduled, placement, plan.policy, predicted_ms, beside)
-        self._in_flight.add(launch, now)
+        self.in_flight.add(launch, now)
         if self.trace is not None:
             self.trace.launched(launch, decision=decision, layers=layers, now_s=now)
 
     def _prepare_between(self) -> None:
-        """Capture a missing graph while the device is busy, if no latency target suffers.
-
-        This delays each sequence's next token by at most the time of one capture.
-        """
+        """Capture a missing graph while the device is busy, if no latency target suffers from the delay."""
         start_s = self.executor.now()
         if not self._pace.may_begin(start_s):
             return
         spare = spare_ms(
             self._load(timed=True),
-            self._in_flight.awaited_s(start_s),
+            self.in_flight.awaited_s(start_s),
             ms_per_token=self.planner.prefill_ms_per_token,
             layers=self._num_layers,
         )
@@ -270,40 +271,111 @@ class EngineCore:
     # ---- what there is to do ----
 
     def _load(self, *, timed: bool = False) -> Load:
-        """All the work there is; ``timed`` includes TPOT targets even if nothing contends with decode."""
-        now = self.executor.now()
-        self._prompts = self.scheduler.prompts(now, self.planner.prefill_ms_per_token)
+        """The work there is; ``timed`` counts TPOT targets even if nothing contends with decode."""
+        now_s, queue = self.executor.now(), self.scheduler.queue
+        prompts = self._prompts = self.scheduler.prompts(now_s, self.planner.prefill_ms_per_token)
         self._decoding = self.scheduler.decoding()
-        return load_of(
-            now,
-            decoding=self._decoding,
-            prompts=self._prompts,
-            chunk=self._chunk,
-            in_flight=self._in_flight,
-            planner=self.planner,
-            queue=self.scheduler.queue,
-            timed=timed,
+        rows = [*self._decoding, *self._decoding_next()]
+        # Targets matter only where there is something to share the device with.
+        bound = rows if timed or prompts or self._chunk is not None else ()
+        steps_left = None
+        if queue.longest_first:
+            # With the longest first, no prompt out of sight has more.
+            steps_left = max((s.max_tokens - s.num_tokens for s in (*rows, *prompts)), default=0)
+        return Load(
+            now_s=now_s,
+            decode=self._decode_load(rows, bound, now_s) if rows else None,
+            prompts=tuple(
+                PromptLoad(s.num_tokens - s.num_cached, s.num_cached, s.deadline_s) for s in prompts
+            ),
+            queued_tokens=queue.num_tokens,
+            chunk=None if self._chunk is None else self._chunk[1],
+            steps_left=steps_left,
+        )
+
+    def _decoding_next(self) -> Iterable[Sequence]:
+        """Sequences that decode as soon as the slices in flight are done."""
+        for launch in self.in_flight["prefill"]:
+            if launch.ends_chunk:
+                for sequence in launch.scheduled.sampled:
+                    if sequence.prompt_launched and sequence.num_tokens < sequence.max_tokens:
+                        yield sequence
+
+    def _decode_load(self, rows: list[Sequence], bound: Iterable[Sequence], now_s: float) -> DecodeLoad:
+        """The sequences that decode; only the targets of ``bound`` count."""
+        due_s = self.in_flight.decode_due_s(now_s)
+        return decode_load(
+            [
+                (
+                    due_s if s.first_token_s is None else s.first_token_s,
+                    s.num_tokens - len(s.prompt_token_ids) or 1,
+                    s.max_tokens - s.num_tokens,
+                    tpot_ms,
+                )
+                for s in bound
+                if (tpot_ms := s.slo.tpot_ms) is not None
+            ],
+            len(rows),
+            sum([s.num_tokens for s in rows]),
+            due_s,
+            solo_ms=None if self.planner.model is None else self.planner.decode_ms,
+            tuning=self.planner.tuning,
         )
 
     # ---- retiring ----
 
     def _retire(self, lane: Lane) -> list[RequestOutput]:
-        result = self.executor.wait(self._in_flight[lane][0].ticket)
+        result = self.executor.wait(self.in_flight[lane][0].ticket)
         now = self.executor.now()
-        launch = self._in_flight.pop(lane, now)
-        self.counters.retired(launch, result.device_ms)
+        launch = self.in_flight.pop(lane, now)
+        seconds = result.device_ms / 1e3
+        self._policy_seconds[launch.policy] += seconds
+        self._lane_seconds[lane] += seconds
+        if self._num_sms is not None:
+            self._lane_sm_seconds[lane] += _sms(launch.placement, self._num_sms) * seconds
         if self.trace is not None:
             self.trace.retired(launch.ticket, now, result.device_ms)
         # A split's step that ran alone for a while does not show its time beside the other lane.
-        alone = launch.policy == "split" and not (launch.beside and self._in_flight[other_lane(lane)])
+        alone = launch.policy == "split" and not (launch.beside and self.in_flight[other_lane(lane)])
         if launch.predicted_ms is not None and not alone:
             kind: ForwardKind = "slice" if launch.scheduled.step.decode is None else "step"
             self.planner.observe(launch.policy, kind, launch.predicted_ms, result.device_ms)
         if not launch.ends_chunk:
             return []
-        self.counters.stepped(launch.scheduled, now)
+        self._num_steps += 1
+        if self.first_token_s is None and launch.scheduled.sampled:
+            self.first_token_s = now
         outputs = self.tracker.retire(launch.scheduled, result, now)
         for output in outputs:
             if output.finished and self.trace is not None:
                 self.trace.finished(output)
         return outputs
+
+
+def fill(chunk_tokens: int, decode_rows: int, max_rows: int, padded_rows: Callable[[int], int]) -> int:
+    """Prompt rows of a chunk on the decode lane, those that replace padding included.
+
+    Args:
+        chunk_tokens: planned prompt rows; 0 for no chunk.
+        max_rows: most rows of a forward.
+        padded_rows: rows that a forward is padded to.
+    """
+    if not chunk_tokens:
+        return 0
+    rows = chunk_tokens + decode_rows
+    return min(padded_rows(rows), max(max_rows, rows)) - decode_rows
+
+
+def _chunk_load(scheduled: ScheduledStep, num_layers: int) -> ChunkLoad:
+    """A step of the prefill lane before its first launch."""
+    prefill = scheduled.step.prefill
+    assert prefill is not None  # the prefill lane has nothing else
+    lengths, cached = np.diff(prefill.q_indptr).tolist(), prefill.starts.tolist()
+    pairs = sum(attention_pairs(tokens, before) for tokens, before in zip(lengths, cached, strict=True))
+    deadline_s = min(sequence.deadline_s for sequence in scheduled.touched)
+    return ChunkLoad(len(prefill.token_ids), pairs, num_layers, deadline_s)
+
+
+def _sms(placement: Placement, num_sms: int) -> int:
+    tpcs = lane_tpcs(placement.partition, placement.lane)
+    return num_sms if tpcs is None else SMS_PER_TPC * tpcs

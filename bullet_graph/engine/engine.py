@@ -14,9 +14,8 @@ from bullet_graph._version import __version__
 from bullet_graph.config import EngineConfig, Policy, PromptOrder, former_names_too, with_settings
 from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
 from bullet_graph.engine.core import EngineCore
+from bullet_graph.engine.in_flight import stalled_launches
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
-from bullet_graph.engine.request import Request, Sample
-from bullet_graph.engine.stall import stalled_launches
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
 from bullet_graph.models.progress import progress_bar
@@ -108,7 +107,18 @@ class Engine:
         try:
             self._core = self._new_core(built.executor)
             if trace_path is not None:
-                self._trace = self._core.trace = self._open_trace(trace_path)
+                header = TraceHeader(
+                    model=config.model,
+                    device=self.device_name,
+                    num_sms=self.num_sms,
+                    num_layers=self.model_config.num_layers,
+                    policy=str(config.policy),
+                    slo=str(config.slo),
+                    version=__version__,
+                )
+                self._trace = self._core.trace = DecisionTrace.open(
+                    trace_path, header=header, overwrite=False
+                )
         except BaseException:
             # The same here.
             built.executor.shutdown()
@@ -118,12 +128,8 @@ class Engine:
     __signature__ = with_settings(inspect.signature(__init__))
 
     def _new_core(self, executor: Executor) -> EngineCore:
-        """A loop without requests whose blocks are all free.
-
-        Raises:
-            ConfigError: the policy needs a performance table, partitions or a lane that the executor does not have.
-        """
-        config, num_layers = self.config, self.model_config.num_layers
+        """A loop without requests whose blocks are all free."""
+        config = self.config
         if config.policy.uses_prefill_lane and not executor.has_prefill_lane:
             raise ConfigError(
                 f"the policy {config.policy} needs a prefill lane, but the engine was made for one that has none: "
@@ -145,22 +151,10 @@ class Engine:
             num_kv_blocks=self.memory.num_kv_blocks,
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
-            num_layers=num_layers,
+            num_layers=self.model_config.num_layers,
             prompt_order=config.prompt_order,
             trace=self._trace,
         )
-
-    def _open_trace(self, path: Path) -> DecisionTrace:
-        header = TraceHeader(
-            model=self.config.model,
-            device=self.device_name,
-            num_sms=self.num_sms,
-            num_layers=self.model_config.num_layers,
-            policy=str(self.config.policy),
-            slo=str(self.config.slo),
-            version=__version__,
-        )
-        return DecisionTrace.open(path, header=header, overwrite=False)
 
     def __enter__(self) -> "Engine":
         return self
@@ -195,14 +189,17 @@ class Engine:
             raise RequestError(f"request_id must be a str, got {request_id!r:.80}")
         if request_id in self._core.tracker:
             raise RequestError(f"request id {request_id!r} is in use")
-        params = SamplingParams() if sampling_params is None else sampling_params
-        token_ids = self._admission.token_ids(prompt)
         arrival = executor.now() if arrival_s is None else arrival_s
+        request = self._admission.request(
+            request_id,
+            prompt,
+            SamplingParams() if sampling_params is None else sampling_params,
+            output_kind=output_kind,
+            arrival_s=arrival,
+            slo=self.config.slo if slo is None else slo.or_else(self.config.slo),
+        )
         self._start.first_request(arrival)
-        targets = self.config.slo if slo is None else slo.or_else(self.config.slo)
-        sequences = self._admission.sequences(request_id, token_ids, params, slo=targets, arrival_s=arrival)
-        samples = [Sample(s, None if self.tokenizer is None else self.tokenizer.stream()) for s in sequences]
-        self._core.add(Request(request_id, token_ids, samples, output_kind, arrival, targets))
+        self._core.add(request)
 
     def now(self) -> float:
         """Seconds on the clock of the requests' metrics; :class:`EngineDeadError` once the engine is dead."""
@@ -242,8 +239,8 @@ class Engine:
             if self._core.has_work():
                 # Outputs that are ready are handed out before anything is waited for.
                 outputs += self._core.step(executor.now() if outputs else until_s)
-                if self._core.counters.first_token_s is not None:
-                    self._start.first_token(self._core.counters.first_token_s)
+                if self._core.first_token_s is not None:
+                    self._start.first_token(self._core.first_token_s)
         except BaseException as error:
             self._failure = error
             if isinstance(error, Exception):
@@ -376,7 +373,11 @@ class Engine:
         if executor is None:
             return ()
         return stalled_launches(
-            self._core, now_s=executor.now(), limit_s=limit_s, config=self.config, lane_sms=self._lane_sms
+            self._core.in_flight,
+            now_s=executor.now(),
+            limit_s=limit_s,
+            config=self.config,
+            lane_sms=self._lane_sms,
         )
 
     def shutdown(self) -> None:

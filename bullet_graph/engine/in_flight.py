@@ -1,13 +1,18 @@
-"""In-flight launches: what each lane has been given and the loop has not yet retired."""
+"""In-flight launches: what each lane has been given and the loop has not yet retired, and which of them stall."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from bullet_graph.config import EngineConfig
 from bullet_graph.engine.sequence import ScheduledStep
-from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition
+from bullet_graph.graphs.key import batch_size_buckets, bucket_for
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, sm_ranges
 from bullet_graph.planner.plan import PolicyName
 from bullet_graph.runtime.step import Placement, Step
+
+LaneSms = Mapping[tuple[Lane, SmPartition], frozenset[int]]
+"""The SMs (numbers as in ``%smid``) of each lane in each partition; empty without a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +20,7 @@ class Launch:
     """A launch in flight.
 
     Attributes:
-        ticket: the executor's.
         scheduled: the step; for a slice, the step that it is part of.
-        placement: where it runs.
-        policy: the policy that planned it.
         predicted_ms: predicted time on the device; None without a performance model.
         beside: whether the other lane had work at the time of the launch.
     """
@@ -36,32 +38,22 @@ class Launch:
         return self.placement.last_layer is None
 
 
-@dataclass(frozen=True, slots=True)
-class Launching:
-    """A call of the executor that has not returned.
-
-    Attributes:
-        step: what is launched.
-        placement: where.
-        since_s: when the call began, on the executor's clock.
-    """
-
-    step: Step
-    placement: Placement
-    since_s: float
-
-
 class InFlight:
-    """In-flight launches of each lane, oldest first.
+    """In-flight launches of each lane, oldest first. Other threads may read the attributes.
 
     Args:
         num_sms: SMs of the GPU; None without a GPU.
+
+    Attributes:
+        oldest: each lane's oldest launch, and the time since which it is the oldest.
+        launching: the step, the placement and the start of a call of the executor that has not returned.
     """
 
     def __init__(self, num_sms: int | None) -> None:
         self._num_sms = num_sms
         self._lanes: dict[Lane, deque[Launch]] = {lane: deque() for lane in LANES}
-        self._oldest: dict[Lane, tuple[Launch, float] | None] = dict.fromkeys(LANES)
+        self.oldest: dict[Lane, tuple[Launch, float] | None] = dict.fromkeys(LANES)
+        self.launching: tuple[Step, Placement, float] | None = None
 
     def __getitem__(self, lane: Lane) -> deque[Launch]:
         return self._lanes[lane]
@@ -72,10 +64,6 @@ class InFlight:
     def heads(self) -> list[int]:
         """The oldest ticket of each lane that has work."""
         return [launches[0].ticket for launches in self._lanes.values() if launches]
-
-    def oldest(self, lane: Lane) -> tuple[Launch, float] | None:
-        """A lane's oldest launch, and the time since which it is the oldest. Safe in any thread."""
-        return self._oldest[lane]
 
     def lane_of(self, ticket: int) -> Lane:
         """The lane whose oldest launch has this ticket."""
@@ -88,14 +76,14 @@ class InFlight:
         lane = launch.placement.lane
         launches = self._lanes[lane]
         if not launches:
-            self._oldest[lane] = launch, now_s
+            self.oldest[lane] = launch, now_s
         launches.append(launch)
 
     def pop(self, lane: Lane, now_s: float) -> Launch:
         """Remove a lane's oldest launch, which has just finished."""
         launches = self._lanes[lane]
         launch = launches.popleft()
-        self._oldest[lane] = (launches[0], now_s) if launches else None
+        self.oldest[lane] = (launches[0], now_s) if launches else None
         return launch
 
     def clear(self) -> list[int]:
@@ -103,7 +91,7 @@ class InFlight:
         tickets = [launch.ticket for launches in self._lanes.values() for launch in launches]
         for lane, launches in self._lanes.items():
             launches.clear()
-            self._oldest[lane] = None
+            self.oldest[lane] = None
         return tickets
 
     # ---- when it will be done ----
@@ -133,7 +121,7 @@ class InFlight:
         return due_s
 
     def _left_s(self, lane: Lane, now_s: float) -> float:
-        oldest = self._oldest[lane]
+        oldest = self.oldest[lane]
         if oldest is None:
             return 0.0
         predicted_s = sum(launch.predicted_ms or 0.0 for launch in self._lanes[lane]) / 1e3
@@ -162,12 +150,7 @@ class InFlight:
         """The partition of a decode step: the planned one, unless slices in flight use its SMs.
 
         The last slices of a split may still run when the plan has changed. Decode then stays on its side of the split
-        until they are done, if a graph of that side holds the batch.
-
-        Args:
-            planned: the plan's partition.
-            rows: rows of the step.
-            max_rows: the largest batch of a partition; None for no limit.
+        until they are done, if a graph of that side holds the batch: ``max_rows`` gives a partition's largest.
         """
         prefilling = self._lanes["prefill"]
         if not prefilling or self.fit_beside("decode", planned):
@@ -180,3 +163,45 @@ class InFlight:
 def other_lane(lane: Lane) -> Lane:
     """The lane beside this one."""
     return "prefill" if lane == "decode" else "decode"
+
+
+def stalled_launches(
+    in_flight: InFlight, *, now_s: float, limit_s: float, config: EngineConfig, lane_sms: LaneSms
+) -> tuple[str, ...]:
+    """Describe the launches that have blocked a lane for longer than a limit, in order of launch. Safe in any thread.
+
+    Lanes that take turns wait for each other, so the first is the one to look at.
+
+    Args:
+        limit_s: longest time for a launch as the oldest of its lane, and for the call that launches it.
+    """
+    heads = sorted((head for head in in_flight.oldest.values() if head), key=lambda head: head[0].ticket)
+    waiting = [(x.scheduled.step, x.placement, since_s, "has not finished") for x, since_s in heads]
+    if (launching := in_flight.launching) is not None:
+        waiting.append((*launching, "is still being launched"))
+    return tuple(
+        f"{_describe(step, placement, config, lane_sms)} {what} after {now_s - since_s:.1f} s"
+        for step, placement, since_s, what in waiting
+        if now_s - since_s > limit_s
+    )
+
+
+def _describe(step: Step, placement: Placement, config: EngineConfig, lane_sms: LaneSms) -> str:
+    """A launch's lane, the CUDA graph that it replays or its rows, and its TPC mask."""
+    rows = 0 if step.decode is None else len(step.decode.slots)
+    if step.prefill is not None:
+        tokens, prompts = len(step.prefill.token_ids), len(step.prefill.slots)
+        what = f"a forward of {tokens} prompt tokens ({prompts} prompts) and {rows} decode rows"
+    elif config.cuda_graphs and lane_sms:
+        size = bucket_for(rows, batch_size_buckets(config.max_num_seqs))
+        what = f"the decode graph of batch size {size} ({rows} rows)"
+    else:
+        what = f"a decode step of {rows} rows, launched kernel by kernel"
+    first, last = placement.first_layer, placement.last_layer
+    if first or last is not None:
+        what += f", layers {first} to {'the last' if last is None else last - 1}"
+    sms = lane_sms.get((placement.lane, placement.partition))
+    if sms is None:
+        return f"{placement.lane} lane: {what} on a device without SMs"
+    bits = sum(1 << tpc for tpc in {sm // SMS_PER_TPC for sm in sms})
+    return f"{placement.lane} lane: {what} on {len(sms)} SMs (TPC mask {bits:#x}, SMs {sm_ranges(sms)})"

@@ -2,17 +2,85 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import islice
 
 import numpy as np
 
 from bullet_graph.config import PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
-from bullet_graph.engine.prompt_queue import QUEUE_IN_SIGHT, PromptQueue
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.partition.masks import Lane
+from bullet_graph.planner.slack import QueuedPrompt, order_prompts
 from bullet_graph.planner.tuning import TUNING, PlannerTuning
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, Step
+
+QUEUE_IN_SIGHT = 64
+"""Prompts at the head of the queue that a tick considers: more of usual length than a chunk holds."""
+
+_NEVER = float("inf")
+
+
+class PromptQueue:
+    """Sequences without blocks; a sequence may return after a preemption. ``num_tokens`` adds up their prompts."""
+
+    def __init__(self, prompt_order: PromptOrder, tuning: PlannerTuning) -> None:
+        self._prompt_order = prompt_order
+        self._tuning = tuning
+        self._waiting: dict[Sequence, QueuedPrompt] = {}
+        self._num_with_deadline = 0
+        self._num_preempted = 0
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def longest_first(self) -> bool:
+        """Whether prompts are ordered by the most tokens they may generate, the longest first."""
+        return self._prompt_order == "longest-output" and not self._num_with_deadline
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting[sequence] = _queued(sequence)
+        self._count(sequence, 1)
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._waiting[sequence]
+        self._count(sequence, -1)
+
+    def ordered(self, started: list[Sequence], now_s: float, ms_per_token: float) -> Iterable[Sequence]:
+        """Prompts under way and the head of the queue, in the order to serve them.
+
+        With targets :func:`~bullet_graph.planner.slack.order_prompts` decides. Else it is ``prompt_order``,
+        with prompts under way and preempted ones first.
+        """
+        if self._num_with_deadline or any(s.deadline_s < _NEVER for s in started):
+            unordered = [*started, *self._waiting]
+            queued = [*(_queued(s) for s in started), *self._waiting.values()]
+            order = order_prompts(queued, now_s, ms_per_token, self._tuning)
+            return (unordered[i] for i in order)
+        # Preemption takes the last to come first, so the reverse order is the order of arrival.
+        preempted = [s for s in reversed(self._waiting) if s.preempted] if self._num_preempted else []
+        fresh: Iterable[Sequence] = (s for s in self._waiting if not s.preempted)
+        if self.longest_first:
+            fresh = nsmallest(QUEUE_IN_SIGHT, fresh, key=lambda s: s.num_tokens - s.max_tokens)
+        return [*started, *preempted, *islice(fresh, QUEUE_IN_SIGHT)]
+
+    def _count(self, sequence: Sequence, change: int) -> None:
+        self.num_tokens += change * sequence.num_tokens
+        self._num_with_deadline += change * (sequence.deadline_s < _NEVER)
+        self._num_preempted += change * sequence.preempted
+
+
+def _queued(sequence: Sequence) -> QueuedPrompt:
+    """The numbers that decide the order of prompts; constant while the sequence waits for blocks."""
+    return QueuedPrompt(
+        sequence.num_tokens - sequence.num_cached,
+        sequence.arrival_s,
+        sequence.deadline_s,
+        started=sequence.status is Status.RUNNING,
+        resumed=sequence.preempted,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +98,9 @@ class Scheduler:
     sequence ends, its blocks are released only after all launched steps that touch them have been retired.
 
     Args:
-        max_num_seqs: most sequences running at once.
-        max_model_len: most tokens of a sequence.
         pool: the KV cache's blocks; it must hold one sequence of ``max_model_len``.
         prompt_order: order of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
         tuning: the planner's constants, for the order of prompts with targets.
-
-    Attributes:
-        queue: sequences without blocks.
     """
 
     def __init__(
@@ -64,7 +127,6 @@ class Scheduler:
         return len(self._running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
         sequence.max_tokens = min(sequence.max_tokens, self._max_model_len)
         self._enqueue(sequence)
 
@@ -102,11 +164,8 @@ class Scheduler:
     def prompts(self, now_s: float, ms_per_token: float) -> list[Sequence]:
         """Prompts that a chunk could take now, in serving order (:meth:`PromptQueue.ordered`).
 
-        A waiting prompt is included while slots and blocks last for all prompts before it.
-
-        Args:
-            now_s: time on the clock of arrivals.
-            ms_per_token: prefill time per token, to predict which prompts will be late.
+        A waiting prompt is included while slots and blocks last for all prompts before it. ``ms_per_token`` of prefill
+        predicts which prompts will be late.
         """
         started = [s for s in self._running if not s.prompt_launched and not self._is_held(s)]
         queue = self.queue.ordered(started, now_s, ms_per_token)
@@ -138,12 +197,10 @@ class Scheduler:
     ) -> ScheduledStep | None:
         """Fill a step; None if it would have no rows.
 
-        ``decode`` and ``prompts`` are what :meth:`decoding` and :meth:`prompts` returned; no sequence may have been
-        retired or finished since then.
-
         Args:
-            decode: sequences to decode; those without a block for the next token are left out.
-            prompts: prompts to prefill, in this order.
+            decode: what :meth:`decoding` returned, with nothing retired or finished since then. Sequences without a
+                block for the next token are left out.
+            prompts: what :meth:`prompts` returned; served in this order.
             chunk_tokens: most prompt rows.
             lane: the lane of the step; a step of the prefill lane has no decode rows.
         """

@@ -17,8 +17,6 @@ _TOP_P_MIN = 1e-9
 
 
 class Status(Enum):
-    """State of a sequence."""
-
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -32,15 +30,9 @@ class Sequence:
     host, and ``num_in_flight`` counts those that launched steps will still deliver.
 
     Attributes:
-        request_id: the request.
         index: which of the request's samples.
-        prompt_token_ids: the prompt.
-        params: sampling settings.
-        seed: this sample's seed.
         stop_token_ids: ids that end the output, end-of-sequence included unless ignored.
-        slo: latency targets.
         arrival_s: the request's arrival on the engine's clock.
-        status: waiting, running or finished.
         slot: its row in the device's state while it runs, else -1.
         num_cached: tokens whose keys and values launched steps write.
         prompt_launched: launched steps cover its whole prompt.
@@ -49,7 +41,6 @@ class Sequence:
         first_token_s: when its first token reached the host.
         num_in_flight: sampled tokens that have not arrived.
         num_pending_steps: launched, unretired steps that touch its blocks.
-        output_token_ids: tokens that have arrived.
         num_tokens: prompt and output tokens, including those in flight. This and the next two fields are stored, not
             computed, as every row of every step reads them.
         max_tokens: upper limit of ``num_tokens``.
@@ -115,8 +106,6 @@ class ScheduledStep:
     """A step and its sequences.
 
     Attributes:
-        step: what the executor runs.
-        lane: the lane that runs it.
         admitted: sequences that got their slot in this step.
         touched: sequences whose blocks the step reads or writes.
         sampled: sequences that get a token, in the order of the result's rows.

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.config import Policy
+from bullet_graph.engine.core import fill
 from bullet_graph.engine.in_flight import other_lane
-from bullet_graph.engine.loads import fill
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
 from bullet_graph.planner.options import ForwardKind
 from bullet_graph.planner.plan import Load, Plan, PolicyName
@@ -428,9 +428,9 @@ def test_a_chunk_is_due_when_the_first_of_its_prompts_is() -> None:
     loop.add(100, 5, slo=Slo(ttft_ms=500))
     loop.add(100, 5, slo=Slo(ttft_ms=700))
     loop.step(0.0)
-    chunk = loop.core._chunk
+    chunk = loop.core._load().chunk
     assert chunk is not None
-    assert (chunk.tokens, chunk.load().deadline_s) == (300, 0.5)
+    assert (chunk.tokens, chunk.deadline_s) == (300, 0.5)
     loop.run()
 
 

@@ -42,16 +42,16 @@ def test_launches_of_a_lane_end_in_order() -> None:
     launches.add(second, 2.0)
     assert launches.heads() == [1, 2]
     assert (launches.lane_of(1), launches.lane_of(2)) == ("decode", "prefill")
-    assert launches.oldest("decode") == (first, 1.0)
+    assert launches.oldest["decode"] == (first, 1.0)
     assert launches.pop("decode", 5.0) is first
     # It has been the oldest since the one before it ended.
-    assert launches.oldest("decode") == (second, 5.0)
+    assert launches.oldest["decode"] == (second, 5.0)
     assert launches.pop("decode", 6.0) is second
-    assert launches.oldest("decode") is None
+    assert launches.oldest["decode"] is None
     assert launches
     assert launches.clear() == [2]
     assert not launches
-    assert launches.oldest("prefill") is None
+    assert launches.oldest["prefill"] is None
 
 
 # ---- SMs ----

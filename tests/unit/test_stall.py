@@ -6,8 +6,7 @@ import pytest
 from core_loop import MODEL, CoreLoop, make_planner
 
 from bullet_graph.config import EngineConfig
-from bullet_graph.engine.in_flight import Launching
-from bullet_graph.engine.stall import LaneSms, stalled_launches
+from bullet_graph.engine.in_flight import LaneSms, stalled_launches
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, lane_masks
 
 CONFIG = EngineConfig(model="llama-3.1-8b", max_num_seqs=16, policy="split:48")  # type: ignore[arg-type]
@@ -22,7 +21,7 @@ def loop() -> CoreLoop:
     for _ in range(40):
         loop.step()
     loop.add(3000, 5)
-    while any(loop.core.oldest(lane) is None for lane in LANES):
+    while None in loop.core.in_flight.oldest.values():
         loop.step()
     return loop
 
@@ -36,7 +35,9 @@ def lane_sms(loop: CoreLoop) -> LaneSms:
 
 def told_of(loop: CoreLoop, *, limit_s: float, config: EngineConfig, lane_sms: LaneSms) -> tuple[str, ...]:
     now_s = loop.executor.now()
-    return stalled_launches(loop.core, now_s=now_s, limit_s=limit_s, config=config, lane_sms=lane_sms)
+    return stalled_launches(
+        loop.core.in_flight, now_s=now_s, limit_s=limit_s, config=config, lane_sms=lane_sms
+    )
 
 
 def test_both_lanes_are_named_with_graph_and_mask(loop: CoreLoop, lane_sms: LaneSms) -> None:
@@ -56,7 +57,7 @@ def test_both_lanes_are_named_with_graph_and_mask(loop: CoreLoop, lane_sms: Lane
         f" on {prefill_sms} SMs (TPC mask {((1 << prefill_sms // 2) - 1) << 24:#x}, SMs 48-"
         in by_lane["prefill"]
     )
-    tickets = [loop.core.oldest(text.partition(" ")[0])[0].ticket for text in told]  # type: ignore[arg-type, index]
+    tickets = [loop.core.in_flight.oldest[text.partition(" ")[0]][0].ticket for text in told]  # type: ignore[arg-type, index]
     assert tickets == sorted(tickets)
 
 
@@ -64,15 +65,15 @@ def test_only_what_is_older_than_the_limit_is_told(loop: CoreLoop, lane_sms: Lan
     assert told_of(loop, limit_s=10.0, config=CONFIG, lane_sms=lane_sms) == ()
     loop.run()
     assert told_of(loop, limit_s=-1, config=CONFIG, lane_sms=lane_sms) == ()
-    assert all(loop.core.oldest(lane) is None for lane in LANES)
+    assert set(loop.core.in_flight.oldest.values()) == {None}
 
 
 def test_a_launch_that_the_driver_has_not_taken_comes_last(loop: CoreLoop, lane_sms: LaneSms) -> None:
-    oldest = loop.core.oldest("decode")
+    oldest = loop.core.in_flight.oldest["decode"]
     assert oldest is not None
     flight, since_s = oldest
-    assert loop.core.launching is None
-    loop.core.launching = Launching(flight.scheduled.step, flight.placement, since_s)
+    assert loop.core.in_flight.launching is None
+    loop.core.in_flight.launching = flight.scheduled.step, flight.placement, since_s
     *_, last = told_of(loop, limit_s=-1, config=CONFIG, lane_sms=lane_sms)
     assert "is still being launched after" in last
 
