@@ -52,15 +52,11 @@ class BuiltRuntime:
     """An executor, and the findings of its start.
 
     Attributes:
-        executor: ready for steps.
-        memory: the ledger it was built by.
         performance: predicts its times; None where neither policy nor targets need it and no table was named.
         partition_backend: the back end that confines the lanes, and why; None on the CPU.
         capture: the cost of capturing CUDA graphs; None where none were captured.
         lane_sms: the SMs of each lane in each partition; empty on the CPU.
-        compiles: what was compiled at the start.
-        cache_use: what a cache of captures has brought.
-        self_check: what a self-check asks; None where nothing was compiled.
+        self_check: None where nothing was compiled.
     """
 
     executor: Executor
@@ -83,13 +79,7 @@ def build_executor(
     clock: StartClock,
     open_captures: CaptureOpener = open_capture_entry,
 ) -> BuiltRuntime:
-    """Plan the memory, then load the weights and, meanwhile, build the executor.
-
-    Args:
-        progress: show progress bars.
-        on_ledger: called with the ledger before anything is allocated.
-        clock: records each phase.
-        open_captures: gives the start its compiled code and tuning.
+    """Plan the memory, call ``on_ledger``, then load the weights and, meanwhile, build the executor.
 
     Raises:
         InsufficientMemoryError: the ledger does not fit.
@@ -121,11 +111,7 @@ def build_executor(
 def artifact_plan(
     config: EngineConfig, runtime: Runtime, performance: PerformanceModel | None
 ) -> dict[str, Any]:
-    """What a cache's entry for this engine is named by, besides machine and model.
-
-    Raises:
-        ConfigError: see :func:`capture_plan_of`.
-    """
+    """What this engine's entry in a capture cache is named by, besides machine and model; raises ConfigError."""
     if runtime.device.type == "cpu":
         return cpu_entry_plan(config, runtime)
     return gpu_entry_plan(capture_plan_of(config, runtime, performance), config)
@@ -136,18 +122,17 @@ def plan_ledger(
 ) -> MemoryLedger:
     """Divide the device's memory as an engine would, without allocating anything; raises as :func:`build_executor`.
 
-    Args:
-        performance: the model whose partitions the policy may choose from; None where it chooses none.
+    ``performance`` is the model whose partitions the policy may choose from; None where it chooses none.
     """
     check_device(config, runtime)
+    workspaces = graphs = 0
     if runtime.device.type == "cpu":
         host = psutil.virtual_memory()
-        device, workspaces, graphs, limit = DeviceMemory(host.total, host.available), 0, 0, CPU_KV_CACHE_BYTES
+        device, limit = DeviceMemory(host.total, host.available), CPU_KV_CACHE_BYTES
     else:
         free, total = torch.cuda.mem_get_info(runtime.device)
         device, limit = DeviceMemory(total, free), None
         workspaces = workspace_bytes(runtime.model)
-        graphs = 0
         if config.cuda_graphs:
             plan = capture_plan_of(config, runtime, performance)
             most_rows = max(plan.piecewise_rows, default=0)
@@ -174,8 +159,7 @@ def capture_plan_of(
         ConfigError: the plan cannot be read, or was made for another engine.
         PartitionError: a partition's size is odd.
     """
-    plan = named_plan(config, runtime)
-    if plan is not None:
+    if (plan := named_plan(config, runtime)) is not None:
         return plan
     partitions = partitions_of(config, runtime, performance)
     return default_plan(
@@ -190,11 +174,7 @@ def capture_plan_of(
 
 
 def build_decoder(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, progress: bool) -> Decoder:
-    """Weights, loaded, and a KV cache of the ledger's blocks, on the runtime's device.
-
-    Raises:
-        CheckpointError: the weights cannot be read.
-    """
+    """Weights, loaded, and a KV cache of the ledger's blocks, on the runtime's device."""
     with decoder_while_loading(config, runtime, ledger, StartClock(), progress=progress) as (decoder, join):
         join()
     return decoder
@@ -206,11 +186,8 @@ def decoder_while_loading(
 ) -> Iterator[tuple[Decoder, Callable[[], None]]]:
     """Allocate weights and KV cache on the runtime's device; a thread fills the weights during the block.
 
-    Yields:
-        The decoder, and a function that waits for its weights and raises any error of their loading.
-
-    Raises:
-        CheckpointError: the weights cannot be read by the files' headers; nothing was allocated.
+    Yields the decoder, and a function that waits for its weights and raises any error of their loading. Raises
+    CheckpointError, before anything is allocated, where the files' headers show that the weights cannot be read.
     """
     with ExitStack() as stack:
         checkpoint = None

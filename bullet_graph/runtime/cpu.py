@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 import torch
@@ -37,13 +38,7 @@ def compiled_for_cpu(decoder: Decoder, max_rows: int, compiler: PartCompiler) ->
 
 
 class CpuExecutor:
-    """Runs a decoder on the CPU; the lanes take turns, launch by launch.
-
-    Args:
-        decoder: weights and cache on the CPU.
-        max_num_seqs: slots.
-        functions: compute a layer; None runs it operation by operation.
-    """
+    """Runs a decoder on the CPU; the lanes take turns, launch by launch. ``functions`` None runs a layer eagerly."""
 
     max_in_flight = 1
     num_sms = None
@@ -59,7 +54,7 @@ class CpuExecutor:
         self._state = SamplingState(max_num_seqs, torch.device("cpu"))
         self._forwards: dict[Lane, _Forward] = {}
         self._results: dict[int, StepResult] = {}
-        self._next_ticket = 0
+        self._tickets = count()
 
     def max_batch_size(self, partition: SmPartition) -> int | None:  # noqa: ARG002 - the protocol's
         return None
@@ -94,8 +89,7 @@ class CpuExecutor:
             token_ids, logprobs = self._sample(rows, hidden, step.num_logprobs)
         else:
             self._forwards[placement.lane] = replace(forward, hidden=hidden)
-        ticket = self._next_ticket
-        self._next_ticket += 1
+        ticket = next(self._tickets)
         device_ms = (time.perf_counter() - start_s) * 1e3
         self._results[ticket] = StepResult(token_ids, logprobs, device_ms)
         return ticket

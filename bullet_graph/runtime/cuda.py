@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from itertools import count
 
 import numpy as np
 import torch
@@ -40,48 +40,23 @@ _POLL_S = 20e-6
 def lane_stream(
     backend: PartitionBackend, lane: Lane, partition: SmPartition, device: torch.device
 ) -> torch.cuda.Stream:
-    """The lane's stream, bound to the partition by this call.
-
-    Ask right before a capture or an eager launch: the next call for the lane may bind the same stream to other SMs.
-    Captured graphs keep the SMs of their capture, whichever stream replays them.
-
-    Raises:
-        PartitionError: the back end cannot make this partition.
-    """
+    """The lane's stream, bound to the partition until the next call for the lane; captured graphs keep their SMs."""
     return torch.cuda.ExternalStream(backend.stream(lane, partition), device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingLaunch:
-    """A launch under way, and the copies of its results to the host, complete once ``finished`` has passed.
+    """A launch under way, and the copies of its results to pinned memory, complete once ``finished`` has passed.
 
     Attributes:
-        started: recorded before the launch.
-        finished: recorded after the launch and the copies.
-        token_ids: [sampled rows] int32 in pinned memory; None where nothing is sampled.
-        logprobs: chosen, top ids and top ones, likewise; None where they are not asked for.
+        token_ids: [sampled rows] int32; None where nothing is sampled.
+        logprobs: chosen, top ids and top ones; None where they are not asked for.
     """
 
     started: torch.cuda.Event
     finished: torch.cuda.Event
     token_ids: Tensor | None
     logprobs: tuple[Tensor, Tensor, Tensor] | None
-
-    @classmethod
-    def sampling(
-        cls,
-        started: torch.cuda.Event,
-        finished: torch.cuda.Event,
-        step: Step,
-        logits: Tensor,
-        token_ids: Tensor,
-    ) -> Self:
-        """Start the copies of a step's sampled tokens on the current stream."""
-        logprobs = None
-        if step.num_logprobs is not None:
-            chosen, top_ids, top = token_logprobs(logits, token_ids, step.num_logprobs)
-            logprobs = _to_host(chosen), _to_host(top_ids), _to_host(top)
-        return cls(started, finished, _to_host(token_ids), logprobs)
 
     def wait(self) -> StepResult:
         self.finished.synchronize()
@@ -107,9 +82,8 @@ class _Lane:
 
     Attributes:
         stream: bound to the partition of the lane's last launch.
-        eager: runs eager forwards in buffers of its own.
         slots: uploads slot settings.
-        forward: the forward that was stopped between two layers.
+        forward: stopped between two layers.
         last: passed once all the lane's launches are done.
     """
 
@@ -120,12 +94,7 @@ class _Lane:
     last: torch.cuda.Event | None = None
 
     def write_slots(self, admitted: tuple[SlotInit, ...], settings: Tensor) -> None:
-        """Enqueue the settings of sequences that enter their slots, on the current stream.
-
-        Args:
-            admitted: at least one.
-            settings: the sampler's, [slots, columns] int32.
-        """
+        """Enqueue sequences' sampling settings, [slots, columns] int32, on the current stream."""
         slots = np.array([init.slot for init in admitted], dtype=np.int32)
         table = np.concatenate([settings_row(init) for init in admitted])
         device_slots, device_table = self.slots.upload(slots, table)
@@ -133,26 +102,16 @@ class _Lane:
 
 
 class CudaExecutor:
-    """Runs a decoder on one NVIDIA GPU.
+    """Runs a decoder on the NVIDIA GPU of its weights and KV cache.
 
     Args:
-        decoder: weights and KV cache, whose GPU the executor uses.
         max_num_seqs: number of slots; one more is added for padded rows.
         max_rows: most rows of a forward.
-        num_kv_blocks: blocks of the KV cache.
-        backend: gives the lanes their streams; closed with the executor.
-        plan: the partitions for steps, and the graphs to capture for them.
+        backend: closed with the executor.
         cuda_graphs: capture the plan's graphs; otherwise every step is launched kernel by kernel.
-        prefill_lane: whether steps will be placed on the prefill lane.
         ready: capture ``all`` graphs here, or the ``hot`` ones here and the rest in :meth:`prepare_next`.
         join_weights: waits until the decoder's weights are loaded; they may still be loading when this is called.
-        clock: records each phase.
-        progress: show a progress bar while capturing.
-        compiler: of a layer's two parts.
         tuned_rows: the plan's rows of piecewise graphs that are known to be worthwhile; None: they are timed.
-
-    Attributes:
-        capture: the cost of capturing here, or None.
     """
 
     max_in_flight = 2
@@ -183,19 +142,17 @@ class CudaExecutor:
         self._device = device
         self._padding_slot = max_num_seqs
         self._pending: dict[int, _PendingLaunch] = {}
-        self._next_ticket = 0
+        self._tickets = count()
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.partitions = tuple(plan.batch_sizes)
         self.has_prefill_lane = prefill_lane
         # Weights and cache were made on the default stream. The other streams are still loading the weights.
         torch.cuda.default_stream(device).synchronize()
         stream = self._stream("decode", WHOLE_GPU)
+        self._layer_graphs: PiecewiseGraphs | None = None
         with torch.cuda.stream(stream), torch.inference_mode():
             self._state = SamplingState(max_num_seqs + 1, device)
-
-        self._layer_graphs: PiecewiseGraphs | None = None
-        if cuda_graphs:
-            with torch.cuda.stream(stream), torch.inference_mode():
+            if cuda_graphs:
                 self._layer_graphs = PiecewiseGraphs(
                     decoder, TritonOps(Gpu.of(device)), buckets=plan.piecewise_rows
                 )
@@ -221,6 +178,7 @@ class CudaExecutor:
         self._graphs: DecodeGraphs | None = None
         self._captures: EngineGraphs | None = None
         self.capture: CaptureReport | None = None
+        """The cost of capturing here."""
         if self._layer_graphs is not None:
             with torch.cuda.stream(stream), torch.inference_mode():
                 self._graphs = DecodeGraphs(
@@ -287,7 +245,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:
-        """A capture runs one layer of its step, on the decode lane and in turn with the prefill lane."""
+        # A capture runs one layer of its step, on the decode lane and in turn with the prefill lane.
         captures = self._captures
         if captures is None or (partition := captures.next_partition) is None:
             return False
@@ -305,11 +263,6 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def launch(self, step: Step, placement: Placement) -> int:
-        """See :meth:`Executor.launch`.
-
-        Raises:
-            ConfigError: the executor has no prefill lane, or no graphs for the partition.
-        """
         lane = self._lanes.get(placement.lane)
         if lane is None:
             raise ConfigError("this engine was made without a prefill lane: choose the policy when making it")
@@ -322,20 +275,23 @@ class CudaExecutor:
                 for name, other in self._lanes.items():
                     if name != placement.lane and other.last is not None:
                         stream.wait_event(other.last)
-            started = torch.cuda.Event(enable_timing=True)
+            started, finished = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             started.record()
-            pending = self._enqueue(step, placement, lane, started)
-            pending.finished.record()
-        lane.last = pending.finished
-        ticket = self._next_ticket
-        self._next_ticket += 1
-        self._pending[ticket] = pending
+            token_ids, logprobs = None, None
+            if (sampled := self._enqueue(step, placement, lane)) is not None:
+                logits, sampled_ids = sampled
+                if step.num_logprobs is not None:
+                    chosen, top_ids, top = token_logprobs(logits, sampled_ids, step.num_logprobs)
+                    logprobs = _to_host(chosen), _to_host(top_ids), _to_host(top)
+                token_ids = _to_host(sampled_ids)
+            finished.record()
+        lane.last = finished
+        ticket = next(self._tickets)
+        self._pending[ticket] = _PendingLaunch(started, finished, token_ids, logprobs)
         return ticket
 
-    def _enqueue(
-        self, step: Step, placement: Placement, lane: _Lane, started: torch.cuda.Event
-    ) -> _PendingLaunch:
-        finished = torch.cuda.Event(enable_timing=True)
+    def _enqueue(self, step: Step, placement: Placement, lane: _Lane) -> tuple[Tensor, Tensor] | None:
+        """Logits and token ids of the sampled rows; None for a forward that stops before its last layer."""
         whole_gpu = placement.partition == WHOLE_GPU
         if placement.first_layer == 0:
             if step.admitted:
@@ -346,8 +302,7 @@ class CudaExecutor:
                     rows.decode_slots, rows.positions, rows.kv_slots, rows.kv_indptr, rows.kv_indices
                 )
                 token_ids = self._graphs.run(inputs, placement.partition)
-                logits = self._graphs.logits(len(token_ids))
-                return _PendingLaunch.sampling(started, finished, step, logits, token_ids)
+                return self._graphs.logits(len(token_ids)), token_ids
             lane.forward = lane.eager.begin(rows, whole_gpu=whole_gpu)
         if lane.forward is None:
             raise RuntimeError(f"layer {placement.first_layer} of a forward that was not begun")
@@ -355,10 +310,10 @@ class CudaExecutor:
             lane.forward, placement.first_layer, placement.last_layer, whole_gpu=whole_gpu
         )
         if placement.last_layer is not None:
-            return _PendingLaunch(started, finished, None, None)
-        logits, token_ids = lane.eager.finish(lane.forward)
+            return None
+        sampled = lane.eager.finish(lane.forward)
         lane.forward = None
-        return _PendingLaunch.sampling(started, finished, step, logits, token_ids)
+        return sampled
 
     def done(self, ticket: int) -> bool:
         return bool(self._pending[ticket].finished.query())

@@ -14,7 +14,6 @@ from bullet_graph.kernels.attention import MixedAttention
 from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.kernels.flashinfer_attention import (
     PagedBatch,
-    PlannedAttention,
     PrefillAttention,
     RaggedBatch,
     prefill_backend,
@@ -35,18 +34,10 @@ their own is faster per key, but fills few SMs and adds a start and an end to ea
 
 @dataclass(frozen=True, slots=True)
 class EagerForward:
-    """A forward between two of its layers.
+    """A forward between two of its layers: positions and KV slots of its rows, and s rows that will be sampled.
 
-    Attributes:
-        hidden: activations.
-        positions: [rows].
-        kv_slots: [rows].
-        attention: planned for the rows.
-        sampled: rows that will be sampled, s of them.
-        sample_slots: [s].
-        sample_positions: [s].
-        bucket: rows of the piecewise CUDA graphs that the forward runs in, whose buffers then hold its activations;
-            None where it is launched kernel by kernel.
+    ``bucket``: rows of the piecewise CUDA graphs that the forward runs in, whose buffers then hold its activations;
+    None where it is launched kernel by kernel.
     """
 
     hidden: Hidden
@@ -63,11 +54,8 @@ class EagerLane:
     """Runs forwards eagerly for one lane, in buffers of its own.
 
     Args:
-        decoder: weights and KV cache on the GPU.
-        state: sampling settings and last tokens by slot.
         max_num_seqs: most rows that decode or are sampled.
         max_rows: most rows of a forward.
-        num_kv_blocks: blocks of the KV cache.
         graphs: piecewise CUDA graphs of this lane alone; None launches every forward kernel by kernel.
     """
 
@@ -102,12 +90,7 @@ class EagerLane:
         # Contiguous keys are faster only with TMA, which fa3 uses.
         self._fresh_attention = prompt_lane() if backend == "fa3" else None
         # For decode rows in each layer, and for all sampled rows in the last: one after the other.
-        self._decode_attention = TritonDecodeAttention(
-            config,
-            decoder.cache,
-            max_rows=max_num_seqs,
-            gpu=gpu,
-        )
+        self._decode_attention = TritonDecodeAttention(config, decoder.cache, max_rows=max_num_seqs, gpu=gpu)
         # The batch sizes of captured decode steps: for any other size, cuBLAS may choose a kernel that the device must
         # load first, which stalls it for some 45 ms on an H200.
         self._sampled_buckets = batch_size_buckets(max_num_seqs)
@@ -116,25 +99,20 @@ class EagerLane:
         self._uploader = Uploader(12 * (max_rows + 8) + 2 * num_kv_blocks, device)
 
     def run(self, rows: Rows, *, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
-        """Enqueue a whole forward on the current stream; see :meth:`begin` and :meth:`run_layers`.
-
-        Returns:
-            (logits [s, vocab_size], token ids [s]) of the rows that are sampled.
-        """
+        """Enqueue a whole forward on the current stream; returns as :meth:`finish`."""
         return self.finish(self.run_layers(self.begin(rows, whole_gpu=whole_gpu), whole_gpu=whole_gpu))
 
     def begin(self, rows: Rows, *, whole_gpu: bool = True) -> EagerForward:
         """Enqueue the inputs of a forward; its buffers are the lane's, so one forward at a time.
 
-        Args:
-            whole_gpu: the stream has all SMs, as piecewise CUDA graphs do, so that the forward may run in them.
+        ``whole_gpu``: the stream has all SMs, as piecewise CUDA graphs do, so that the forward may run in them.
         """
         num_rows = len(rows.positions)
         bucket = self._graphs.bucket(num_rows) if whole_gpu and self._graphs is not None else None
         # Padded rows write their keys and values into the first slot of the padding block.
         padding = np.zeros(0 if bucket is None else bucket - num_rows, dtype=np.int32)
         last_block_tokens = (rows.kv_lens - 1) % np.int32(self._decoder.cache.block_tokens) + np.int32(1)
-        ended = rows.ended_prompts()
+        ended, ended_kv_indptr, ended_kv_indices = rows.ended_prompts()
         (
             token_ids,
             decode_slots,
@@ -160,9 +138,9 @@ class EagerLane:
             rows.sample_slots,
             rows.sample_positions,
             rows.kv_indices,
-            ended.kv_indptr,
-            ended.kv_indices,
-            last_block_tokens[ended.sequences],
+            ended_kv_indptr,
+            ended_kv_indices,
+            last_block_tokens[ended],
         )
         n = rows.num_prefill
         num_cached = rows.num_continued
@@ -172,14 +150,17 @@ class EagerLane:
         num_cached_rows = int(rows.q_indptr[num_cached])
         cached = fresh = decode = None
         if num_cached:
-            cached = self._plan(
-                self._cached_attention,
-                rows,
-                num_cached,
-                q_indptr[: num_cached + 1],
-                kv_indptr[: num_cached + 1],
-                kv_indices,
-                last_block[:num_cached],
+            cached = self._cached_attention.plan(
+                PagedBatch(
+                    q_indptr=q_indptr[: num_cached + 1],
+                    kv_indptr=kv_indptr[: num_cached + 1],
+                    kv_indices=kv_indices,
+                    last_block_tokens=last_block[:num_cached],
+                    host_q_indptr=torch.from_numpy(rows.q_indptr[: num_cached + 1]),
+                    host_kv_indptr=torch.from_numpy(rows.kv_indptr[: num_cached + 1]),
+                    host_kv_lens=torch.from_numpy(rows.kv_lens[:num_cached]),
+                    num_rows=num_cached_rows,
+                )
             )
         if self._fresh_attention is not None and num_cached < n:
             fresh = self._fresh_attention.plan_ragged(
@@ -194,11 +175,10 @@ class EagerLane:
             )
         sampled = SampledRows(sample_rows, None)
         if num_sampled := len(rows.sample_rows):
-            num_ended = len(ended.sequences)
-            last_rows = self._decode_attention.plan(DecodeBatch(*ended_arrays)) if num_ended else None
+            last_rows = self._decode_attention.plan(DecodeBatch(*ended_arrays)) if len(ended) else None
             sampled = SampledRows(
                 sample_rows,
-                MixedAttention(last_rows, None, decode, num_ended, num_ended),
+                MixedAttention(last_rows, None, decode, len(ended), len(ended)),
                 bucket_for(num_sampled, self._sampled_buckets) - num_sampled,
             )
         fed_back = self._state.last_token[decode_slots]
@@ -219,11 +199,7 @@ class EagerLane:
     def run_layers(
         self, forward: EagerForward, first: int = 0, last: int | None = None, *, whole_gpu: bool = True
     ) -> EagerForward:
-        """Enqueue layers [first, last) on the current stream; None means to the end.
-
-        Args:
-            whole_gpu: the stream has all SMs.
-        """
+        """Enqueue layers [first, last) on the current stream; None means to the end."""
         if forward.bucket is not None and self._graphs is not None:
             return self._run_pieces(forward, forward.bucket, self._graphs, first, last)
         hidden = self._decoder.run_layers(
@@ -256,29 +232,6 @@ class EagerLane:
         return forward
 
     def finish(self, forward: EagerForward) -> tuple[Tensor, Tensor]:
-        """Enqueue output head and sampling, after the last layer; returns as :meth:`run`."""
+        """Enqueue output head and sampling; returns logits [s, vocab_size] and token ids [s] of the sampled rows."""
         logits = self._decoder.logits(forward.hidden, self._functions.ops)[: len(forward.sample_slots)]
         return logits, sample(logits, forward.sample_slots, forward.sample_positions, self._state)
-
-    def _plan(
-        self,
-        attention: PrefillAttention,
-        rows: Rows,
-        num_sequences: int,
-        q_indptr: Tensor,
-        kv_indptr: Tensor,
-        kv_indices: Tensor,
-        last_block_tokens: Tensor,
-    ) -> PlannedAttention:
-        """Plan attention to the cache of the first prompts."""
-        batch = PagedBatch(
-            q_indptr=q_indptr,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            last_block_tokens=last_block_tokens,
-            host_q_indptr=torch.from_numpy(rows.q_indptr[: num_sequences + 1]),
-            host_kv_indptr=torch.from_numpy(rows.kv_indptr[: num_sequences + 1]),
-            host_kv_lens=torch.from_numpy(rows.kv_lens[:num_sequences]),
-            num_rows=int(rows.q_indptr[num_sequences]),
-        )
-        return attention.plan(batch)

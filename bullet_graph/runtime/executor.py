@@ -28,7 +28,7 @@ class Executor(Protocol):
 
     @property
     def has_prefill_lane(self) -> bool:
-        """Whether steps may be placed on the prefill lane."""
+        """Steps may be placed on the prefill lane."""
 
     @property
     def partitions(self) -> Sequence[SmPartition]:
@@ -37,27 +37,20 @@ class Executor(Protocol):
     def max_batch_size(self, partition: SmPartition) -> int | None:
         """Most rows of a decode step on one of :attr:`partitions`; None where only the slots limit them.
 
-        The whole GPU takes any number. A smaller partition takes more as :meth:`prepare_next` captures its graphs; 0
-        means none yet.
+        A partition smaller than the GPU takes more as :meth:`prepare_next` captures its graphs; 0 means none yet.
         """
 
     def padded_rows(self, rows: int) -> int:
-        """Rows after padding of a forward with prompt rows on the decode lane; at least ``rows``.
-
-        Prompt rows in place of padding cost no more matrix products.
-        """
+        """Rows after padding of a forward with prompt rows on the decode lane; more prompt rows up to it are free."""
 
     @property
     def num_missing_graphs(self) -> int:
         """Graphs that :meth:`prepare_next` still has to capture."""
 
     def prepare_next(self) -> bool:
-        """Capture the next missing graph, between launches; takes about 20 ms at most.
+        """Capture the next missing graph, between launches, in about 20 ms at most; returns False once none is missing.
 
         Does nothing where the device must be idle for it and is not.
-
-        Returns:
-            False once nothing is missing.
         """
 
     def launch(self, step: Step, placement: Placement) -> int:
@@ -67,11 +60,9 @@ class Executor(Protocol):
         """Whether the launch has finished, without waiting."""
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
-        """Wait until one of the launches has finished, and return its ticket: the first in the list that has.
+        """Wait until one launch of at least one has finished, and return the first ticket in the list that has.
 
-        Args:
-            tickets: at least one.
-            until_s: return None at this time of :meth:`now`; None waits without limit.
+        Returns None at ``until_s`` on the clock of :meth:`now`; None waits without limit.
         """
 
     def wait(self, ticket: int) -> StepResult:
@@ -86,9 +77,8 @@ class Executor(Protocol):
     def shutdown(self, failure: BaseException | None = None) -> None:
         """Free the device memory; no launch may follow. Never raises, even on a failed device.
 
-        Args:
-            failure: the error that ended the engine. The frames of its traceback may hold device memory. They are
-                cleared, but kept for ever if the device has failed: freeing its memory would abort the process.
+        The frames in the traceback of ``failure``, which ended the engine, may hold device memory. They are cleared,
+        but kept for ever if the device has failed: freeing its memory would abort the process.
         """
 
 

@@ -33,17 +33,14 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLedger:
-    """Every part of the engine's device memory, in bytes.
+    """Every part of the engine's device memory.
 
     Attributes:
-        device: total and free memory found.
         budget_bytes: the engine's share by ``gpu_memory_utilization``, less the memory in use before.
-        weights_bytes: parameters.
         activations_bytes: intermediate results of the widest forward, on each lane.
         workspaces_bytes: attention and matrix-product scratch, and loaded kernels.
         graphs_bytes: captured CUDA graphs, and the buffers of piecewise CUDA graphs (an estimate).
-        kv_cache_bytes: KV cache.
-        num_kv_blocks: blocks of the KV cache, the padding block included.
+        num_kv_blocks: the padding block included.
     """
 
     device: DeviceMemory
@@ -92,11 +89,8 @@ def plan_memory(
     """Divide the device's memory; the KV cache takes the remainder, up to ``max_num_seqs`` sequences of full length.
 
     Args:
-        dtype_bytes: bytes of an element of weights, activations and cache.
+        dtype_bytes: of an element of weights, activations and cache.
         max_model_len: longest sequence, in tokens.
-        device: memory now.
-        workspaces_bytes: scratch memory of the executor.
-        graphs_bytes: estimate for the CUDA graphs.
         kv_cache_limit_bytes: upper limit of the KV cache where ``kv_cache_bytes`` is not set; one sequence always fits.
 
     Raises:
@@ -115,19 +109,20 @@ def plan_memory(
     least, most = (1 + blocks_per_seq) * block, (1 + config.max_num_seqs * blocks_per_seq) * block
     if kv_cache_limit_bytes is not None:
         most = max(least, min(most, kv_cache_limit_bytes))
-    if config.kv_cache_bytes is not None and config.kv_cache_bytes < least:
+    asked, available = config.kv_cache_bytes, budget - fixed
+    one_sequence = f"one sequence of max_model_len={max_model_len} tokens"
+    if asked is not None and asked < least:
         raise InsufficientMemoryError(
-            f"the KV cache for one sequence of max_model_len={max_model_len} tokens needs {format_bytes(least)}, "
-            f"but kv_cache_bytes={config.kv_cache_bytes} allows {format_bytes(config.kv_cache_bytes)}: short by "
-            f"{format_bytes(least - config.kv_cache_bytes)}. Raise kv_cache_bytes or lower max_model_len."
+            f"the KV cache for {one_sequence} needs {format_bytes(least)}, but kv_cache_bytes={asked} allows "
+            f"{format_bytes(asked)}: short by {format_bytes(least - asked)}. Raise kv_cache_bytes or lower "
+            "max_model_len."
         )
-    available = budget - fixed
-    need = least if config.kv_cache_bytes is None else config.kv_cache_bytes
+    need, what, lower = (
+        (least, one_sequence, "max_model_len")
+        if asked is None
+        else (asked, f"kv_cache_bytes={asked}", "kv_cache_bytes")
+    )
     if need > available:
-        if config.kv_cache_bytes is None:
-            what, lower = f"one sequence of max_model_len={max_model_len} tokens", "max_model_len"
-        else:
-            what, lower = f"kv_cache_bytes={need}", "kv_cache_bytes"
         raise InsufficientMemoryError(
             f"the KV cache for {what} needs {format_bytes(need)}, but a budget of {format_bytes(budget)} leaves "
             f"{format_bytes(available)} after weights {format_bytes(weights)}, activations "
@@ -136,8 +131,7 @@ def plan_memory(
             "max_num_batched_tokens or max_num_seqs, raise gpu_memory_utilization "
             f"(now {config.gpu_memory_utilization}), or free memory on the device."
         )
-    granted = min(most, available) if config.kv_cache_bytes is None else config.kv_cache_bytes
-    num_blocks = granted // block
+    num_blocks = (min(most, available) if asked is None else asked) // block
     return MemoryLedger(
         device, budget, weights, activations, workspaces_bytes, graphs_bytes, num_blocks * block, num_blocks
     )

@@ -26,10 +26,9 @@ class Runtime:
     """A model on a device: the resolved part of a configuration.
 
     Attributes:
-        model: the model's shape.
         folder: the model's files; None for a preset.
         preset: name of the preset; None for a folder.
-        device: with its index where it is a GPU. Everything the engine allocates lies there.
+        device: with its index where it is a GPU.
         dtype: of weights, activations and KV cache.
         max_model_len: longest sequence, in tokens.
     """
@@ -43,7 +42,7 @@ class Runtime:
 
     @property
     def gpu_name(self) -> str:
-        """Name of the GPU, as CUDA reports it."""
+        """As CUDA reports it."""
         return torch.cuda.get_device_properties(self.device).name
 
     @property
@@ -117,11 +116,8 @@ def check_device(config: EngineConfig, runtime: Runtime) -> None:
         UnsupportedModelError: the GPU path has no kernels for the model.
     """
     if runtime.device.type == "cpu":
-        if (
-            config.decode_sms
-            or config.partition_backend not in ("auto", "none")
-            or config.policy.name == "split"
-        ):
+        is_partitioned = config.decode_sms or config.partition_backend not in ("auto", "none")
+        if is_partitioned or config.policy.name == "split":
             raise ConfigError(
                 "SM partitions need a GPU, but the device is the CPU: leave out decode_sms, partition_backend and "
                 "the policy split"
@@ -150,15 +146,13 @@ def check_device(config: EngineConfig, runtime: Runtime) -> None:
 
 
 def _require_cuda_libraries() -> None:
-    """Check the libraries of the ``cuda`` extra; the engine calls FlashInfer's internals, so its release counts."""
     missing = [name for name in ("triton", "flashinfer", "tvm_ffi") if find_spec(name) is None]
     if missing:
         raise DeviceError(
             f"the GPU path needs {' and '.join(missing)}, not installed here: "
             "pip install 'bullet-graph[cuda]', or pass device=cpu"
         )
-    found = version("flashinfer-python")
-    if found != FLASHINFER_RELEASE:
+    if (found := version("flashinfer-python")) != FLASHINFER_RELEASE:
         raise DeviceError(
             f"the GPU path needs flashinfer-python {FLASHINFER_RELEASE}, found {found}: "
             f"pip install flashinfer-python=={FLASHINFER_RELEASE}"

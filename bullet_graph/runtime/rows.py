@@ -1,8 +1,10 @@
 """Lays a step out as rows of one forward, in numpy; shared by the executors."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bullet_graph.kernels.sampler import pack_settings
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, SlotInit
@@ -11,36 +13,16 @@ _NONE: Int32Array = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class EndedPrompts:
-    """Prefill chunks that end their prompt, so that their last row is sampled; e of them.
-
-    Attributes:
-        sequences: [e], their indices among a forward's sequences.
-        kv_indptr: [e + 1].
-        kv_indices: block ids of these sequences only.
-    """
-
-    sequences: Int32Array
-    kv_indptr: Int32Array
-    kv_indices: Int32Array
-
-
-@dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of a forward: prefill chunks first, then decode rows.
 
     Attributes:
         token_ids: [num_prefill_rows]; decode rows take their slot's last token.
-        decode_slots: [decode rows].
-        positions: [rows].
         kv_slots: [rows], place of each row's keys and values: block * block_tokens + offset.
         q_indptr: [n + 1] over all sequences.
         kv_lens: [n], tokens each sequence attends to.
-        kv_indptr: [n + 1].
-        kv_indices: block ids.
         sample_rows: [s], rows whose next token is sampled: the last of their sequence.
         sample_indptr: [n + 1], place of each sequence's sampled row, if it has one, among them.
-        sample_slots: [s].
         sample_positions: [s], position that each sampled token will have.
         num_prefill: how many of the n sequences are prefill chunks.
         num_continued: prefill chunks up to the last one whose prompt an earlier step began. Chunks after it begin
@@ -67,42 +49,33 @@ class Rows:
         """Rows that belong to prefill chunks."""
         return len(self.token_ids)
 
-    def ended_prompts(self) -> EndedPrompts:
-        """The blocks that the last rows of ended prompts attend to; these rows come first among the sampled ones."""
+    def ended_prompts(self) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Indices [e] of the e chunks that end their prompt, and kv_indptr [e + 1] and kv_indices of their blocks.
+
+        Their last rows come first among the sampled ones.
+        """
         sequences = np.flatnonzero(np.diff(self.sample_indptr[: self.num_prefill + 1])).astype(np.int32)
         blocks = [self.kv_indices[self.kv_indptr[i] : self.kv_indptr[i + 1]] for i in sequences]
-        return EndedPrompts(
-            sequences, _indptr(np.diff(self.kv_indptr)[sequences]), np.concatenate((_NONE, *blocks))
-        )
+        return sequences, _indptr(np.diff(self.kv_indptr)[sequences]), np.concatenate((_NONE, *blocks))
 
 
 def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_tokens: int) -> Rows:
     """Join a step's prefill chunks and decode rows; at least one of the two must be given."""
-    parts_slots: list[Int32Array] = []
-    starts: list[Int32Array] = []
-    lengths: list[Int32Array] = []
-    samples = []
-    indices: list[Int32Array] = []
-    block_counts: list[Int32Array] = []
-    for batch in (prefill, decode):
-        if batch is None:
-            continue
-        parts_slots.append(batch.slots)
-        indices.append(batch.kv_indices)
-        block_counts.append(np.diff(batch.kv_indptr))
-        if isinstance(batch, PrefillBatch):
-            starts.append(batch.starts)
-            lengths.append(np.diff(batch.q_indptr))
-            samples.append(batch.samples)
-        else:
-            starts.append(batch.positions)
-            lengths.append(np.ones_like(batch.positions))
-            samples.append(np.ones(len(batch.positions), dtype=np.bool_))
-    start, length = np.concatenate(starts), np.concatenate(lengths)
-    sampled = np.concatenate(samples)
-    slots = np.concatenate(parts_slots)
-    q_indptr, kv_indptr = _indptr(length), _indptr(np.concatenate(block_counts))
-    kv_indices = np.concatenate(indices)
+    # Slots, starts, lengths, whether each samples, numbers of blocks, and block ids.
+    parts: list[tuple[NDArray[Any], ...]] = []
+    if prefill is not None:
+        lengths, block_counts = np.diff(prefill.q_indptr), np.diff(prefill.kv_indptr)
+        parts.append(
+            (prefill.slots, prefill.starts, lengths, prefill.samples, block_counts, prefill.kv_indices)
+        )
+    if decode is not None:
+        ones = np.ones_like(decode.positions)
+        block_counts = np.diff(decode.kv_indptr)
+        parts.append(
+            (decode.slots, decode.positions, ones, ones.astype(np.bool_), block_counts, decode.kv_indices)
+        )
+    slots, start, length, sampled, blocks_of, kv_indices = map(np.concatenate, zip(*parts, strict=True))
+    q_indptr, kv_indptr = _indptr(length), _indptr(blocks_of)
     kv_lens = start + length
     sequence = np.repeat(np.arange(len(length), dtype=np.int32), length)
     positions = np.arange(q_indptr[-1], dtype=np.int32) - q_indptr[:-1][sequence] + start[sequence]
@@ -128,7 +101,7 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
 
 
 def settings_row(init: SlotInit) -> Int32Array:
-    """The packed settings of a sequence that enters a slot; see :func:`pack_settings`."""
+    """The packed sampling settings of a sequence that enters a slot."""
     return pack_settings(
         temperature=init.temperature,
         top_k=init.top_k,

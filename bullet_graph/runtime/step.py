@@ -16,11 +16,8 @@ class SlotInit:
     """Sampling settings of a sequence that enters a slot; they hold until the slot is initialised again.
 
     Attributes:
-        slot: row of the device's per-sequence state.
         temperature: 0 for greedy.
         top_k: 0 for all.
-        top_p: in (0, 1].
-        min_p: in [0, 1].
         seed: random numbers follow from (seed, position) alone.
         masked_token_ids: ids that may not be sampled yet (``min_tokens``).
         masked_until: first position of a sampled token at which they may.
@@ -41,12 +38,9 @@ class PrefillBatch:
     """Chunks of ``n`` prompts, laid end to end.
 
     Attributes:
-        slots: [n].
-        token_ids: [sum of chunk lengths].
         q_indptr: [n + 1], where each chunk starts in ``token_ids``.
         starts: [n], position of each chunk's first token, that is, its prompt's tokens already in the KV cache.
-        kv_indptr: [n + 1], where each sequence's blocks start in ``kv_indices``.
-        kv_indices: KV blocks that hold positions 0 … end of the chunk.
+        kv_indptr: [n + 1], where each sequence's blocks start in ``kv_indices``: up to its chunk's end.
         samples: [n], whether the chunk ends its prompt, so that a token is sampled.
     """
 
@@ -64,10 +58,8 @@ class DecodeBatch:
     """One new token for each of ``n`` sequences; its input token is the one last sampled for the slot.
 
     Attributes:
-        slots: [n].
         positions: [n], position of the input token; the KV length after the step is one more.
-        kv_indptr: [n + 1].
-        kv_indices: KV blocks that hold positions 0 … ``positions``.
+        kv_indptr: [n + 1], where each sequence's blocks start in ``kv_indices``: up to the input's position.
     """
 
     slots: Int32Array
@@ -78,13 +70,9 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward: prefill chunks, decode rows, or both.
+    """One forward: prefill chunks, decode rows, or both; slots of ``admitted`` are initialised before it.
 
-    Attributes:
-        admitted: slots to initialise before the forward.
-        prefill: prompt chunks, or None.
-        decode: decode rows, or None.
-        num_logprobs: alternatives to report for every sampled row; None reports no log-probabilities.
+    ``num_logprobs``: alternatives to report for every sampled row; None reports no log-probabilities.
     """
 
     admitted: tuple[SlotInit, ...]
@@ -114,13 +102,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
-    """Log-probabilities of ``n`` sampled rows.
-
-    Attributes:
-        chosen: [n] of the sampled token.
-        top_ids: [n, k], most probable first.
-        top: [n, k].
-    """
+    """Log-probabilities of ``n`` sampled rows: [n] of the sampled token, and the [n, k] most probable ones."""
 
     chosen: NDArray[np.float32]
     top_ids: Int32Array
@@ -129,13 +111,9 @@ class StepLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens that a step sampled.
+    """The tokens that a step sampled: [n], of prefill rows in order, then of decode rows.
 
-    Attributes:
-        token_ids: [n], of prefill rows that were sampled, in order, then of decode rows; empty for a step that was
-            stopped before its last layer.
-        logprobs: of the same rows, where asked for.
-        device_ms: time on the device, from the first kernel to the last.
+    Empty for a step that was stopped before its last layer. ``device_ms`` is from the first kernel to the last.
     """
 
     token_ids: Int32Array

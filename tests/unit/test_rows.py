@@ -139,10 +139,12 @@ def test_rows_are_those_of_a_naive_loop(step: tuple[list[Chunk], int]) -> None:
     assert type(rows.num_continued) is int
     ended = [i for i, c in enumerate(prefill) if c.samples]
     found = rows.ended_prompts()
-    assert found.sequences.tolist() == ended
-    assert found.kv_indptr.tolist() == indptr([prefill[i].blocks for i in ended]).tolist()
-    assert found.kv_indices.tolist() == [block for i in ended for block in prefill[i].blocks]
-    assert {found.sequences.dtype, found.kv_indptr.dtype, found.kv_indices.dtype} == {np.dtype(np.int32)}
+    assert [array.tolist() for array in found] == [
+        ended,
+        indptr([prefill[i].blocks for i in ended]).tolist(),
+        [block for i in ended for block in prefill[i].blocks],
+    ]
+    assert {array.dtype for array in found} == {np.dtype(np.int32)}
 
 
 def test_a_step_by_hand() -> None:
