@@ -19,7 +19,7 @@ _COMMANDS = {
     "generate": ("generate:generate", "Continue prompts, printing text as it comes."),
     "profile": ("profile:profile", "Measure this GPU for the planner and the simulator."),
     "serve": ("serve:serve", "Serve a model over HTTP, with OpenAI's interface."),
-    "simulate": ("simulate.command:simulate", "Serve a trace on a simulated GPU, in virtual time."),
+    "simulate": ("simulate:simulate", "Serve a trace on a simulated GPU, in virtual time."),
 }
 
 _BENCH_COMMANDS = {

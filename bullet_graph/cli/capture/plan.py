@@ -18,7 +18,7 @@ from bullet_graph.cli.replay_options import (
     trace_option,
 )
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
-from bullet_graph.cli.simulate.run import SimulationSpec, Simulator
+from bullet_graph.cli.simulator import Simulator
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.capture_proposal import PIECEWISE, Budget, CaptureUsage, GroupKey, SizeUse, propose
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, format_plan
@@ -102,15 +102,10 @@ def plan(
     """
     config = EngineConfig(**settings)
     check_result_file(output, overwrite=overwrite, option="--output")
-    spec = SimulationSpec(
-        gpu=gpu,
-        config=config,
-        trace=trace,
-        num_prompts=num_prompts,
-        arrivals=Arrivals(request_rate=request_rate, burstiness=burstiness, seed=config.seed),
-    )
+    arrivals = Arrivals(request_rate=request_rate, burstiness=burstiness, seed=config.seed)
+    simulator = Simulator(gpu=gpu, config=config, trace=trace, num_prompts=num_prompts, arrivals=arrivals)
     with progress_bar(not as_json and sys.stderr.isatty(), unit="req") as advance:
-        proposal = Proposal.make(Simulator(spec), Budget(memory_gb * _GB, time_s), lambda _: advance(1))
+        proposal = Proposal.make(simulator, Budget(memory_gb * _GB, time_s), lambda _: advance(1))
     text = format_plan(proposal.plan, proposal.notes())
     if output is not None:
         write_result_file(output, text.rstrip("\n"))
@@ -143,7 +138,7 @@ class Proposal:
         Raises:
             ConfigError: the budget does not allow a single graph.
         """
-        device, config = simulator.device, simulator.spec.config
+        device, config = simulator.device, simulator.config
         policy = config.policy
         lanes = device.performance.decode_sms if policy.name in ("auto", "split") else ()
         default = default_plan(
@@ -162,20 +157,20 @@ class Proposal:
     @property
     def title(self) -> str:
         """The workload and the device."""
-        spec, device = self.simulator.spec, self.simulator.device
+        device = self.simulator.device
         rate = {None: "its own times", math.inf: "once"}.get(
-            spec.arrivals.request_rate, f"{spec.arrivals.request_rate or 0:g} requests/s"
+            self.simulator.arrivals.request_rate, f"{self.simulator.arrivals.request_rate or 0:g} requests/s"
         )
         source = device.times if device.times.startswith("roofline") else f"a {device.times}"
-        served = f"{self.simulator.workload.name} at {rate}, {spec.config.slo}"
-        return f"{served}, {spec.config.model} on {device.gpu} ({source})"
+        served = f"{self.simulator.workload.name} at {rate}, {self.simulator.config.slo}"
+        return f"{served}, {self.simulator.config.model} on {device.gpu} ({source})"
 
     def notes(self) -> tuple[str, ...]:
         """Comments for the top of the plan's file."""
         num_layers = self.usage.model.num_layers
         return (
             "What an engine captures at its start; written by `bullet-graph capture plan` for",
-            f"{self.title}, policy {self.simulator.spec.config.policy}.",
+            f"{self.title}, policy {self.simulator.config.policy}.",
             f"About {self.plan.graph_bytes(num_layers) / _GB:.2f} GB and {self.plan.capture_s(num_layers):.1f} s. "
             f"Padding and missing sizes cost {self._lost_percent(self.plan):.2f} %",
             f"of the device's time, and {self._lost_percent(self.default):.2f} % without a plan.",
@@ -190,8 +185,7 @@ class Proposal:
 
     def fields(self, text: str) -> dict[str, Any]:
         """The JSON's fields; a limit that is none, and the worth of a required size, are null."""
-        spec = self.simulator.spec
-        rate = spec.arrivals.request_rate
+        rate = self.simulator.arrivals.request_rate
         total = self._num_steps()
         decode = [
             {"decode_sms": sms, "batch_size": size, "num_steps": n, "share": n / total}
@@ -208,8 +202,8 @@ class Proposal:
         ]
         num_layers = self.usage.model.num_layers
         return self.simulator.describe() | {
-            "model": spec.config.model,
-            "policy": str(spec.config.policy),
+            "model": self.simulator.config.model,
+            "policy": str(self.simulator.config.policy),
             "request_rate": "trace" if rate is None else _finite(rate, "inf"),
             "budget": {
                 "memory_gb": _finite(self.budget.memory_bytes / _GB),

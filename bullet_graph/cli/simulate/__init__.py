@@ -1,1 +1,0 @@
-"""``bullet-graph simulate``: the engine in virtual time."""
