@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bullet_graph.captures.manifest import entry_id
+from bullet_graph.captures.manifest import Manifest, entry_id, list_files
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry
 
 FINGERPRINT = {
@@ -51,15 +51,26 @@ def build(
             file = staged / FILES_NAME / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data)
-        return store.commit(
-            staged,
-            fingerprint=dict(fingerprint),
-            plan=dict(plan),
-            self_check={"tolerance": 0.05},
-            created_utc="2026-11-22T12:00:00+00:00",
-            build_seconds=350.5,
-            provenance={"host": "h"},
-        )
+        return placed(store, staged, fingerprint, plan)
+
+
+def placed(
+    store: CaptureStore,
+    staged: Path,
+    fingerprint: Mapping[str, str] = FINGERPRINT,
+    plan: Mapping[str, Any] = PLAN,
+) -> Entry:
+    """The entry of a staged folder."""
+    manifest = Manifest(
+        fingerprint=dict(fingerprint),
+        plan=dict(plan),
+        files=list_files(staged / FILES_NAME),
+        self_check={"tolerance": 0.05},
+        created_utc="2026-11-22T12:00:00+00:00",
+        build_seconds=350.5,
+        provenance={"host": "h"},
+    )
+    return store.place(manifest, staged)
 
 
 def flip_byte(path: Path, index: int = 0) -> None:

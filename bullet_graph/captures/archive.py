@@ -12,9 +12,9 @@ import tarfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BufferedReader, BytesIO
+from io import BytesIO
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from bullet_graph.captures.manifest import MAX_MANIFEST_BYTES, Manifest, StoredFile, open_regular
 from bullet_graph.captures.signing import SIGNATURE_BYTES, require_signature, sign
@@ -30,17 +30,12 @@ _CHUNK_BYTES = 1024**2
 _LEVEL = 4
 
 
-class _Reader(Protocol):
-    def read(self, num_bytes: int, /) -> bytes: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Imported:
     """Result of an import.
 
     Attributes:
-        entry: in the store.
-        is_new: the store did not have it, or had it damaged or rejected.
+        is_new: the store did not have the entry, or had it damaged or rejected.
         is_signed: the archive carries a signature, whether or not it was checked.
     """
 
@@ -50,10 +45,9 @@ class Imported:
 
 
 def export_entry(entry: Entry, file: Path, *, sign_key: Path | None = None) -> None:
-    """Write an entry into one file, as a whole or not at all; replaces an existing file.
+    """Write an open entry (:meth:`CaptureStore.open`) into one file, as a whole or not at all; replaces a file.
 
     Args:
-        entry: checked and kept from removal (:meth:`CaptureStore.open`).
         sign_key: an Ed25519 private key in PEM; None leaves the archive unsigned.
 
     Raises:
@@ -96,7 +90,7 @@ def import_archive(
     """
     with file_errors(f"cannot import {file} into {store.root}"), open_regular(file) as raw:
         try:
-            return _import(store, raw, trusted_keys, tell)
+            return _import(store, gzip.GzipFile(fileobj=raw), trusted_keys, tell)
         except (CacheError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise CacheError(
                 f"{file} is refused, and nothing of it is placed into the store: {error}"
@@ -104,9 +98,8 @@ def import_archive(
 
 
 def _import(
-    store: CaptureStore, raw: BufferedReader, trusted_keys: Sequence[Path], tell: Callable[[str], None]
+    store: CaptureStore, packed: gzip.GzipFile, trusted_keys: Sequence[Path], tell: Callable[[str], None]
 ) -> Imported:
-    packed = gzip.GzipFile(fileobj=raw)
     header = _next(packed)
     if header is None or header.name != MANIFEST_MEMBER or header.size > MAX_MANIFEST_BYTES:
         raise CacheError(f"it must begin with {MANIFEST_MEMBER} of at most {MAX_MANIFEST_BYTES} bytes")
@@ -136,10 +129,11 @@ def _import(
         while rest := packed.read(_CHUNK_BYTES):
             if rest.strip(b"\0"):
                 raise CacheError("there is something after its end")
-        there = store.whole(manifest.entry_id)
-        if there is not None and there.manifest == manifest:
-            return Imported(there, is_new=False, is_signed=signature is not None)
-        return Imported(store.place(manifest, staged), is_new=True, is_signed=signature is not None)
+        entry = store.whole(manifest.entry_id)
+        is_new = entry is None or entry.manifest != manifest
+        if entry is None or is_new:
+            entry = store.place(manifest, staged)
+        return Imported(entry, is_new, is_signed=signature is not None)
 
 
 def _member(index: int) -> str:
@@ -152,7 +146,7 @@ def _add(tar: tarfile.TarFile, name: str, source: IO[bytes], num_bytes: int) -> 
     tar.addfile(info, source)
 
 
-def _next(packed: _Reader) -> tarfile.TarInfo | None:
+def _next(packed: gzip.GzipFile) -> tarfile.TarInfo | None:
     """The next member's header; None at the end. Each header is read as it is: no links, no extended headers."""
     block = _read(packed, _BLOCK_BYTES)
     if block == bytes(_BLOCK_BYTES):
@@ -166,13 +160,13 @@ def _next(packed: _Reader) -> tarfile.TarInfo | None:
     return header
 
 
-def _content(packed: _Reader, num_bytes: int) -> bytes:
+def _content(packed: gzip.GzipFile, num_bytes: int) -> bytes:
     data = _read(packed, num_bytes)
     _read(packed, -num_bytes % _BLOCK_BYTES)
     return data
 
 
-def _extract(packed: _Reader, stored: StoredFile, folder: Path) -> None:
+def _extract(packed: gzip.GzipFile, stored: StoredFile, folder: Path) -> None:
     target = folder / stored.path
     target.parent.mkdir(parents=True, exist_ok=True)
     hashed, left = hashlib.sha256(), stored.num_bytes
@@ -187,7 +181,7 @@ def _extract(packed: _Reader, stored: StoredFile, folder: Path) -> None:
     _read(packed, -stored.num_bytes % _BLOCK_BYTES)
 
 
-def _read(packed: _Reader, num_bytes: int) -> bytes:
+def _read(packed: gzip.GzipFile, num_bytes: int) -> bytes:
     data = packed.read(num_bytes)
     if len(data) != num_bytes:
         raise CacheError("it is truncated")

@@ -1,6 +1,6 @@
 """Ed25519 signatures over manifests (RFC 8032), by the ``cryptography`` package."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,79 +14,60 @@ _CONTEXT = b"bullet_graph capture cache manifest v1\0"
 
 
 def sign(manifest: bytes, key_file: Path) -> bytes:
-    """The signature of a manifest's bytes, which list the checksum of every file.
-
-    Args:
-        key_file: an Ed25519 private key as unencrypted PEM.
+    """The signature of a manifest's bytes by an Ed25519 private key, unencrypted PEM.
 
     Raises:
         CacheError: the key cannot be used, or ``cryptography`` is not installed.
     """
-    ed25519, serialization = _cryptography()
-    key = _load(key_file, lambda pem: serialization.load_pem_private_key(pem, password=None))
-    if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise CacheError(
-            f"the key {key_file} is no Ed25519 private key: make one with `openssl genpkey -algorithm ed25519`"
-        )
-    signature: bytes = key.sign(_CONTEXT + manifest)
+    signature: bytes = _load(key_file, is_private=True).sign(_CONTEXT + manifest)
     return signature
 
 
 def require_signature(manifest: bytes, signature: bytes | None, key_files: Sequence[Path]) -> None:
-    """Make sure that one of these keys signed a manifest's bytes.
-
-    Args:
-        signature: None where there is none.
-        key_files: Ed25519 public keys as PEM, as ``openssl pkey -pubout`` writes them.
+    """Make sure that one of these Ed25519 public keys (PEM) signed a manifest's bytes.
 
     Raises:
-        CacheError: it is unsigned, signed by another key, or was changed; or a key cannot be used.
+        CacheError: it is unsigned (None), signed by another key, or was changed; or a key cannot be used.
     """
-    ed25519, serialization = _cryptography()
-    keys = [_load(file, serialization.load_pem_public_key) for file in key_files]
-    for file, key in zip(key_files, keys, strict=True):
-        if not isinstance(key, ed25519.Ed25519PublicKey):
-            raise CacheError(
-                f"the key {file} is no Ed25519 public key: make one with `openssl pkey -in PRIVATE_KEY -pubout`"
-            )
+    keys = [_load(file, is_private=False) for file in key_files]
+    from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 - an extra
+
     if signature is None:
         raise CacheError(
             "a signature by a trusted key is required, but it is not signed: export it with --sign-key"
         )
-    if not any(_holds(key, signature, manifest) for key in keys):
-        names = ", ".join(map(str, key_files))
-        raise CacheError(f"none of the trusted keys ({names}) made its signature, or it was changed since")
+    for key in keys:
+        try:
+            key.verify(signature, _CONTEXT + manifest)
+            return
+        except InvalidSignature:
+            continue
+    names = ", ".join(map(str, key_files))
+    raise CacheError(f"none of the trusted keys ({names}) made its signature, or it was changed since")
 
 
-def _holds(key: Any, signature: bytes, manifest: bytes) -> bool:
-    from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 - an extra
-
+def _load(file: Path, *, is_private: bool) -> Any:
     try:
-        key.verify(signature, _CONTEXT + manifest)
-    except InvalidSignature:
-        return False
-    return True
-
-
-def _load(file: Path, load: Callable[[bytes], Any]) -> Any:
-    from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415 - an extra
-
-    try:
-        with file.open("rb") as opened:
-            return load(opened.read(_MAX_KEY_BYTES))
-    except OSError as error:
-        raise CacheError(f"cannot read the key {file}: {error}") from error
-    # TypeError: the private key is encrypted.
-    except (TypeError, ValueError, UnsupportedAlgorithm) as error:
-        raise CacheError(f"the key {file} cannot be used, unencrypted PEM is required: {error}") from error
-
-
-def _cryptography() -> tuple[Any, Any]:
-    try:
-        from cryptography.hazmat.primitives import serialization  # noqa: PLC0415 - an extra
+        from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415 - an extra
+        from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
         from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise CacheError(
             "signatures need the cryptography package, which is not installed: pip install 'bullet-graph[sign]'"
         ) from error
-    return ed25519, serialization
+    try:
+        with file.open("rb") as opened:
+            pem = opened.read(_MAX_KEY_BYTES)
+        if is_private:
+            key: object = serialization.load_pem_private_key(pem, password=None)
+        else:
+            key = serialization.load_pem_public_key(pem)
+    except OSError as error:
+        raise CacheError(f"cannot read the key {file}: {error}") from error
+    # TypeError: the private key is encrypted.
+    except (TypeError, ValueError, UnsupportedAlgorithm) as error:
+        raise CacheError(f"the key {file} cannot be used, unencrypted PEM is required: {error}") from error
+    if not isinstance(key, ed25519.Ed25519PrivateKey if is_private else ed25519.Ed25519PublicKey):
+        kind, make = ("private", "genpkey -algorithm ed25519") if is_private else ("public", "pkey -pubout")
+        raise CacheError(f"the key {file} is no Ed25519 {kind} key: make one with `openssl {make}`")
+    return key

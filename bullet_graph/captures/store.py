@@ -1,9 +1,9 @@
 """The folder of capture caches: its entries, the one that fits, and what keeps two processes apart.
 
 An entry is the folder ``entries/ID`` with ``manifest.json`` and ``files/``. It is built in ``staging/ID`` and renamed
-into place as a whole, so a killed builder leaves nothing that counts. The kernel's locks (flock) keep processes apart;
-they end with their process. A builder holds ``locks/ID.lock``; whoever uses an entry holds a shared lock on its
-manifest, for which read permission is enough.
+into place as a whole, so a killed builder leaves nothing that counts. The kernel's locks (flock) end with their
+process: a builder holds ``locks/ID.lock``, and whoever uses an entry holds a shared lock on its manifest, for which
+read permission is enough.
 """
 
 import fcntl
@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 from bullet_graph.captures.manifest import (
@@ -25,7 +26,6 @@ from bullet_graph.captures.manifest import (
     Difference,
     Manifest,
     check_files,
-    list_files,
     open_regular,
 )
 from bullet_graph.errors import CacheError
@@ -34,9 +34,7 @@ MANIFEST_NAME = "manifest.json"
 FILES_NAME = "files"
 REJECTION_NAME = "rejected"
 
-_MAX_REASON_CHARACTERS = 500
-_FOLDER_MODE = 0o700
-"""A cache is code: only its owner may write it."""
+_MAX_REASON_BYTES = 500
 
 
 @contextmanager
@@ -53,8 +51,6 @@ class Entry:
     """An entry whose manifest was read; its files are not yet checked.
 
     Attributes:
-        folder: the entry's folder.
-        manifest: its contents.
         last_used: time of the last start from it, or of its build.
         rejection: why a start found it to compute something else than the model; None otherwise.
     """
@@ -95,7 +91,6 @@ class Lookup:
     Attributes:
         hit: the entry that fits, or None.
         others: the other entries with their differences, the most similar first.
-        damaged: entries that cannot be read.
     """
 
     hit: Entry | None
@@ -108,7 +103,6 @@ class Pruned:
     """An entry that was to be removed.
 
     Attributes:
-        entry_id: its name.
         num_bytes: of its files; None where unknown.
         reason: why it was to be removed.
         kept_because: why it is still there; None where it is gone.
@@ -126,10 +120,7 @@ def default_root() -> Path:
 
 
 class CaptureStore:
-    """Entries below a folder, which need not exist yet.
-
-    Whoever can write the folder decides which code an engine runs.
-    """
+    """Entries below a folder, which need not exist yet. Whoever can write it decides which code an engine runs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -151,11 +142,9 @@ class CaptureStore:
         """All entries, the last used first; and those whose manifest cannot be used."""
         good: list[Entry] = []
         damaged: list[DamagedEntry] = []
-        with file_errors(f"cannot list the capture caches in {self.root}"):
-            try:
-                names = sorted(os.listdir(self.root / "entries"))
-            except FileNotFoundError:
-                names = []
+        names: list[str] = []
+        with file_errors(f"cannot list the capture caches in {self.root}"), suppress(FileNotFoundError):
+            names = sorted(os.listdir(self.root / "entries"))
         for name in names:
             try:
                 good.append(self.read(name))
@@ -172,43 +161,33 @@ class CaptureStore:
         Raises:
             CacheError: there is none, or its manifest cannot be used.
         """
-        folder = self.folder(name)
+        folder, rejection = self.folder(name), None
         where = folder / MANIFEST_NAME
-        with file_errors(f"entry {name} of {self.root} cannot be read"):
-            try:
-                with open_regular(where) as file:
-                    data, status = file.read(MAX_MANIFEST_BYTES + 1), os.fstat(file.fileno())
-            except FileNotFoundError:
-                raise CacheError(f"there is no entry {name} in {self.root}, or it has no manifest") from None
+        with file_errors(f"entry {name} of {self.root} cannot be read, or has no manifest"):
+            with open_regular(where) as file:
+                data, status = file.read(MAX_MANIFEST_BYTES), os.fstat(file.fileno())
+            with suppress(FileNotFoundError), open_regular(folder / REJECTION_NAME) as file:
+                rejection = _printable(file.read(_MAX_REASON_BYTES).decode(errors="replace"))
         manifest = Manifest.parse(data, str(where))
         if manifest.entry_id != name or folder.is_symlink():
             raise CacheError(
                 f"{where} is the manifest of entry {manifest.entry_id}, or its folder a link; {REBUILD}"
             )
-        rejection = None
-        if os.path.lexists(folder / REJECTION_NAME):
-            rejection = "its mark of rejection cannot be read"
-            with suppress(OSError, ValueError):
-                text = (folder / REJECTION_NAME).read_text(encoding="utf-8")[:_MAX_REASON_CHARACTERS]
-                rejection = text if text.isprintable() else rejection
         return Entry(folder, manifest, datetime.fromtimestamp(status.st_mtime, UTC), rejection)
 
     def find(self, fingerprint: Mapping[str, str], plan: Mapping[str, Any] | None) -> Lookup:
         """Look for an entry; ``plan`` None accepts any plan."""
         entries, damaged = self.entries()
-        compared = [(entry, entry.manifest.differences(fingerprint, plan)) for entry in entries]
-        compared = [
-            (
-                entry,
-                found
-                if entry.rejection is None
-                else (*found, Difference("self_check", entry.rejection, None)),
-            )
-            for entry, found in compared
-        ]
-        hit = next((entry for entry, differences in compared if not differences), None)
-        others = sorted((item for item in compared if item[1]), key=lambda item: len(item[1]))
-        return Lookup(hit, tuple(others), damaged)
+        hit, others = None, []
+        for entry in entries:
+            differences = entry.manifest.differences(fingerprint, plan)
+            if entry.rejection is not None:
+                differences += (Difference("self_check", entry.rejection, None),)
+            if differences:
+                others.append((entry, differences))
+            elif hit is None:
+                hit = entry
+        return Lookup(hit, tuple(sorted(others, key=lambda item: len(item[1]))), damaged)
 
     @contextmanager
     def open(self, entry: Entry) -> Iterator[Entry]:
@@ -218,9 +197,8 @@ class CaptureStore:
             CacheError: it was removed or rejected, or a file is missing, changed or not listed; names all of them.
         """
         where = entry.folder / MANIFEST_NAME
-        with _locked(
-            where, f"entry {entry.entry_id} cannot be opened, it may have been removed", shared=True
-        ):
+        refusal = f"entry {entry.entry_id} cannot be opened, it may have been removed"
+        with _use_lock(where, fcntl.LOCK_SH, refusal):
             # Read again under the lock: a rebuild may have taken its place.
             entry = self.read(entry.folder.name)
             if problems := entry.problems():
@@ -244,16 +222,8 @@ class CaptureStore:
         Raises:
             CacheError: the store cannot be written.
         """
-        with file_errors(f"cannot build into {self.root}"):
-            for part in ("entries", "staging", "locks"):
-                _make_folder(self.root / part)
-            lock = self._lock_file(name)
-            lock.touch()
-        with _locked(
-            lock,
-            f"cannot build entry {name}",
-            on_wait=lambda: tell(f"another process builds entry {name}: waiting for it to end"),
-        ):
+        wait = f"another process builds entry {name}: waiting for it to end"
+        with self._build_lock(name, lambda: tell(wait)):
             staged = self.root / "staging" / name
             with file_errors(f"cannot build into {self.root}"):
                 # What a killed builder left counts for nothing.
@@ -283,21 +253,10 @@ class CaptureStore:
             staged.rename(self.folder(manifest.entry_id))
         return self.read(manifest.entry_id)
 
-    def commit(self, staged: Path, **fields: Any) -> Entry:
-        """As :meth:`place`, of the files in the staged folder.
-
-        Args:
-            fields: of the manifest, but for its files.
-        """
-        with file_errors(f"cannot read {staged}"):
-            files = list_files(staged / FILES_NAME)
-        return self.place(Manifest(files=files, **fields), staged)
-
     def reject(self, entry: Entry, reason: str) -> bool:
         """Mark an entry as not to be used until it is built anew; False where the store cannot be written."""
         with suppress(OSError):
-            shown = "".join(c if c.isprintable() else "?" for c in reason)[:_MAX_REASON_CHARACTERS]
-            (entry.folder / REJECTION_NAME).write_text(shown, encoding="utf-8")
+            (entry.folder / REJECTION_NAME).write_text(reason, encoding="utf-8")
             return True
         return False
 
@@ -309,44 +268,30 @@ class CaptureStore:
         """
         if "/" in name or name in ("", ".", "..") or not os.path.lexists(self.folder(name)):
             raise CacheError(f"there is no entry {name!r} in {self.root}")
-        with file_errors(f"cannot remove entry {name}"):
-            _make_folder(self.root / "locks")
-            _make_folder(self.root / "staging")
-            self._lock_file(name).touch()
-            with _locked(self._lock_file(name), f"cannot remove entry {name}: another process builds it"):
-                self._discard(name)
+        with file_errors(f"cannot remove entry {name}"), self._build_lock(name):
+            self._discard(name)
 
     def prune(
-        self,
-        *,
-        max_age: timedelta | None = None,
-        max_total_bytes: int | None = None,
-        misfit: Callable[[Entry], bool] | None = None,
-        dry_run: bool,
+        self, *, max_age: timedelta | None = None, max_total_bytes: int | None = None, dry_run: bool
     ) -> tuple[Pruned, ...]:
-        """Remove damaged entries, and those that any of the rules applies to; then what killed builders left.
+        """Remove damaged entries, and those that either rule applies to; then what killed builders left.
 
         Args:
             max_age: entries that were not used for longer.
             max_total_bytes: those used longest ago, until the others fit.
-            misfit: entries for which it is true.
             dry_run: remove nothing, only say what would be removed.
         """
         entries, damaged = self.entries()
         doomed: list[tuple[str, int | None, str]] = [(entry.entry_id, None, "damaged") for entry in damaged]
         kept_bytes, now = 0, datetime.now(UTC)
         for entry in entries:
-            size, reason = entry.manifest.num_bytes, None
-            if max_age is not None and now - entry.last_used > max_age:
-                reason = f"not used for {(now - entry.last_used).days} days"
-            elif misfit is not None and misfit(entry):
-                reason = "it does not fit this machine"
+            size, age = entry.manifest.num_bytes, now - entry.last_used
+            if max_age is not None and age > max_age:
+                doomed.append((entry.entry_id, size, f"not used for {age.days} days"))
             elif max_total_bytes is not None and kept_bytes + size > max_total_bytes:
-                reason = f"over the total of {max_total_bytes} bytes"
-            if reason is None:
-                kept_bytes += size
+                doomed.append((entry.entry_id, size, f"over the total of {max_total_bytes} bytes"))
             else:
-                doomed.append((entry.entry_id, size, reason))
+                kept_bytes += size
         pruned = []
         for name, num_bytes, reason in doomed:
             kept_because = None
@@ -356,12 +301,28 @@ class CaptureStore:
                 except CacheError as error:
                     kept_because = str(error)
             pruned.append(Pruned(name, num_bytes, reason, kept_because))
-        if not dry_run:
-            self._clear_staging()
+        staging = self.root / "staging"
+        for left in staging.iterdir() if staging.is_dir() and not dry_run else ():
+            with suppress(CacheError, OSError), self._build_lock(left.name.partition(".")[0]):
+                _delete(left)
         return tuple(pruned)
 
-    def _lock_file(self, name: str) -> Path:
-        return self.root / "locks" / f"{name}.lock"
+    @contextmanager
+    def _build_lock(self, name: str, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+        """Hold an entry's build lock; without ``on_wait``, which is called before waiting, never wait."""
+        lock = FileLock(self.root / "locks" / f"{name}.lock")
+        with file_errors(f"cannot write into {self.root}"):
+            for part in ("entries", "staging", "locks"):
+                _make_folder(self.root / part)
+            try:
+                held = lock.acquire(timeout=0)
+            except Timeout:
+                if on_wait is None:
+                    raise CacheError(f"entry {name} is kept: another process builds it") from None
+                on_wait()
+                held = lock.acquire()
+        with held:
+            yield
 
     def _discard(self, name: str) -> None:
         """Remove an entry that may be there; the caller holds its build lock."""
@@ -371,26 +332,20 @@ class CaptureStore:
         gone = self.root / "staging" / f"{name}.{secrets.token_hex(4)}"
         where = folder / MANIFEST_NAME
         if where.is_file() and not where.is_symlink():
-            with _locked(where, f"entry {name} is in use by a running engine: stop that first"):
+            refusal = f"entry {name} is in use by a running engine: stop that first"
+            with _use_lock(where, fcntl.LOCK_EX | fcntl.LOCK_NB, refusal):
                 folder.rename(gone)
         else:
             # Nobody can have opened it.
             folder.rename(gone)
         _delete(gone)
 
-    def _clear_staging(self) -> None:
-        staging = self.root / "staging"
-        for left in staging.iterdir() if staging.is_dir() else ():
-            lock = self._lock_file(left.name.partition(".")[0])
-            with suppress(CacheError, OSError), _locked(lock, "it is being built"):
-                _delete(left)
-
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and its parents, for the owner alone."""
+    """Make a folder and its parents for the owner alone: a capture cache is code."""
     for path in (*reversed(folder.parents), folder):
         if not path.is_dir():
-            path.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _delete(path: Path) -> None:
@@ -400,36 +355,22 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 @contextmanager
-def _locked(
-    path: Path, refusal: str, *, shared: bool = False, on_wait: Callable[[], None] | None = None
-) -> Iterator[None]:
-    """Hold the kernel's lock on a file that exists.
-
-    Args:
-        refusal: message where the lock cannot be had.
-        shared: others may hold it as well; waits for an exclusive holder, which is quick.
-        on_wait: called before waiting for other holders; None does not wait for an exclusive lock.
-
-    Raises:
-        CacheError: somebody holds it, the file is gone, or the file system knows no such locks.
-    """
+def _use_lock(manifest: Path, operation: int, refusal: str) -> Iterator[None]:
+    """Hold a lock (flock) on an entry's manifest; a CacheError that begins with ``refusal`` where that fails."""
     # Some network file systems give an exclusive lock to writers only.
-    mode = os.O_RDONLY if shared or not os.access(path, os.W_OK) else os.O_RDWR
+    mode = os.O_RDONLY if operation == fcntl.LOCK_SH else os.O_RDWR
     with file_errors(refusal):
-        descriptor = os.open(path, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(manifest, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         with file_errors(refusal):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if on_wait is None:
-                    raise CacheError(refusal) from None
-                on_wait()
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            there, here = os.stat(path), os.fstat(descriptor)
-            if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
-                raise FileNotFoundError(f"{path} was replaced just now")
+            fcntl.flock(descriptor, operation)
+            if not os.path.samestat(os.stat(manifest), os.fstat(descriptor)):
+                raise FileNotFoundError(f"{manifest} was replaced just now")
         yield
     finally:
         os.close(descriptor)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bullet_graph.captures.manifest import entry_id
+from bullet_graph.captures.manifest import Manifest, entry_id, list_files
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounter, CompileCounts
@@ -96,15 +96,16 @@ def build_entry(
             return BuildReport(there, was_there=True)
         compiles, points = _fill(staged / FILES_NAME, config, runtime, progress)
         seconds = time.perf_counter() - start_s
-        entry = store.commit(
-            staged,
+        manifest = Manifest(
             fingerprint=here,
             plan=plan,
+            files=list_files(staged / FILES_NAME),
             self_check=_self_check_record(points),
             created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
             build_seconds=seconds,
             provenance=dataclasses.asdict(collect_provenance(runtime.device.type)),
         )
+        entry = store.place(manifest, staged)
     return BuildReport(entry, was_there=False, compiles=compiles, seconds=seconds)
 
 

@@ -7,6 +7,7 @@ import shutil
 import struct
 import warnings
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from caches import flip_byte
 from cli_runner import refused, run
 
 from bullet_graph import CaptureCacheWarning, ConfigError, Engine
+from bullet_graph.captures.manifest import list_files
 from bullet_graph.captures.store import MANIFEST_NAME, CaptureStore, Entry
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart
 from bullet_graph.models.presets import PRESETS
@@ -159,12 +161,10 @@ def test_a_cache_of_another_version_or_plan(
 def plant(store: CaptureStore, package: bytes) -> None:
     """Put another package into the entry, with a right checksum."""
     entry = only_entry(store)
-    manifest = entry.manifest
     with store.building(entry.entry_id, tell=print) as staged:
         shutil.copytree(entry.files, staged / "files", dirs_exist_ok=True)
         (staged / "files" / PACKAGE).write_bytes(package)
-        names = ("fingerprint", "plan", "self_check", "created_utc", "build_seconds", "provenance")
-        store.commit(staged, **{name: getattr(manifest, name) for name in names})
+        store.place(replace(entry.manifest, files=list_files(staged / "files")), staged)
 
 
 def wrong_package(entry: Entry) -> bytes:

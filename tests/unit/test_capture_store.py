@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.captures import store as store_module
-from bullet_graph.captures.manifest import MAX_TOTAL_BYTES, Manifest, StoredFile, digest, entry_id
-from bullet_graph.captures.store import FILES_NAME, MANIFEST_NAME, CaptureStore, Entry, default_root
+from bullet_graph.captures.manifest import Manifest, StoredFile, digest, entry_id
+from bullet_graph.captures.store import FILES_NAME, MANIFEST_NAME, CaptureStore, Entry, Pruned, default_root
 from bullet_graph.errors import CacheError
 
 BUILDER = """
-import sys, time
+import sys
 from pathlib import Path
-from caches import FINGERPRINT, PLAN, build
+from caches import FINGERPRINT, PLAN, placed
 from bullet_graph.captures.manifest import entry_id
 from bullet_graph.captures.store import CaptureStore
 store, name = CaptureStore(Path(sys.argv[1])), entry_id(FINGERPRINT, PLAN)
@@ -37,10 +37,8 @@ with store.building(name, tell=say) as staged:
         (staged / "files" / "half").write_text("half")
         say("building")
         sys.stdin.readline()
-        (staged / "files" / "half").unlink()
-        (staged / "files" / "whole").write_text("whole")
-        store.commit(staged, fingerprint=FINGERPRINT, plan=PLAN, self_check=None,
-                     created_utc="2026-01-01T00:00:00+00:00", build_seconds=1, provenance={})
+        (staged / "files" / "half").rename(staged / "files" / "whole")
+        placed(store, staged)
         say("built")
 """
 
@@ -61,6 +59,8 @@ def changed(**components: str) -> dict[str, str]:
 
 # ---- manifests ----
 
+FILE = {"path": "a/b", "num_bytes": 3, "sha256": "0" * 64}
+
 
 def content(**changes: Any) -> bytes:
     """A manifest's text with some entries changed, or without those that are None."""
@@ -69,7 +69,7 @@ def content(**changes: Any) -> bytes:
         "version": 2,
         "fingerprint": {"device": "cpu"},
         "plan": {"rows": 3},
-        "files": [{"path": "a/b", "num_bytes": 3, "sha256": "0" * 64}],
+        "files": [FILE],
         "self_check": {},
         "created_utc": "2026-11-22T12:00:00+00:00",
         "build_seconds": 1.5,
@@ -84,9 +84,6 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
     assert (manifest.num_bytes, manifest.entry_id) == (3, entry_id({"device": "cpu"}, {"rows": 3}))
 
 
-FILE = {"path": "a/b", "num_bytes": 3, "sha256": "0" * 64}
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -94,24 +91,19 @@ FILE = {"path": "a/b", "num_bytes": 3, "sha256": "0" * 64}
         (b"[]", "damaged"),
         (b"[" * 100_000, "damaged"),
         (content()[:-9], "damaged"),
-        (content(format="tar"), "format and version must be"),
         (content(version=1), "found ('bullet_graph capture cache', 1)"),
         (content(plan=None), "'plan'"),
         (content(surprise=1), "surprise"),
-        (content(plan=[]), "plan must be an object"),
-        (content(self_check=1), "self_check must be an object"),
-        (content(fingerprint={"device": 1}), "fingerprint must be short printable texts"),
-        (content(fingerprint={"device": "\x1b[2J"}), "fingerprint must be"),
-        (content(fingerprint={"Device ": "x"}), "fingerprint must be"),
-        (content(created_utc="yesterday"), "created_utc must be a UTC time"),
-        (content(build_seconds=-1), "build_seconds must be finite"),
-        (content(build_seconds=True), "build_seconds must be finite"),
-        (content().replace(b"1.5", b"Infinity"), "build_seconds must be finite"),
+        (content(plan=[]), "an object is required"),
+        (content(self_check=1), "an object is required"),
+        (content(fingerprint={"device": 1}), "printable text is required"),
+        (content(fingerprint={"device": "\x1b[2J"}), "printable text is required"),
+        (content(created_utc="\x1b"), "printable text is required"),
+        (content(build_seconds="1"), "a number of seconds is required"),
+        (content().replace(b"1.5", b"1e999"), "damaged"),
         (content(plan={"rows": float("nan")}), "damaged"),
-        (content(files=[FILE, FILE]), "different paths"),
-        (content(files=[FILE | {"sha256": "x"}]), "sha256 must be 64"),
         (content(files=[FILE | {"num_bytes": "3"}]), "num_bytes must be a size"),
-        (content(files=[FILE | {"num_bytes": MAX_TOTAL_BYTES}, FILE | {"path": "c"}]), "at most"),
+        (content(files=[FILE | {"num_bytes": -1}]), "num_bytes must be a size"),
         (content(files=[FILE | {"mode": 3}]), "mode"),
         (content(files=7), "damaged"),
     ],
@@ -124,7 +116,7 @@ def test_a_manifest_that_cannot_be_is_refused(data: bytes, message: str) -> None
 
 
 @pytest.mark.parametrize(
-    "path", ["", "/etc/x", "../x", "a/../../x", "a//b", "./a", "a/.", "a\\b", "a\nb", "x" * 256, "\ud800", 3]
+    "path", ["", "/etc/x", "../x", "a/../../x", "a//b", "./a", "a/.", "a\\b", "a\nb", "\ud800", 3]
 )
 def test_a_path_that_could_leave_the_folder_is_refused(path: Any) -> None:
     with pytest.raises(CacheError):
@@ -154,8 +146,8 @@ def test_differences_are_told_by_component(entry: Entry) -> None:
     assert found == [
         ("torch", "2.13.0", "3"),
         ("new", None, "1"),
-        ("driver", "580.159.04", None),
         ("plan.batch_sizes", "[1, 2, 4]", "[1]"),
+        ("driver", "580.159.04", None),
     ]
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1})
 
@@ -236,8 +228,8 @@ def _other_version(path: Path) -> None:
     ("damage", "message"),
     [
         (lambda path: os.truncate(path, 300), "it is damaged"),
-        (_other_version, "format and version must be"),
-        (Path.unlink, "it has no manifest"),
+        (_other_version, "version 2 is required"),
+        (Path.unlink, "cannot be read, or has no manifest"),
         (lambda path: path.symlink_to(path.rename(path.parents[2] / "secret")), "cannot be read"),
         (
             lambda path: path.write_text(path.read_text().replace("580.159.04", "581")),
@@ -378,6 +370,10 @@ def used_days_ago(store: CaptureStore, days: int, **components: str) -> Entry:
     return entry
 
 
+def names_of(found: Iterable[Entry | Pruned]) -> list[str]:
+    return [entry.entry_id for entry in found]
+
+
 def test_prune_by_age(store: CaptureStore) -> None:
     old, new = used_days_ago(store, 40, gpu="old"), used_days_ago(store, 10, gpu="new")
     (planned,) = store.prune(max_age=timedelta(days=30), dry_run=True)
@@ -385,30 +381,24 @@ def test_prune_by_age(store: CaptureStore) -> None:
     (pruned,) = store.prune(max_age=timedelta(days=30), dry_run=False)
     assert planned == pruned
     assert (pruned.entry_id, pruned.reason) == (old.entry_id, "not used for 40 days")
-    assert [entry.entry_id for entry in store.entries()[0]] == [new.entry_id]
+    assert names_of(store.entries()[0]) == [new.entry_id]
 
 
 def test_prune_by_total_size_keeps_what_was_used_last(store: CaptureStore) -> None:
     used = [used_days_ago(store, days, gpu=f"gpu{days}") for days in (3, 1, 2)]
     size = used[0].manifest.num_bytes
-    pruned = store.prune(max_total_bytes=2 * size, dry_run=False)
-    assert [entry.entry_id for entry in pruned] == [used[0].entry_id]
+    assert names_of(store.prune(max_total_bytes=2 * size, dry_run=False)) == [used[0].entry_id]
     assert len(store.prune(max_total_bytes=0, dry_run=False)) == 2
 
 
-def test_prune_misfits_damage_and_leftovers_but_not_what_is_in_use(store: CaptureStore) -> None:
-    fits, misfit = build(store, changed(gpu="this")), build(store, changed(gpu="other"))
-    broken = build(store, changed(gpu="broken"))
+def test_prune_clears_damage_and_leftovers_but_not_what_is_in_use(store: CaptureStore) -> None:
+    fits, old, broken = (used_days_ago(store, days, gpu=str(days)) for days in (1, 40, 2))
     (broken.folder / MANIFEST_NAME).unlink()
     shutil.copytree(fits.folder, store.root / "staging" / f"{fits.entry_id}.left")
-    with store.open(misfit):
-        pruned = {
-            entry.entry_id: entry
-            for entry in store.prune(
-                misfit=lambda entry: entry.manifest.fingerprint["gpu"] != "this", dry_run=False
-            )
-        }
-    assert pruned.keys() == {misfit.entry_id, broken.entry_id}
-    assert "in use" in (pruned[misfit.entry_id].kept_because or "")
-    assert {entry.entry_id for entry in store.entries()[0]} == {fits.entry_id, misfit.entry_id}
+    with store.open(old):
+        os.utime(old.folder / MANIFEST_NAME, (0, 0))
+        pruned = {entry.entry_id: entry for entry in store.prune(max_age=timedelta(days=30), dry_run=False)}
+    assert pruned.keys() == {old.entry_id, broken.entry_id}
+    assert "in use" in (pruned[old.entry_id].kept_because or "")
+    assert set(names_of(store.entries()[0])) == {fits.entry_id, old.entry_id}
     assert not list((store.root / "staging").iterdir())

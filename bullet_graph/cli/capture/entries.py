@@ -352,7 +352,6 @@ def _parse_age(_: click.Context, __: click.Parameter, value: str | None) -> time
     callback=parse_size,
     help="Entries used longest ago, until the others fit into this, such as 20GiB.",
 )
-@click.option("--misfits", is_flag=True, help="Entries that do not fit this machine.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
 @cache_dir_option
 @json_option
@@ -360,7 +359,6 @@ def prune(
     entries: tuple[str, ...],
     unused_for: timedelta | None,
     max_size: int | None,
-    misfits: bool,
     dry_run: bool,
     store: CaptureStore,
     as_json: bool,
@@ -372,21 +370,16 @@ def prune(
     \b
     Examples:
       bullet-graph capture prune --unused-for 30d --max-size 20GiB
-      bullet-graph capture prune --misfits --dry-run
+      bullet-graph capture prune --unused-for 12h --dry-run
       bullet-graph capture prune 3f2a
     """
-    has_rule = misfits or unused_for is not None or max_size is not None
+    has_rule = unused_for is not None or max_size is not None
     if bool(entries) == has_rule:
-        raise click.UsageError("say what to remove: either ENTRY, or --unused-for, --max-size or --misfits")
+        raise click.UsageError("say what to remove: either ENTRY, or --unused-for and --max-size")
     if entries:
         pruned = _remove_named(store, entries, dry_run=dry_run)
     else:
-        pruned = store.prune(
-            max_age=unused_for,
-            max_total_bytes=max_size,
-            misfit=(lambda entry: bool(differences_here(entry))) if misfits else None,
-            dry_run=dry_run,
-        )
+        pruned = store.prune(max_age=unused_for, max_total_bytes=max_size, dry_run=dry_run)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(entry) for entry in pruned], indent=2))
         return
