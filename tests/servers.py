@@ -1,9 +1,11 @@
 """A server in this process, for the end-to-end tests: real HTTP on a free port, the tiny model on the CPU."""
 
+import asyncio
+import queue
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from engines import make_engine
 
 from bullet_graph import AsyncEngine
 from bullet_graph.serve.lifecycle import DrainingServer, bind, url_of
-from bullet_graph.serve.metrics import EnergyMeter
 from bullet_graph.serve.settings import ServeSettings
 
 MODEL = "tiny"
@@ -28,12 +29,25 @@ class Served:
         http: a client of it.
     """
 
-    def __init__(self, server: DrainingServer, engine: AsyncEngine, url: str, api_key: str | None) -> None:
+    def __init__(
+        self,
+        server: DrainingServer,
+        loop: asyncio.AbstractEventLoop,
+        engine: AsyncEngine,
+        url: str,
+        api_key: str | None,
+    ) -> None:
         self.server = server
+        self._loop = loop
         self.engine = engine
         self.url = url
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.http = httpx.Client(base_url=url, headers=headers, timeout=60)
+
+    def stop(self) -> None:
+        """Stop the server, as a signal does."""
+        with suppress(RuntimeError):  # it has stopped already
+            self._loop.call_soon_threadsafe(self.server.stop)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -85,19 +99,18 @@ def serving(model: str | Path = MODEL, *, idle: bool = True, **settings: Any) ->
     of_engine = {k: v for k, v in settings.items() if k not in names}
     engine = AsyncEngine(make_engine(model, **of_engine))
     listener = bind(of_server)
-    started = threading.Event()
-    server = DrainingServer(engine, of_server, energy=EnergyMeter(None), on_started=started.set)
+    loops: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
+    server = DrainingServer(engine, of_server, on_started=lambda: loops.put(asyncio.get_running_loop()))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    assert started.wait(30)
-    served = Served(server, engine, url_of(listener), of_server.api_key)
+    served = Served(server, loops.get(timeout=30), engine, url_of(listener), of_server.api_key)
     try:
         yield served
         if idle:
             served.wait_until_idle()
     finally:
         served.http.close()
-        server.stop()
+        served.stop()
         thread.join(30)
         ended = engine.shutdown(30)
         listener.close()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 
 from bullet_graph.cli.tables import table_of
@@ -17,7 +16,7 @@ from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats
 from bullet_graph.graphs.compile_counts import CompileCounts
-from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, NvmlProbe
+from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, open_probe
 from bullet_graph.perf.provenance import Provenance, collect_provenance, without_home
 from bullet_graph.perf.start_report import StartReport
 from bullet_graph.runtime.capture_cache import CacheUse
@@ -112,16 +111,9 @@ def load_requests(runtime: Runtime, trace: str, num_prompts: int | None, *, seed
     return load_workload(trace, num_requests=num_prompts, seed=seed, tokenize=tokenize)
 
 
-def open_probe(engine: Engine) -> NvmlProbe | None:
-    """Open NVML for the engine's GPU; None on the CPU, or where NVML does not know the GPU."""
-    if engine.device_name != "cuda":
-        return None
-    return NvmlProbe.open(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
-
-
 def watch_device(engine: Engine) -> DeviceMonitor:
     """A monitor of the engine's GPU, or of nothing on the CPU."""
-    return DeviceMonitor(open_probe(engine))
+    return DeviceMonitor(open_probe(engine.device_name))
 
 
 def describe_run(

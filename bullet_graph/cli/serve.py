@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from bullet_graph.cli import EXIT_ERROR
-from bullet_graph.cli.engine_run import open_engine, open_probe
+from bullet_graph.cli.engine_run import open_engine
 from bullet_graph.cli.options import engine_options, parse_size
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine
@@ -117,20 +117,14 @@ def run_serve(
 ) -> None:
     """Serve until a signal ends it."""
     # The server's libraries are an extra, and --help works without them.
-    from bullet_graph.serve.lifecycle import bind, run_server, warm_up  # noqa: PLC0415
-    from bullet_graph.serve.metrics import EnergyMeter  # noqa: PLC0415
+    from bullet_graph.serve.lifecycle import bind, run_server, url_of, warm_up  # noqa: PLC0415
 
     with bind(settings) as listener:
         engine = AsyncEngine(open_engine(config, quiet=False, trace_decisions=trace_decisions))
         if warmup:
             asyncio.run(warm_up(engine))
-        ended = run_server(
-            engine,
-            settings,
-            listener,
-            energy=EnergyMeter(open_probe(engine.engine)),
-            on_started=lambda url: click.echo(f"serving {settings.served_model_name} at {url}", err=True),
-        )
+        message = f"serving {settings.served_model_name} at {url_of(listener)}"
+        ended = run_server(engine, settings, listener, on_started=lambda: click.echo(message, err=True))
     if not ended:
         click.echo("error: the engine's thread is stuck in the device, and is left behind", err=True)
         sys.stderr.flush()

@@ -1,7 +1,6 @@
 """Clocks, power, temperature and energy of a GPU while something runs, read through NVML.
 
-NVML is optional: without its Python package, its library or a device of the given UUID, every figure is None. Nothing
-is estimated.
+NVML is optional: without its Python package, its library or a device of the given UUID, every figure is None.
 """
 
 import importlib
@@ -9,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 SAMPLING_INTERVAL_S = 0.1
 
@@ -37,10 +36,7 @@ class DeviceReport:
     """The device while it was watched; None where NVML has no figure.
 
     Attributes:
-        num_samples: number of samples.
-        sm_clock_mhz: clock of the SMs.
-        power_w: power draw of the board.
-        temperature_c: temperature of the GPU.
+        power_w: of the board.
         energy_joules: difference of the board's energy counter. The driver refreshes it about every 100 ms, so figures
             of much shorter runs mean little.
     """
@@ -52,17 +48,6 @@ class DeviceReport:
     energy_joules: float | None
 
 
-class DeviceProbe(Protocol):
-    """A device to monitor, such as :class:`NvmlProbe`."""
-
-    def sample(self) -> DeviceSample: ...
-
-    def total_energy_mj(self) -> int | None:
-        """Millijoules since the driver was loaded."""
-
-    def close(self) -> None: ...
-
-
 class NvmlProbe:
     """One GPU, through the ``pynvml`` module."""
 
@@ -71,24 +56,21 @@ class NvmlProbe:
         self._handle = handle
 
     @classmethod
-    def open(cls, device_uuid: str, nvml: Any = None) -> "NvmlProbe | None":
-        """Find a GPU; None where the package, the library or the device is missing.
-
-        Args:
-            device_uuid: with or without the ``GPU-`` prefix. NVML's indices do not follow CUDA_VISIBLE_DEVICES.
-            nvml: the ``pynvml`` module; None imports it.
-        """
-        nvml = _open_nvml(nvml)
+    def open(cls, device_uuid: str) -> "NvmlProbe | None":
+        """Find a GPU by its UUID, with or without the ``GPU-`` prefix; None if anything is missing."""
+        nvml = _open_nvml()
         if nvml is None:
             return None
         uuid = device_uuid if device_uuid.startswith("GPU-") else f"GPU-{device_uuid}"
         try:
+            # NVML's indices do not follow CUDA_VISIBLE_DEVICES; its UUIDs do.
             return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
         except nvml.NVMLError:
             nvml.nvmlShutdown()
             return None
 
     def sample(self) -> DeviceSample:
+        """Read the device now."""
         nvml = self._nvml
         clock_mhz = self._read(lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))
         power_mw = self._read(nvml.nvmlDeviceGetPowerUsage)
@@ -100,6 +82,7 @@ class NvmlProbe:
         return self._read(self._nvml.nvmlDeviceGetTotalEnergyConsumption)
 
     def close(self) -> None:
+        """Shut NVML down."""
         self._nvml.nvmlShutdown()
 
     def _read(self, function: Callable[[Any], int]) -> int | None:
@@ -109,27 +92,35 @@ class NvmlProbe:
             return None
 
 
-def nvml_driver_version(nvml: Any = None) -> str | None:
+def open_probe(device: str) -> NvmlProbe | None:
+    """Probe the current GPU if ``device`` is "cuda"; None on the CPU, or where NVML does not know the GPU."""
+    # Others read versions here without torch.
+    import torch  # noqa: PLC0415
+
+    if device != "cuda":
+        return None
+    return NvmlProbe.open(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+
+
+def nvml_driver_version() -> str | None:
     """Version of the NVIDIA driver; None where NVML is missing."""
-    nvml = _open_nvml(nvml)
+    nvml = _open_nvml()
     if nvml is None:
         return None
     try:
-        version: str = nvml.nvmlSystemGetDriverVersion()
+        return str(nvml.nvmlSystemGetDriverVersion())
     except nvml.NVMLError:
         return None
     finally:
         nvml.nvmlShutdown()
-    return version
 
 
-def _open_nvml(nvml: Any) -> Any:
-    """Import the module unless given, and initialize the library; None where either is missing."""
-    if nvml is None:
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError:
-            return None
+def _open_nvml() -> Any:
+    """Import the module and initialize the library; None where either is missing."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
@@ -142,10 +133,9 @@ class DeviceMonitor:
 
     Args:
         probe: the device, closed at the end; None watches nothing and reports None throughout.
-        interval_s: time between samples.
     """
 
-    def __init__(self, probe: DeviceProbe | None, *, interval_s: float = SAMPLING_INTERVAL_S) -> None:
+    def __init__(self, probe: NvmlProbe | None, *, interval_s: float = SAMPLING_INTERVAL_S) -> None:
         self._probe = probe
         self._interval_s = interval_s
         self._samples: list[DeviceSample] = []
@@ -161,11 +151,7 @@ class DeviceMonitor:
 
     @property
     def report(self) -> DeviceReport:
-        """The aggregated samples.
-
-        Raises:
-            RuntimeError: before the ``with`` block has ended.
-        """
+        """The aggregated samples; RuntimeError before the ``with`` block has ended."""
         if self._report is None:
             raise RuntimeError("the device report exists only once the monitor's with block has ended")
         return self._report
@@ -179,36 +165,28 @@ class DeviceMonitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        energy_after_mj = None
+        energy_joules = None
         if self._probe is not None:
             energy_after_mj = self._probe.total_energy_mj()
+            if self._energy_before_mj is not None and energy_after_mj is not None:
+                energy_joules = (energy_after_mj - self._energy_before_mj) / 1e3
             self._stop.set()
             self._thread.join()
             # A run shorter than one interval still gets one sample.
             self._samples = self._samples or [self._probe.sample()]
             self._probe.close()
-        self._report = summarize_device(self._samples, self._energy_before_mj, energy_after_mj)
+        self._report = DeviceReport(
+            num_samples=len(self._samples),
+            sm_clock_mhz=_range(sample.sm_clock_mhz for sample in self._samples),
+            power_w=_range(sample.power_w for sample in self._samples),
+            temperature_c=_range(sample.temperature_c for sample in self._samples),
+            energy_joules=energy_joules,
+        )
 
     def _watch(self) -> None:
         # Wait first: a sample taken at once would make the idle clock the run's lowest.
         while self._probe is not None and not self._stop.wait(self._interval_s):
             self._samples.append(self._probe.sample())
-
-
-def summarize_device(
-    samples: list[DeviceSample], energy_before_mj: int | None, energy_after_mj: int | None
-) -> DeviceReport:
-    """Aggregate samples and two readings of the energy counter (millijoules); None in, None out."""
-    energy_joules = None
-    if energy_before_mj is not None and energy_after_mj is not None:
-        energy_joules = (energy_after_mj - energy_before_mj) / 1e3
-    return DeviceReport(
-        num_samples=len(samples),
-        sm_clock_mhz=_range(sample.sm_clock_mhz for sample in samples),
-        power_w=_range(sample.power_w for sample in samples),
-        temperature_c=_range(sample.temperature_c for sample in samples),
-        energy_joules=energy_joules,
-    )
 
 
 def _range(values: Iterable[float | None]) -> SampleRange | None:

@@ -21,19 +21,6 @@ COMMIT_STAMP = "_commit"
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
 
-@dataclass(frozen=True, slots=True)
-class GitState:
-    """The checkout that the package runs from.
-
-    Attributes:
-        commit: full hash of HEAD.
-        is_dirty: the package's folder differs from that commit.
-    """
-
-    commit: str
-    is_dirty: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """The data needed to judge or repeat a measurement.
@@ -43,12 +30,9 @@ class Provenance:
         versions: of this package, Python and the kernel libraries, by name; None where not installed.
         git_commit: of the checkout that the package runs from; None for an installed package.
         git_dirty: whether the package's folder differs from that commit.
-        host_cpu: model name of the processor.
         host_num_cpus: logical processors that this process may use.
-        device_name: name of the GPU, or ``cpu``.
+        device_name: of the GPU, or ``cpu``.
         device_uuid: of the GPU; cards of one name differ under their power cap.
-        device_memory_bytes: total memory of the GPU.
-        driver_version: of the NVIDIA driver.
         cuda_version: that torch was built with.
     """
 
@@ -70,7 +54,7 @@ def collect_provenance(device: "torch.device | str") -> Provenance:
     # Others read versions here without torch.
     import torch  # noqa: PLC0415
 
-    git = git_state(_PACKAGE_FOLDER)
+    commit, is_dirty = git_state(_PACKAGE_FOLDER) or (None, None)
     device = torch.device(device)
     gpu = None if device.type == "cpu" else torch.cuda.get_device_properties(device)
     return Provenance(
@@ -80,8 +64,8 @@ def collect_provenance(device: "torch.device | str") -> Provenance:
             "python": platform.python_version(),
             **{name: installed_version(distribution) for name, distribution in _DISTRIBUTIONS.items()},
         },
-        git_commit=None if git is None else git.commit,
-        git_dirty=None if git is None else git.is_dirty,
+        git_commit=commit,
+        git_dirty=is_dirty,
         host_cpu=host_cpu(),
         host_num_cpus=len(os.sched_getaffinity(0)),
         device_name="cpu" if gpu is None else gpu.name,
@@ -92,26 +76,26 @@ def collect_provenance(device: "torch.device | str") -> Provenance:
     )
 
 
-def git_state(folder: Path) -> GitState | None:
-    """State of the checkout that tracks the package in ``folder``, or None.
+def git_state(folder: Path) -> tuple[str, bool] | None:
+    """The commit of the checkout that tracks ``folder``, and whether the folder differs from it; None: no checkout.
 
     A copy of the tree without its history may have the commit in the file ``_commit``, which ``make stamp`` writes
-    (with the suffix ``-dirty`` where the tree was). A folder that is not tracked has none: a package installed inside
-    some other project's checkout must not get that project's commit.
+    (with the suffix ``-dirty`` where the tree was). A package installed inside another project's checkout must not
+    get that project's commit.
     """
     if not _git(folder, "ls-files", "--", "."):
         stamp = folder / COMMIT_STAMP
         if not stamp.is_file():
             return None
         stamped, _, dirty = stamp.read_text(encoding="ascii").strip().partition("-")
-        return GitState(stamped, bool(dirty))
+        return stamped, bool(dirty)
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--", ".")
-    return None if not commit or changes is None else GitState(commit, bool(changes))
+    return None if not commit or changes is None else (commit, bool(changes))
 
 
 def without_home(text: str) -> str:
-    """The text with ``~`` for the path of the home folder, so that a kept result names no user."""
+    """Write ``~`` for the home folder's path, so that a kept result names no user."""
     return text.replace(f"{Path.home()}/", "~/")
 
 
@@ -133,7 +117,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def host_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Model name of the processor, or None where the kernel does not name it."""
+    """Model name of the processor, or None."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

@@ -31,22 +31,11 @@ first token: from the first request to its first token, after the start."""
 
 @dataclass(frozen=True, slots=True)
 class StartPhase:
-    """An interval of the start; a phase may have several.
-
-    Attributes:
-        name: of the phase.
-        start_s: seconds after :attr:`StartReport.began_s`; negative before.
-        end_s: likewise.
-    """
+    """An interval of a phase, which may have several; seconds after :attr:`StartReport.began_s`."""
 
     name: PhaseName
     start_s: float
     end_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Duration."""
-        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +43,7 @@ class StartReport:
     """An engine's start, on one monotonic clock.
 
     Attributes:
-        began_s: time of the call of the engine's constructor, by ``time.perf_counter``, which on Linux all processes
-            of a machine share.
+        began_s: call of the engine's constructor, by ``time.perf_counter``, which all processes on Linux share.
         ready_s: seconds from then until requests could be added; None during the start.
         phases: by their ends. Imports come before the engine, and belong to the process's first engine.
     """
@@ -66,10 +54,10 @@ class StartReport:
 
     @property
     def seconds(self) -> dict[PhaseName, float]:
-        """Seconds of each phase, its intervals added up, in the order in which phases began."""
+        """Total of each phase, in the order in which phases began."""
         totals: dict[PhaseName, float] = {}
         for phase in sorted(self.phases, key=lambda phase: phase.start_s):
-            totals[phase.name] = totals.get(phase.name, 0.0) + phase.seconds
+            totals[phase.name] = totals.get(phase.name, 0.0) + phase.end_s - phase.start_s
         return totals
 
 
@@ -81,7 +69,7 @@ class StartClock:
         self._ready_s: float | None = None
         self._phases: list[StartPhase] = []
         self._first_request_s: float | None = None
-        self._first_token_s: float | None = None
+        self._has_first_token = False
 
     def add(self, name: PhaseName, start_s: float, end_s: float) -> None:
         """Record a phase, by two times of ``time.perf_counter``."""
@@ -99,17 +87,15 @@ class StartClock:
         self._ready_s = time.perf_counter() - self._began_s
 
     def first_request(self, time_s: float) -> None:
-        """Record the arrival of a request, by ``time.perf_counter``; only the first counts."""
+        """Record a request's arrival, by ``time.perf_counter``; only the first counts."""
         if self._first_request_s is None:
             self._first_request_s = time_s
 
     def first_token(self, time_s: float) -> None:
-        """Record a request's first token; the first of all ends the phase that the first request began."""
-        if self._first_token_s is not None:
-            return
-        self._first_token_s = time_s
-        if self._first_request_s is not None:
+        """End the phase that the first request began; only the first token counts."""
+        if not self._has_first_token and self._first_request_s is not None:
             self.add("first token", self._first_request_s, time_s)
+        self._has_first_token = True
 
     def report(self) -> StartReport:
         """The phases so far."""

@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, Response
 
 from bullet_graph._version import __version__
 from bullet_graph.engine.async_engine import AsyncEngine
+from bullet_graph.perf.energy import open_probe
 from bullet_graph.serve.errors import ApiError, validation_error
 from bullet_graph.serve.generation import Generation
 from bullet_graph.serve.limits import Gate, LimitMiddleware
@@ -57,12 +58,13 @@ async def watch(engine: AsyncEngine, limit_s: float) -> None:
             engine.fail(reason)
 
 
-def create_app(engine: AsyncEngine, settings: ServeSettings, energy: EnergyMeter) -> FastAPI:
+def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     """Build the ASGI application for an engine, which the caller shuts down; its lifespan runs the watchdog.
 
     Its ``state.gate`` is the :class:`~bullet_graph.serve.limits.Gate` of its requests.
     """
     gate = Gate(engine, settings.max_queue_len)
+    energy = EnergyMeter(open_probe(engine.engine.device_name))
     metrics = ServerMetrics(settings.served_model_name, engine, gate, energy)
     registry = CollectorRegistry()
     registry.register(metrics)
@@ -77,6 +79,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings, energy: EnergyMeter
         with suppress(asyncio.CancelledError):
             await watchdog
         generation.close()
+        energy.close()
 
     # The framework's documentation pages would load scripts from other hosts.
     app = FastAPI(title="bullet-graph", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)

@@ -22,14 +22,12 @@ _BUFFER_BYTES = 1 << 20
 
 
 class OpenAiServer:
-    """A connection to a running server, made by :meth:`connect`. Prompts are token ids; outputs are streamed.
+    """A connection to a running server. Prompts are token ids; outputs are streamed.
 
     Forced output lengths need ``ignore_eos``, an extension that vLLM and SGLang know. Only ``bullet-graph serve`` gets
     latency targets.
 
-    Args:
-        url: the URL up to ``/v1``.
-        session: the HTTP session.
+    Attributes:
         settings: the server's description of itself.
     """
 
@@ -40,11 +38,7 @@ class OpenAiServer:
 
     @classmethod
     async def connect(cls, url: str, *, api_key: str | None = None) -> "OpenAiServer":
-        """Connect and ask for the server's model and version.
-
-        Args:
-            url: the URL up to ``/v1``.
-            api_key: the server's key, or None.
+        """Connect and ask for the server's model and version; ``url`` goes up to ``/v1``.
 
         Raises:
             ConfigError: there is no such server, or it does not name its model.
@@ -73,7 +67,7 @@ class OpenAiServer:
         return cls(url, session, settings)
 
     async def configure(self, setting: str, slo: Slo) -> None:
-        """Does nothing: a server keeps its settings."""
+        """Do nothing: a server keeps its settings."""
 
     async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
         """Serve a request; yield the number of new tokens of each chunk.
@@ -108,8 +102,7 @@ class OpenAiServer:
     async def own_counters(self) -> dict[str, float]:
         """The counters of a ``bullet-graph serve``; empty for another server.
 
-        Returns:
-            Values by name without the prefix; `` label=value`` follows the name for labels other than the model's.
+        They go by name without prefix; `` label=value`` follows the name for labels other than the model's.
         """
         if self.settings.get("owned_by") != OWNER:
             return {}
@@ -140,21 +133,16 @@ def parse_counters(text: str) -> dict[str, float]:
 
 
 class TokenCounter:
-    """Counts the tokens of each chunk of one stream.
+    """Counts the tokens of each chunk of one stream by its usage (``continuous_usage_stats``).
 
-    The server's usage in each chunk (``continuous_usage_stats``) says it. Without that, a chunk counts as one token,
-    which the usage at the end must confirm.
+    Without that, a chunk counts as one token, which the usage at the end must confirm.
     """
 
     def __init__(self) -> None:
         self._seen = 0
 
     def new_tokens(self, chunk: Mapping[str, Any]) -> int:
-        """Tokens of the next chunk.
-
-        Raises:
-            RequestError: the chunk is an error, or the final count differs.
-        """
+        """Tokens of the next chunk; RequestError if it is an error, or the final count differs."""
         if chunk.get("error"):
             raise RequestError(f"the server broke off: {str(chunk['error'])[:_SHOWN_CHARACTERS]}")
         choices, usage = chunk.get("choices"), chunk.get("usage")

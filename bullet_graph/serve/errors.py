@@ -34,15 +34,7 @@ _MOST_REASONS = 3
 
 
 class ApiError(Exception):
-    """An error as the answer to a request.
-
-    Args:
-        status: of HTTP.
-        message: what was required, what was found and what to do.
-        code: a name for programs.
-        param: the wrong field of the request.
-        headers: of the response.
-    """
+    """An error as the answer to a request; ``code`` is for programs, ``param`` the wrong field."""
 
     def __init__(
         self,
@@ -70,7 +62,6 @@ class ApiError(Exception):
         return json.dumps(self.body, separators=(",", ":")).encode()
 
     def response(self) -> Response:
-        """The HTTP response."""
         return Response(self.json(), self.status, self.headers, "application/json")
 
     @classmethod

@@ -4,11 +4,10 @@ import asyncio
 import gc
 import logging
 import math
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import FrameType
 
 import uvicorn
 
@@ -17,10 +16,8 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.serve.app import create_app
 from bullet_graph.serve.limits import Gate
-from bullet_graph.serve.metrics import EnergyMeter
 from bullet_graph.serve.settings import ServeSettings
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 _LAST_WORDS_S = 10
@@ -40,9 +37,6 @@ class DrainingServer(uvicorn.Server):
     It stops in two stages: it refuses new requests and waits for running ones; then it aborts them.
 
     Args:
-        engine: its requests fail when the drain is over.
-        settings: the server's settings.
-        energy: measures the engine's GPU.
         on_started: called when the server listens.
 
     Attributes:
@@ -50,20 +44,14 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        engine: AsyncEngine,
-        settings: ServeSettings,
-        *,
-        energy: EnergyMeter,
-        on_started: Callable[[], object],
+        self, engine: AsyncEngine, settings: ServeSettings, *, on_started: Callable[[], object]
     ) -> None:
-        app = create_app(engine, settings, energy)
+        app = create_app(engine, settings)
         self._engine = engine
         self.gate: Gate = app.state.gate
         self._drain_s = settings.shutdown_timeout_s
         self._on_started = on_started
         self._draining: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
                 app,
@@ -78,34 +66,17 @@ class DrainingServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._on_started()
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Drain at the first SIGTERM or SIGINT, abort at the second; only the main thread gets signals."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._stop)
-        try:
-            yield
-        finally:
-            for number in _SIGNALS:
-                loop.remove_signal_handler(number)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop at SIGTERM or SIGINT."""
+        del sig, frame
+        asyncio.get_running_loop().call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
-        """Begin to drain; a second call ends at once. Safe in any thread once the server has started."""
-        if self._loop is not None:
-            # RuntimeError: the loop is closed, so the server has stopped.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._stop)
-
-    def _stop(self) -> None:
+        """Begin to drain; a second call aborts all requests. Called in the event loop."""
         if self._draining is not None:
             self._engine.fail("the server was told to stop at once")
             return
@@ -149,23 +120,14 @@ def bind(settings: ServeSettings) -> socket.socket:
 
 
 def run_server(
-    engine: AsyncEngine,
-    settings: ServeSettings,
-    listener: socket.socket,
-    *,
-    energy: EnergyMeter,
-    on_started: Callable[[str], object],
+    engine: AsyncEngine, settings: ServeSettings, listener: socket.socket, on_started: Callable[[], object]
 ) -> bool:
     """Serve until a signal stops the server, then shut the engine down.
-
-    Args:
-        listener: from :func:`bind`.
-        on_started: called with the URL when the server listens.
 
     Returns:
         Whether the engine's thread has ended; a thread that is stuck in the device never does.
     """
-    server = DrainingServer(engine, settings, energy=energy, on_started=lambda: on_started(url_of(listener)))
+    server = DrainingServer(engine, settings, on_started=on_started)
     try:
         # Weights, graphs and modules stay. Scanning them in each garbage collection would pause every stream.
         gc.collect()
@@ -173,8 +135,6 @@ def run_server(
         server.run(sockets=[listener])
     finally:
         ended = engine.shutdown(_ENGINE_STOP_S)
-        energy.close()
-        listener.close()
     return ended
 
 

@@ -145,7 +145,7 @@ async def test_requests_under_way_may_end_before_the_server_does(stuck: Stuck) -
     with serving(max_model_len=64, shutdown_timeout_s=20.0) as served:
         stream = asyncio.create_task(stream_to_its_end(served))
         await asyncio.to_thread(stuck.entered.wait, 20)
-        served.server.stop()
+        served.stop()
         await asyncio.sleep(0.3)
         with pytest.raises(httpx.ConnectError):
             served.http.get("/health")
@@ -162,7 +162,7 @@ async def test_what_does_not_end_in_time_is_aborted_and_told(stuck: Stuck) -> No
         async with asyncio.timeout(15):
             while served.server.gate.num_inside < 3:
                 await asyncio.sleep(0.005)
-        served.server.stop()
+        served.stop()
         responses = await asyncio.gather(*streams)
         assert {response.status_code for response in responses} >= {200}
         for response in responses:
@@ -174,8 +174,8 @@ async def test_a_second_signal_ends_at_once(stuck: Stuck) -> None:
     with serving(max_model_len=64, shutdown_timeout_s=60.0, idle=False) as served:
         stream = asyncio.create_task(stream_to_its_end(served))
         await asyncio.to_thread(stuck.entered.wait, 20)
-        served.server.stop()
-        served.server.stop()
+        served.stop()
+        served.stop()
         assert "told to stop at once" in last_words(await stream)
         stuck.release.set()
 

@@ -5,6 +5,8 @@
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,13 +18,10 @@ from bullet_graph.perf.energy import (
     NvmlProbe,
     SampleRange,
     nvml_driver_version,
-    summarize_device,
 )
 
-NOTHING = DeviceReport(num_samples=0, sm_clock_mhz=None, power_w=None, temperature_c=None, energy_joules=None)
 
-
-class FakeNvml:
+class FakeNvml(ModuleType):
     """Stands in for the ``pynvml`` module: one GPU, whose calls named in ``refused`` raise NVMLError."""
 
     NVML_CLOCK_SM = 1
@@ -31,8 +30,9 @@ class FakeNvml:
     class NVMLError(Exception):
         pass
 
-    def __init__(self, *refused: str) -> None:
-        self.refused = refused
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.refused: tuple[str, ...] = ()
         self.num_open = 0
 
     def _call(self, name: str, value: Any) -> Any:
@@ -68,12 +68,20 @@ class FakeNvml:
         return self._call("energy", 5_000)
 
 
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    yield nvml
+    assert nvml.num_open == 0
+
+
 class FakeProbe:
     """A device whose clock falls by 100 MHz a sample and whose energy counter gains 2.5 J a reading."""
 
     def __init__(self) -> None:
         self.num_samples = 0
-        self.energy_mj = 1_000_000
+        self.energy_mj: int | None = 1_000_000
         self.closed = False
         self.sampled_twice = threading.Event()
 
@@ -82,38 +90,16 @@ class FakeProbe:
         self.num_samples += 1
         if self.num_samples >= 2:
             self.sampled_twice.set()
-        return DeviceSample(2000 - 100 * self.num_samples, 300.0, 50)
+        return DeviceSample(2000 - 100 * self.num_samples, None if self.num_samples == 2 else 300.0, None)
 
-    def total_energy_mj(self) -> int:
+    def total_energy_mj(self) -> int | None:
         assert not self.closed
-        self.energy_mj += 2_500
+        if self.energy_mj is not None:
+            self.energy_mj += 2_500
         return self.energy_mj
 
     def close(self) -> None:
         self.closed = True
-
-
-def test_report_holds_range_mean_and_energy() -> None:
-    samples = [DeviceSample(1500, 200.0, 40), DeviceSample(1980, 700.0, None), DeviceSample(1620, 600.0, 60)]
-    assert summarize_device(samples, 10_000, 25_500) == DeviceReport(
-        num_samples=3,
-        sm_clock_mhz=SampleRange(1500, 1700, 1980),
-        power_w=SampleRange(200.0, 500.0, 700.0),
-        temperature_c=SampleRange(40, 50, 60),
-        energy_joules=15.5,
-    )
-
-
-def test_figures_the_device_does_not_offer_are_none() -> None:
-    report = summarize_device([DeviceSample(None, None, 40)], None, 5)
-    assert report == DeviceReport(
-        num_samples=1,
-        sm_clock_mhz=None,
-        power_w=None,
-        temperature_c=SampleRange(40, 40, 40),
-        energy_joules=None,
-    )
-    assert summarize_device([], 5, None) == NOTHING
 
 
 def test_monitor_samples_in_the_background_until_the_end() -> None:
@@ -121,19 +107,26 @@ def test_monitor_samples_in_the_background_until_the_end() -> None:
     with DeviceMonitor(probe, interval_s=0.001) as monitor:
         assert probe.sampled_twice.wait(timeout=10)
     seen = probe.num_samples
-    assert monitor.report.num_samples == seen >= 2
-    assert monitor.report.sm_clock_mhz is not None
-    assert monitor.report.sm_clock_mhz.max == 1900
-    assert monitor.report.energy_joules == 2.5
+    assert monitor.report == DeviceReport(
+        num_samples=seen,
+        sm_clock_mhz=SampleRange(2000 - 100 * seen, 1950 - 50 * seen, 1900),
+        power_w=SampleRange(300.0, 300.0, 300.0),
+        temperature_c=None,
+        energy_joules=2.5,
+    )
+    assert seen >= 2
     assert probe.closed
     time.sleep(0.01)
     assert probe.num_samples == seen
 
 
 def test_a_run_shorter_than_the_interval_is_sampled_once() -> None:
-    with DeviceMonitor(FakeProbe(), interval_s=60) as monitor:
+    probe = FakeProbe()
+    probe.energy_mj = None
+    with DeviceMonitor(probe, interval_s=60) as monitor:
         pass
     assert monitor.report.num_samples == 1
+    assert monitor.report.energy_joules is None
 
 
 def test_monitor_lets_go_of_the_device_when_the_run_fails() -> None:
@@ -146,7 +139,9 @@ def test_monitor_lets_go_of_the_device_when_the_run_fails() -> None:
 def test_monitor_without_a_device_reports_none() -> None:
     with DeviceMonitor.for_gpu(None) as monitor:
         pass
-    assert monitor.report == NOTHING
+    assert monitor.report == DeviceReport(
+        num_samples=0, sm_clock_mhz=None, power_w=None, temperature_c=None, energy_joules=None
+    )
 
 
 def test_report_before_the_end_is_an_error() -> None:
@@ -155,28 +150,23 @@ def test_report_before_the_end_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("uuid", ["ab", "GPU-ab"])
-def test_probe_reads_units_of_the_report(uuid: str) -> None:
-    nvml = FakeNvml()
-    probe = NvmlProbe.open(uuid, nvml)
+def test_probe_reads_units_of_the_report_and_leaves_out_what_the_gpu_refuses(
+    nvml: FakeNvml, uuid: str
+) -> None:
+    probe = NvmlProbe.open(uuid)
     assert probe is not None
     assert probe.sample() == DeviceSample(1980, 345.678, 61)
     assert probe.total_energy_mj() == 5_000
-    probe.close()
-    assert nvml.num_open == 0
-
-
-def test_probe_leaves_out_what_the_gpu_refuses() -> None:
-    probe = NvmlProbe.open("ab", FakeNvml("power", "energy"))
-    assert probe is not None
+    nvml.refused = ("power", "energy")
     assert probe.sample() == DeviceSample(1980, None, 61)
     assert probe.total_energy_mj() is None
+    probe.close()
 
 
 @pytest.mark.parametrize("refused", ["init", "handle"])
-def test_no_library_or_no_such_gpu_gives_no_probe(refused: str) -> None:
-    nvml = FakeNvml(refused)
-    assert NvmlProbe.open("ab", nvml) is None
-    assert nvml.num_open == 0
+def test_no_library_or_no_such_gpu_gives_no_probe(nvml: FakeNvml, refused: str) -> None:
+    nvml.refused = (refused,)
+    assert NvmlProbe.open("ab") is None
 
 
 def test_no_python_package_gives_no_probe_and_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +175,7 @@ def test_no_python_package_gives_no_probe_and_no_version(monkeypatch: pytest.Mon
     assert nvml_driver_version() is None
 
 
-def test_driver_version() -> None:
-    nvml = FakeNvml()
-    assert nvml_driver_version(nvml) == "580.1"
-    assert nvml_driver_version(FakeNvml("driver")) is None
-    assert nvml.num_open == 0
+def test_driver_version(nvml: FakeNvml) -> None:
+    assert nvml_driver_version() == "580.1"
+    nvml.refused = ("driver",)
+    assert nvml_driver_version() is None

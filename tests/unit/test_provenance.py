@@ -31,24 +31,14 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-def test_clean_checkout(package: Path) -> None:
-    state = git_state(package)
-    assert state is not None
-    assert state.commit == git(package, "rev-parse", "HEAD")
-    assert not state.is_dirty
-
-
 def test_only_changes_inside_the_package_make_it_dirty(package: Path) -> None:
+    head = git(package, "rev-parse", "HEAD")
     (package.parent / "notes.txt").write_text("b\n")
     (package.parent / "result.json").write_text("{}")
-    state = git_state(package)
-    assert state is not None
-    assert not state.is_dirty
-
-    (package / "code.py").write_text("x = 2\n")
-    state = git_state(package)
-    assert state is not None
-    assert state.is_dirty
+    assert git_state(package) == (head, False)
+    # A checkout counts more than a stamp.
+    (package / provenance.COMMIT_STAMP).write_text("0123abc\n")
+    assert git_state(package) == (head, True)
 
 
 def test_a_package_installed_inside_a_foreign_checkout_has_no_commit(package: Path) -> None:
@@ -62,6 +52,12 @@ def test_no_checkout_and_no_git(package: Path, tmp_path: Path, monkeypatch: pyte
     assert git_state(tmp_path) is None
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(package) is None
+
+
+@pytest.mark.parametrize(("text", "is_dirty"), [("0123abc\n", False), ("0123abc-dirty\n", True)])
+def test_a_copy_without_history_may_carry_a_stamp(tmp_path: Path, text: str, is_dirty: bool) -> None:
+    (tmp_path / provenance.COMMIT_STAMP).write_text(text)
+    assert git_state(tmp_path) == ("0123abc", is_dirty)
 
 
 def test_record_on_the_cpu() -> None:
@@ -89,32 +85,12 @@ def test_a_library_that_is_not_installed_is_none() -> None:
     assert provenance.installed_version("no-such-distribution-anywhere") is None
 
 
-def test_processor_name_comes_from_cpuinfo(tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\nmodel name\t: Other\n")
-    assert provenance.host_cpu(cpuinfo) == "Fast CPU @ 3 GHz"
-
-
-def test_processor_without_a_model_name_is_the_platforms(
+def test_processor_name_is_in_cpuinfo_or_the_platforms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provenance.platform, "processor", lambda: "aarch64")
-    assert provenance.host_cpu(tmp_path / "missing") == "aarch64"
-    monkeypatch.setattr(provenance.platform, "processor", lambda: "")
-    assert provenance.host_cpu(tmp_path / "missing") is None
-
-
-@pytest.mark.parametrize(("text", "is_dirty"), [("0123abc\n", False), ("0123abc-dirty\n", True)])
-def test_a_copy_without_history_may_carry_a_stamp(tmp_path: Path, text: str, is_dirty: bool) -> None:
-    assert git_state(tmp_path) is None
-    (tmp_path / provenance.COMMIT_STAMP).write_text(text)
-    state = git_state(tmp_path)
-    assert state is not None
-    assert (state.commit, state.is_dirty) == ("0123abc", is_dirty)
-
-
-def test_a_checkout_counts_more_than_a_stamp(package: Path) -> None:
-    (package / provenance.COMMIT_STAMP).write_text("0123abc\n")
-    state = git_state(package)
-    assert state is not None
-    assert state.commit == git(package, "rev-parse", "HEAD")
+    cpuinfo = tmp_path / "cpuinfo"
+    for name in ("aarch64", ""):
+        monkeypatch.setattr(provenance.platform, "processor", lambda name=name: name)
+        assert provenance.host_cpu(cpuinfo) == (name or None)
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\nmodel name\t: Other\n")
+    assert provenance.host_cpu(cpuinfo) == "Fast CPU @ 3 GHz"
