@@ -6,10 +6,10 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import PurePath
 from types import MappingProxyType, NoneType
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -32,14 +32,13 @@ KV_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How prefill and decode share the device: the policy that the planner follows.
+    """How prefill and decode share the device.
 
     ``serial`` runs whole prompts and decode steps in turn. ``mixed`` puts prefill chunks and decode rows into one
     forward. ``split`` runs both at once on disjoint SMs. ``auto`` chooses among them at every step, by measured
     performance and latency targets.
 
     Attributes:
-        name: the policy.
         chunk_tokens: most rows of a forward of ``serial`` and ``mixed``; None takes the engine's
             ``max_num_batched_tokens``, or, in ``mixed`` under a TPOT target, what the target allows.
         decode_sms: SMs of the decode lane in ``split``; None lets the planner choose.
@@ -57,22 +56,18 @@ class Policy:
             raise ConfigError(
                 f"a policy's name must be one of {', '.join(get_args(PolicyChoice))}, got {self.name!r}"
             )
-        for field, names in (("chunk_tokens", ("serial", "mixed")), ("decode_sms", ("split",))):
-            value = getattr(self, field)
+        for name, policies in (("chunk_tokens", ("serial", "mixed")), ("decode_sms", ("split",))):
+            value = getattr(self, name)
             if value is not None:
-                _require_count(f"a policy's {field}", value)
-                if self.name not in names:
+                _require_count(f"a policy's {name}", value)
+                if self.name not in policies:
                     raise ConfigError(
-                        f"a policy's {field} goes with {' or '.join(names)}, not with {self.name}"
+                        f"a policy's {name} goes with {' or '.join(policies)}, not with {self.name}"
                     )
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """Read a name, or ``serial:CHUNK``, ``mixed:CHUNK`` or ``split:NUM_SMS``.
-
-        Raises:
-            ConfigError: for any other text, with the forms allowed.
-        """
+        """Read a name, or ``serial:CHUNK``, ``mixed:CHUNK`` or ``split:NUM_SMS``; ConfigError for another text."""
         name, colon, number = text.partition(":")
         sized = {"serial": "chunk_tokens", "mixed": "chunk_tokens", "split": "decode_sms"}
         if name not in get_args(PolicyChoice) or (
@@ -96,11 +91,7 @@ class Policy:
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size such as ``8GiB``, ``512MB`` or ``1000000``.
-
-    Raises:
-        ConfigError: it has another form.
-    """
+    """Read a size such as ``8GiB``, ``512MB`` or ``1000000``; ConfigError for another form."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b)?\s*", text.lower())
     if match is None or (match[3] and not match[2]):
         raise ConfigError(f"{text!r} is no size: write 8GiB, 512MiB, 1.5GB or a number of bytes")
@@ -109,11 +100,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """Read numbers such as ``32,48``.
-
-    Raises:
-        ConfigError: it has another form.
-    """
+    """Read numbers such as ``32,48``; ConfigError for another form."""
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
@@ -125,9 +112,9 @@ class Setting:
     """Describes a field of :class:`EngineConfig`, besides its type and default.
 
     Attributes:
-        help: what it does, for the help of the command line.
+        help: what it does.
         metavar: what the command line calls a value.
-        no_value: what an engine does without a value, for the help.
+        no_value: what an engine does without a value.
         minimum: the least an integer may be.
         parse: reads a value from text.
         wanted: what a text must be.
@@ -141,6 +128,10 @@ class Setting:
     wanted: str | None = None
 
 
+def _setting(default: Any, text: str, **details: Any) -> Any:
+    return field(default=default, metadata={"setting": Setting(text, **details)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine: the only place where each is named, described, checked and given its default.
@@ -149,131 +140,103 @@ class EngineConfig:
         ConfigError: at construction, naming the setting.
     """
 
-    model: Annotated[str, Setting("A preset's name, or a Hugging Face model folder.")]
-    load_format: Annotated[
-        LoadFormat,
-        Setting(
-            "Source of the weights. dummy: seeded random numbers; auto: dummy for a preset, safetensors for a folder."
-        ),
-    ] = "auto"
-    dtype: Annotated[
-        DtypeName,
-        Setting(
-            "Number format of weights, activations and KV cache. auto: float32 on the CPU; on a GPU config.json's, or "
-            "bfloat16 where that is float32."
-        ),
-    ] = "auto"
-    device: Annotated[DeviceName, Setting("Where to run; auto: the GPU if there is one.")] = "auto"
-    policy: Annotated[
-        Policy,
-        Setting(
-            "How prefill and decode share the device. CHUNK: most tokens of one forward; NUM_SMS: SMs of the decode "
-            "lane; auto: chosen at every step from measured performance.",
-            metavar="serial[:CHUNK]|mixed[:CHUNK]|split[:NUM_SMS]|auto",
-            parse=Policy.parse,
-        ),
-    ] = Policy("mixed")
-    prompt_order: Annotated[
-        PromptOrder,
-        Setting(
-            "Which prompts are prefilled first if none has a TTFT target. longest-output: those with the most "
-            "max_tokens, for batches whose outputs are needed only at the end; short ones wait."
-        ),
-    ] = "arrival"
-    slo: Annotated[
-        Slo,
-        Setting(
-            'Latency targets in ms, such as "ttft:500 tpot:15" or "ttft:0.2ms/token", for requests without their own.',
-            metavar="TARGETS",
-            no_value="none",
-            parse=lambda text: Slo.parse(text.replace(",", " ").split()),
-        ),
-    ] = NO_TARGETS
-    perf_table: Annotated[
-        str | None,
-        Setting(
-            "Performance table of `bullet-graph profile`; roofline: an unmeasured estimate.",
-            metavar="FILE|roofline",
-            no_value="the one that fits this GPU and model",
-            wanted="a file's name, roofline or None",
-        ),
-    ] = None
-    capture_plan: Annotated[
-        str | None,
-        Setting(
-            "Plan of the steps to capture as CUDA graphs: a file of `bullet-graph capture plan`, or the name of a "
-            "plan that comes with the package.",
-            metavar="FILE.toml|NAME",
-            no_value="all batch sizes for all partitions",
-            wanted="a file's name, a shipped plan's or None",
-        ),
-    ] = None
-    compile: Annotated[
-        bool,
-        Setting(
-            "On the CPU: fuse the two compiled parts of each layer with torch.compile. Captured steps on a GPU always "
-            "are."
-        ),
-    ] = False
-    capture_cache: Annotated[
-        str | None,
-        Setting(
-            "Start from what `bullet-graph capture build` has put into this folder; auto: your own cache folder. A "
-            "capture cache is code: use only one that you trust.",
-            metavar="DIR|auto|off",
-            no_value="off",
-            parse=lambda text: None if text == "off" else text,
-            wanted="a folder, auto or None",
-        ),
-    ] = None
-    self_check: Annotated[
-        SelfCheckChoice,
-        Setting(
-            "Batch sizes at which a start from a capture cache compares its logits with the uncompiled model's. "
-            "sample: the smallest, the middle and the largest."
-        ),
-    ] = "sample"
-    ready: Annotated[
-        ReadyName,
-        Setting("Serve once all CUDA graphs are captured, or only the hot ones; others follow in idle time."),
-    ] = "all"
-    max_num_seqs: Annotated[int, Setting("Most sequences running at once.", minimum=1)] = 256
-    max_num_batched_tokens: Annotated[int, Setting("Most tokens of one forward.", minimum=1)] = 8192
-    max_model_len: Annotated[
-        int | None,
-        Setting("Most tokens of a prompt and its output together.", no_value="the model's limit", minimum=1),
-    ] = None
-    gpu_memory_utilization: Annotated[
-        float, Setting("Share of the device's memory that the engine may fill, in (0, 1].")
-    ] = 0.9
-    kv_cache_bytes: Annotated[
-        int | None,
-        Setting(
-            "Size of the KV cache, such as 8GiB.",
-            metavar="SIZE",
-            no_value="what memory is left",
-            minimum=1,
-            parse=parse_bytes,
-        ),
-    ] = None
-    cuda_graphs: Annotated[
-        bool,
-        Setting("Capture decode steps into CUDA graphs; without, they run eagerly (slower; for debugging)."),
-    ] = True
-    partition_backend: Annotated[
-        PartitionBackendName,
-        Setting("Mechanism that confines a lane to its SMs; auto: the first that verifies."),
-    ] = "auto"
-    decode_sms: Annotated[
-        tuple[int, ...],
-        Setting(
-            "Sizes of the decode lane, in SMs, to verify and to capture graphs for, besides the whole GPU.",
-            metavar="N,N,…",
-            no_value="those of the performance table, for auto and split",
-            parse=parse_counts,
-        ),
-    ] = ()
-    seed: Annotated[int, Setting("Seed of dummy weights, synthetic prompts and sampling.", minimum=0)] = 0
+    model: str = field(metadata={"setting": Setting("A preset's name, or a Hugging Face model folder.")})
+    load_format: LoadFormat = _setting(
+        "auto",
+        "Source of the weights. dummy: seeded random numbers; auto: dummy for a preset, safetensors for a folder.",
+    )
+    dtype: DtypeName = _setting(
+        "auto",
+        "Number format of weights, activations and KV cache. auto: float32 on the CPU; on a GPU config.json's, or "
+        "bfloat16 where that is float32.",
+    )
+    device: DeviceName = _setting("auto", "Where to run; auto: the GPU if there is one.")
+    policy: Policy = _setting(
+        Policy("mixed"),
+        "How prefill and decode share the device. CHUNK: most tokens of one forward; NUM_SMS: SMs of the decode "
+        "lane; auto: chosen at every step from measured performance.",
+        metavar="serial[:CHUNK]|mixed[:CHUNK]|split[:NUM_SMS]|auto",
+        parse=Policy.parse,
+    )
+    prompt_order: PromptOrder = _setting(
+        "arrival",
+        "Which prompts are prefilled first if none has a TTFT target. longest-output: those with the most "
+        "max_tokens, for batches whose outputs are needed only at the end; short ones wait.",
+    )
+    slo: Slo = _setting(
+        NO_TARGETS,
+        'Latency targets in ms, such as "ttft:500 tpot:15" or "ttft:0.2ms/token", for requests without their own.',
+        metavar="TARGETS",
+        no_value="none",
+        parse=lambda text: Slo.parse(text.replace(",", " ").split()),
+    )
+    perf_table: str | None = _setting(
+        None,
+        "Performance table of `bullet-graph profile`; roofline: an unmeasured estimate.",
+        metavar="FILE|roofline",
+        no_value="the one that fits this GPU and model",
+        wanted="a file's name, roofline or None",
+    )
+    capture_plan: str | None = _setting(
+        None,
+        "Plan of the steps to capture as CUDA graphs: a file of `bullet-graph capture plan`, or the name of a plan "
+        "that comes with the package.",
+        metavar="FILE.toml|NAME",
+        no_value="all batch sizes for all partitions",
+        wanted="a file's name, a shipped plan's or None",
+    )
+    compile: bool = _setting(
+        False,
+        "On the CPU: fuse the two compiled parts of each layer with torch.compile. Captured steps on a GPU always "
+        "are.",
+    )
+    capture_cache: str | None = _setting(
+        None,
+        "Start from what `bullet-graph capture build` has put into this folder; auto: your own cache folder. A "
+        "capture cache is code: use only one that you trust.",
+        metavar="DIR|auto|off",
+        no_value="off",
+        parse=lambda text: None if text == "off" else text,
+        wanted="a folder, auto or None",
+    )
+    self_check: SelfCheckChoice = _setting(
+        "sample",
+        "Batch sizes at which a start from a capture cache compares its logits with the uncompiled model's. sample: "
+        "the smallest, the middle and the largest.",
+    )
+    ready: ReadyName = _setting(
+        "all", "Serve once all CUDA graphs are captured, or only the hot ones; others follow in idle time."
+    )
+    max_num_seqs: int = _setting(256, "Most sequences running at once.", minimum=1)
+    max_num_batched_tokens: int = _setting(8192, "Most tokens of one forward.", minimum=1)
+    max_model_len: int | None = _setting(
+        None, "Most tokens of a prompt and its output together.", no_value="the model's limit", minimum=1
+    )
+    gpu_memory_utilization: float = _setting(
+        0.9, "Share of the device's memory that the engine may fill, in (0, 1]."
+    )
+    kv_cache_bytes: int | None = _setting(
+        None,
+        "Size of the KV cache, such as 8GiB.",
+        metavar="SIZE",
+        no_value="what memory is left",
+        minimum=1,
+        parse=parse_bytes,
+    )
+    cuda_graphs: bool = _setting(
+        True, "Capture decode steps into CUDA graphs; without, they run eagerly (slower; for debugging)."
+    )
+    partition_backend: PartitionBackendName = _setting(
+        "auto", "Mechanism that confines a lane to its SMs; auto: the first that verifies."
+    )
+    decode_sms: tuple[int, ...] = _setting(
+        (),
+        "Sizes of the decode lane, in SMs, to verify and to capture graphs for, besides the whole GPU.",
+        metavar="N,N,…",
+        no_value="those of the performance table, for auto and split",
+        parse=parse_counts,
+    )
+    seed: int = _setting(0, "Seed of dummy weights, synthetic prompts and sampling.", minimum=0)
 
     @classmethod
     def of(cls, model: str, **settings: Any) -> "EngineConfig":
@@ -330,7 +293,7 @@ class EngineConfig:
 
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
-    {name: hint.__metadata__[0] for name, hint in get_type_hints(EngineConfig, include_extras=True).items()}
+    {each.name: each.metadata["setting"] for each in fields(EngineConfig)}
 )
 """The description of each setting."""
 
@@ -351,10 +314,7 @@ RENAMED: Mapping[str, str] = MappingProxyType({"arm": "policy", "canary": "self_
 
 
 def former_names_too(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function take settings by their former names, too; a warning tells the current ones.
-
-    The function raises ConfigError where a setting is given under both.
-    """
+    """Let a function take settings by former names, with a warning; ConfigError for one given under both."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -31,7 +31,6 @@ class SamplingParams:
         top_k: keep the ``top_k`` most probable tokens; -1 or 0 keeps all.
         min_p: drop tokens less probable than ``min_p`` times the most probable one, in [0, 1].
         seed: random numbers follow from (seed, position) alone; None draws a seed from the engine's.
-        max_tokens: the most tokens to generate, at least 1.
         min_tokens: no stop token is sampled, and no stop string looked for, before this many tokens.
         stop: strings that end the text; the text returned ends before them.
         stop_token_ids: token ids that end the output; the id itself is returned.
@@ -102,7 +101,7 @@ class SamplingParams:
 
 
 def _items(values: object) -> tuple[Any, ...] | None:
-    """The items of a sequence; None for anything else, and for text, whose characters are hardly meant."""
+    """The items of a sequence; None for anything else, and for text, whose characters nobody means."""
     return tuple(values) if isinstance(values, Sequence) and not isinstance(values, (str, bytes)) else None
 
 

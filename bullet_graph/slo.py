@@ -30,18 +30,16 @@ class Slo:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not (_is_real(value) and value > 0):
+            if value is not None and not (
+                isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+            ):
                 raise ConfigError(
                     f"the target {field.name} must be a positive number of milliseconds, got {value!r}"
                 )
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> "Slo":
-        """Read targets such as ``("ttft:500", "tpot:15")``, in milliseconds.
-
-        Raises:
-            ConfigError: a text has another form, or a target is given twice.
-        """
+        """Read targets such as ``("ttft:500", "tpot:15")``, in milliseconds; ConfigError for another form."""
         targets: dict[str, float] = {}
         for text in texts:
             match = re.fullmatch(r"(ttft|tpot):(\d+(?:\.\d+)?)(ms)?(/token)?", text)
@@ -83,7 +81,3 @@ class Slo:
 
 NO_TARGETS = Slo()
 """No targets: serve as fast as the device can."""
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
