@@ -1,4 +1,4 @@
-"""Captures an engine's CUDA graphs one after another: some at its start, the others while it serves."""
+"""Captures an engine's CUDA graphs one by one: some at its start, the others while it serves."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +21,8 @@ class EngineGraphs:
     """Captures a plan's graphs, in the order of :func:`~bullet_graph.graphs.capture_order.capture_order`.
 
     Args:
-        decode: with nothing captured.
-        pieces: made for the plan's rows, with nothing captured.
-        plan: what to capture.
-        num_layers: of the model.
-        is_tuned: the plan's piecewise graphs are known to be worthwhile, and need not be timed.
+        pieces: made for the plan's rows; nothing is captured yet, as in ``decode``.
+        is_tuned: the plan's piecewise graphs are known to be worthwhile, and are not timed.
     """
 
     def __init__(
@@ -46,11 +43,9 @@ class EngineGraphs:
 
     @property
     def num_missing(self) -> int:
-        """Graphs still to be captured."""
         return self._progress.num_missing
 
     def max_batch_size(self, partition: SmPartition) -> int:
-        """See :meth:`CaptureProgress.max_batch_size`."""
         return self._progress.max_batch_size(partition)
 
     def capture_first(
@@ -64,10 +59,8 @@ class EngineGraphs:
         """Compile, and capture the graphs that an engine needs to be ready; waits for its own launches alone.
 
         Args:
-            ready: ``hot`` or ``all`` graphs.
             stream_for: binds the decode lane's stream to a partition, and returns it.
             clock: records compilation, and captures by kind.
-            progress: show a progress bar.
         """
         start_s = time.perf_counter()
         free_before, _ = torch.cuda.mem_get_info()
@@ -92,7 +85,7 @@ class EngineGraphs:
 
     @property
     def next_partition(self) -> SmPartition | None:
-        """The partition whose stream the next :meth:`prepare_next` needs; None when nothing is left."""
+        """The partition whose stream the next :meth:`prepare_next` needs; None: nothing is left."""
         key = self._progress.next
         if key is not None:
             return _partition(key)
@@ -100,14 +93,11 @@ class EngineGraphs:
 
     @property
     def next_needs_quiet(self) -> bool:
-        """The next :meth:`prepare_next` measures a time, and so needs the GPU for itself."""
+        """Whether the next :meth:`prepare_next` measures a time, and so needs the GPU for itself."""
         return not self._progress.num_missing
 
     def prepare_next(self, stream: torch.cuda.Stream) -> None:
-        """Capture the next graph on this stream; once all are captured, time the next size of piecewise graphs.
-
-        When all sizes are timed, those that are slower than a larger one are no longer used.
-        """
+        """Capture the next graph on this stream; once all are captured, time the next size of piecewise graphs."""
         key = self._progress.next
         if key is not None:
             self._capture(key, stream)

@@ -1,4 +1,4 @@
-"""Which sizes CUDA graphs are captured for, and which of them serves a step."""
+"""The sizes that CUDA graphs are captured for, and which of them serves a step."""
 
 import math
 from bisect import bisect_left
@@ -10,8 +10,8 @@ from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.roofline import DecoderShape, layer_matrices
 
 PRODUCT_FLOPS_PER_MS = 600e9
-"""Rate of a layer's matrix products of many rows. An H200 under its power cap does 610 to 683 TFLOP/s with an 8B model
-(bench/LOG.md). On a slower GPU, more sizes are captured than the host needs."""
+"""Rate of a layer's matrix products of many rows: an H200 under its power cap does 610 to 683 TFLOP/s with an 8B model
+(bench/LOG.md). A slower GPU captures more sizes than its host needs."""
 
 FINE_ROWS = 1024
 """For any model, piecewise graphs reach this number of rows, in steps of at most a matrix product's tile."""
@@ -19,17 +19,10 @@ FINE_ROWS = 1024
 _ROW_STEPS = ((256, 16), (512, 32), (FINE_ROWS, 64), (2048, 128), (4096, 256))
 """(last bucket, step up to it): above 256 rows, padding is at most an eighth of the rows, 4 % on average."""
 
-_LARGEST_ROW_STEP = 512
-
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """One captured decode graph.
-
-    Attributes:
-        batch_size: rows, padding included.
-        partition: the SMs its kernels were captured for.
-    """
+    """One captured decode graph; ``batch_size`` includes padding."""
 
     batch_size: int
     partition: SmPartition = WHOLE_GPU
@@ -38,8 +31,8 @@ class GraphKey:
 def batch_size_buckets(max_batch_size: int) -> tuple[int, ...]:
     """Batch sizes to capture, rising: 1, 2, 4, then steps of 8 to 64, 16 to 256, 32 to 512, 64 above.
 
-    Padding costs little where a step is memory-bound, and the matrix kernels work in tiles of 64 rows or
-    more, so the steps widen; the largest is ``max_batch_size`` itself.
+    Steps widen because padding costs little in a memory-bound step, and matrix kernels work in tiles of 64 rows or
+    more. The largest size is ``max_batch_size`` itself.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32)]
     sizes += range(512, max_batch_size + 1, 64)
@@ -49,7 +42,7 @@ def batch_size_buckets(max_batch_size: int) -> tuple[int, ...]:
 def launch_bound_rows(shape: DecoderShape) -> int:
     """Rows up to which launching a layer kernel by kernel takes longer than its products: 276 for llama-3.1-8b.
 
-    Host time of a layer × rate / (2 × weights of its matrices), since each weight is multiplied and added once per row.
+    Host time of a layer × FLOP/s / (2 × weights of its matrices): each row takes two FLOPs per weight.
     """
     weights = sum(columns * depth for columns, depth in layer_matrices(shape))
     return math.ceil(GENERIC.eager_layer_ms * PRODUCT_FLOPS_PER_MS / (2 * weights))
@@ -58,22 +51,19 @@ def launch_bound_rows(shape: DecoderShape) -> int:
 def row_buckets(max_rows: int, shape: DecoderShape) -> tuple[int, ...]:
     """Numbers of rows to capture piecewise graphs for, rising, up to ``max_rows``.
 
-    They end with the first that holds :func:`launch_bound_rows` and 1,024 rows. Longer forwards keep the device busy
+    They end with the first that holds :func:`launch_bound_rows` and 1,024 rows: longer forwards keep the device busy
     while the host launches them.
     """
     sizes: list[int] = []
     start = 0
-    for end, step in (*_ROW_STEPS, (max_rows, _LARGEST_ROW_STEP)):
+    for end, step in (*_ROW_STEPS, (max_rows, 512)):
         sizes += range(start + step, min(end, max_rows) + 1, step)
         start = end
     return tuple(sizes[: bisect_left(sizes, max(launch_bound_rows(shape), FINE_ROWS)) + 1])
 
 
 def worthwhile_buckets(times_ms: Mapping[int, float]) -> tuple[int, ...]:
-    """The sizes that are faster than every larger one, rising, by their measured times.
-
-    Some matrix kernels are slower for fewer rows: then it is faster to pad to the next size.
-    """
+    """The sizes that are faster than every larger one, rising: some matrix kernels are slower for fewer rows."""
     kept: list[int] = []
     for size in sorted(times_ms, reverse=True):
         if not kept or times_ms[size] < times_ms[kept[-1]]:
@@ -88,5 +78,5 @@ def smallest_holding(batch_size: int, sizes: Sequence[int]) -> int | None:
 
 
 def bucket_for(batch_size: int, buckets: tuple[int, ...]) -> int:
-    """The smallest bucket that holds ``batch_size`` rows, which must not exceed the largest."""
+    """The smallest bucket that holds ``batch_size`` rows, which the largest must hold."""
     return buckets[bisect_left(buckets, batch_size)]

@@ -1,8 +1,8 @@
 """Piecewise CUDA graphs: a short forward is cut at its attentions, and each piece between two of them is captured.
 
-Attention alone depends on the sequences' lengths. Everything else depends on the number of rows, so it is captured once
-for each number and replayed. Launching a layer kernel by kernel costs the host about 200 µs, whatever its rows; a short
-forward would wait for that on the device. :func:`~bullet_graph.graphs.key.row_buckets` says how long short is.
+Only attention depends on the sequences' lengths; the pieces depend on the number of rows alone. Launching a layer
+kernel by kernel costs the host about 200 µs, for which the device would wait in a short forward
+(:func:`~bullet_graph.graphs.key.row_buckets`).
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bullet_graph.graphs.collector import paused_collector
+from bullet_graph.graphs.capturing import captured
 from bullet_graph.graphs.key import bucket_for, worthwhile_buckets
 from bullet_graph.kernels.attention import LayerRows
 from bullet_graph.kernels.ops import RowInputs, TorchOps
@@ -24,7 +24,7 @@ _TIMED_REPLAYS = 5
 
 
 def piecewise_buffer_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: int) -> int:
-    """Bytes of the buffers of a :class:`PiecewiseForward`: activations, and int32 positions and cache slots."""
+    """Bytes of a :class:`PiecewiseForward`'s buffers: activations, and int32 positions and cache slots."""
     columns = 2 * config.hidden_size + (config.q_size + 2 * config.kv_size) + 2 * config.q_size
     return max_rows * (columns * dtype_bytes + 2 * 4)
 
@@ -32,8 +32,8 @@ def piecewise_buffer_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: i
 def piecewise_scratch_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: int) -> int:
     """Device memory of piecewise graphs in bytes, without the graphs themselves.
 
-    Besides the buffers these are the intermediate results of one piece, in a pool that all pieces share: at most three
-    of [rows, hidden_size] at a time, and gate, up and their product.
+    Buffers, and the intermediate results of one piece, in a pool that all pieces share: at most three of
+    [rows, hidden_size] at a time, and gate, up and their product.
     """
     columns = 3 * config.hidden_size + 3 * config.intermediate_size
     buffers = piecewise_buffer_bytes(config, max_rows, dtype_bytes=dtype_bytes)
@@ -43,15 +43,10 @@ def piecewise_scratch_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: 
 class PiecewiseForward:
     """The pieces of a forward, over buffers at fixed addresses; one forward at a time.
 
-    Piece ``i`` ends with the queries of layer ``i``, whose keys and values it has written into the cache. From the
+    Piece ``i`` ends with the queries of layer ``i``, and writes that layer's keys and values into the cache. From the
     second on, a piece begins with the attention output of the layer before. A forward is: :meth:`load`, then for each
     layer its piece and its attention, from :meth:`rows` into ``attended``. The caller computes what follows the last
-    attention, perhaps for a few of the rows.
-
-    Args:
-        decoder: weights and cache.
-        ops: operations of a layer.
-        max_rows: size of the buffers.
+    attention, for the rows it needs.
 
     Attributes:
         attended: [max_rows, num_heads, head_dim], where attention writes what the next piece reads.
@@ -72,7 +67,7 @@ class PiecewiseForward:
         self._kv_slots = self._positions.clone()
 
     def clear(self) -> None:
-        """Zero the buffers: without :meth:`load`, what runs next writes into the cache's padding block alone."""
+        """Zero the buffers, so that a piece writes only into the cache's padding block until :meth:`load`."""
         for buffer in (self._x, self.residual, self._qkv, self._queries, self.attended):
             buffer.zero_()
         for indices in (self._positions, self._kv_slots):
@@ -93,7 +88,7 @@ class PiecewiseForward:
         self._kv_slots[: len(kv_slots)].copy_(kv_slots)
 
     def rows(self, num_rows: int) -> LayerRows:
-        """The first ``num_rows`` rows of the piece that ran last."""
+        """The first rows of the piece that ran last."""
         return LayerRows.of(self._queries[:num_rows], self._qkv[:num_rows], self._decoder.config)
 
     def run(self, layer_index: int, rows: int) -> None:
@@ -124,14 +119,9 @@ class PiecewiseForward:
 class PiecewiseGraphs:
     """CUDA graphs of a :class:`PiecewiseForward`, for several numbers of rows.
 
-    Args:
-        decoder: weights and cache.
-        ops: operations of a layer.
-        buckets: numbers of rows to capture, rising; no forward is longer.
-
     Attributes:
         pieces: what is captured; between replays, the caller fills and reads its buffers.
-        buckets: numbers of rows to pad a forward to; once timed, those that are faster than all larger ones.
+        buckets: numbers of rows to pad a forward to, rising; once timed, those that are faster than all larger ones.
     """
 
     def __init__(self, decoder: Decoder, ops: TorchOps, *, buckets: tuple[int, ...]) -> None:
@@ -142,7 +132,7 @@ class PiecewiseGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, *, progress: bool) -> None:
-        """Capture every piece for every number of rows on the current stream, which must have all SMs; time them."""
+        """Capture and time all pieces on the current stream, which must have all SMs."""
         total = len(self.buckets) * self._num_layers
         with progress_bar(progress, total=total, desc="Capturing layers", unit="graph") as advance:
             for rows in self.buckets[::-1]:
@@ -157,21 +147,16 @@ class PiecewiseGraphs:
             # Kernels are loaded on first use, which a capture does not allow; all layers use the same.
             self.pieces.clear()
             self.pieces.run(min(1, self._num_layers - 1), rows)
-        graph = torch.cuda.CUDAGraph()
-        with paused_collector():
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self.pieces.run(layer, rows)
-            finally:
-                graph.capture_end()
+        with captured(self._pool) as graph:
+            self.pieces.run(layer, rows)
         self._graphs[rows, layer] = graph
 
     def choose_buckets(self, times_ms: Mapping[int, float]) -> None:
-        """From now on use no size that is slower than a larger one; ``times_ms`` are those of a piece, by rows."""
+        """From now on, use no size that is slower than a larger one; ``times_ms`` are of one piece, by rows."""
         self.buckets = worthwhile_buckets(times_ms)
 
     def time_ms(self, rows: int) -> float:
-        """The least of several times of one piece on the current stream; nothing else should run on the GPU."""
+        """The shortest of several times of one piece on the current stream; the GPU should do nothing else."""
         self.pieces.clear()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_REPLAYS + 1)]
         events[0].record()
@@ -183,10 +168,8 @@ class PiecewiseGraphs:
         return min(times)
 
     def bucket(self, rows: int) -> int | None:
-        """The number of rows to pad ``rows`` to; None if it is not captured, or ``rows`` exceeds the largest bucket.
-
-        A forward whose own bucket is not captured yet is not padded to a larger one: its time grows with its rows.
-        """
+        """The number of rows to pad ``rows`` to; None if it is not captured yet, or ``rows`` exceeds all buckets."""
+        # Not padded to a larger bucket that is captured: a forward's time grows with its rows.
         if not self.buckets or rows > self.buckets[-1]:
             return None
         bucket = bucket_for(rows, self.buckets)

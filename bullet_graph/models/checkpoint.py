@@ -1,4 +1,4 @@
-"""Weights from safetensors files: checked by their headers, then copied tensor by tensor by a thread of their own."""
+"""Weights from safetensors files: their headers are checked, then a thread of its own copies tensor by tensor."""
 
 import math
 import threading
@@ -24,15 +24,16 @@ from bullet_graph.models.weights import ModelWeights, checkpoint_views, weight_s
 _STAGING_BYTES = 16 * 1024**2
 """Size of a pinned buffer, large enough for a copy's full speed."""
 
-# By safetensors' names: the types that are read, and the bytes of an element.
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of an element, by safetensors' names of the types that are read."""
 
 
 @contextmanager
 def weights_bar(progress: bool, num_bytes: int) -> Iterator[Callable[[float], object]]:
-    """A progress bar of weights, advanced by bytes."""
-    settings = {"total": num_bytes, "desc": "Loading weights", "unit": "B", "unit_scale": True}
-    with progress_bar(progress, **settings) as advance:
+    """A progress bar that is advanced by bytes."""
+    with progress_bar(
+        progress, total=num_bytes, desc="Loading weights", unit="B", unit_scale=True
+    ) as advance:
         yield advance
 
 
@@ -67,7 +68,6 @@ class Checkpoint:
     Attributes:
         source: the file that lists the tensors, for messages.
         tensors: by Hugging Face's names.
-        config: of the model.
     """
 
     source: Path
@@ -76,66 +76,57 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Stored size of all tensors that are loaded."""
+        """Stored bytes of all tensors that are loaded."""
         return sum(self.tensors[name].num_bytes for name in weight_shapes(self.config))
 
     def fill(self, weights: ModelWeights) -> Iterator[int]:
-        """Copy the tensors into ``weights``, converting their types, and yield the bytes read after each piece.
+        """Copy the tensors into ``weights``, converting their types, and yield the bytes of each piece.
 
-        Copies to a GPU go through pinned buffers on the current stream; after the last piece, they may be under way.
+        Copies to a GPU go through pinned buffers on the current stream, and may be under way after the last piece.
 
         Raises:
             CheckpointError: a file that was whole when it was opened cannot be read any more.
         """
         views = dict(checkpoint_views(self.config, weights))
-        copy = _copier(weights.embed.device)
+        ring = None if weights.embed.device.type == "cpu" else PinnedRing(_STAGING_BYTES)
         # File by file, so that a disk reads each of them once from front to back.
         for name in sorted(views, key=lambda name: self.tensors[name].path):
             stored = self.tensors[name]
             element_bytes = _ELEMENT_BYTES[stored.element_type]
-            for num_elements in copy(stored.read(name), views[name]):
+            for num_elements in _copy(stored.read(name), views[name], ring):
                 yield num_elements * element_bytes
 
 
 @contextmanager
 def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """Open a folder's safetensors files, and check every name, shape and type by their headers; allocates nothing.
+    """Open a folder's safetensors files, and check names, shapes and types in their headers; allocates nothing.
 
-    A tensor that the config does not require is an error too, because the two then describe different models. Ignored
-    are precomputed rotary frequencies and the ``lm_head`` of a model with tied embeddings.
+    A tensor that the config does not require is an error. Exceptions are precomputed rotary frequencies and the
+    ``lm_head`` of tied embeddings, which are ignored.
 
     Raises:
         CheckpointError: a file is missing or broken, or a tensor is missing, unexpected, or of the wrong shape or type.
     """
     with ExitStack() as stack:
-        source, tensors = _open_files(folder, stack)
-        checkpoint = Checkpoint(source, tensors, config)
-        _check_tensors(checkpoint, config)
+        checkpoint = Checkpoint(*_open_files(folder, stack), config)
+        _check_tensors(checkpoint)
         yield checkpoint
 
 
-def _copier(device: torch.device) -> Callable[[Tensor, Tensor], Iterator[int]]:
-    """A function that copies a host tensor into one on ``device``, and yields the elements of each piece."""
-    if device.type == "cpu":
-
-        def copy(source: Tensor, target: Tensor) -> Iterator[int]:
-            target.copy_(source)
-            yield target.numel()
-
-        return copy
-    ring = PinnedRing(_STAGING_BYTES)
-
-    def copy_pinned(source: Tensor, target: Tensor) -> Iterator[int]:
-        # Views of fused tensors are rows of them, so both are contiguous.
-        rest, room = source.view(-1), target.view(-1)
-        for start in range(0, room.numel(), piece := _STAGING_BYTES // target.element_size()):
-            part = rest[start : start + piece]
-            with ring.buffer() as staging:
-                staged = staging.view(target.dtype)[: part.numel()].copy_(part)
-                room[start : start + piece].copy_(staged, non_blocking=True)
-            yield part.numel()
-
-    return copy_pinned
+def _copy(source: Tensor, target: Tensor, ring: PinnedRing | None) -> Iterator[int]:
+    """Copy a host tensor, through the ring if the target is on a GPU; yield the elements of each piece."""
+    if ring is None:
+        target.copy_(source)
+        yield target.numel()
+        return
+    # Views of fused tensors are rows of them, so both are contiguous.
+    rest, room = source.view(-1), target.view(-1)
+    for start in range(0, room.numel(), piece := _STAGING_BYTES // target.element_size()):
+        part = rest[start : start + piece]
+        with ring.buffer() as staging:
+            staged = staging.view(target.dtype)[: part.numel()].copy_(part)
+            room[start : start + piece].copy_(staged, non_blocking=True)
+        yield part.numel()
 
 
 def _open_files(folder: Path, stack: ExitStack) -> tuple[Path, Mapping[str, _StoredTensor]]:
@@ -143,18 +134,18 @@ def _open_files(folder: Path, stack: ExitStack) -> tuple[Path, Mapping[str, _Sto
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         file = _open_file(single, stack)
-        names: list[str] = file.keys()
-        return single, {name: _stored_tensor(single, file, name) for name in names}
+        return single, {name: _stored_tensor(single, file, name) for name in file.keys()}  # noqa: SIM118
     if not index.exists():
         raise CheckpointError(
             f"{folder} must hold {single.name} or {index.name}; found neither: "
             "download the safetensors files, or use load_format dummy for random weights"
         )
     locations = _read_index(index)
-    missing = sorted(path.name for path in set(locations.values()) if not path.exists())
+    paths = sorted(set(locations.values()))
+    missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise CheckpointError(f"{index} names {', '.join(missing)}, not in that folder; download again")
-    files = {path: _open_file(path, stack) for path in sorted(set(locations.values()))}
+    files = {path: _open_file(path, stack) for path in paths}
     stored = {path: set(file.keys()) for path, file in files.items()}
     for name, path in locations.items():
         if name not in stored[path]:
@@ -185,8 +176,8 @@ def _stored_tensor(path: Path, file: Any, name: str) -> _StoredTensor:
     return _StoredTensor(path, file, tuple(header.get_shape()), header.get_dtype())
 
 
-def _check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    expected = weight_shapes(config)
+def _check_tensors(checkpoint: Checkpoint) -> None:
+    expected = weight_shapes(checkpoint.config)
     missing = [name for name in expected if name not in checkpoint.tensors]
     if missing:
         why = " (config.json does not tie the embeddings)" if missing == ["lm_head.weight"] else ""
@@ -218,20 +209,20 @@ def _fail(source: Path, names: list[str], problem: str) -> NoReturn:
 
 
 class WeightLoading:
-    """Fills weights in a thread, on a stream of its own on a GPU, beside captures; leaving the context ends the thread.
+    """Fills weights in a thread, on a CUDA stream of its own, beside captures; leaving the context ends the thread.
 
-    A capture needs the addresses of weights, not their values: they are zero or partly filled until :meth:`join`
-    returns. The thread waits for its own stream and events, never for the device or the default stream: another thread
-    may be capturing a CUDA graph in the mode ``thread_local``.
+    A capture needs the addresses of weights, not their values, which are incomplete until :meth:`join` returns. The
+    thread waits for its own stream and events, never for the device or the default stream: another thread may be
+    capturing a CUDA graph in the mode ``thread_local``.
 
     Args:
         weights: allocated on the current stream.
-        fill: fills them on the current stream, and yields the bytes of each piece; runs in the thread.
+        fill: runs in the thread: fills them on the current stream, and yields the bytes of each piece.
         advance: called with these bytes, in the thread.
 
     Attributes:
         started_s: when the thread began, on the clock of ``time.perf_counter``.
-        ended_s: when the last weight was on the device; None before, and where it failed.
+        ended_s: when the last weight was on the device; None before, and after a failure.
     """
 
     def __init__(
@@ -252,11 +243,7 @@ class WeightLoading:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until all weights are there, for every stream.
-
-        Raises:
-            BaseException: what filling them raised, with its own type and message.
-        """
+        """Wait until all weights are there, for every stream; raises what filling them raised."""
         self._thread.join()
         error, self._error = self._error, None
         if error is not None:
@@ -274,7 +261,7 @@ class WeightLoading:
 
     def _run(self) -> None:
         try:
-            # Inference mode is a thread's own. Weights made in it can be changed in it alone; others as well.
+            # Inference mode is a thread's own; weights made in it can be changed only in it.
             with torch.inference_mode(), self._own_stream():
                 for num_bytes in self._fill:
                     self._advance(num_bytes)

@@ -1,4 +1,4 @@
-"""The shape and constants of a decoder, and what all families read alike from ``config.json``; needs no torch."""
+"""A decoder's shape and constants, and what all families read alike from ``config.json``; needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +11,7 @@ from bullet_graph.perf.roofline import decode_weight_bytes
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
 DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of an element, by the name of its type."""
-
-# What Hugging Face's config classes take where config.json names no rope_theta.
-_DEFAULT_ROPE_THETA = 10000.0
+"""Bytes of an element, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +19,9 @@ class Llama3RopeScaling:
     """Llama 3's frequency-dependent RoPE scaling (Llama 3.1 model card; ``rope_type: llama3``).
 
     Attributes:
-        factor: by how much the lowest frequencies are slowed.
-        low_freq_factor: wavelengths above ``original_max_position_embeddings / low_freq_factor`` scale fully.
-        high_freq_factor: wavelengths below ``original_max_position_embeddings / high_freq_factor`` stay.
-        original_max_position_embeddings: context length before scaling, in tokens.
+        factor: divides the lowest frequencies.
+        low_freq_factor: longer wavelengths than ``original_max_position_embeddings / low_freq_factor`` scale fully.
+        high_freq_factor: shorter wavelengths than ``original_max_position_embeddings / high_freq_factor`` stay.
     """
 
     factor: float
@@ -40,10 +36,8 @@ class ModelConfig:
 
     Attributes:
         architecture: the Hugging Face class name, such as ``LlamaForCausalLM``.
-        qkv_bias: the q, k and v projections have a bias (Qwen2).
         qk_norm: RMSNorm over each query and key head before RoPE (Qwen3).
         dtype: the checkpoint's own dtype.
-        eos_token_ids: tokens that end an output, unless a request ignores them; may be empty.
     """
 
     architecture: str
@@ -57,10 +51,10 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3RopeScaling | None
-    tie_word_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
+    rope_scaling: Llama3RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
 
@@ -82,19 +76,9 @@ class ModelConfig:
 
 
 def read_dense_config(
-    config: JsonObject,
-    architecture: str,
-    *,
-    qkv_bias: bool = False,
-    qk_norm: bool = False,
+    config: JsonObject, architecture: str, *, qkv_bias: bool = False, qk_norm: bool = False
 ) -> ModelConfig:
     """Read a dense decoder's config, as transformers 4 or 5 writes it.
-
-    The end-of-sequence tokens are those of ``generation_config.json`` where it names any, since instruct models list
-    more of them there, else those of ``config.json``.
-
-    Args:
-        qkv_bias: see :class:`ModelConfig`, likewise ``qk_norm``.
 
     Raises:
         UnsupportedModelError: a feature that the file switches on is not implemented.
@@ -107,7 +91,7 @@ def read_dense_config(
     if num_heads % num_kv_heads:
         config.fail("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
     vocab_size = config.read("vocab_size", int)
-    rope = _rope_settings(config)
+    rope_theta, rope_scaling = _read_rope(config)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -119,8 +103,8 @@ def read_dense_config(
         head_dim=_head_dim(config, hidden_size, num_heads),
         max_position_embeddings=config.read("max_position_embeddings", int),
         rms_norm_eps=config.read("rms_norm_eps", float),
-        rope_theta=_rope_theta(config, rope),
-        rope_scaling=_rope_scaling(config, rope),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         tie_word_embeddings=config.read("tie_word_embeddings", bool, default=False),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
@@ -152,20 +136,13 @@ def _head_dim(config: JsonObject, hidden_size: int, num_heads: int) -> int:
     return head_dim
 
 
-def _rope_settings(config: JsonObject) -> JsonObject:
-    """RoPE's own object: ``rope_parameters`` (transformers 5), ``rope_scaling`` (4), or an empty one."""
-    for key in ("rope_parameters", "rope_scaling"):
-        if config.get(key) is not None:
-            return config.nested(key)
-    return JsonObject(config.path, {})
-
-
-def _rope_theta(config: JsonObject, rope: JsonObject) -> float:
+def _read_rope(config: JsonObject) -> tuple[float, Llama3RopeScaling | None]:
+    """Theta and scaling, from ``rope_parameters`` (transformers 5), ``rope_scaling`` (4) or the config itself."""
+    keys = (key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None)
+    key = next(keys, None)
+    rope = JsonObject(config.path, {}) if key is None else config.nested(key)
     source = config if rope.get("rope_theta") is None else rope
-    return source.read("rope_theta", float, default=_DEFAULT_ROPE_THETA)
-
-
-def _rope_scaling(config: JsonObject, rope: JsonObject) -> Llama3RopeScaling | None:
+    theta = source.read("rope_theta", float, default=10000.0)  # the default of Hugging Face's config classes
     for source in (config, rope):
         if source.get("partial_rotary_factor") not in (None, 1):
             source.fail("partial_rotary_factor", "1: partial RoPE is not implemented", UnsupportedModelError)
@@ -173,7 +150,7 @@ def _rope_scaling(config: JsonObject, rope: JsonObject) -> Llama3RopeScaling | N
     type_key = "type" if rope.get("rope_type") is None and "type" in rope.values else "rope_type"
     rope_type = rope.get(type_key)
     if rope_type == "default" or (rope_type is None and set(rope.values) <= {"rope_theta"}):
-        return None
+        return theta, None
     if rope_type != "llama3":
         rope.fail(type_key, "default or llama3", UnsupportedModelError)
     scaling = Llama3RopeScaling(
@@ -184,12 +161,12 @@ def _rope_scaling(config: JsonObject, rope: JsonObject) -> Llama3RopeScaling | N
     )
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         rope.fail("low_freq_factor", f"below high_freq_factor ({scaling.high_freq_factor})")
-    return scaling
+    return theta, scaling
 
 
 def _dtype(config: JsonObject) -> DtypeName:
     key = "torch_dtype" if config.get("dtype") is None else "dtype"
-    # Hugging Face takes a checkpoint that does not say for float32.
+    # Hugging Face's default is float32.
     found = str(config.get(key) or "float32").removeprefix("torch.")
     name = next((name for name in DTYPE_BYTES if name == found), None)
     if name is None:
@@ -200,10 +177,9 @@ def _dtype(config: JsonObject) -> DtypeName:
 def _eos_token_ids(config: JsonObject, vocab_size: int) -> tuple[int, ...]:
     source = config
     path = config.path.with_name("generation_config.json")
-    if path.exists():
-        generation = read_json_object(path)
-        if generation.get("eos_token_id") is not None:
-            source = generation
+    # Instruct models list more of them there.
+    if path.exists() and (generation := read_json_object(path)).get("eos_token_id") is not None:
+        source = generation
     value = source.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:

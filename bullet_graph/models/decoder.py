@@ -1,4 +1,4 @@
-"""The decoder's forward: one code for Llama, Qwen2 and Qwen3, for the CPU, eager prefill and captured decode."""
+"""The decoder's forward, for all families, for the CPU, eager prefill and captured decode."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Hidden:
 
     Attributes:
         x: [rows, hidden_size], the last sub-layer's output, not yet added.
-        residual: the same shape; zero before the first layer, so that all layers are alike.
+        residual: [rows, hidden_size]; zero before the first layer, so that all layers are alike.
     """
 
     x: Tensor
@@ -29,12 +29,12 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The rows of a forward that are sampled: after the last layer's keys and values, only these are computed.
+    """The sampled rows of a forward: after the last layer's keys and values, only these are computed.
 
     Attributes:
         rows: [s] integer, indices of the forward's rows, rising.
-        attention: planned for one query row per sampled sequence; None without any.
-        num_padding: rows of zeros to compute behind them, for a number of rows whose kernels the device has loaded.
+        attention: planned for one query row per sampled sequence; None if there is none.
+        num_padding: rows of zeros to append, to reach a number of rows whose kernels the device has loaded.
     """
 
     rows: Tensor
@@ -44,13 +44,10 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A decoder and its cache; the forward can stop and resume between any two layers.
+    """A decoder and its KV cache; the forward can stop and resume between any two layers.
 
     Attributes:
-        config: shape and constants.
-        weights: on one device, in one dtype.
-        cache: the KV cache that the forward writes.
-        cos_sin: rotary table, [max_model_len, head_dim] float32.
+        cos_sin: :func:`cos_sin_table`, [max_model_len, head_dim] float32.
     """
 
     config: ModelConfig
@@ -59,7 +56,7 @@ class Decoder:
     cos_sin: Tensor
 
     def embed(self, token_ids: Tensor) -> Hidden:
-        """Look up token embeddings; ``token_ids`` is [rows], integer."""
+        """Look up the embeddings of [rows] integer token ids."""
         x = torch.nn.functional.embedding(token_ids, self.weights.embed)
         return Hidden(x, torch.zeros_like(x))
 
@@ -81,10 +78,7 @@ class Decoder:
             positions: [rows], position of each row's token.
             kv_slots: [rows], where its keys and values go: block * block_tokens + offset.
             attention: planned for these rows.
-            sampled: the rows that the last layer must return; None for all rows.
-
-        Returns:
-            Activations of all rows; after the last layer those of the sampled rows and their padding.
+            sampled: the rows (and padding) that the last layer returns; None: all rows.
         """
         inputs = RowInputs(positions, kv_slots, self.cos_sin)
         eps = self.config.rms_norm_eps
@@ -110,8 +104,7 @@ class Decoder:
         """Compute the last layer from its attention on, for the sampled rows alone.
 
         Args:
-            rows: all rows; their keys and values are in the cache.
-            residual: of all rows, [rows, hidden_size].
+            rows: of all rows, whose keys and values are in the cache; likewise ``residual`` [rows, hidden_size].
         """
         rows = LayerRows(rows.q[sampled.rows], rows.k, rows.v)
         residual = residual[sampled.rows]
@@ -129,23 +122,13 @@ class Decoder:
         return Hidden(x, residual)
 
     def logits(self, hidden: Hidden, ops: TorchOps, out: Tensor | None = None) -> Tensor:
-        """Final norm and output projection of [n] rows.
-
-        Args:
-            out: [n, vocab_size], where to put the logits, or None for new memory.
-
-        Returns:
-            [n, vocab_size] in the weights' dtype.
-        """
+        """Final norm and output projection: [n, vocab_size] in the weights' dtype; ``out`` None is new memory."""
         x, _ = ops.add_rms_norm(hidden.x, hidden.residual, self.weights.final_norm, self.config.rms_norm_eps)
         return ops.linear(x, self.weights.lm_head, out=out)
 
 
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Rotation per position for each pair of dimensions, [head_dim / 2] float32.
-
-    theta ** (-2i / head_dim) (Su et al. 2021, section 3.2.2), slowed as ``rope_scaling`` says.
-    """
+def _inverse_frequencies(config: ModelConfig) -> Tensor:
+    """theta ** (-2i / head_dim) (Su et al. 2021, section 3.2.2), slowed as ``rope_scaling`` says."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     inv_freq = 1.0 / (config.rope_theta**exponents)
     return inv_freq if config.rope_scaling is None else _scale_llama3(inv_freq, config.rope_scaling)
@@ -164,5 +147,5 @@ def _scale_llama3(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
 
 def cos_sin_table(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
     """Cosines, then sines, by position: [max_positions, head_dim] float32."""
-    angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(config))
+    angles = torch.outer(torch.arange(max_positions).float(), _inverse_frequencies(config))
     return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)

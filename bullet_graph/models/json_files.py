@@ -24,8 +24,6 @@ class JsonObject:
     """An object of a JSON file; null counts as missing, as in Hugging Face's libraries.
 
     Attributes:
-        path: the file, for messages.
-        values: the object.
         prefix: precedes its keys in messages, such as ``rope_scaling.``.
         error: what a wrong value raises.
     """
@@ -36,7 +34,6 @@ class JsonObject:
     error: type[ModelError] = ModelError
 
     def get(self, key: str) -> Any:
-        """The value, or None where it is missing or null."""
         return self.values.get(key)
 
     def read(self, key: str, kind: type[T], default: T | None = None) -> T:
@@ -49,17 +46,16 @@ class JsonObject:
         return value
 
     def nested(self, key: str) -> "JsonObject":
-        """The object at ``key``."""
         return JsonObject(self.path, self.read(key, dict), f"{self.prefix}{key}.", self.error)
 
     def refuse(self, *keys: str) -> None:
-        """Raise UnsupportedModelError where one of these switches is on."""
+        """Raise UnsupportedModelError if one of these switches is on."""
         for key in keys:
             if self.read(key, bool, default=False):
                 self.fail(key, "false: it is not implemented", UnsupportedModelError)
 
     def fail(self, key: str, required: str, error: type[ModelError] | None = None) -> NoReturn:
-        """Raise ``error`` (None: the object's own), naming the file, the key, what it must be and what it is."""
+        """Raise ``error`` (None: the object's own) with the file, the key, and the required and found values."""
         found = repr(self.values[key]) if key in self.values else "no such key"
         raise (error or self.error)(f"{self.path}: {self.prefix}{key} must be {required}; found {found}")
 

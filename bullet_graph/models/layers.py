@@ -1,4 +1,4 @@
-"""The layers of a decoder: their weights, as frozen values, and what is computed before and after attention."""
+"""A decoder layer: its weights, and what it computes before and after attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,12 +11,7 @@ from bullet_graph.kernels.ops import HeadNorms, TorchOps
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A projection: x @ weight.T + bias.
-
-    Attributes:
-        weight: [out_features, in_features], as ``F.linear`` takes it.
-        bias: [out_features] or None.
-    """
+    """A projection, x @ weight.T + bias: weight [out_features, in_features], bias [out_features]."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -24,12 +19,10 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """Causal attention over all of a sequence.
+    """Projections of attention.
 
     Attributes:
         qkv: to (num_heads + 2 * num_kv_heads) * head_dim columns: q, then k, then v.
-        o: from num_heads * head_dim columns.
-        head_norms: RMSNorm of each query and key head before RoPE, or None.
     """
 
     qkv: Linear
@@ -39,12 +32,7 @@ class SelfAttention:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """SwiGLU between two projections.
-
-    Attributes:
-        gate_up: to 2 * intermediate_size columns: gate, then up.
-        down: from intermediate_size columns.
-    """
+    """SwiGLU between two projections; ``gate_up`` gives 2 * intermediate_size columns: gate, then up."""
 
     gate_up: Linear
     down: Linear
@@ -56,11 +44,9 @@ class Layer:
 
     Attributes:
         input_norm: [hidden_size], RMSNorm before attention.
-        attention: its projections.
         post_norm: [hidden_size], RMSNorm before the MLP.
-        mlp: its projections.
-        input_weights: the weights that :func:`attention_input` takes. Gathered once: an eager forward waits for Python.
-        output_weights: the weights that :func:`attention_output` takes.
+        input_weights: those of :func:`attention_input`. Gathered once, because an eager forward waits for Python.
+        output_weights: those of :func:`attention_output`.
     """
 
     input_norm: Tensor
@@ -89,11 +75,7 @@ def attention_input(
     qkv_bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Norm and project: everything of a layer before attention.
-
-    Returns:
-        (qkv [rows, q_size + 2 * kv_size], residual).
-    """
+    """Norm and project, before attention; returns (qkv [rows, q_size + 2 * kv_size], residual)."""
     x, residual = ops.add_rms_norm(x, residual, norm, eps)
     return ops.linear(x, qkv, qkv_bias), residual
 
@@ -108,24 +90,14 @@ def attention_output(
     down: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Project, norm, MLP: everything of a layer after attention.
-
-    Returns:
-        (x [rows, hidden_size], residual).
-    """
+    """Project, norm, MLP, after attention; returns (x [rows, hidden_size], residual)."""
     x, residual = ops.add_rms_norm(ops.linear(attended, o), residual, norm, eps)
     return ops.linear(ops.swiglu(x, gate_up), down), residual
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFunctions:
-    """How a layer is computed: eagerly, or with its two parts compiled.
-
-    Attributes:
-        ops: operations for what lies between the two parts.
-        attention_input: :func:`attention_input` with the operations bound.
-        attention_output: :func:`attention_output` with the operations bound.
-    """
+    """A layer's two parts, eager or compiled, with their operations bound; ``ops`` are those between the parts."""
 
     ops: TorchOps
     attention_input: Callable[..., tuple[Tensor, Tensor]]
@@ -133,5 +105,4 @@ class LayerFunctions:
 
 
 def eager_functions(ops: TorchOps) -> LayerFunctions:
-    """A layer computed operation by operation."""
     return LayerFunctions(ops, partial(attention_input, ops), partial(attention_output, ops))

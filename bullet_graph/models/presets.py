@@ -1,4 +1,4 @@
-"""Built-in model shapes, for dummy weights: they run without a file."""
+"""Built-in model shapes: with random weights, they run without a file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from bullet_graph.errors import ModelError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.families import load_model_config
 from bullet_graph.models.families.llama import LLAMA_3_1_8B, LLAMA_3_2_1B, TINY
-from bullet_graph.models.families.qwen3 import QWEN3_0_6B, QWEN3_8B
+from bullet_graph.models.families.qwen import QWEN3_0_6B, QWEN3_8B
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
@@ -19,14 +19,13 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
         "qwen3-8b": QWEN3_8B,
     }
 )
-"""Shapes and constants of published models (and of ``tiny``, for CPUs), by name."""
 
 PRESETS_OF_BYTES = frozenset({"tiny"})
-"""Presets whose texts are read and written byte by byte (``byte_tokenizer``); the others take token ids alone."""
+"""Presets whose text is read and written byte by byte (``byte_tokenizer``); the others take only token ids."""
 
 
 def resolve_model(name_or_path: str) -> tuple[ModelConfig, Path | None]:
-    """The config of a model folder, with its path, or of a preset, with None; a folder comes first.
+    """The config and path of a model folder, or a preset's config and None; a folder comes first.
 
     Raises:
         ModelError: neither a folder nor a preset, or the folder's config.json cannot be used.

@@ -17,14 +17,14 @@ from bullet_graph.errors import ModelError, PromptError
 from bullet_graph.models.json_files import JsonObject, read_json_object
 
 _LONG_TEXT = 4096
-"""Characters from which encoding takes a millisecond or more. The library releases the interpreter's lock for a batch,
-but not for a single text, so long texts are encoded as a batch."""
+"""Characters that take about 1 ms to encode. Longer texts are encoded as a batch, during which the library releases
+the interpreter's lock."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 _TURN_BEGINS, _TURN_ENDS = "<|im_start|>", "<|im_end|>"
 _LETTERS = "etaoinshrdlucmfw"
-"""Their pairs fill the rest of a vocabulary, so that every token of a model of random weights has a text."""
+"""Their pairs fill the rest of a vocabulary, so that every token of a random model has a text."""
 
 _CHAT_TEMPLATE = """{%- for message in messages %}
     {{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}
@@ -38,23 +38,22 @@ _CHAT_TEMPLATE = """{%- for message in messages %}
 class DetokenizeStream:
     """Incremental detokenization of one output; text once given is never revised.
 
-    All pieces together equal ``Tokenizer.decode`` of all ids, unless a tokenizer with byte fallback would revise text
-    already given (a newline token followed by bytes that never form a character).
+    All pieces together equal ``Tokenizer.decode`` of all ids. The exception is a tokenizer with byte fallback that
+    would revise text already given: a newline token followed by bytes that never form a character.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: Set[int] = frozenset()) -> None:
-        """Start at the beginning of an output; tokens in ``special_ids`` add no text."""
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: Set[int]) -> None:
         self._tokenizer = tokenizer
         self._special_ids = special_ids
         self._stream = DecodeStream(skip_special_tokens=False)
         self._pending_ids: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Take the next token; the text it adds, "" while a character is incomplete.
+        """The text that the next token adds, "" while a character is incomplete.
 
-        An id outside the tokenizer's vocabulary adds nothing: models often pad their embeddings beyond it.
+        A special token adds nothing. Nor does an id outside the vocabulary: models often pad their embeddings.
         """
-        # The library would keep such tokens until the next text, and decode them all again at each step:
+        # The library would keep special tokens until the next text and decode them all again at each step:
         # quadratic in an output that goes on after its end-of-sequence token.
         if token_id in self._special_ids:
             return ""
@@ -62,9 +61,11 @@ class DetokenizeStream:
         try:
             text = self._stream.step(self._tokenizer, token_id)
         except Exception:
-            # The library raises a bare Exception once new bytes would change text that it has given. Its stream is
+            # The library raises a bare Exception when new bytes would change text already given. Its stream is
             # unusable then: a new one goes on from here.
-            return self._restart()
+            pending_ids, self._pending_ids = self._pending_ids, []
+            self._stream = DecodeStream(skip_special_tokens=False)
+            return "".join(self.push(pending_id) for pending_id in pending_ids)
         if text is None:
             return ""
         self._pending_ids.clear()
@@ -77,14 +78,14 @@ class DetokenizeStream:
         self._stream = DecodeStream(skip_special_tokens=False)
         return text
 
-    def _restart(self) -> str:
-        pending_ids, self._pending_ids = self._pending_ids, []
-        self._stream = DecodeStream(skip_special_tokens=False)
-        return "".join(self.push(token_id) for token_id in pending_ids)
-
 
 class Tokenizer:
-    """A model's tokenizer and chat template."""
+    """A model's tokenizer and chat template.
+
+    Args:
+        chat_template: Jinja source.
+        special_tokens: what the template may refer to, such as ``{"bos_token": "<s>"}``.
+    """
 
     def __init__(
         self,
@@ -93,13 +94,6 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """Wrap a tokenizer.
-
-        Args:
-            tokenizer: of the ``tokenizers`` library.
-            chat_template: Jinja source.
-            special_tokens: what the template may refer to, such as ``{"bos_token": "<s>"}``.
-        """
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
@@ -109,10 +103,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
-        """Read ``tokenizer.json`` and, where present, ``tokenizer_config.json`` and ``chat_template.jinja``.
+        """Read ``tokenizer.json`` and, if present, ``tokenizer_config.json`` and ``chat_template.jinja``.
 
-        Returns:
-            The tokenizer, or None for a folder without ``tokenizer.json``.
+        None for a folder without ``tokenizer.json``.
 
         Raises:
             ModelError: one of the files cannot be used.
@@ -137,49 +130,45 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary, added tokens included; a model's may be padded to more."""
+        """Entries of the vocabulary, added tokens included; a model may pad it to more."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
 
         Args:
-            text: the text.
-            add_special_tokens: add what the tokenizer puts around a text (often a begin-of-text token). Off
-                for the result of ``apply_chat_template``, which has its special tokens in the text.
+            add_special_tokens: add what the tokenizer puts around a text, often a begin-of-text token. Off for the
+                result of ``apply_chat_template``, whose text holds its special tokens.
 
         Raises:
             PromptError: the text is not a string, or holds half a surrogate pair.
         """
         try:
             if isinstance(text, str) and len(text) > _LONG_TEXT:
-                return list(
-                    self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-                )
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+                (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            else:
+                encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
         except TypeError as error:
             found = f"half a surrogate pair in {text!r:.80}" if isinstance(text, str) else type(text).__name__
             raise PromptError(f"a text to encode must be a str of valid Unicode; found {found}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids outside the vocabulary add nothing."""
+        """The text of token ids; ids outside the vocabulary add nothing."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self) -> DetokenizeStream:
-        """A detokenizer for one output; special tokens add no text."""
+        """A detokenizer for one output."""
         return DetokenizeStream(self._tokenizer, self._special_ids)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render messages, each with ``role`` and ``content``, as the model was trained to read them.
+        """Render a conversation into a prompt, special tokens included.
 
         Args:
-            messages: the conversation, oldest first.
+            messages: each with ``role`` and ``content``, oldest first.
             add_generation_prompt: end with what opens an answer of the assistant.
-
-        Returns:
-            The prompt, special tokens included.
 
         Raises:
             ModelError: the model has no template, or it is broken or refuses the messages.
@@ -190,43 +179,36 @@ class Tokenizer:
                 "tokenizer_config.json was found; pass a plain prompt instead"
             )
         try:
-            return (
-                _environment()
-                .from_string(self._chat_template)
-                .render(
-                    self._special_tokens,
-                    messages=[dict(message) for message in messages],
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                )
+            template = _environment().from_string(self._chat_template)
+            return template.render(
+                self._special_tokens,
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # A template is a program of the model's author: it may fail in any way.
             raise ModelError(f"the model's chat template failed on these messages: {error}") from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What Hugging Face's templates expect to run in."""
+    """The filters and globals that Hugging Face's templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
 
 
 def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    # Jinja's own filter escapes HTML, which a prompt is not.
+    """Jinja's own filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _read_chat_template(folder: Path, config: JsonObject) -> str | None:
@@ -240,9 +222,9 @@ def _read_chat_template(folder: Path, config: JsonObject) -> str | None:
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
-        if template is None:
-            config.fail("chat_template", "a string, or a list with a template named default")
-    if template is not None and not isinstance(template, str):
+    elif template is None:
+        return None
+    if not isinstance(template, str):
         config.fail("chat_template", "a string, or a list with a template named default")
     return template
 
@@ -253,11 +235,10 @@ def _special_tokens(config: JsonObject) -> dict[str, str]:
         value = config.get(name)
         # Older files store a token with its matching options.
         content = value.get("content") if isinstance(value, dict) else value
-        if content is None:
-            continue
-        if not isinstance(content, str):
+        if isinstance(content, str):
+            tokens[name] = content
+        elif content is not None:
             config.fail(name, "a string, or an object with a string content")
-        tokens[name] = content
     return tokens
 
 
@@ -265,7 +246,7 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
     """A tokenizer that needs no file: bytes, two tokens around a turn of a conversation, and pairs of letters.
 
     Raises:
-        ModelError: ``vocab_size`` has no room for the bytes, or exceeds bytes and pairs (514).
+        ModelError: ``vocab_size`` is not in [258, 514].
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     num_pairs = vocab_size - len(alphabet) - 2

@@ -1,4 +1,4 @@
-"""A model's weights: their shapes and names, their memory, and random values; :mod:`checkpoint` reads files."""
+"""A model's weights: their shapes, names, memory and random values; :mod:`checkpoint` reads files."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +11,11 @@ from bullet_graph.models.config import DtypeName, ModelConfig
 from bullet_graph.models.layers import Layer, Linear, Mlp, SelfAttention
 
 _DUMMY_BIAS_STD = 0.02
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def torch_dtype(name: DtypeName) -> torch.dtype:
-    """Torch's type of this name."""
-    return _DTYPES[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +24,8 @@ class ModelWeights:
 
     Attributes:
         embed: [vocab_size, hidden_size].
-        layers: one entry a layer, first to last.
         final_norm: [hidden_size].
-        lm_head: [vocab_size, hidden_size]; the same tensor as ``embed`` when the embeddings are tied.
+        lm_head: [vocab_size, hidden_size]; the same tensor as ``embed`` if the embeddings are tied.
     """
 
     embed: Tensor
@@ -37,13 +35,13 @@ class ModelWeights:
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's name and shape of each tensor in a checkpoint; no ``lm_head`` with tied embeddings."""
+    """Shapes of a checkpoint's tensors by Hugging Face's names; no ``lm_head`` with tied embeddings."""
     weights = empty_weights(config, torch.float32, torch.device("meta"))
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_views(config, weights)}
 
 
 def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Weights to be filled later; until then, a forward with them gives no NaN."""
+    """Weights to fill later; until then, a forward with them gives no NaN."""
     weights = empty_weights(config, dtype, device)
     for _, view in checkpoint_views(config, weights):
         view.zero_()
@@ -51,10 +49,10 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
 
 
 def fill_dummy(config: ModelConfig, weights: ModelWeights, *, seed: int) -> Iterator[int]:
-    """Draw random weights on their device and the current stream, and yield the bytes of each tensor.
+    """Draw random weights on the current stream, and yield the bytes of each tensor.
 
-    The same seed, dtype and kind of device give the same weights. Matrices are normal with variance 1 / in_features, so
-    a layer's outputs are about as large as its normalized inputs at any depth; norms are 1 and biases small.
+    The same seed, dtype and kind of device give the same weights. Matrices are normal with variance 1 / in_features:
+    activations keep their size at any depth. Norms are 1 and biases small.
     """
     generator = torch.Generator(weights.embed.device).manual_seed(seed)
     for name, view in checkpoint_views(config, weights):
@@ -68,13 +66,8 @@ def fill_dummy(config: ModelConfig, weights: ModelWeights, *, seed: int) -> Iter
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Uninitialised weights."""
-
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
-
-    def head_norms() -> HeadNorms:
-        return HeadNorms(empty(config.head_dim), empty(config.head_dim), config.rms_norm_eps)
 
     qkv_size = config.q_size + 2 * config.kv_size
     embed = empty(config.vocab_size, config.hidden_size)
@@ -84,7 +77,9 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
             attention=SelfAttention(
                 qkv=Linear(empty(qkv_size, config.hidden_size), empty(qkv_size) if config.qkv_bias else None),
                 o=Linear(empty(config.hidden_size, config.q_size)),
-                head_norms=head_norms() if config.qk_norm else None,
+                head_norms=HeadNorms(empty(config.head_dim), empty(config.head_dim), config.rms_norm_eps)
+                if config.qk_norm
+                else None,
             ),
             post_norm=empty(config.hidden_size),
             mlp=Mlp(
@@ -103,7 +98,7 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
 
 
 def checkpoint_views(config: ModelConfig, weights: ModelWeights) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a checkpoint, by Hugging Face's name, as a view of its place in ``weights``."""
+    """Each tensor of a checkpoint: its Hugging Face name, and the view of ``weights`` that holds it."""
     qkv_sizes = [config.q_size, config.kv_size, config.kv_size]
     yield "model.embed_tokens.weight", weights.embed
     for index, layer in enumerate(weights.layers):

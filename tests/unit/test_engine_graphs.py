@@ -12,7 +12,7 @@ import torch
 
 from bullet_graph.graphs.capture_order import PieceKey, capture_order, hot_keys
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
-from bullet_graph.graphs.collector import paused_collector
+from bullet_graph.graphs.capturing import captured
 from bullet_graph.graphs.decode_graph import DecodeGraphs
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
@@ -331,12 +331,13 @@ def test_one_layer_of_a_step_is_run_before_it_is_captured(
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
+def test_a_failed_capture_is_ended_and_leaves_the_collector_as_it_was(enabled: bool, log: list[str]) -> None:
     was = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        with pytest.raises(KeyError), paused_collector():
+        with pytest.raises(KeyError), captured(None):
             {}[gc.isenabled()]
         assert gc.isenabled() == enabled
+        assert log == ["begin", "end"]
     finally:
         (gc.enable if was else gc.disable)()

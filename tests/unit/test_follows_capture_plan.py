@@ -158,9 +158,7 @@ def test_a_step_replays_the_smallest_graph_of_its_partition(monkeypatch: pytest.
     graphs = object.__new__(DecodeGraphs)
     graphs._sizes = {WHOLE_GPU: (8, 64), NARROW: (16,)}
     graphs._captured = {
-        key: SimpleNamespace(
-            graph=SimpleNamespace(replay=lambda key=key: replayed.append(key)), token_ids=[0] * 64
-        )
+        key: (SimpleNamespace(replay=lambda key=key: replayed.append(key)), [0] * 64)
         for key in (GraphKey(8), GraphKey(64), GraphKey(16, NARROW))
     }  # type: ignore[assignment]
     replayed: list[GraphKey] = []

@@ -1,15 +1,18 @@
-"""The model families: which architectures there are, and how each reads its config."""
+"""The model families: the supported architectures, and how each reads its config."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bullet_graph.errors import ModelError, UnsupportedModelError
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.families import llama, qwen2, qwen3
+from bullet_graph.models.families.llama import LLAMA, read_llama
+from bullet_graph.models.families.qwen import QWEN2, QWEN3, read_qwen2, read_qwen3
 from bullet_graph.models.json_files import JsonObject, read_json_object
 
-FAMILIES: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
-    family.ARCHITECTURE: family.read_config for family in (llama, qwen2, qwen3)
+_READERS: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
+    LLAMA: read_llama,
+    QWEN2: read_qwen2,
+    QWEN3: read_qwen3,
 }
 """Reader of ``config.json``, by Hugging Face's name of the architecture."""
 
@@ -25,9 +28,9 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise ModelError(f"{folder} is not a folder; expected a model folder that holds config.json")
     config = read_json_object(folder / "config.json")
     names = config.get("architectures")
-    supported = f"a list naming one of {', '.join(FAMILIES)}"
+    supported = f"a list naming one of {', '.join(_READERS)}"
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         config.fail("architectures", supported)
-    if names[0] not in FAMILIES:
+    if names[0] not in _READERS:
         config.fail("architectures", supported, UnsupportedModelError)
-    return FAMILIES[names[0]](config)
+    return _READERS[names[0]](config)

@@ -5,23 +5,20 @@ from dataclasses import replace
 from bullet_graph.models.config import Llama3RopeScaling, ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
 
-ARCHITECTURE = "LlamaForCausalLM"
+LLAMA = "LlamaForCausalLM"
 
 
-def read_config(config: JsonObject) -> ModelConfig:
-    """See :func:`~bullet_graph.models.config.read_dense_config`."""
+def read_llama(config: JsonObject) -> ModelConfig:
     config.refuse("attention_bias")
-    return read_dense_config(config, ARCHITECTURE)
+    return read_dense_config(config, LLAMA)
 
 
-def _rope_scaling(factor: float) -> Llama3RopeScaling:
-    return Llama3RopeScaling(
-        factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
-    )
-
+_SCALING = Llama3RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
 
 LLAMA_3_1_8B = ModelConfig(
-    architecture=ARCHITECTURE,
+    architecture=LLAMA,
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,
@@ -32,10 +29,7 @@ LLAMA_3_1_8B = ModelConfig(
     max_position_embeddings=131072,
     rms_norm_eps=1e-5,
     rope_theta=500000.0,
-    rope_scaling=_rope_scaling(8.0),
-    tie_word_embeddings=False,
-    qkv_bias=False,
-    qk_norm=False,
+    rope_scaling=_SCALING,
     dtype="bfloat16",
     # Of the instruct models: <|end_of_text|>, <|eom_id|>, <|eot_id|>.
     eos_token_ids=(128001, 128008, 128009),
@@ -47,12 +41,12 @@ LLAMA_3_2_1B = replace(
     intermediate_size=8192,
     num_layers=16,
     head_dim=64,
-    rope_scaling=_rope_scaling(32.0),
+    rope_scaling=replace(_SCALING, factor=32.0),
     tie_word_embeddings=True,
 )
 
 TINY = ModelConfig(
-    architecture=ARCHITECTURE,
+    architecture=LLAMA,
     vocab_size=512,
     hidden_size=128,
     intermediate_size=384,
@@ -65,10 +59,6 @@ TINY = ModelConfig(
     max_position_embeddings=16384,
     rms_norm_eps=1e-5,
     rope_theta=10000.0,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    qkv_bias=False,
-    qk_norm=False,
     dtype="float32",
     eos_token_ids=(),
 )

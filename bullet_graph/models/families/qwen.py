@@ -1,23 +1,27 @@
-"""Qwen3: RMSNorm over each query and key head before RoPE; the size of a head is given, not derived."""
+"""Qwen2 and Qwen2.5, whose q, k and v have a bias, and Qwen3, which norms each query and key head before RoPE."""
 
 from dataclasses import replace
 
 from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
 
-ARCHITECTURE = "Qwen3ForCausalLM"
+QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 
 
-def read_config(config: JsonObject) -> ModelConfig:
-    """See :func:`~bullet_graph.models.config.read_dense_config`."""
+def read_qwen2(config: JsonObject) -> ModelConfig:
+    # Whatever attention_bias says.
+    return read_dense_config(config, QWEN2, qkv_bias=True)
+
+
+def read_qwen3(config: JsonObject) -> ModelConfig:
     config.refuse("attention_bias")
     if config.get("head_dim") is None:
         config.fail("head_dim", "given: Qwen3's does not follow from hidden_size")
-    return read_dense_config(config, ARCHITECTURE, qk_norm=True)
+    return read_dense_config(config, QWEN3, qk_norm=True)
 
 
 QWEN3_8B = ModelConfig(
-    architecture=ARCHITECTURE,
+    architecture=QWEN3,
     vocab_size=151936,
     hidden_size=4096,
     intermediate_size=12288,
@@ -28,13 +32,9 @@ QWEN3_8B = ModelConfig(
     max_position_embeddings=40960,
     rms_norm_eps=1e-6,
     rope_theta=1000000.0,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    qkv_bias=False,
     qk_norm=True,
     dtype="bfloat16",
-    # <|im_end|> and <|endoftext|>.
-    eos_token_ids=(151645, 151643),
+    eos_token_ids=(151645, 151643),  # <|im_end|>, <|endoftext|>
 )
 
 QWEN3_0_6B = replace(
