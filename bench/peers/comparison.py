@@ -239,7 +239,7 @@ class Comparison:
 
     def _measure(self, cell: Cell[Candidate], rate: float) -> dict[str, Any]:
         # Other prompts in each run, the same for every system: a server may have a prefix cache.
-        run = len(self._file.runs(cell.key))
+        run = len(self._file.cell(cell.key).runs)
         prompt_seed = self._seed + _MOST_RUNS * self._loads.index(_load(cell)) + run
         actual_rate = math.inf if rate >= FASTEST_RATE else rate
         measured = measure(

@@ -11,6 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from bullet_graph.cli.bench.sweep_file import CellKey, Sweep, SweepCell
+from bullet_graph.perf.start_report import PhaseName
 from bullet_graph.slo import Slo
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ def _draw_throughput(
 
 
 def draw_starts(
-    runs: Mapping[str, "StartRun"], phases: Sequence[str], *, title: str, image_format: str
+    runs: Mapping[str, "StartRun"], phases: Sequence[PhaseName], *, title: str, image_format: str
 ) -> bytes:
     """Draw the phases of starts as bars over time: a panel for each kind of start, a row for each phase."""
     with plot_style():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PhaseName = Literal[
+    "process",
     "imports",
     "device",
     "tokenizer",
@@ -20,7 +21,8 @@ PhaseName = Literal[
     "self-check",
     "first token",
 ]
-"""imports: of the package, and of the GPU's libraries when they are needed first;
+"""process: Python itself, which only ``bench startup`` can see;
+imports: of the package, and of the GPU's libraries when they are needed first;
 device: finding it, its performance table and its memory;
 capture cache: its entry found and checked, its kernels copied; partitions: calibrated and verified;
 allocation: of weights and KV cache; weights: filled, in a thread of their own;

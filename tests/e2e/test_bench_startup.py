@@ -17,9 +17,10 @@ from cli_runner import TINY, refused, run
 from bullet_graph import EngineConfig
 from bullet_graph.captures.store import CaptureStore
 from bullet_graph.cli.bench import startup, startup_child
-from bullet_graph.cli.bench.startup import StartKind, TimedPhase, phase_names, read_run, run_starts
+from bullet_graph.cli.bench.startup import StartKind, phase_names, read_run, run_starts
 from bullet_graph.cli.plots import draw_starts
 from bullet_graph.errors import BulletGraphError, CheckpointError
+from bullet_graph.perf.start_report import StartPhase
 
 # They build a capture cache, in processes of their own.
 pytestmark = pytest.mark.timeout(300)
@@ -80,7 +81,7 @@ def test_phases_of_all_policies_stand_in_the_order_of_a_start() -> None:
     """Whichever policy has them, and whenever they ended."""
     run = read_run(TOLD, started_s=100.0)
     cached = dataclasses.replace(
-        run, phases=(*run.phases, TimedPhase("self-check", 5, 6), TimedPhase("capture cache", 6, 7))
+        run, phases=(*run.phases, StartPhase("self-check", 5, 6), StartPhase("capture cache", 6, 7))
     )
     assert phase_names({"warm": (run,), "cached": (cached,)}) == [
         "process",

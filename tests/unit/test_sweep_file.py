@@ -71,11 +71,11 @@ def test_every_run_is_there_at_once_and_the_same_sweep_goes_on(tmp_path: Path) -
     path = tmp_path / "sweep.json"
     for number in range(4):
         file = open_sweep(path, overwrite=number % 2 == 1)
-        assert file.runs(AUTO) == [run_at(2**i) for i in range(number)]
+        assert file.cell(AUTO).runs == tuple(run_at(2**i) for i in range(number))
         file.add_run(AUTO, run_at(2**number))
     file.finish_cell(AUTO, 8)
     assert open_sweep(path).cell(AUTO).best == run_at(8)
-    assert open_sweep(path).runs(MIXED) == []
+    assert open_sweep(path).cell(MIXED).runs == ()
 
 
 def test_the_machine_and_code_of_each_start_are_told(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_another_sweep_is_not_gone_on_with(tmp_path: Path) -> None:
     before = path.read_bytes()
     file = open_sweep(path, model="large", overwrite=True)
     assert path.read_bytes() == before, "kept until there is something to put in its place"
-    assert file.runs(AUTO) == []
+    assert file.cell(AUTO).runs == ()
     file.add_run(AUTO, run_at(5))
     assert [cell.runs for cell in read_sweep(path).cells] == [(run_at(5),)]
 
@@ -116,7 +116,7 @@ def test_a_finished_sweep_is_kept(tmp_path: Path) -> None:
     file.finish()
     with pytest.raises(ConfigError, match="finished; add --overwrite or give another name"):
         open_sweep(path)
-    assert open_sweep(path, overwrite=True).runs(AUTO) == []
+    assert open_sweep(path, overwrite=True).cell(AUTO).runs == ()
 
 
 def damaged(**changes: Any) -> str:
@@ -163,4 +163,4 @@ def test_a_figure_that_json_has_no_number_for_is_a_bug(tmp_path: Path) -> None:
     file = open_sweep(tmp_path / "sweep.json")
     with pytest.raises(ValueError, match="not JSON compliant"):
         file.add_run(AUTO, run_at(float("inf")))
-    assert file.runs(AUTO) == []
+    assert file.cell(AUTO).runs == ()

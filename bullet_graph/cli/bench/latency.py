@@ -115,9 +115,7 @@ def latency(
         "decode_step_bytes": step_bytes,
         "achieved_gb_per_s": achieved_gb_per_s,
         "copy_gb_per_s": copy_gb_per_s,
-        "share_of_copy_percent": None
-        if achieved_gb_per_s is None
-        else 100 * achieved_gb_per_s / copy_gb_per_s,
+        "share_of_copy_percent": achieved_gb_per_s and 100 * achieved_gb_per_s / copy_gb_per_s,
         "energy_joules": record.device.energy_joules,
         **dataclasses.asdict(record),
     }

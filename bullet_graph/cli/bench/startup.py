@@ -15,37 +15,26 @@ from typing import Any, get_args
 
 import click
 import numpy as np
-from rich.table import Table
 
 from bullet_graph import errors
 from bullet_graph.cli.engine_run import engine_settings, resolved_load_format
 from bullet_graph.cli.options import engine_options, result_options
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, emit
-from bullet_graph.cli.tables import print_line, print_table
+from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError
 from bullet_graph.perf.energy import DeviceMonitor
 from bullet_graph.perf.provenance import collect_provenance
-from bullet_graph.perf.start_report import PhaseName
+from bullet_graph.perf.start_report import PhaseName, StartPhase, StartReport
 from bullet_graph.runtime.resolve import resolve
 
 _CHILD = "bullet_graph.cli.bench.startup_child"
 _SHOWN_STDERR_CHARS = 2000
 
-_PROCESS = "process"
-"""The phase before the imports: Python itself."""
-
 
 @dataclass(frozen=True, slots=True)
 class StartKind:
-    """A way to start.
-
-    Attributes:
-        name: of its fields in the result.
-        config: of the engine.
-        num_iters: starts.
-        empty_caches: each start has empty folders for compiled kernels; else those that the last one filled.
-    """
+    """A way to start: ``num_iters`` times, each with empty folders for compiled kernels, or those of the last start."""
 
     name: str
     config: EngineConfig
@@ -54,43 +43,31 @@ class StartKind:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedPhase:
-    """A stretch of a start; seconds since the process was started."""
-
-    name: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class StartRun:
-    """One start.
+    """One start; seconds since its process was started.
 
     Attributes:
-        startup_s: from the start of the process until requests could be added.
+        startup_s: until requests could be added.
         first_token_s: until the first token of a short request.
         phases: in the order of their ends; they may overlap.
-        capture: see :class:`~bullet_graph.graphs.capture_order.CaptureReport`; None where nothing is captured.
-        compiles: what was compiled; see :class:`~bullet_graph.graphs.compile_counts.CompileCounts`.
-        cache_use: what a capture cache gave; see :class:`~bullet_graph.runtime.capture_cache.CacheUse`.
+        capture: fields of a :class:`~bullet_graph.graphs.capture_order.CaptureReport`; None where nothing is captured.
+        compiles: fields of :class:`~bullet_graph.graphs.compile_counts.CompileCounts`.
+        cache_use: fields of a :class:`~bullet_graph.runtime.capture_cache.CacheUse`.
         num_missing_graphs: left to be captured after the first token.
     """
 
     startup_s: float
     first_token_s: float
-    phases: tuple[TimedPhase, ...]
+    phases: tuple[StartPhase, ...]
     capture: dict[str, Any] | None
     compiles: dict[str, int]
     cache_use: dict[str, Any]
     num_missing_graphs: int
 
     @property
-    def seconds(self) -> dict[str, float]:
+    def seconds(self) -> dict[PhaseName, float]:
         """Seconds of each phase, in the order in which phases began."""
-        totals: dict[str, float] = {}
-        for phase in sorted(self.phases, key=lambda phase: phase.start_s):
-            totals[phase.name] = totals.get(phase.name, 0.0) + phase.end_s - phase.start_s
-        return totals
+        return StartReport(0.0, None, self.phases).seconds
 
 
 @click.command()
@@ -181,13 +158,7 @@ def startup(
 
 
 def run_starts(kinds: Sequence[StartKind], *, quiet: bool) -> dict[str, tuple[StartRun, ...]]:
-    """Start engines one after another; returns the starts of each kind, by its name.
-
-    The folders for compiled kernels are private ones: those of the user are neither read nor written.
-
-    Args:
-        kinds: the first has empty caches.
-        quiet: print nothing about each start.
+    """Start engines one after another; returns the starts of each kind, by its name. The first kind has empty caches.
 
     Raises:
         BulletGraphError: from the settings, the model or the device.
@@ -210,25 +181,22 @@ def run_starts(kinds: Sequence[StartKind], *, quiet: bool) -> dict[str, tuple[St
     return runs
 
 
-def cache_variables(folder: Path) -> dict[str, str]:
-    """Make a process keep everything it compiles below ``folder``, by the libraries' own variables."""
-    return {
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "FLASHINFER_WORKSPACE_BASE": str(folder / "flashinfer"),
-        "CUDA_CACHE_PATH": str(folder / "cuda"),
-    }
-
-
 def _start(config: EngineConfig, caches: Path) -> StartRun:
     """Start an engine in a process of its own."""
     result = caches / "start.json"
+    # The libraries' own variables: everything that is compiled stays below the folder.
+    folders = {
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "FLASHINFER_WORKSPACE_BASE": str(caches / "flashinfer"),
+        "CUDA_CACHE_PATH": str(caches / "cuda"),
+    }
     result.unlink(missing_ok=True)
     started_s = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", _CHILD, str(result)],
         input=pickle.dumps(config),
-        env=os.environ | cache_variables(caches),
+        env=os.environ | folders,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         check=False,
@@ -248,30 +216,25 @@ def read_run(found: Mapping[str, Any], started_s: float) -> StartRun:
     """One start, from the report of its process and the time it was started, on a clock that both share."""
     offset_s = found["began_s"] - started_s
     phases = [
-        TimedPhase(phase["name"], offset_s + phase["start_s"], offset_s + phase["end_s"])
+        StartPhase(phase["name"], offset_s + phase["start_s"], offset_s + phase["end_s"])
         for phase in found["phases"]
     ]
-    first = min(phases, key=lambda phase: phase.start_s)
-    last = max(phases, key=lambda phase: phase.end_s)
+    process = StartPhase("process", 0.0, min(phase.start_s for phase in phases))
     return StartRun(
         startup_s=offset_s + found["ready_s"],
-        first_token_s=last.end_s,
-        phases=(TimedPhase(_PROCESS, 0.0, first.start_s), *phases),
-        capture=found["capture"],
-        compiles=found["compiles"],
-        cache_use=found["cache_use"],
-        num_missing_graphs=found["num_missing_graphs"],
+        first_token_s=max(phase.end_s for phase in phases),
+        phases=(process, *phases),
+        **{name: found[name] for name in ("capture", "compiles", "cache_use", "num_missing_graphs")},
     )
 
 
-def phase_names(runs: Mapping[str, Sequence[StartRun]]) -> list[str]:
+def phase_names(runs: Mapping[str, Sequence[StartRun]]) -> list[PhaseName]:
     """Phases that any start had, in the order of a start."""
-    there = {name for of_kind in runs.values() for run in of_kind for name in run.seconds}
-    return [name for name in (_PROCESS, *get_args(PhaseName)) if name in there]
+    there = {phase.name for of_kind in runs.values() for run in of_kind for phase in run.phases}
+    return [name for name in get_args(PhaseName) if name in there]
 
 
 def _kind_fields(kind: str, runs: Sequence[StartRun]) -> dict[str, Any]:
-    """The figures of one kind of start; means of all its starts."""
     seconds = [run.seconds for run in runs]
     return {
         f"avg_{kind}_startup_time": float(np.mean([run.startup_s for run in runs])),
@@ -287,9 +250,8 @@ def _kind_fields(kind: str, runs: Sequence[StartRun]) -> dict[str, Any]:
 
 def _print(title: str, runs: Mapping[str, Sequence[StartRun]], fields: Mapping[str, Any]) -> None:
     """Show a table on stdout: a row for each phase, a column for each kind of start."""
-    table = Table("phase, s", title=f"Starts: {title}", title_justify="left")
-    for kind in runs:
-        table.add_column(f"{kind} ({len(runs[kind])})", justify="right")
+    kinds = (f"{kind} ({len(of_kind)})" for kind, of_kind in runs.items())
+    table = table_of("phase, s", *kinds, title=f"Starts: {title}")
     for name in phase_names(runs):
         table.add_row(name, *(f"{fields[f'{kind}_phases'].get(name, 0.0):,.2f}" for kind in runs))
     table.add_section()

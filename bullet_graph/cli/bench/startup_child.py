@@ -16,17 +16,15 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError
 from bullet_graph.sampling_params import SamplingParams
 
-PROMPT_TOKENS = 16
-"""Of the request whose first token ends the measurement."""
+_PROMPT_TOKENS = 16
 
 
 def start(config: EngineConfig) -> dict[str, Any]:
     """Start an engine and generate a token; times are those of ``time.perf_counter``."""
     with Engine(**config.values()) as engine:
-        prompt = [0] * min(PROMPT_TOKENS, engine.max_model_len - 1)
-        engine.generate(
-            [prompt], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False
-        )
+        prompt = [0] * min(_PROMPT_TOKENS, engine.max_model_len - 1)
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        engine.generate([prompt], params, use_tqdm=False)
         report, capture = engine.start_report, engine.capture
         return {
             **dataclasses.asdict(report),

@@ -31,11 +31,11 @@ from bullet_graph.errors import BulletGraphError, ConfigError, WorkloadError
 from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.performance import find_performance
-from bullet_graph.runtime.resolve import Runtime, resolve
+from bullet_graph.runtime.resolve import resolve
 from bullet_graph.workloads import Arrivals, Workload
 
-SYSTEM = "bullet_graph"
-"""This engine's name in a sweep's file; the policy follows it."""
+_SYSTEM = "bullet_graph "
+"""Before the policy in a sweep's file."""
 
 
 @click.command()
@@ -123,7 +123,7 @@ def sweep(
     cells = make_cells(
         specs,
         targets,
-        {f"{SYSTEM} {policy}": policy for policy in policies},
+        {f"{_SYSTEM}{policy}": policy for policy in policies},
         first_rate=first_rate,
         load=load,
         new_rates=lambda rate: GoodputSearch(first_rate=rate, **search),
@@ -133,16 +133,22 @@ def sweep(
     opened = config_for(config, policies, strictest)
     find_performance(opened, runtime)
     provenance = dataclasses.asdict(collect_provenance(runtime.device))
-    settings = (
-        _settings(opened, runtime, cells)
-        | search
-        | {
-            # JSON has no infinity.
-            "burstiness": burstiness if math.isfinite(burstiness) else "inf",
-            "num_warmups": num_warmups,
-            "device_name": provenance["device_name"],
-        }
-    )
+    # Everything that decides the runs; each cell has targets of its own.
+    engine_fields = {name: value for name, value in engine_settings(opened, runtime).items() if name != "slo"}
+    settings = {
+        "model": config.model,
+        "load_format": resolved_load_format(config, runtime),
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "engine": engine_fields | {"policy": str(opened.policy)},
+        "seed": config.seed,
+        "workloads": list(dict.fromkeys(str(cell) for cell in cells)),
+        "policies": list(dict.fromkeys(str(cell.system) for cell in cells)),
+        **search,
+        # JSON has no infinity.
+        "burstiness": burstiness if math.isfinite(burstiness) else "inf",
+        "num_warmups": num_warmups,
+        "device_name": provenance["device_name"],
+    }
     file = SweepFile.open(output_json, settings=settings, provenance=provenance, overwrite=overwrite)
     runner = SweepRunner(cells, file, quiet=as_json)
     if plot_dir is not None:
@@ -161,13 +167,9 @@ def sweep(
                 def run(cell: Cell[Policy], rate: float) -> dict[str, Any]:
                     client = EngineClient(engine, cell.system, cell.slo)
                     label = f"run {file.num_runs + 1}, {cell.key.workload}, {cell.slo}, {cell.system}, {rate:.4g}/s"
-                    return measure(
-                        client,
-                        cell.workload,
-                        dataclasses.replace(arrivals, request_rate=rate),
-                        slo=cell.slo,
-                        label=None if as_json else label,
-                    ).fields()
+                    at_rate = dataclasses.replace(arrivals, request_rate=rate)
+                    shown = None if as_json else label
+                    return measure(client, cell.workload, at_rate, slo=cell.slo, label=shown).fields()
 
                 runner.run(cells, warm_up=prepare, measure=run)
         runner.finish()
@@ -190,31 +192,12 @@ def print_sweep(sweep: Sweep) -> None:
     """Show each cell's goodput, and its run there, on stdout: a table for each workload and targets."""
     share = 100 * sweep.settings["attainment"]
     print_line(f"highest rate at which {share:g} % of the requests meet all targets")
-
-    def title(key: Any) -> str:
-        return f"{key.workload}, {key.num_prompts:,} requests, {key.slo}"
-
     tables: dict[str, dict[str, Any]] = {}
     for cell in sweep.cells:
-        name = cell.key.system.removeprefix(f"{SYSTEM} ")
-        tables.setdefault(title(cell.key), {})[name] = (cell.goodput, cell.runs)
-    for text, rows in tables.items():
-        print_table(goodput_table(text, rows, sweep.settings["tolerance"]))
-
-
-def _settings(config: EngineConfig, runtime: Runtime, cells: list[Cell[Policy]]) -> dict[str, Any]:
-    """Everything that decides the runs: a sweep resumes under the same settings only."""
-    # Each cell has targets of its own.
-    engine = {name: value for name, value in engine_settings(config, runtime).items() if name != "slo"}
-    return {
-        "model": config.model,
-        "load_format": resolved_load_format(config, runtime),
-        "dtype": str(runtime.dtype).removeprefix("torch."),
-        "engine": engine | {"policy": str(config.policy)},
-        "seed": config.seed,
-        "workloads": list(dict.fromkeys(str(cell) for cell in cells)),
-        "policies": list(dict.fromkeys(str(cell.system) for cell in cells)),
-    }
+        title = f"{cell.key.workload}, {cell.key.num_prompts:,} requests, {cell.key.slo}"
+        tables.setdefault(title, {})[cell.key.system.removeprefix(_SYSTEM)] = (cell.goodput, cell.runs)
+    for title, rows in tables.items():
+        print_table(goodput_table(title, rows, sweep.settings["tolerance"]))
 
 
 def _require_enough_fit(workload: Workload, max_model_len: int, attainment: float) -> None:
@@ -235,12 +218,10 @@ def _check_plots(folder: Path, cells: list[Cell[Policy]], image_format: str, *, 
 
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--plot-dir {folder}: this is a file; give a folder")
-    if not folder.exists():
-        # It is made with the first picture.
-        check_result_file(folder, overwrite=overwrite, option="--plot-dir")
-        return
-    for name in plot_names((cell.key for cell in cells), image_format):
-        check_result_file(folder / name, overwrite=overwrite, option="--plot-dir")
+    names = plot_names((cell.key for cell in cells), image_format)
+    # The folder is made with the first picture.
+    for path in [folder / name for name in names] if folder.exists() else [folder]:
+        check_result_file(path, overwrite=overwrite, option="--plot-dir")
 
 
 def _draw(sweep: Sweep, folder: Path, image_format: str, *, quiet: bool) -> None:

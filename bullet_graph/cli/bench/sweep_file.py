@@ -22,7 +22,6 @@ class CellKey:
 
     Attributes:
         system: what served, with its setting, such as ``bullet_graph auto`` or ``vllm 0.24.0 chunk 512``.
-        workload: its name, such as ``azure:conv``.
         num_prompts: requests of each run.
         slo: the targets, as ``str(Slo)`` writes them.
     """
@@ -38,7 +37,6 @@ class SweepCell:
     """The progress of one search.
 
     Attributes:
-        key: its name.
         goodput: the highest rate that served enough, in requests per second; None: none did, or it is not finished.
         finished: whether the search is over.
         runs: the fields of each run, in the order of running: those of
@@ -62,10 +60,8 @@ class Sweep:
 
     Attributes:
         settings: everything that decides the runs; ``attainment`` is the share of requests that must meet all targets.
-        provenance: of the machine and the code that began the sweep.
+        provenance: of the machine and the code that began the sweep; ``continued`` has those of later starts on others.
         argv: the command line that began it.
-        continued: the provenance of each later start on another machine or code.
-        finished: whether every search is over.
         cells: in the order of their first runs.
     """
 
@@ -137,8 +133,7 @@ class SweepFile:
 
     def __init__(self, path: Path, sweep: Sweep) -> None:
         self.path = path
-        self._sweep = sweep
-        self._cells = {cell.key: cell for cell in sweep.cells}
+        self.sweep = sweep
 
     @classmethod
     def open(
@@ -147,7 +142,6 @@ class SweepFile:
         """Begin a sweep, or resume the one in the file if it has these settings and is not finished.
 
         Args:
-            path: of the file.
             settings: everything that decides the runs, in values that JSON has.
             provenance: of this machine and code; its ``date_utc`` may differ when a sweep resumes.
             overwrite: whether a file that cannot be resumed may be replaced.
@@ -173,30 +167,16 @@ class SweepFile:
         return cls(path, found)
 
     @property
-    def sweep(self) -> Sweep:
-        """The content of the file."""
-        return dataclasses.replace(self._sweep, cells=tuple(self._cells.values()))
-
-    @property
     def num_runs(self) -> int:
         """Runs in the file."""
-        return sum(len(cell.runs) for cell in self._cells.values())
+        return sum(len(cell.runs) for cell in self.sweep.cells)
 
     def cell(self, key: CellKey) -> SweepCell:
         """The progress of a search."""
-        return self._cells.get(key, SweepCell(key))
-
-    def runs(self, key: CellKey) -> list[dict[str, Any]]:
-        """The fields of a cell's runs so far, in the order of running."""
-        return list(self.cell(key).runs)
+        return next((cell for cell in self.sweep.cells if cell.key == key), SweepCell(key))
 
     def add_run(self, key: CellKey, fields: Mapping[str, Any]) -> None:
-        """Append a run.
-
-        Args:
-            key: of its cell.
-            fields: at least ``request_rate`` and ``slo_attainment``, as numbers; all in values that JSON has.
-        """
+        """Append a run, in values that JSON has; ``request_rate`` and ``slo_attainment`` are numbers."""
         cell = self.cell(key)
         self._put(dataclasses.replace(cell, runs=(*cell.runs, _as_json(fields))))
 
@@ -206,14 +186,14 @@ class SweepFile:
 
     def finish(self) -> None:
         """Mark the sweep as finished: it will not be resumed."""
-        self._sweep = dataclasses.replace(self._sweep, finished=True)
-        self._write()
+        self._write(finished=True)
 
     def _put(self, cell: SweepCell) -> None:
-        self._cells[cell.key] = cell
-        self._write()
+        cells = {known.key: known for known in self.sweep.cells} | {cell.key: cell}
+        self._write(cells=tuple(cells.values()))
 
-    def _write(self) -> None:
+    def _write(self, **changes: Any) -> None:
+        self.sweep = dataclasses.replace(self.sweep, **changes)
         write_result_file(self.path, to_json(self.sweep.fields()))
 
 

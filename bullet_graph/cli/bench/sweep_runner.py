@@ -18,37 +18,25 @@ _FORM_SHOWN = (
     "NAME[=NUM_PROMPTS][~FIRST_RATE][@TARGETS], such as conv, conv=600 or 'code=400~10@ttft:500 tpot:8'"
 )
 
-S = TypeVar("S")
-"""What serves a cell: a policy of this engine, or a system of a comparison."""
+S = TypeVar("S")  # what serves a cell: a policy of this engine, or a system of a comparison
 
 
 class Rates(Protocol):
     """The rates of one cell: a :class:`~bullet_graph.perf.goodput_search.GoodputSearch`, or fixed ones."""
 
     @property
-    def goodput(self) -> float | None:
-        """The highest rate recorded that served enough."""
-
+    def goodput(self) -> float | None: ...
     @property
-    def ceiling(self) -> float | None:
-        """The lowest rate above the goodput that served too few; None: none was recorded."""
-
-    def next_rate(self) -> float | None:
-        """The next rate, in requests per second; None: no more."""
-
-    def record(self, rate: float, attainment: float) -> None:
-        """Add the share of requests that met all targets at a rate."""
+    def ceiling(self) -> float | None: ...
+    def next_rate(self) -> float | None: ...
+    def record(self, rate: float, attainment: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """A workload as the command line names it.
+    """A workload as the command line names it: its first ``num_prompts`` requests (None: all).
 
-    Attributes:
-        name: see :func:`~bullet_graph.workloads.load_workload`.
-        num_prompts: its first N requests; None: all.
-        first_rate: of its searches, in requests per second; None: the sweep's.
-        slo: its own targets; None: the sweep's.
+    The sweep's own first rate, in requests per second, and targets are in the place of those that are None.
     """
 
     name: str
@@ -95,16 +83,7 @@ def parse_targets(text: str) -> Slo:
 
 @dataclass(frozen=True, slots=True)
 class Cell(Generic[S]):
-    """One search: a workload with its targets, served by one system.
-
-    Attributes:
-        key: its name in the file.
-        workload: the requests.
-        slo: their targets.
-        system: what serves them.
-        first_rate: of the search, in requests per second.
-        rates: the search, or fixed rates.
-    """
+    """One search: a workload with its targets, served by one system, from ``first_rate`` (requests per second) on."""
 
     key: CellKey
     workload: Workload
@@ -114,7 +93,7 @@ class Cell(Generic[S]):
     rates: Rates = field(compare=False)
 
     def __str__(self) -> str:
-        """Its workload, number of prompts, first rate and targets, as ``--workload`` takes them."""
+        """As ``--workload`` takes it."""
         return f"{self.key.workload}={self.key.num_prompts}~{self.first_rate:g}@{self.slo}"
 
 
@@ -131,10 +110,8 @@ def make_cells(
 
     Args:
         specs: the workloads; one may come more than once, with other targets.
-        slos: the targets of workloads without targets of their own.
+        slos: the targets of workloads without targets of their own; ``first_rate`` likewise.
         systems: by their names in the file.
-        first_rate: of workloads without a first rate of their own.
-        load: loads a workload.
         new_rates: makes the rates of one cell, from its first rate.
 
     Raises:
@@ -188,7 +165,7 @@ class SweepRunner(Generic[S]):
         self._is_given_up = is_given_up
         self._quiet = quiet
         for cell in cells:
-            for run in file.runs(cell.key):
+            for run in file.cell(cell.key).runs:
                 cell.rates.record(run["request_rate"], run["slo_attainment"])
 
     def has_work(self, cells: Sequence[Cell[S]]) -> bool:
@@ -202,21 +179,13 @@ class SweepRunner(Generic[S]):
         warm_up: Callable[[Cell[S]], object],
         measure: Callable[[Cell[S], float], Mapping[str, Any]],
     ) -> None:
-        """Serve until these cells are done.
-
-        Args:
-            cells: some of this runner's.
-            warm_up: called before a cell's first run of this call.
-            measure: serves a cell at a rate; returns the run's fields.
-        """
+        """Serve until these cells are done, after a ``warm_up`` of each; ``measure`` returns a run's fields."""
         warm: set[CellKey] = set()
-        while left := [cell for cell in cells if self._next_rate(cell) is not None]:
-            cell = min(left, key=lambda cell: len(self.file.runs(cell.key)))
+        while left := [(cell, rate) for cell in cells if (rate := self._next_rate(cell)) is not None]:
+            cell, rate = min(left, key=lambda each: len(self.file.cell(each[0].key).runs))
             if cell.key not in warm:
                 warm_up(cell)
                 warm.add(cell.key)
-            rate = self._next_rate(cell)
-            assert rate is not None
             fields = measure(cell, rate)
             self.file.add_run(cell.key, fields)
             cell.rates.record(rate, fields["slo_attainment"])
@@ -239,9 +208,9 @@ class SweepRunner(Generic[S]):
                 self.file.finish_cell(cell.key, cell.rates.goodput)
 
     def _print_run(self, cell: Cell[S], fields: Mapping[str, Any]) -> None:
-        key, done = self.file.cell(cell.key), ""
-        if key.finished:
-            done = f"; goodput {'none' if key.goodput is None else f'{key.goodput:.4g}/s'}"
+        found, done = self.file.cell(cell.key), ""
+        if found.finished:
+            done = f"; goodput {'none' if found.goodput is None else f'{found.goodput:.4g}/s'}"
         when = "all at once" if fields.get("all_at_once") else f"at {fields['request_rate']:.4g}/s"
         click.echo(
             f"{cell.key.workload}, {cell.key.slo}, {cell.key.system}, {when}: "
