@@ -1,4 +1,4 @@
-"""The order in which an engine captures its CUDA graphs, its progress, and what it cost. No torch."""
+"""The order in which an engine captures its CUDA graphs, and its progress. No torch."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -10,12 +10,7 @@ from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 
 @dataclass(frozen=True, slots=True)
 class PieceKey:
-    """One captured piece of a short forward.
-
-    Attributes:
-        rows: of the forward, padding included.
-        layer: whose rows the piece ends with.
-    """
+    """One piecewise graph: forwards of ``rows`` rows, padding included, up to the attention of ``layer``."""
 
     rows: int
     layer: int
@@ -27,9 +22,8 @@ CaptureKey = GraphKey | PieceKey
 def hot_keys(plan: CapturePlan) -> list[GraphKey]:
     """The graphs that an engine cannot serve well without, in the order of their capture.
 
-    First the largest step of the whole GPU, which serves any batch and in whose memory all others find room; then the
-    smallest, whose kernels may be others; then as few as pad no batch to more than twice the rows that the plan has for
-    it.
+    First comes the largest step of the whole GPU, which serves any batch and in whose memory all others find room. The
+    smallest follows, whose kernels may differ; then the smallest set that at most doubles the rows planned for a batch.
     """
     sizes = plan.decode[0].batch_sizes
     hot = {sizes[-1]: None, sizes[0]: None}
@@ -44,8 +38,8 @@ def hot_keys(plan: CapturePlan) -> list[GraphKey]:
 def capture_order(plan: CapturePlan, num_layers: int) -> list[CaptureKey]:
     """All that a plan captures, the hottest first.
 
-    After :func:`hot_keys` come the other sizes of the whole GPU, the largest of each part of the GPU, pieces of short
-    forwards, and the other sizes of the parts. Of pieces, as of each part, the largest comes first; then sizes rise.
+    After :func:`hot_keys` come the other sizes of the whole GPU, the largest of each partition, piecewise graphs, and
+    the other sizes of the partitions. The largest piecewise graph comes first of its kind; then sizes rise.
     """
     hot = hot_keys(plan)
     whole = [key for size in plan.decode[0].batch_sizes if (key := GraphKey(size)) not in hot]
@@ -58,12 +52,7 @@ def capture_order(plan: CapturePlan, num_layers: int) -> list[CaptureKey]:
 
 
 class CaptureProgress:
-    """What is captured of a plan, and what is next.
-
-    Args:
-        plan: all there is to capture.
-        num_layers: of the model.
-    """
+    """What is captured of a plan, and what is next."""
 
     def __init__(self, plan: CapturePlan, num_layers: int) -> None:
         self._sizes = plan.batch_sizes
@@ -76,23 +65,23 @@ class CaptureProgress:
 
     @property
     def num_missing(self) -> int:
-        """How much is left."""
+        """Number of graphs left."""
         return len(self._missing)
 
     @property
     def next(self) -> CaptureKey | None:
-        """What is to be captured next; None: nothing is left."""
+        """The next to capture; None: nothing is left."""
         return next(iter(self._missing), None)
 
     def note(self, key: CaptureKey) -> None:
-        """This has been captured."""
+        """Note that this has been captured."""
         del self._missing[key]
 
     def max_batch_size(self, partition: SmPartition) -> int:
         """Most rows of a step that may be placed on a partition now, 0 for none.
 
-        The whole GPU takes any batch as soon as its first graph is there, in whichever graph holds it. A part of the
-        GPU takes those alone that are padded as the plan says, since that is what predictions count with.
+        The whole GPU takes any batch as soon as its first graph is there. Another partition only takes batches that are
+        padded as planned, since predictions count with that.
         """
         sizes = self._sizes[partition]
         if partition == WHOLE_GPU:
@@ -110,7 +99,6 @@ class CaptureReport:
     """Cost of capturing at a start.
 
     Attributes:
-        num_graphs: number of graphs captured.
         compile_seconds: compiling or loading layers, once for all graphs.
         capture_seconds: everything else.
         num_bytes: device memory used, including workspaces allocated on the way.

@@ -1,9 +1,10 @@
 """Capture plans: what an engine captures at its start, as a value and as a TOML file. No torch."""
 
 import json
+import textwrap
 import tomllib
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -41,7 +42,7 @@ class DecodeSizes:
     """Batch sizes captured for one size of the decode lane.
 
     Attributes:
-        decode_sms: number of SMs of the decode lane, the prefill lane has the others; None for the whole GPU.
+        decode_sms: number of SMs of the decode lane (the prefill lane has the others); None for the whole GPU.
         batch_sizes: rows of the captured steps, rising; a batch is padded up to the next of them.
     """
 
@@ -56,11 +57,11 @@ class CapturePlan:
     Attributes:
         model: a preset's name, or the name of a model folder.
         dtype: of weights and KV cache.
-        num_sms: SMs of the GPU that the partitions divide.
+        num_sms: SMs of the GPU.
         max_num_seqs: most sequences running at once; also the largest batch size of the whole GPU.
         decode: the whole GPU, then partitions by rising size of the decode lane.
-        piecewise_rows: rows, prompt and decode rows together, of forwards with prompt tokens that run as piecewise
-            CUDA graphs on the whole GPU, rising. Longer forwards are launched kernel by kernel.
+        piecewise_rows: rising row counts, prompt and decode rows together, of forwards with prompt tokens that run as
+            piecewise CUDA graphs on the whole GPU. Longer forwards are launched kernel by kernel.
 
     Raises:
         ConfigError: at construction; names the entry, the value found and what to do.
@@ -118,12 +119,12 @@ class CapturePlan:
     @property
     def batch_sizes(self) -> Mapping[SmPartition, tuple[int, ...]]:
         """Batch sizes to capture by partition, the whole GPU first."""
-        return {partition: entry.batch_sizes for partition, entry in self._by_partition()}
+        return {partition_of(e.decode_sms, num_sms=self.num_sms): e.batch_sizes for e in self.decode}
 
     @property
     def max_batch_sizes(self) -> Mapping[SmPartition, int]:
         """Most rows of a captured step by partition; no larger batch may be placed there."""
-        return {partition: entry.batch_sizes[-1] for partition, entry in self._by_partition()}
+        return {partition: sizes[-1] for partition, sizes in self.batch_sizes.items()}
 
     def padded(self, batch_size: int, decode_sms: int | None = None) -> int:
         """Rows of the graph that serves a batch; the batch's own size where none does."""
@@ -150,10 +151,6 @@ class CapturePlan:
         pieces = len(self.piecewise_rows) * num_layers
         return self.num_decode_graphs * DECODE_GRAPH_S + pieces * PIECE_S
 
-    def _by_partition(self) -> Iterator[tuple[SmPartition, DecodeSizes]]:
-        for entry in self.decode:
-            yield partition_of(entry.decode_sms, num_sms=self.num_sms), entry
-
 
 def default_plan(
     *,
@@ -169,7 +166,6 @@ def default_plan(
 
     Args:
         max_rows: most rows of a forward.
-        shape: of the model.
         decode_sms: sizes of the decode lane besides the whole GPU, rising.
 
     Raises:
@@ -193,21 +189,21 @@ def format_plan(plan: CapturePlan, notes: Sequence[str] = ()) -> str:
     """A plan as TOML, with ``notes`` as comments at its top."""
     lines = [f"# {note}".rstrip() for text in notes for note in text.splitlines()]
     lines += [
-        f"format = {_quoted(FORMAT)}",
+        f'format = "{FORMAT}"',
         f"version = {VERSION}",
-        f"model = {_quoted(plan.model)}",
-        f"dtype = {_quoted(plan.dtype)}",
+        # TOML quotes printable text as JSON does.
+        f"model = {json.dumps(plan.model, ensure_ascii=False)}",
+        f'dtype = "{plan.dtype}"',
         f"num_sms = {plan.num_sms}",
         f"max_num_seqs = {plan.max_num_seqs}",
         "# Forwards with prompt tokens run as piecewise CUDA graphs, padded to one of these row counts.",
-        *_list_lines("piecewise_rows", plan.piecewise_rows),
+        _list_line("piecewise_rows", plan.piecewise_rows),
     ]
     for entry in plan.decode:
-        if entry.decode_sms is None:
-            lines += ["", "[[decode]]  # the whole GPU"]
-        else:
-            lines += ["", "[[decode]]  # a partition", f"decode_sms = {entry.decode_sms}"]
-        lines += _list_lines("batch_sizes", entry.batch_sizes)
+        lines += ["", "[[decode]]"]
+        if entry.decode_sms is not None:
+            lines.append(f"decode_sms = {entry.decode_sms}")
+        lines.append(_list_line("batch_sizes", entry.batch_sizes))
     return "\n".join(lines) + "\n"
 
 
@@ -276,22 +272,14 @@ def list_plans() -> tuple[Path, ...]:
     return tuple(sorted(shipped_folder().glob("*.toml")))
 
 
-def _quoted(text: str) -> str:
-    # TOML quotes printable text as JSON does.
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _list_lines(name: str, sizes: Sequence[int]) -> list[str]:
-    line = f"{name} = [{', '.join(map(str, sizes))}]"
+def _list_line(name: str, sizes: Sequence[int]) -> str:
+    items = ", ".join(map(str, sizes))
+    line = f"{name} = [{items}]"
     if len(line) <= _LINE_CHARS:
-        return [line]
-    lines, row = [f"{name} = ["], "   "
-    for size in sizes:
-        if len(row) + len(f" {size},") > _LINE_CHARS:
-            lines.append(row)
-            row = "   "
-        row += f" {size},"
-    return [*lines, row, "]"]
+        return line
+    indent = "    "
+    wrapped = textwrap.fill(items, _LINE_CHARS, initial_indent=indent, subsequent_indent=indent)
+    return f"{name} = [\n{wrapped},\n]"
 
 
 def _check_keys(where: str, found: dict[str, Any], required: set[str], *, optional: set[str]) -> None:

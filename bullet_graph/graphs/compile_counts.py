@@ -1,8 +1,8 @@
-"""What was compiled while something ran, told by the libraries' own counters."""
+"""Counts what was compiled while something ran, by the libraries' own counters."""
 
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,11 +13,11 @@ class CompileCounts:
     """How often something was compiled that no cache had.
 
     Attributes:
-        dynamo_frames: functions that Dynamo has traced.
+        dynamo_frames: functions that Dynamo traced.
         aot_autograd: graphs that AOTAutograd's cache missed.
-        inductor: graphs that Inductor has compiled.
+        inductor: graphs that Inductor compiled.
         cpp: runs of the C++ compiler by Inductor, those that probe it included.
-        triton: kernels compiled by Triton, of Inductor's and of ours.
+        triton: kernels, Inductor's and ours.
         triton_stubs: launchers and other host code that Triton had compiled.
         flashinfer: modules that FlashInfer had compiled.
     """
@@ -31,29 +31,22 @@ class CompileCounts:
     flashinfer: int = 0
 
     def __add__(self, other: "CompileCounts") -> "CompileCounts":
-        return CompileCounts(
-            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        )
+        return CompileCounts(**{name: count + getattr(other, name) for name, count in asdict(self).items()})
 
     @property
     def total(self) -> int:
         """All of them together; 0: nothing was compiled."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(asdict(self).values())
 
 
 NOTHING_COMPILED = CompileCounts()
 
 
 class CompileCounter:
-    """Counts from the begin to the end of its ``with`` block, in this process; Inductor's workers are not started here.
-
-    Another thread that compiles meanwhile is counted as well.
+    """Counts during its ``with`` block, in all threads of this process; ``counts`` is complete once the block ends.
 
     Args:
-        gpu: count what is compiled for one, too; imports Triton.
-
-    Attributes:
-        counts: once the block has ended.
+        gpu: count what is compiled for a GPU, too; imports Triton.
     """
 
     def __init__(self, *, gpu: bool) -> None:
@@ -65,8 +58,7 @@ class CompileCounter:
     def __enter__(self) -> Self:
         self._before = _torch_counts()
         if self._gpu:
-            # Imported here because a machine without a GPU need not have it.
-            from triton import knobs  # noqa: PLC0415
+            from triton import knobs  # noqa: PLC0415 - a machine without a GPU need not have it
 
             self._stubs, self._begin_ns = _triton_stubs(), time.time_ns()
             self._listener = knobs.compilation.listener
@@ -96,7 +88,7 @@ class CompileCounter:
 
 
 def _torch_counts() -> dict[str, int]:
-    """Empty before anything has been compiled: to import Dynamo takes a second, and it imports Triton."""
+    # Importing Dynamo takes a second; before that, nothing was compiled.
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return {}
@@ -110,14 +102,14 @@ def _torch_counts() -> dict[str, int]:
 
 
 def _triton_stubs() -> set[Path]:
-    """Shared libraries in Triton's cache: it tells nobody when it has one compiled."""
     from triton import knobs  # noqa: PLC0415
 
+    # Triton reports its kernels, but not these.
     return set(Path(knobs.cache.dir).glob("*/*.so"))
 
 
 def _flashinfer_modules_ns() -> list[int]:
-    """When each module in FlashInfer's own folder was built; none before it is imported, for then it has built none."""
+    """Build times of the modules in FlashInfer's own folder; none before it is imported, as it has built none."""
     env = sys.modules.get("flashinfer.jit.env")
     if env is None:
         return []

@@ -1,8 +1,7 @@
 """The two compiled parts of a decoder layer, before and after attention: one compilation for all batch sizes above one.
 
-Without a capture cache, torch.compile makes them. A capture cache keeps them as AOTInductor packages: shared libraries
-and cubins, which torch's C++ runtime loads within milliseconds. Its loader is called directly here, because
-``torch._inductor.aoti_load_package``, the documented way to it, imports Dynamo, Inductor and sympy for seconds.
+torch.compile makes them. A capture cache keeps them as AOTInductor packages instead: shared libraries and cubins, which
+torch's C++ runtime loads within milliseconds.
 """
 
 import os
@@ -24,23 +23,15 @@ from bullet_graph.models.layers import LayerFunctions, attention_input, attentio
 _MOST_COMPILED = 64
 """Versions of a part that a process keeps, of all its models and settings; Dynamo's own limit is 8."""
 
-_MODEL_NAME = "model"
-"""AOTInductor's own name for the one model of a package."""
-
 _LEAST_TIME = {
-    # To preprocess the headers takes longer than it saves two parts.
     "aot_inductor.precompile_headers": False,
-    # Of the code around the kernels.
     "aot_inductor.compile_wrapper_opt_level": "O0",
     "aot_inductor.enable_line_tables": False,
 }
 """Inductor's settings for the least time in the C++ compiler (bench/LOG.md), which is most of the time here."""
 
-_GPU_SETTINGS = {
-    # No kernel runs on the host: so neither probe its processor for vector instructions, nor use them.
-    "cpp.vec_isa_ok": False,
-    "cpp.march": "",
-}
+_GPU_SETTINGS = {"cpp.vec_isa_ok": False, "cpp.march": ""}
+"""No kernel runs on the host: neither probe its processor for vector instructions, nor use them."""
 
 CompiledPart = Callable[..., tuple[Tensor, Tensor]]
 
@@ -50,8 +41,6 @@ class LayerPart:
     """A part to compile, and arguments of a call.
 
     Attributes:
-        name: of the part.
-        function: what to compile, as a whole.
         rows: the first arguments, each [max_rows, width]; the compiled part takes 2 to max_rows rows.
         rest: the other arguments: weights, which every layer has, None and numbers.
     """
@@ -108,10 +97,7 @@ def compile_now(part: LayerPart) -> CompiledPart:
 
 
 def compile_ahead(part: LayerPart, package: Path) -> CompiledPart:
-    """Compile a part into a package, and load it.
-
-    Args:
-        package: the new file; its folder exists.
+    """Compile a part into a package, a new file, and load it.
 
     Raises:
         Exception: of any kind, where torch cannot do so, or this machine lacks a C++ compiler or CUDA headers.
@@ -121,10 +107,13 @@ def compile_ahead(part: LayerPart, package: Path) -> CompiledPart:
         warnings.simplefilter("ignore", FutureWarning)
         # Elsewhere first: Inductor leaves files beside a package.
         made = Path(folder) / f"{part.name}.pt2"
+        wanted = _LEAST_TIME if part.rows[0].device.type == "cpu" else _LEAST_TIME | _GPU_SETTINGS
+        # Releases of torch differ in the settings they know.
+        known = torch._inductor.config.get_config_copy()
         torch._inductor.aoti_compile_and_package(
             exported(part),
             package_path=str(made),
-            inductor_configs=_inductor_settings(part.rows[0].device),
+            inductor_configs={name: value for name, value in wanted.items() if name in known},
         )
         package.write_bytes(made.read_bytes())
     return load_package(package, part)
@@ -136,28 +125,32 @@ def exported(part: LayerPart) -> torch.export.ExportedProgram:
     # A dimension of one size is none.
     rows = {0: torch.export.Dim("rows", min=2, max=part.max_rows)} if part.max_rows > 2 else None
     shapes = [rows] * len(part.rows) + [None] * (len(tensors) - len(part.rows))
+    module = torch.nn.Module()
+
+    def forward(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        given = iter(tensors)
+        return part.function(
+            *(next(given) if isinstance(value, Tensor) else value for value in part.arguments)
+        )
+
+    module.forward = forward
     # strict=True would only have Dynamo trace the function a second time.
-    return torch.export.export(
-        _OfTensors(part), tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=False
-    )
+    return torch.export.export(module, tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=False)
 
 
 def load_package(package: Path, part: LayerPart) -> CompiledPart:
-    """Load a part from its package. A package is code: it must come from a trusted place.
+    """Load the package of a part, to the device of its arguments. A package is code: it must come from a trusted place.
 
-    Calls it once: kernels are loaded at the first call, which a capture does not allow. The package's custom operators
-    must be registered.
-
-    Args:
-        part: that the package was compiled from; its arguments say which device to load to.
+    Calls it once: kernels are loaded at the first call, which a capture does not allow.
 
     Raises:
         Exception: of any kind, where the package is not from :func:`compile_ahead` with the same torch.
     """
     device = part.rows[0].device
-    # Single-threaded: else the runtime records events and waits for them, which a capture forbids.
+    # `torch._inductor.aoti_load_package`, the documented way to this class, imports Dynamo, Inductor and sympy for
+    # seconds. Single-threaded: else the runtime records events and waits for them, which a capture forbids.
     loader = torch._C._aoti.AOTIModelPackageLoader(
-        str(package), _MODEL_NAME, True, 1, -1 if device.index is None else device.index
+        str(package), "model", True, 1, -1 if device.index is None else device.index
     )
     run = loader.boxed_run
 
@@ -167,27 +160,6 @@ def load_package(package: Path, part: LayerPart) -> CompiledPart:
 
     loaded(*part.arguments)
     return loaded
-
-
-class _OfTensors(torch.nn.Module):
-    """A part as a function of its tensors alone; None and numbers are part of the program."""
-
-    def __init__(self, part: LayerPart) -> None:
-        super().__init__()
-        self._part = part
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        given, part = iter(tensors), self._part
-        return part.function(
-            *(next(given) if isinstance(value, Tensor) else value for value in part.arguments)
-        )
-
-
-def _inductor_settings(device: torch.device) -> dict[str, Any]:
-    wanted = _LEAST_TIME if device.type == "cpu" else _LEAST_TIME | _GPU_SETTINGS
-    # Releases of torch differ in the settings they know.
-    known = torch._inductor.config.get_config_copy()
-    return {name: value for name, value in wanted.items() if name in known}
 
 
 def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -219,13 +191,11 @@ def compiled_functions(
     max_rows: int,
     compiler: PartCompiler = compile_now,
 ) -> LayerFunctions:
-    """Layer functions whose two parts are compiled, here and once, for 2 to ``max_rows`` rows.
+    """Layer functions whose two parts are compiled once, for 2 to ``max_rows`` rows.
 
     Args:
-        decoder: whose weights to compile for.
         between: operations between the parts.
         fused: operations of the parts.
-        max_rows: most rows, at least 2.
     """
 
     def compiled_input(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -240,17 +210,9 @@ def compiled_functions(
         for width in (config.hidden_size, config.hidden_size, config.q_size)
     )
     eps = config.rms_norm_eps
-    first = LayerPart(
-        "attention_input",
-        compiled_input,
-        rows=(x, residual),
-        rest=(*layer.input_weights, eps),
-    )
+    first = LayerPart("attention_input", compiled_input, (x, residual), (*layer.input_weights, eps))
     second = LayerPart(
-        "attention_output",
-        compiled_output,
-        rows=(attended, residual),
-        rest=(*layer.output_weights, eps),
+        "attention_output", compiled_output, (attended, residual), (*layer.output_weights, eps)
     )
     return LayerFunctions(between, compiler(first), compiler(second))
 
@@ -295,6 +257,5 @@ class TritonNormOps(TorchOps):
     def add_rms_norm(
         x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :func:`~bullet_graph.kernels.ops.add_rms_norm`."""
         normed, total = torch.ops.bullet_graph.add_rms_norm(x, residual, weight, eps)
         return normed, total if summed is None else summed.copy_(total)
