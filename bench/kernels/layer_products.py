@@ -27,8 +27,7 @@ from bench.kernels.harness import (
     sustained_ms,
 )
 from bench.record import write_report
-from bullet_graph.kernels.cublas import fitting_blas
-from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.kernels.gpu import Gpu, fitting_blas
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS

@@ -31,10 +31,10 @@ from bench.record import write_report
 from bullet_graph.kernels.attention import LayerRows
 from bullet_graph.kernels.flashinfer_attention import PrefillAttention, RaggedBatch, prefill_backend
 from bullet_graph.kernels.gpu import Gpu
-from bullet_graph.kernels.workspaces import prefill_workspace_bytes
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.performance import attention_pairs
+from bullet_graph.runtime.memory import prefill_workspace_bytes
 
 FRESH = ((4, 512), (4, 2048), (1, 8192), (8, 1024))
 """(prompts, tokens of each)"""

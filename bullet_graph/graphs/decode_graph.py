@@ -11,9 +11,8 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capturing import captured
 from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_now, compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
-from bullet_graph.kernels.cublas import cublas_sm_count, fitting_blas
 from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
-from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.kernels.gpu import Gpu, cublas_sm_count, fitting_blas
 from bullet_graph.kernels.memory import Uploader, packed_offsets
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import TritonOps, sample

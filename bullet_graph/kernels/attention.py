@@ -15,12 +15,9 @@ from bullet_graph.perf.roofline import DecoderShape
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """Queries, keys and values of a forward's rows in one layer.
+    """Queries of the rows that attend, all or the sampled ones, and keys and values of all rows, in one layer.
 
-    Attributes:
-        q: [rows, num_heads, head_dim], of the rows that attend: all rows, or the sampled ones.
-        k: [all rows, num_kv_heads, head_dim], rotated, as in the cache; rows are strided.
-        v: likewise, not rotated.
+    Each is [rows, heads, head_dim]; keys are rotated, as in the cache. Rows of keys and values are strided.
     """
 
     q: Tensor
@@ -39,23 +36,16 @@ class Attention(Protocol):
     """Causal attention of one batch, planned once and run for each layer."""
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
-        """Attend to the sequences' keys and values, this batch's own included; returns [rows, q_size].
-
-        Args:
-            layer: index of the layer, for its cache.
-            rows: of that layer; their keys and values are in the cache, too.
-        """
+        """Attend to the sequences' keys and values, the rows' own in the cache included; returns [rows, q_size]."""
 
 
 class ReferenceAttention:
     """One sequence at a time through ``scaled_dot_product_attention``; exact, slow, any device.
 
     Args:
-        cache: the KV cache.
         q_indptr: [n + 1], where each sequence's rows start; one may have none.
         kv_lens: [n], tokens each sequence attends to; its rows are the last of them.
         kv_indptr: [n + 1], where each sequence's blocks start in ``kv_indices``.
-        kv_indices: block ids.
     """
 
     def __init__(
@@ -105,7 +95,7 @@ class CacheAttention(Protocol):
 
 
 class RowAttention(Protocol):
-    """Planned attention of some of a forward's rows, which reads keys and values from the forward's rows."""
+    """Planned attention of some of a forward's rows, to keys and values of the same forward."""
 
     def run_into(self, rows: LayerRows, out: Tensor) -> None:
         """Attend, into the planned rows of ``out`` [all rows, num_heads, head_dim]."""
@@ -118,7 +108,6 @@ class MixedAttention:
     Attributes:
         cached: prompt rows that attend to the cache.
         fresh: rows of prompts that begin in this forward.
-        decode: decode rows.
         num_cached_rows: where the fresh rows begin.
         num_prefill_rows: where the decode rows begin.
     """

@@ -33,7 +33,6 @@ class DecodeKernelSettings:
         kv_heads: key heads of a tile, a divisor of the model's. More heads read longer runs of memory; with more than
             16 query heads they also compute more.
         tile: keys of a tile, tokens times ``kv_heads``, a power of two.
-        num_warps: of a program.
         num_stages: pipeline stages of the loop over tiles, at least 3.
         ctas_per_sm: programs that an SM holds at once; their registers and shared memory must fit.
         max_registers: of a thread, None for the compiler's choice.
@@ -73,15 +72,8 @@ class RepeatedLaunch:
     Triton's Python takes about 20 µs to find a launch's compiled kernel, longer than a short kernel runs. Here it does
     so for the first launch; later ones reuse the compiled kernel, unless their tensors are aligned differently.
 
-    Args:
-        kernel: of ``triton.jit``; its parameters are tensors, then numbers, then constexprs.
-        grid: programs along each axis, at most three.
-        numbers: values of the number parameters.
-        constants: values of the constexprs, in their order.
-        options: of the compiler and the launch, such as ``num_warps``.
-
-    Raises:
-        ValueError: the constants are not the kernel's last parameters.
+    The kernel's parameters must be tensors, then numbers, then ``constants`` in their order, else ValueError is raised.
+    ``options`` are of the compiler and the launch, such as ``num_warps``.
     """
 
     __slots__ = ("_aligned", "_compiled", "_constants", "_grid", "_kernel", "_numbers", "_options")
@@ -139,12 +131,7 @@ class TritonDecodeAttention:
 
     The launches depend on the number of rows alone, so a captured graph serves batches of any lengths.
 
-    Args:
-        config: the model's shape.
-        cache: the KV cache, on the lane's device.
-        max_rows: most rows of a batch.
-        gpu: the lane's device.
-        settings: None for :func:`default_settings` of the SMs that a plan names.
+    ``settings`` None takes :func:`default_settings` of the SMs that a plan names.
 
     Raises:
         ConfigError: a head's size, the settings, or the cache's layout is not one the kernels can take.
@@ -177,10 +164,7 @@ class TritonDecodeAttention:
         self._arrived = torch.zeros(max_rows * config.num_kv_heads, dtype=torch.int32, device=device)
 
     def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
-        """Lay the launches out; computes and copies nothing.
-
-        Args:
-            num_sms: SMs that the kernels will have, None for all.
+        """Lay the launches out for a number of SMs, None for all; computes and copies nothing.
 
         Raises:
             ConfigError: no rows or SMs, or more than the scratch holds.
@@ -275,12 +259,7 @@ class TritonDecodeAttention:
 class PlannedDecode:
     """One batch's :class:`~bullet_graph.kernels.attention.Attention`, to run for each layer.
 
-    Attributes:
-        lane: whose kernels and scratch.
-        batch: at the addresses that the kernels will read.
-        num_rows: query rows.
-        attention: the first kernel, which attends by ranges of blocks.
-        combination: the second kernel, which adds the ranges' results up; None where the first does so.
+    ``combination`` is the second kernel, which adds the results of ranges of blocks up; None where the first does so.
     """
 
     lane: TritonDecodeAttention
@@ -295,11 +274,7 @@ class PlannedDecode:
         return out.flatten(1)
 
     def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """As :meth:`run`, from ``q`` into ``out``, both [rows, num_heads, head_dim] and contiguous.
-
-        Raises:
-            ConfigError: ``q`` or ``out`` is not contiguous, or not of the planned number of rows.
-        """
+        """As :meth:`run`, from ``q`` into ``out``, both [rows, num_heads, head_dim] and contiguous."""
         for name, tensor in (("q", q), ("out", out)):
             if len(tensor) != self.num_rows or not tensor.is_contiguous():
                 raise ConfigError(
@@ -319,14 +294,11 @@ def _check(config: DecoderShape, cache: KVCache, settings: DecodeKernelSettings)
         raise ConfigError(
             f"kv_heads must divide the model's {config.num_kv_heads} key heads, got {settings.kv_heads}"
         )
-    if (
-        settings.tile < _LEAST_Q_BLOCK
-        or settings.tile & (settings.tile - 1)
-        or settings.tile % settings.kv_heads
-    ):
+    tile = settings.tile
+    if tile < _LEAST_Q_BLOCK or tile & (tile - 1) or tile % settings.kv_heads:
         raise ConfigError(
             f"tile must be a power of two of at least {_LEAST_Q_BLOCK} and a multiple of kv_heads "
-            f"({settings.kv_heads}), got {settings.tile}"
+            f"({settings.kv_heads}), got {tile}"
         )
     keys, values = cache.layer(0)
     if keys.stride() != values.stride() or keys.stride(3) != 1:

@@ -37,13 +37,7 @@ _NHD_LAYOUT = 0
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """One of FlashInfer's attention modules: without positions, window, soft cap or 16-bit sums.
-
-    Attributes:
-        backend: which kernels.
-        dtype: of queries, cache and output.
-        head_dim: of keys and values.
-    """
+    """One of FlashInfer's attention modules: without positions, window, soft cap or 16-bit sums."""
 
     backend: Backend
     dtype: torch.dtype
@@ -73,13 +67,9 @@ _loaded: dict[ModuleSpec, Any] = {}
 
 
 def load_module(spec: ModuleSpec, library: Path | None = None) -> Any:
-    """A module's own functions: ``plan``, ``paged_run`` and ``ragged_run``.
+    """A module's own functions ``plan``, ``paged_run`` and ``ragged_run``; RuntimeError where it cannot be loaded.
 
-    Args:
-        library: where it lies; None: FlashInfer finds or builds it. Ignored once the process has loaded the module.
-
-    Raises:
-        RuntimeError: it cannot be loaded.
+    ``library`` None: FlashInfer finds or builds it. Ignored once the process has loaded the module.
     """
     if spec not in _loaded:
         # Imported here because a machine without a GPU need not have it.
@@ -104,17 +94,13 @@ def needed_module(gpu: Gpu, dtype: torch.dtype, head_dim: int) -> ModuleSpec:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Which rows attend to which blocks; n sequences.
+    """Which rows attend to which blocks; n sequences, int32 on the device, or on the host where the name says so.
 
     Attributes:
-        q_indptr: [n + 1] int32 on the device, where each sequence's rows start.
-        kv_indptr: [n + 1] int32 on the device, where its blocks start in ``kv_indices``.
-        kv_indices: block ids, int32 on the device.
-        last_block_tokens: [n] int32 on the device, tokens in each sequence's last block.
-        host_q_indptr: ``q_indptr`` on the host.
-        host_kv_indptr: ``kv_indptr`` on the host.
-        host_kv_lens: [n] int32 on the host, tokens each sequence attends to.
-        num_rows: query rows.
+        q_indptr: [n + 1], where each sequence's rows start.
+        kv_indptr: [n + 1], where its blocks start in ``kv_indices``.
+        last_block_tokens: [n], tokens in each sequence's last block.
+        host_kv_lens: [n], tokens each sequence attends to.
     """
 
     q_indptr: Tensor
@@ -131,9 +117,7 @@ class PagedBatch:
 class RaggedBatch:
     """Sequences that are in one forward from their first token on, and so attend to its rows alone.
 
-    Attributes:
-        indptr: [n + 1] int32 on the device, where each sequence's rows start in the forward; may start above 0.
-        host_indptr: the same on the host.
+    [n + 1] int32, on the device and on the host: where each sequence's rows start in the forward; may start above 0.
     """
 
     indptr: Tensor
@@ -145,13 +129,8 @@ class PrefillAttention:
 
     A plan holds until the next plan's copy runs: a forward with two kinds of batches takes two of these.
 
-    Args:
-        shape: of the model.
-        cache: the KV cache.
-        dtype: of queries and cache.
-        backend: which kernels.
-        float_workspace: zeroed scratch; attentions that take turns may share it. Its size is that of
-            :func:`~bullet_graph.kernels.workspaces.prefill_workspace_bytes`.
+    ``float_workspace`` is zeroed scratch, of :func:`~bullet_graph.runtime.memory.prefill_workspace_bytes`; attentions
+    that take turns may share it.
     """
 
     def __init__(
@@ -163,38 +142,39 @@ class PrefillAttention:
         backend: Backend,
         float_workspace: Tensor,
     ) -> None:
+        self.cache = cache
         self._shape = shape
-        self._cache = cache
         self._backend = backend
-        self._module = load_module(ModuleSpec(backend, dtype, shape.head_dim))
+        self.module = load_module(ModuleSpec(backend, dtype, shape.head_dim))
         self._float_workspace = float_workspace
         self._int_workspace = torch.empty(
             _INT_WORKSPACE_BYTES, dtype=torch.uint8, device=float_workspace.device
         )
         self._staging = PinnedRing(_INT_WORKSPACE_BYTES)
-        self._settings = _run_settings(backend, shape.head_dim)
+        self.settings = _run_settings(backend, shape.head_dim)
 
     def plan(self, batch: PagedBatch) -> "PlannedAttention":
         """Divide the batch over the SMs and enqueue the plan's copy to the device."""
-        kernels = self._plan(
+        plan = self._plan(
             batch.host_q_indptr,
             batch.host_kv_indptr,
             batch.host_kv_lens,
             num_rows=batch.num_rows,
-            page_tokens=self._cache.block_tokens,
+            page_tokens=self.cache.block_tokens,
         )
-        return PlannedAttention(kernels, batch, self._cache)
+        return PlannedAttention(self, plan, batch)
 
     def plan_ragged(self, batch: RaggedBatch) -> "PlannedRaggedAttention":
         """As :meth:`plan`, for sequences that had nothing in the cache before."""
         indptr = batch.host_indptr
         num_rows = int(indptr[-1] - indptr[0])
-        kernels = self._plan(indptr, indptr, indptr.diff(), num_rows=num_rows, page_tokens=1)
-        return PlannedRaggedAttention(kernels, batch)
+        plan = self._plan(indptr, indptr, indptr.diff(), num_rows=num_rows, page_tokens=1)
+        return PlannedRaggedAttention(self, plan, batch)
 
     def _plan(
         self, q_indptr: Tensor, kv_indptr: Tensor, kv_lens: Tensor, *, num_rows: int, page_tokens: int
-    ) -> "_PlannedKernels":
+    ) -> tuple[Any, ...]:
+        """The first arguments of the plan's runs."""
         shape = self._shape
         with self._staging.buffer() as staging:
             arguments = [
@@ -217,10 +197,8 @@ class PrefillAttention:
             ]
             if self._backend == "fa2":
                 arguments += [-1, False, 0]  # the plan chooses the split size; no other kernel runs beside
-            plan_info = self._module.plan(*arguments)
-        return _PlannedKernels(
-            self._module, (self._float_workspace, self._int_workspace, plan_info), self._settings
-        )
+            plan_info = self.module.plan(*arguments)
+        return self._float_workspace, self._int_workspace, plan_info
 
 
 def _run_settings(backend: Backend, head_dim: int) -> tuple[Any, ...]:
@@ -257,28 +235,18 @@ def _run_settings(backend: Backend, head_dim: int) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _PlannedKernels:
-    """A module, the first arguments of its runs, and those that follow the output."""
-
-    module: Any
-    plan: tuple[Any, ...]
-    settings: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedAttention:
     """One batch's attention to the cache, to run for each layer."""
 
-    kernels: _PlannedKernels
+    lane: PrefillAttention
+    plan: tuple[Any, ...]
     batch: PagedBatch
-    cache: KVCache
 
     def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attend, from the batch's rows ``q`` [rows, num_heads, head_dim] into ``out`` of the same shape."""
-        keys, values = self.cache.layer(layer)
+        keys, values = self.lane.cache.layer(layer)
         batch = self.batch
-        self.kernels.module.paged_run(
-            *self.kernels.plan,
+        self.lane.module.paged_run(
+            *self.plan,
             q,
             keys,
             values,
@@ -287,7 +255,7 @@ class PlannedAttention:
             batch.kv_indices,
             batch.last_block_tokens,
             out,
-            *self.kernels.settings,
+            *self.lane.settings,
         )
 
 
@@ -299,18 +267,12 @@ class PlannedRaggedAttention:
     size of a head is one.
     """
 
-    kernels: _PlannedKernels
+    lane: PrefillAttention
+    plan: tuple[Any, ...]
     batch: RaggedBatch
 
     def run_into(self, rows: LayerRows, out: Tensor) -> None:
-        """Attend from all rows of the forward, into the batch's rows of ``out`` [all rows, num_heads, head_dim]."""
-        self.kernels.module.ragged_run(
-            *self.kernels.plan,
-            rows.q,
-            rows.k,
-            rows.v,
-            self.batch.indptr,
-            self.batch.indptr,
-            out,
-            *self.kernels.settings,
+        indptr = self.batch.indptr
+        self.lane.module.ragged_run(
+            *self.plan, rows.q, rows.k, rows.v, indptr, indptr, out, *self.lane.settings
         )

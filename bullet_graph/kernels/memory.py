@@ -16,12 +16,7 @@ _RING_BUFFERS = 4
 
 
 class KVCache:
-    """Keys and values of all layers, in blocks of ``block_tokens`` tokens.
-
-    Args:
-        num_blocks: blocks, the padding block included.
-        block_tokens: tokens a block holds.
-    """
+    """Keys and values of all layers, in ``num_blocks`` blocks, one of them for padding, of ``block_tokens`` tokens."""
 
     def __init__(
         self,
@@ -73,12 +68,7 @@ class PinnedRing:
 
 
 class Uploader:
-    """Copies several int32 arrays to the device as one transfer into a fixed buffer.
-
-    Args:
-        capacity: most int32 values of an upload, padding included.
-        device: where the buffer is.
-    """
+    """Copies int32 arrays to the device as one transfer into a fixed buffer of ``capacity`` values."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._capacity = capacity
@@ -86,13 +76,9 @@ class Uploader:
         self.device_buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     def upload(self, *arrays: NDArray[np.int32]) -> list[Tensor]:
-        """Enqueue the copy on the current stream.
+        """Enqueue the copy on the current stream; each array starts on a 16-byte boundary of the buffer.
 
-        Args:
-            arrays: one-dimensional; each starts on a 16-byte boundary of the buffer.
-
-        Returns:
-            Views of the device buffer, valid until the next upload's copy runs.
+        Returns views of the device buffer, valid until the next upload's copy runs.
         """
         offsets, end = packed_offsets([len(array) for array in arrays])
         if end > self._capacity:

@@ -39,29 +39,16 @@ class TorchOps:
     def add_rms_norm(
         x: Tensor, residual: Tensor, weight: Tensor, eps: float, summed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Add the residual, then norm.
+        """Add the residual, then norm; returns (normed, x + residual), all [rows, hidden_size] and in x's dtype.
 
-        Args:
-            x: [rows, hidden_size].
-            residual: the same shape.
-            summed: the same shape, where to put the sum (may be ``residual``), or None for new memory.
-
-        Returns:
-            (normed, x + residual), both in x's dtype.
+        ``summed`` is where to put the sum (may be ``residual``), or None for new memory.
         """
         summed = torch.add(x, residual, out=summed) if summed is not None else x + residual
         return _rms_norm(summed, weight, eps), summed
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Project rows: x @ weight.T + bias.
-
-        Args:
-            x: [rows, in_features].
-            weight: [out_features, in_features].
-            bias: [out_features] or None.
-            out: [rows, out_features], where to put the result, or None for new memory.
-        """
+        """Project rows [rows, in_features]: x @ weight.T + bias, into ``out`` [rows, out_features] or new memory."""
         if out is None:
             return torch.nn.functional.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
@@ -92,7 +79,7 @@ class TorchOps:
             qkv: [rows, q_size + 2 * kv_size]; its keys are replaced by the rotated ones.
             keys: [num_blocks, block_tokens, num_kv_heads, head_dim]; likewise ``values``.
             norms: applied to each query and key head before RoPE; None where the model has none.
-            out: [rows, num_heads, head_dim], where to put the queries, or None for new memory.
+            out: where to put the queries, or None for new memory.
 
         Returns:
             Queries, [rows, num_heads, head_dim].
@@ -124,9 +111,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding over split halves (Su et al. 2021, in the layout of Hugging Face checkpoints).
 
-    Args:
-        x: [rows, heads, head_dim].
-        cos: [rows, head_dim / 2], float32; likewise ``sin``.
+    ``x`` is [rows, heads, head_dim]; ``cos`` and ``sin`` are [rows, head_dim / 2] float32.
     """
     low, high = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]

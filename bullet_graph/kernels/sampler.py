@@ -30,15 +30,9 @@ def pack_settings(
     masked_until: int,
     masked_token_ids: tuple[int, ...],
 ) -> NDArray[np.int32]:
-    """One sequence's sampling settings as a row of :class:`SamplingState`.
+    """One sequence's sampling settings as a row of :class:`SamplingState`, [SETTINGS_COLUMNS] int32.
 
-    Args:
-        temperature: 0 is greedy.
-        top_k: 0 is all.
-        masked_until: first position of a sampled token where ``masked_token_ids`` may occur.
-
-    Returns:
-        [SETTINGS_COLUMNS] int32.
+    ``masked_until`` is the first position of a sampled token where ``masked_token_ids`` may occur.
     """
     row = np.full(SETTINGS_COLUMNS, -1, dtype=np.int32)
     row[[0, 2, 3]] = np.array([temperature, top_p, min_p], dtype=np.float32).view(np.int32)
@@ -62,17 +56,10 @@ class SamplingState:
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
-    """Sample one token a row, and leave it in ``state.last_token``.
+    """Sample one token a row of logits [rows, vocab_size], leave it in ``state.last_token``, and return [rows] int32.
 
-    Cuts apply in the order top_k, top_p (over what top_k left), min_p; ties at a cut stay in.
-
-    Args:
-        logits: [rows, vocab_size].
-        slots: [rows].
-        positions: [rows], position that each sampled token will have.
-
-    Returns:
-        [rows] int32.
+    Cuts apply in the order top_k, top_p (over what top_k left), min_p; ties at a cut stay in. ``positions`` [rows] are
+    those that the sampled tokens will have.
     """
     chosen = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     settings = state.settings[slots.long()].cpu().numpy()
@@ -115,9 +102,6 @@ def philox_uniform(seed: int, position: int, count: int) -> NDArray[np.float32]:
 
     Philox-4x32-10 with key ``seed`` and counter (token id, position, 0, 0); the first output word's upper
     23 bits, centred, so that neither 0 nor 1 occurs.
-
-    Returns:
-        [count] float32.
     """
     c0 = np.arange(count, dtype=np.uint64)
     c1 = np.full(count, position, dtype=np.uint64)
@@ -137,12 +121,7 @@ def philox_uniform(seed: int, position: int, count: int) -> NDArray[np.float32]:
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the model's own distribution.
-
-    Args:
-        logits: [rows, vocab_size].
-        token_ids: [rows], the tokens sampled.
-        count: alternatives to report, at least 0.
+    """Log-probabilities of the sampled tokens and of the ``count`` best, by the model's own distribution.
 
     Returns:
         (chosen [rows], top_ids [rows, count], top [rows, count]), float32 and int64.

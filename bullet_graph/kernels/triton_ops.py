@@ -7,7 +7,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bullet_graph.errors import ConfigError
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import HeadNorms, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import MASKED_IDS_COLUMN, SETTINGS_COLUMNS, SamplingState
@@ -42,8 +41,7 @@ _TMA_ALIGNMENT = 8
 class TritonOps(TorchOps):
     """Triton's kernels; all tensors contiguous, on one device.
 
-    Args:
-        gpu: the GPU, for streams that have all of its SMs. None: no kernel runs whose grid is laid out for all SMs.
+    ``gpu`` is for streams that have all of its SMs; without it, no kernel runs whose grid is laid out for all SMs.
     """
 
     def __init__(self, gpu: Gpu | None = None) -> None:
@@ -145,7 +143,6 @@ class SwigluTiling:
         block_k: terms of the sums per step; 64 of 16 bits make the widest rows of shared memory that TMA writes.
         group_m: tiles above one another that are computed before those beside them.
         num_stages: steps whose loads are under way or in use: 48 KiB of shared memory each with these blocks.
-        num_warps: of a program.
     """
 
     block_m: int = 128
@@ -173,7 +170,7 @@ def swiglu_matmul(
     num_sms: int,
     tiling: SwigluTiling = DEFAULT_TILING,
 ) -> Tensor:
-    """SwiGLU of x @ gate_up_weight.T on Hopper: summed and multiplied in float32, rounded once.
+    """SwiGLU of x @ gate_up_weight.T on Hopper: summed and multiplied in float32, rounded once. Needs :func:`can_fuse`.
 
     The [rows, 2 * intermediate_size] array between the two steps is never written. The descriptors that TMA needs are
     made on the host and travel with the launch's arguments, so a captured launch holds while its tensors stay in place.
@@ -182,17 +179,7 @@ def swiglu_matmul(
         x: [rows, hidden_size], contiguous, at least one row.
         gate_up_weight: [2 * intermediate_size, hidden_size], contiguous: gate's rows, then up's.
         out: [rows, intermediate_size], contiguous, where to put the result, or None for new memory.
-        num_sms: SMs of the device.
-
-    Raises:
-        ConfigError: :func:`can_fuse` says no.
     """
-    if not can_fuse(x, gate_up_weight):
-        raise ConfigError(
-            "the fused SwiGLU product needs bfloat16 or float16, and hidden and intermediate sizes that are multiples "
-            f"of {_TMA_ALIGNMENT}; found {x.dtype} @ {gate_up_weight.dtype}, hidden size {x.shape[1]} and "
-            f"intermediate size {gate_up_weight.shape[0] / 2:g}: project and apply silu_and_mul instead"
-        )
     (rows, hidden_size), intermediate_size = x.shape, len(gate_up_weight) // 2
     out = x.new_empty(rows, intermediate_size) if out is None else out
     num_tiles = triton.cdiv(rows, tiling.block_m) * triton.cdiv(intermediate_size, tiling.block_n)
@@ -217,7 +204,7 @@ def swiglu_matmul(
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
-    """See :func:`bullet_graph.kernels.sampler.sample`; ``slots`` and ``positions`` are int32."""
+    """As :func:`bullet_graph.kernels.sampler.sample`; ``slots`` and ``positions`` are int32."""
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:

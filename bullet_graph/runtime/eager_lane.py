@@ -22,9 +22,9 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import TritonOps, sample
-from bullet_graph.kernels.workspaces import prefill_workspace_bytes
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import eager_functions
+from bullet_graph.runtime.memory import prefill_workspace_bytes
 from bullet_graph.runtime.rows import Rows
 
 FEW_FRESH_ROWS = 256

@@ -4,16 +4,19 @@ from dataclasses import dataclass
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import InsufficientMemoryError
-from bullet_graph.kernels.workspaces import prefill_workspace_bytes
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.partition.masks import LANES
-from bullet_graph.perf.roofline import kv_cache_bytes_per_token
+from bullet_graph.perf.roofline import DecoderShape, kv_cache_bytes_per_token
 
 GIB = 1024**3
 MIB = 1024**2
 
 _LIBRARY_BYTES = GIB
 """Estimate for a GPU: loaded kernels, cuBLAS workspaces and the allocator's slack."""
+_TILE_ROWS = 128
+"""Query rows of a tile of FlashInfer's fa2, counted once for each query head of a key head; the most it takes."""
+_SPLIT_TILES = 512
+"""Tiles that its planner cuts work into where it splits keys: two for each SM, of up to 256."""
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -140,6 +143,16 @@ def plan_memory(
 def workspace_bytes(config: ModelConfig) -> int:
     """Scratch memory of an executor on a GPU."""
     return len(LANES) * prefill_workspace_bytes(config) + _LIBRARY_BYTES
+
+
+def prefill_workspace_bytes(shape: DecoderShape) -> int:
+    """Float scratch of a lane's prefill attention, in bytes.
+
+    Where tiles are fewer than what fills the device, FlashInfer's fa2 splits keys until they do, and keeps partial
+    outputs and their log-sum-exp in float32 for each (head, tile, row); fa3 keeps none.
+    """
+    tiles = _SPLIT_TILES // shape.num_kv_heads + 1
+    return shape.num_heads * tiles * _TILE_ROWS * (shape.head_dim + 1) * 4 + 1024**2
 
 
 def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:

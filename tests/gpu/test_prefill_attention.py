@@ -18,10 +18,10 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import RowInputs
 from bullet_graph.kernels.triton_ops import TritonOps
-from bullet_graph.kernels.workspaces import prefill_workspace_bytes
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import cos_sin_table
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.runtime.memory import prefill_workspace_bytes
 from bullet_graph.runtime.rows import Rows
 
 pytestmark = pytest.mark.gpu
