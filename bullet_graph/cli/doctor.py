@@ -8,13 +8,13 @@ import sys
 import click
 from click.core import ParameterSource
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from tqdm import tqdm
 
 from bullet_graph.cli.options import parse_sizes, setting_options
 from bullet_graph.config import DeviceName, PartitionBackendName
-from bullet_graph.partition.calibrate import Calibration, calibrate
+from bullet_graph.partition.calibrate import calibrate
 from bullet_graph.partition.offsets import lookup, remember
 from bullet_graph.runtime.diagnose import Diagnosis, diagnose
 from bullet_graph.runtime.machine import Asked, look_around
@@ -68,11 +68,8 @@ def doctor(
         machine = look_around(asked)
     diagnosis = diagnose(asked, machine)
     if as_json:
-        page = {
-            "works": diagnosis.works,
-            **dataclasses.asdict(diagnosis),
-            "machine": dataclasses.asdict(machine),
-        }
+        page = {"works": diagnosis.works} | dataclasses.asdict(diagnosis)
+        page["machine"] = dataclasses.asdict(machine)
         click.echo(json.dumps(page, indent=2, allow_nan=False))
     else:
         _print_page(diagnosis)
@@ -91,10 +88,9 @@ def _refuse_other_options() -> None:
 
 def _print_page(diagnosis: Diagnosis) -> None:
     console = Console()
-    table = Table(title="bullet-graph doctor", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column()
-    table.add_column(overflow="fold")
+    table = Table(
+        "", "", Column(overflow="fold"), title="bullet-graph doctor", title_justify="left", show_header=False
+    )
     section = None
     for finding in diagnosis.findings:
         if section not in (None, finding.section):
@@ -125,22 +121,14 @@ def _calibrate(*, as_json: bool) -> None:
         found = calibrate(progress=show)
     path = remember(found.driver, found.offset)
     if as_json:
-        result = {
-            **dataclasses.asdict(found),
-            "table_line": found.table_line,
-            "remembered_in": str(path),
-        }
+        result = dataclasses.asdict(found) | {"table_line": found.table_line, "remembered_in": str(path)}
         click.echo(json.dumps(result, indent=2, allow_nan=False))
-    else:
-        click.echo(
-            f"Driver {found.driver.release} keeps stream masks at offset 0x{found.offset:x}: proven, and "
-            f"remembered in {path} ({found.tries} tries in {found.seconds:.0f} s; {found.crashed} crashed, "
-            f"{found.timed_out} timed out)."
-        )
-        click.echo(_contribution(found))
-
-
-def _contribution(found: Calibration) -> str:
-    if lookup(found.driver) == found.offset:
-        return f"The package knows it already:\n{found.table_line}"
-    return f"To contribute it, add this line to bullet_graph/partition/offsets.py:\n{found.table_line}"
+        return
+    click.echo(
+        f"Driver {found.driver.release} keeps stream masks at offset 0x{found.offset:x}: proven, and "
+        f"remembered in {path} ({found.tries} tries in {found.seconds:.0f} s; {found.crashed} crashed, "
+        f"{found.timed_out} timed out)."
+    )
+    is_known = lookup(found.driver) == found.offset
+    contribute = "To contribute it, add this line to bullet_graph/partition/offsets.py:"
+    click.echo(f"{'The package knows it already:' if is_known else contribute}\n{found.table_line}")

@@ -1,14 +1,15 @@
 """Judges whether an engine can run on a machine, and says what to do about each problem; pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Literal
 
 from bullet_graph.partition.backend import AUTO, NoneBackend
-from bullet_graph.runtime.machine import Asked, CacheFolder, Gpu, Machine, MaskOffset
+from bullet_graph.runtime.machine import Asked, Gpu, Machine
 from bullet_graph.runtime.memory import format_bytes
-from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks
+from bullet_graph.runtime.partition_checks import BackendCheck, SizeCheck
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
 _INSTALL_CUDA = "pip install 'bullet-graph[cuda]'"
@@ -28,7 +29,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the page: what was looked at, what was found, and advice where it is not green."""
+    """One line of the page; ``advice`` only where it is not green."""
 
     section: str
     name: str
@@ -39,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The page: where an engine would run, and findings in reading order, by section."""
+    """Where an engine would run, and findings in reading order, by section."""
 
     device: Literal["cuda", "cpu"]
     findings: tuple[Finding, ...]
@@ -57,13 +58,20 @@ def diagnose(asked: Asked, machine: Machine) -> Diagnosis:
         *_judge_gpu(asked, machine),
         *(_judge_libraries(machine) if machine.uses_gpu else ()),
         *_judge_partitions(asked, machine),
-        *(_judge_cache(cache) for cache in machine.caches),
-        *(() if asked.model is None else (_judge_model(asked.model, machine),)),
+        *_judge_caches(machine),
+        *_judge_model(asked, machine),
     ]
     return Diagnosis("cuda" if machine.uses_gpu else "cpu", tuple(findings))
 
 
-def format_cuda_version(version: int) -> str:
+def _finding(
+    section: str, name: str, found: str, advice: str | None = None, level: Level = Level.RED
+) -> Finding:
+    """A finding that is green without advice."""
+    return Finding(section, name, Level.GREEN if advice is None else level, found, advice)
+
+
+def _cuda_version(version: int) -> str:
     """13.0 for the driver's 13000."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
@@ -72,53 +80,48 @@ def _judge_system(machine: Machine) -> Iterator[Finding]:
     versions, commit = machine.provenance.versions, machine.provenance.git_commit
     package = f"{versions['bullet_graph']}{'' if commit is None else f' (commit {commit[:12]})'}"
     built_for = "without CUDA" if machine.torch_cuda is None else f"for CUDA {machine.torch_cuda}"
-    for name, found in (
-        ("bullet_graph", package),
-        ("Python", versions["python"] or ""),
-        ("operating system", machine.platform),
-        ("torch", f"{versions['torch']}, built {built_for}"),
-    ):
-        yield Finding("system", name, Level.GREEN, found)
+    yield _finding("system", "bullet_graph", package)
+    yield _finding("system", "Python", str(versions["python"]))
+    yield _finding("system", "operating system", machine.platform)
+    yield _finding("system", "torch", f"{versions['torch']}, built {built_for}")
 
 
 def _judge_gpu(asked: Asked, machine: Machine) -> Iterator[Finding]:
-    driver = machine.driver
+    line, driver = partial(_finding, "GPU"), machine.driver
     if driver is not None:
-        found = f"{driver.release}, CUDA {format_cuda_version(driver.cuda_version)}, {driver.machine}"
-        yield Finding("GPU", "NVIDIA driver", Level.GREEN, found)
+        found = f"{driver.release}, CUDA {_cuda_version(driver.cuda_version)}, {driver.machine}"
+        yield line("NVIDIA driver", found)
     elif machine.uses_gpu:
-        yield Finding("GPU", "NVIDIA driver", Level.YELLOW, "not identified", machine.driver_problem)
+        yield line("NVIDIA driver", "not identified", machine.driver_problem, Level.YELLOW)
     else:
-        yield Finding("GPU", "NVIDIA driver", Level.GREEN, "none")
+        yield line("NVIDIA driver", "none")
     if machine.gpu is not None:
         yield from _judge_model_of_gpu(machine.gpu)
     elif machine.uses_gpu:
         advice = f"{machine.gpu_problem}: see `nvidia-smi` for what holds the GPU, or use --device cpu"
-        yield Finding("GPU", "GPU", Level.RED, "cannot be used", advice)
+        yield line("GPU", "cannot be used", advice)
     elif asked.device == "cpu":
-        yield Finding("GPU", "GPU", Level.GREEN, "not looked at: --device cpu")
+        yield line("GPU", "not looked at: --device cpu")
     else:
         yield _judge_missing_gpu(asked, machine)
 
 
 def _judge_model_of_gpu(gpu: Gpu) -> Iterator[Finding]:
-    capability = ".".join(map(str, gpu.compute_capability))
+    capability, least = (".".join(map(str, found)) for found in (gpu.compute_capability, _MIN_CAPABILITY))
     others = "" if gpu.num_gpus == 1 else f", one of {gpu.num_gpus}"
     found = f"{gpu.name}{others}, compute capability {capability}, {gpu.num_sms} SMs ({gpu.num_tpcs} TPCs)"
+    advice, level = None, Level.GREEN
     if gpu.compute_capability < _MIN_CAPABILITY:
-        least = ".".join(map(str, _MIN_CAPABILITY))
+        level = Level.RED
         advice = f"the kernels need compute capability {least}: use a newer GPU, or --device cpu"
-        yield Finding("GPU", "GPU", Level.RED, found, advice)
     elif gpu.compute_capability < _BFLOAT16_CAPABILITY:
-        yield Finding("GPU", "GPU", Level.YELLOW, found, "it has no bfloat16: give commands --dtype float16")
-    else:
-        yield Finding("GPU", "GPU", Level.GREEN, found)
-    found = f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"
+        level, advice = Level.YELLOW, "it has no bfloat16: give commands --dtype float16"
+    yield _finding("GPU", "GPU", found, advice, level)
+    advice = None
     if gpu.free_bytes < _BUSY_SHARE * gpu.total_bytes:
         advice = "other processes hold most of it: see `nvidia-smi`; models and batches must be smaller"
-        yield Finding("GPU", "GPU memory", Level.YELLOW, found, advice)
-    else:
-        yield Finding("GPU", "GPU memory", Level.GREEN, found)
+    found = f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"
+    yield _finding("GPU", "GPU memory", found, advice, Level.YELLOW)
 
 
 def _judge_missing_gpu(asked: Asked, machine: Machine) -> Finding:
@@ -128,131 +131,111 @@ def _judge_missing_gpu(asked: Asked, machine: Machine) -> Finding:
         advice = "there is a driver, but this torch is built without CUDA: install one that is built for it"
     else:
         advice = (
-            f"there is a driver for CUDA {format_cuda_version(machine.driver.cuda_version)}, but torch, built for "
+            f"there is a driver for CUDA {_cuda_version(machine.driver.cuda_version)}, but torch, built for "
             f"{machine.torch_cuda}, sees no GPU: check `nvidia-smi` and CUDA_VISIBLE_DEVICES, and that torch's "
             "CUDA is not newer than the driver's"
         )
     if asked.device == "cuda":
-        return Finding("GPU", "GPU", Level.RED, "no NVIDIA GPU", f"{advice}; or use --device cpu")
+        return _finding("GPU", "GPU", "no NVIDIA GPU", f"{advice}; or use --device cpu")
     found = "no NVIDIA GPU: the engine runs on the CPU"
-    if machine.driver is None:
-        return Finding("GPU", "GPU", Level.GREEN, found)
-    return Finding("GPU", "GPU", Level.YELLOW, found, advice)
+    return _finding("GPU", "GPU", found, None if machine.driver is None else advice, Level.YELLOW)
 
 
 def _judge_libraries(machine: Machine) -> Iterator[Finding]:
+    line, cuda_python = partial(_finding, "libraries"), machine.cuda_python
     triton, flashinfer = (machine.provenance.versions[name] for name in ("triton", "flashinfer"))
-    yield _judge_version("Triton", triton)
-    if flashinfer == FLASHINFER_RELEASE:
-        yield Finding("libraries", "FlashInfer", Level.GREEN, flashinfer)
+    yield line("Triton", triton or "not installed", None if triton else _INSTALL_CUDA)
+    advice = f"release {FLASHINFER_RELEASE} is needed: pip install flashinfer-python=={FLASHINFER_RELEASE}"
+    is_right = flashinfer == FLASHINFER_RELEASE
+    yield line("FlashInfer", flashinfer or "not installed", None if is_right else advice)
+    yield line("cuda-python", cuda_python or "not installed", None if cuda_python else _INSTALL_CUDA)
+    problem = machine.gpu_path_problem
+    if problem is None:
+        yield line("GPU path", "imports")
     else:
-        advice = (
-            f"release {FLASHINFER_RELEASE} is needed: pip install flashinfer-python=={FLASHINFER_RELEASE}"
-        )
-        yield Finding("libraries", "FlashInfer", Level.RED, flashinfer or "not installed", advice)
-    yield _judge_version("cuda-python", machine.cuda_python)
-    if machine.gpu_path_problem is None:
-        yield Finding("libraries", "GPU path", Level.GREEN, "imports")
-    else:
-        advice = (
-            f"{machine.gpu_path_problem}: mend the libraries above ({_INSTALL_CUDA}), or use --device cpu"
-        )
-        yield Finding("libraries", "GPU path", Level.RED, "cannot be imported", advice)
+        advice = f"{problem}: mend the libraries above ({_INSTALL_CUDA}), or use --device cpu"
+        yield line("GPU path", "cannot be imported", advice)
     if machine.missing_compilers:
-        missing = f"no {', no '.join(machine.missing_compilers)}"
         advice = (
             "kernels that are not in the caches yet are compiled at first use: install the CUDA toolkit, ninja and "
             "a C compiler"
         )
-        yield Finding("libraries", "compilers", Level.YELLOW, missing, advice)
+        yield line("compilers", f"no {', no '.join(machine.missing_compilers)}", advice, Level.YELLOW)
     else:
-        yield Finding("libraries", "compilers", Level.GREEN, "nvcc, ninja, a C compiler")
-
-
-def _judge_version(name: str, version: str | None) -> Finding:
-    if version is None:
-        return Finding("libraries", name, Level.RED, "not installed", _INSTALL_CUDA)
-    return Finding("libraries", name, Level.GREEN, version)
+        yield line("compilers", "nvcc, ninja, a C compiler")
 
 
 def _judge_partitions(asked: Asked, machine: Machine) -> Iterator[Finding]:
+    line, checks = partial(_finding, "partitions"), machine.partitions
     if not machine.uses_gpu:
-        if asked.decode_sms or asked.partition_backend not in (AUTO, NoneBackend.name):
-            advice = "SM partitions need a GPU: leave out --decode-sms and --partition-backend"
-            yield Finding("partitions", "SM partitions", Level.RED, "none on the CPU", advice)
-        else:
-            yield Finding("partitions", "SM partitions", Level.GREEN, "none on the CPU")
-    if machine.mask_offset is not None and machine.uses_gpu:
-        yield _judge_offset(machine.mask_offset)
-    if machine.partitions is not None:
-        for backend in machine.partitions.backends:
-            # What auto can do without is no obstacle; the back end "none" is what every engine can have.
-            is_needed = asked.partition_backend != AUTO or backend.name == NoneBackend.name
-            yield _judge_backend(backend, Level.RED if is_needed else Level.YELLOW)
-        yield _judge_choice(asked, machine.partitions)
+        is_asked = asked.decode_sms or asked.partition_backend not in (AUTO, NoneBackend.name)
+        advice = "SM partitions need a GPU: leave out --decode-sms and --partition-backend"
+        yield line("SM partitions", "none on the CPU", advice if is_asked else None)
+    elif machine.driver is not None:
+        yield _judge_offset(machine)
+    if checks is None:
+        return
+    for backend in checks.backends:
+        # What auto can do without is no obstacle; the back end "none" is what every engine can have.
+        is_needed = asked.partition_backend != AUTO or backend.name == NoneBackend.name
+        yield _judge_backend(backend, Level.RED if is_needed else Level.YELLOW)
+    name = f"--partition-backend {asked.partition_backend}"
+    if checks.choice is not None:
+        yield line(name, checks.why)
+    elif asked.partition_backend == AUTO and not asked.decode_sms:
+        advice = f"{checks.why}; without --decode-sms the engine uses the whole GPU and needs no partitions"
+        yield line(name, "no back end can split this GPU", advice, Level.YELLOW)
+    else:
+        yield line(name, "the engine would refuse to start", checks.why)
 
 
-def _judge_offset(offset: MaskOffset) -> Finding:
-    name = "stream masks"
-    if offset.problem is not None:
-        return Finding("partitions", name, Level.YELLOW, "calibrations cannot be read", offset.problem)
-    if offset.offset is None:
+def _judge_offset(machine: Machine) -> Finding:
+    line, offset = partial(_finding, "partitions", "stream masks"), machine.mask_offset
+    if machine.mask_offset_problem is not None:
+        return line("calibrations cannot be read", machine.mask_offset_problem, Level.YELLOW)
+    if offset is None:
         advice = "this driver is not in the table: run `bullet-graph doctor --calibrate`, about a minute"
-        return Finding("partitions", name, Level.YELLOW, "offset unknown", advice)
+        return line("offset unknown", advice, Level.YELLOW)
     how = "known for this driver" if offset.source == "table" else "proven on this machine by calibration"
-    found = f"offset 0x{offset.offset:x} {how}"
-    return Finding("partitions", name, Level.GREEN, found)
+    return line(f"offset 0x{offset.offset:x} {how}")
 
 
 def _judge_backend(backend: BackendCheck, level_of_failure: Level) -> Finding:
     held = [size for size in backend.sizes if size.problem is None]
     failed = [size for size in backend.sizes if size.problem is not None]
-    found = [f"steps of {backend.granularity_sms} SMs"] if backend.granularity_sms else ["cannot be opened"]
+    found = [f"steps of {backend.granularity_sms} SMs" if backend.granularity_sms else "cannot be opened"]
     if held:
-        seconds = sum(size.seconds or 0 for size in held)
-        found.append(f"{_sizes(size.decode_sms for size in held)} verified in {seconds:.2f} s")
+        found.append(f"{_sizes(held)} verified in {sum(size.seconds or 0 for size in held):.2f} s")
     if failed:
-        found.append(f"{_sizes(size.decode_sms for size in failed)} refused")
-    name, text = f"back end {backend.name}", "; ".join(found)
-    if not backend.problems:
-        return Finding("partitions", name, Level.GREEN, text)
-    more = len(backend.problems) - 1
-    advice = backend.problems[0] + (f" (and {more} more, all in --json)" if more else "")
-    return Finding("partitions", name, level_of_failure, text, advice)
+        found.append(f"{_sizes(failed)} refused")
+    problems, advice = backend.problems, None
+    if problems:
+        advice = problems[0] + (f" (and {len(problems) - 1} more, all in --json)" if problems[1:] else "")
+    return _finding("partitions", f"back end {backend.name}", "; ".join(found), advice, level_of_failure)
 
 
-def _sizes(decode_sms: Iterator[int | None]) -> str:
-    sizes = list(decode_sms)
-    parts = ["the whole GPU"] if None in sizes else []
+def _sizes(checks: Iterable[SizeCheck]) -> str:
+    sizes = [check.decode_sms for check in checks]
     numbers = ", ".join(str(size) for size in sizes if size is not None)
-    return " and ".join(parts + ([f"{numbers} SMs for decode"] if numbers else []))
+    whole_gpu = "the whole GPU" if None in sizes else ""
+    return " and ".join(filter(None, (whole_gpu, numbers and f"{numbers} SMs for decode")))
 
 
-def _judge_choice(asked: Asked, partitions: PartitionChecks) -> Finding:
-    name = f"--partition-backend {asked.partition_backend}"
-    if partitions.choice is not None:
-        return Finding("partitions", name, Level.GREEN, partitions.why)
-    if asked.partition_backend == AUTO and not asked.decode_sms:
-        advice = (
-            f"{partitions.why}; without --decode-sms the engine uses the whole GPU and needs no partitions"
-        )
-        return Finding("partitions", name, Level.YELLOW, "no back end can split this GPU", advice)
-    return Finding("partitions", name, Level.RED, "the engine would refuse to start", partitions.why)
-
-
-def _judge_cache(cache: CacheFolder) -> Finding:
-    name, found = f"cache of {cache.name}", f"{cache.path}, {format_bytes(cache.num_bytes)}"
-    if cache.is_writable:
-        return Finding("caches", name, Level.GREEN, found)
+def _judge_caches(machine: Machine) -> Iterator[Finding]:
     advice = (
         "it cannot be written, so its work is done anew in each run or fails: give this user write permission"
     )
-    return Finding("caches", name, Level.YELLOW, found, advice)
+    for cache in machine.caches:
+        name, found = f"cache of {cache.name}", f"{cache.path}, {format_bytes(cache.num_bytes)}"
+        yield _finding("caches", name, found, None if cache.is_writable else advice, Level.YELLOW)
 
 
-def _judge_model(model: str, machine: Machine) -> Finding:
+def _judge_model(asked: Asked, machine: Machine) -> Iterator[Finding]:
+    if asked.model is None:
+        return
     if machine.ledger is not None:
         found = "; ".join(f"{label} {format_bytes(size)}" for label, size in machine.ledger.rows())
-        return Finding("model", model, Level.GREEN, found)
-    advice = machine.model_problem or "its memory is known once the GPU works: mend the red lines above"
-    return Finding("model", model, Level.RED, "cannot be run", advice)
+        yield _finding("model", asked.model, found)
+    else:
+        advice = machine.model_problem or "its memory is known once the GPU works: mend the red lines above"
+        yield _finding("model", asked.model, "cannot be run", advice)

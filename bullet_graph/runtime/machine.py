@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from bullet_graph.errors import BulletGraphError, PartitionError
 from bullet_graph.partition import offsets
 from bullet_graph.partition.backend import OPENERS, BackendOpener
 from bullet_graph.partition.masks import SMS_PER_TPC
-from bullet_graph.partition.offsets import DriverId
+from bullet_graph.partition.offsets import DriverId, TrustedOffset
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.perf.provenance import Provenance, collect_provenance, installed_version
@@ -25,22 +25,7 @@ from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.partition_checks import PartitionChecks, check_partitions
 from bullet_graph.runtime.resolve import resolve
 
-
-@dataclass(frozen=True, slots=True)
-class CacheFolder:
-    """A folder that outlives the process.
-
-    Attributes:
-        name: whose it is.
-        path: it need not exist yet.
-        num_bytes: of the files in it.
-        is_writable: it, or the folder that it would be made in.
-    """
-
-    name: str
-    path: str
-    num_bytes: int
-    is_writable: bool
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +56,13 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskOffset:
-    """Whether stream masks may be written under this driver.
+class CacheFolder:
+    """A folder that outlives the process; it, or the folder that it would be made in, may be writable."""
 
-    Attributes:
-        source: ``calibration``: proven on this machine; ``table``: known for the driver's CUDA version; None: unknown.
-        offset: in bytes; None where it is unknown.
-        problem: why the calibrations could not be read.
-    """
-
-    source: Literal["calibration", "table"] | None
-    offset: int | None = None
-    problem: str | None = None
+    name: str
+    path: str
+    num_bytes: int
+    is_writable: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,13 +73,11 @@ class Machine:
         platform: operating system, kernel and architecture.
         cuda_python: release of the driver's Python bindings.
         torch_cuda: the CUDA release that torch was built for.
-        driver_problem: why there is no NVIDIA driver.
         uses_gpu: an engine would run on the GPU.
-        gpu_problem: why the GPU's context cannot be made.
         gpu_path_problem: why the engine's modules for the GPU, or their libraries, cannot be imported.
         missing_compilers: of those that FlashInfer and Triton need at first use.
+        mask_offset: where stream masks may be written under this driver.
         ledger: the memory of ``Asked.model``, under the engine's default settings.
-        model_problem: why there is no ledger.
     """
 
     platform: str
@@ -113,7 +91,8 @@ class Machine:
     gpu_problem: str | None
     gpu_path_problem: str | None
     missing_compilers: tuple[str, ...]
-    mask_offset: MaskOffset | None
+    mask_offset: TrustedOffset | None
+    mask_offset_problem: str | None
     partitions: PartitionChecks | None
     caches: tuple[CacheFolder, ...]
     ledger: MemoryLedger | None
@@ -130,15 +109,24 @@ def look_around(
 
     On a GPU this takes seconds: it makes the device's primary context, imports FlashInfer and probes the partitions.
     """
-    driver, driver_problem = _find_driver()
+    driver, driver_problem = _attempt(identify_driver, PartitionError)
+    mask_offset, mask_offset_problem = None, None
+    if driver is not None:
+        mask_offset, mask_offset_problem = _attempt(lambda: offsets.find(driver), PartitionError)
     uses_gpu = asked.device != "cpu" and torch.cuda.is_available()
-    gpu, gpu_problem = _find_gpu() if uses_gpu else (None, None)
+    # RuntimeError: a GPU that is lost, or that another process has for itself.
+    gpu, gpu_problem = _attempt(_find_gpu, RuntimeError) if uses_gpu else (None, None)
     gpu_path_problem = _gpu_path_problem() if uses_gpu else None
-    ledger, model_problem = None, None
+    ledger, model_problem, partitions = None, None, None
     if asked.model is not None and gpu_problem is None and gpu_path_problem is None:
-        ledger, model_problem = _plan_memory(asked, asked.model)
+        config = EngineConfig(
+            model=asked.model,
+            device=asked.device,
+            partition_backend=asked.partition_backend,
+            decode_sms=asked.decode_sms,
+        )
+        ledger, model_problem = _attempt(lambda: plan_ledger(config, resolve(config)), BulletGraphError)
     # Last: a driver that fails under a probe may take the context with it.
-    partitions = None
     if gpu is not None:
         partitions = check_partitions(
             asked.partition_backend,
@@ -160,7 +148,8 @@ def look_around(
         gpu_problem=gpu_problem,
         gpu_path_problem=gpu_path_problem,
         missing_compilers=_missing_compilers() if uses_gpu else (),
-        mask_offset=None if driver is None else find_mask_offset(driver),
+        mask_offset=mask_offset,
+        mask_offset_problem=mask_offset_problem,
         partitions=partitions,
         caches=tuple(look_at_cache(name, path) for name, path in cache_folders().items()),
         ledger=ledger,
@@ -168,34 +157,20 @@ def look_around(
     )
 
 
-def find_mask_offset(driver: DriverId, cache: Path | None = None) -> MaskOffset:
-    """The offset of stream masks; ``cache`` is the file of calibrations, by default this user's."""
+def _attempt(call: Callable[[], T], error: type[Exception]) -> tuple[T | None, str | None]:
+    """A function's result, or the message of its error."""
     try:
-        found = offsets.find(driver, cache)
-    except PartitionError as error:
-        return MaskOffset(None, problem=str(error))
-    if found is None:
-        return MaskOffset(None)
-    return MaskOffset(found.source, found.offset)
+        return call(), None
+    except error as problem:
+        return None, str(problem)
 
 
-def _find_driver() -> tuple[DriverId | None, str | None]:
-    try:
-        return identify_driver(), None
-    except PartitionError as error:
-        return None, str(error)
-
-
-def _find_gpu() -> tuple[Gpu | None, str | None]:
-    try:
-        device = torch.cuda.current_device()
-        properties = torch.cuda.get_device_properties(device)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    except RuntimeError as error:
-        # A GPU that is lost, or that another process has for itself.
-        return None, str(error)
+def _find_gpu() -> Gpu:
+    device = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     num_sms = properties.multi_processor_count
-    gpu = Gpu(
+    return Gpu(
         name=properties.name,
         compute_capability=(properties.major, properties.minor),
         num_sms=num_sms,
@@ -204,68 +179,43 @@ def _find_gpu() -> tuple[Gpu | None, str | None]:
         free_bytes=free_bytes,
         num_gpus=torch.cuda.device_count(),
     )
-    return gpu, None
 
 
 def _gpu_path_problem() -> str | None:
     # An engine imports the last two only where it loads FlashInfer's modules, and where no cache has them.
-    modules = ("bullet_graph.runtime.cuda", "tvm_ffi", "flashinfer.jit.attention")
-    return next(filter(None, map(_import_problem, modules)), None)
-
-
-def _import_problem(module: str) -> str | None:
-    try:
-        importlib.import_module(module)
-    except Exception as error:
-        # Libraries of kernels fail in ways of their own: a missing symbol, a version check, a missing file.
-        return f"{type(error).__name__}: {error}"
+    for module in ("bullet_graph.runtime.cuda", "tvm_ffi", "flashinfer.jit.attention"):
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            # Libraries of kernels fail in ways of their own: a missing symbol, a version check, a missing file.
+            return f"{type(error).__name__}: {error}"
     return None
 
 
 def _missing_compilers() -> tuple[str, ...]:
     """FlashInfer needs nvcc, where it looks for it, and ninja; Triton needs a C compiler."""
     toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    found = {
-        "nvcc": shutil.which("nvcc") or shutil.which(os.path.join(toolkit, "bin", "nvcc")),
-        "ninja": shutil.which("ninja"),
-        "a C compiler": shutil.which(os.environ.get("CC", "cc"))
-        or shutil.which("gcc")
-        or shutil.which("clang"),
+    names = {
+        "nvcc": ("nvcc", os.path.join(toolkit, "bin", "nvcc")),
+        "ninja": ("ninja",),
+        "a C compiler": (os.environ.get("CC", "cc"), "gcc", "clang"),
     }
-    return tuple(name for name, path in found.items() if path is None)
-
-
-def _plan_memory(asked: Asked, model: str) -> tuple[MemoryLedger | None, str | None]:
-    try:
-        config = EngineConfig(
-            model=model,
-            device=asked.device,
-            partition_backend=asked.partition_backend,
-            decode_sms=asked.decode_sms,
-        )
-        return plan_ledger(config, resolve(config)), None
-    except BulletGraphError as error:
-        return None, str(error)
+    return tuple(name for name, commands in names.items() if not any(map(shutil.which, commands)))
 
 
 def cache_folders() -> dict[str, Path]:
     """Ours and those of the libraries that compile kernels, by owner; nothing is made."""
+    # Imported here because it imports all of Inductor, which takes seconds.
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
+
     # The libraries' own variables decide, but to ask the libraries would make the folders, or import FlashInfer.
     flashinfer = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer"
     return {
         "bullet_graph": offsets.cache_file().parent,
         "FlashInfer": flashinfer,
-        "Inductor": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _inductors_default()),
+        "Inductor": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()),
         "Triton": Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")),
     }
-
-
-def _inductors_default() -> str:
-    # Imported here because it imports all of Inductor, which takes seconds.
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
-
-    folder: str = default_cache_dir()
-    return folder
 
 
 def look_at_cache(name: str, path: Path) -> CacheFolder:

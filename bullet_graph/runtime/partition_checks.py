@@ -1,7 +1,7 @@
 """Checks which partition back ends work on this GPU, for which sizes, and which one an engine would take."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 
 from bullet_graph.errors import PartitionError
@@ -17,8 +17,8 @@ from bullet_graph.partition.backend import (
 from bullet_graph.partition.masks import partition_of, sm_ranges
 from bullet_graph.partition.probe import SmidProbe
 
-_DEFAULT_SHARES = (8, 4, 2)
-_DEFAULT_STEP_SMS = 8
+_STEP_SMS = 8
+"""Green contexts allow such steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,9 @@ class SizeCheck:
     """One partition under one back end.
 
     Attributes:
-        decode_sms: size of the decode lane, the prefill lane having the rest; None for the whole GPU.
+        decode_sms: size of the decode lane; None for the whole GPU.
         seen_sms: the SMs that decode work was seen on, such as "0-15"; None if the partition does not hold.
         seconds: duration of the proof.
-        problem: why the partition does not hold.
     """
 
     decode_sms: int | None
@@ -40,14 +39,7 @@ class SizeCheck:
 
 @dataclass(frozen=True, slots=True)
 class BackendCheck:
-    """One back end.
-
-    Attributes:
-        name: as ``--partition-backend`` takes it.
-        granularity_sms: step of a lane's size; None if it cannot be opened.
-        sizes: what was tried, in order.
-        problem: why it cannot be opened, or closed.
-    """
+    """One back end; ``granularity_sms``, the step of a lane's size, is None if it cannot be opened."""
 
     name: str
     granularity_sms: int | None = None
@@ -56,7 +48,7 @@ class BackendCheck:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Every problem; none where it can be opened and every size holds."""
+        """Of the back end and its sizes."""
         found = (self.problem, *(size.problem for size in self.sizes))
         return tuple(problem for problem in found if problem is not None)
 
@@ -66,7 +58,6 @@ class PartitionChecks:
     """The checks of all back ends.
 
     Attributes:
-        decode_sms: the sizes that were asked for, or default ones.
         backends: the preferred first.
         choice: the back end that an engine with these sizes would take; None if it would fail.
         why: the reason, and the refusals before it.
@@ -79,9 +70,9 @@ class PartitionChecks:
 
 
 def default_decode_sms(num_sms: int) -> tuple[int, ...]:
-    """About an eighth, a quarter and half of the GPU, in steps that green contexts allow."""
-    shares = (num_sms // share // _DEFAULT_STEP_SMS * _DEFAULT_STEP_SMS for share in _DEFAULT_SHARES)
-    return tuple(sorted({size for size in shares if size}))
+    """About an eighth, a quarter and half of the GPU."""
+    sizes = {num_sms // share // _STEP_SMS * _STEP_SMS for share in (8, 4, 2)}
+    return tuple(sorted(sizes - {0}))
 
 
 def check_partitions(
@@ -98,10 +89,7 @@ def check_partitions(
     Args:
         name: of the back end to check, or "auto" for all of them.
         decode_sms: sizes of the decode lane, in SMs; empty for :func:`default_decode_sms`.
-        num_sms: of the GPU.
         device: ordinal of the GPU; nothing else should run on it meanwhile.
-        openers: the back ends, the preferred first.
-        make_probe: of the device.
     """
     asked = tuple(dict.fromkeys(decode_sms))
     sizes = asked or default_decode_sms(num_sms)
@@ -130,11 +118,9 @@ def _check_backend(
 ) -> BackendCheck:
     granularity, checks = None, []
     try:
-        with ExitStack() as undo:
-            probe = undo.enter_context(closing(make_probe(device)))
-            backend = undo.enter_context(closing(opener(make_probe(device))))
+        with closing(make_probe(device)) as probe, closing(opener(make_probe(device))) as backend:
             granularity = backend.granularity_sms
-            checks += [_check_size(backend, size, probe) for size in sizes]
+            checks = [_check_size(backend, size, probe) for size in sizes]
     except PartitionError as error:
         return BackendCheck(name, granularity, tuple(checks), str(error))
     return BackendCheck(name, granularity, tuple(checks))

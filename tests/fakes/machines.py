@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-from bullet_graph.partition.offsets import DriverId
+from bullet_graph.partition.offsets import DriverId, TrustedOffset
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.diagnose import Diagnosis, Finding, Level
-from bullet_graph.runtime.machine import CacheFolder, Gpu, Machine, MaskOffset
+from bullet_graph.runtime.machine import CacheFolder, Gpu, Machine
 from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks, SizeCheck
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
@@ -36,7 +36,8 @@ def complete_machine(**changes: Any) -> Machine:
         gpu_problem=None,
         gpu_path_problem=None,
         missing_compilers=(),
-        mask_offset=MaskOffset("table", 0x51C),
+        mask_offset=TrustedOffset(0x51C, "table"),
+        mask_offset_problem=None,
         partitions=PartitionChecks((16, 32), backends, "smctrl", "smctrl: 3 partitions verified"),
         caches=(CacheFolder("FlashInfer", "/home/somebody/.cache/flashinfer", 1024**2, True),),
         ledger=None,

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from fakes.machines import DRIVER, GPU, complete_machine, finding, not_green
 
+from bullet_graph.partition.offsets import TrustedOffset
 from bullet_graph.runtime.diagnose import Level, diagnose
-from bullet_graph.runtime.machine import Asked, CacheFolder, MaskOffset
+from bullet_graph.runtime.machine import Asked, CacheFolder
 from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks, SizeCheck
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
@@ -85,13 +86,13 @@ CASES: dict[str, tuple[Asked, dict[str, Any], dict[str, Level], dict[str, str]]]
     ),
     "an unknown driver": (
         AUTO,
-        {"mask_offset": MaskOffset(None)} | partitions(REFUSED, choice="green"),
+        {"mask_offset": None} | partitions(REFUSED, choice="green"),
         {"stream masks": YELLOW, "back end smctrl": YELLOW},
         {"stream masks": "doctor --calibrate", "back end smctrl": "^cannot be opened"},
     ),
     "a named back end fails": (
         Asked(partition_backend="smctrl"),
-        {"mask_offset": MaskOffset(None), "partitions": NO_BACKEND},
+        {"mask_offset": None, "partitions": NO_BACKEND},
         {"stream masks": YELLOW, "back end smctrl": RED, "--partition-backend smctrl": RED},
         {"--partition-backend smctrl": "smctrl refused: no"},
     ),
@@ -109,13 +110,13 @@ CASES: dict[str, tuple[Asked, dict[str, Any], dict[str, Level], dict[str, str]]]
     ),
     "a calibrated offset": (
         AUTO,
-        {"mask_offset": MaskOffset("calibration", 0x600)},
+        {"mask_offset": TrustedOffset(0x600, "calibration")},
         {},
         {"stream masks": "offset 0x600 proven on this machine"},
     ),
     "a damaged calibration": (
         AUTO,
-        {"mask_offset": MaskOffset(None, problem="delete the file")},
+        {"mask_offset": None, "mask_offset_problem": "delete the file"},
         {"stream masks": YELLOW},
         {"stream masks": "delete the file"},
     ),

@@ -20,15 +20,14 @@ from bullet_graph.partition import offsets
 from bullet_graph.partition.backend import BackendOpener, NoneBackend
 from bullet_graph.partition.green import GreenBackend
 from bullet_graph.partition.masks import Lane, SmPartition
+from bullet_graph.partition.offsets import TrustedOffset
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.runtime import machine as machine_module
 from bullet_graph.runtime.diagnose import Level, diagnose
 from bullet_graph.runtime.machine import (
     Asked,
     CacheFolder,
-    MaskOffset,
     cache_folders,
-    find_mask_offset,
     look_around,
     look_at_cache,
 )
@@ -38,7 +37,7 @@ from bullet_graph.runtime.partition_checks import (
     default_decode_sms,
 )
 
-AUTO = Asked()
+AUTO, CPU = Asked(), Asked(device="cpu")
 
 
 class LeakyBackend(MaskBackend):
@@ -162,15 +161,21 @@ def test_default_sizes(num_sms: int, sizes: tuple[int, ...]) -> None:
 # Offsets, folders, the GPU
 
 
-def test_where_the_offset_comes_from(tmp_path: Path) -> None:
-    cache = tmp_path / "offsets.json"
-    unknown = dataclasses.replace(DRIVER, cuda_version=13990)
-    assert find_mask_offset(DRIVER, cache) == MaskOffset("table", 0x51C)
-    assert find_mask_offset(unknown, cache) == MaskOffset(None)
-    offsets.remember(unknown, 0x600, cache)
-    assert find_mask_offset(unknown, cache) == MaskOffset("calibration", 0x600)
-    cache.write_text("{")
-    assert str(cache) in str(find_mask_offset(DRIVER, cache).problem)
+@pytest.fixture
+def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's file of calibrations."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return offsets.cache_file()
+
+
+def test_calibrations_that_cannot_be_read(calibrations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module, "identify_driver", lambda: DRIVER)
+    assert look_around(CPU).mask_offset == TrustedOffset(0x51C, "table")
+    calibrations.parent.mkdir(parents=True)
+    calibrations.write_text("{")
+    machine = look_around(CPU)
+    assert machine.mask_offset is None
+    assert str(calibrations) in str(machine.mask_offset_problem)
 
 
 def test_cache_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +219,7 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "device_count": 2,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(machine_module, "_import_problem", lambda _: "ImportError: that")
+    monkeypatch.setattr(machine_module, "_gpu_path_problem", lambda: "ImportError: that")
 
 
 @pytest.mark.usefixtures("torch_gpu")
@@ -245,5 +250,5 @@ def test_looking_at_a_gpu_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("torch_gpu")
 def test_the_cpu_asked_for_leaves_the_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: pytest.fail("the GPU was used"))
-    machine = look_around(Asked(device="cpu"), make_probe=lambda _: pytest.fail("the GPU was used"))
+    machine = look_around(CPU, make_probe=lambda _: pytest.fail("the GPU was used"))
     assert (machine.uses_gpu, machine.gpu, machine.gpu_path_problem) == (False, None, None)
