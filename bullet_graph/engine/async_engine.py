@@ -9,7 +9,6 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from types import TracebackType
 
 from bullet_graph.config import Policy, PromptOrder, former_names_too
 from bullet_graph.engine.admission import Prompt
@@ -19,26 +18,19 @@ from bullet_graph.errors import EngineDeadError
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
+_Item = RequestOutput | Exception
+
 
 class _OutputStream:
-    """Carries one request's outputs from the engine's thread to its task, which creates the stream.
-
-    Attributes:
-        loop: the task's event loop.
-        items: outputs that the task has not taken, or the error that ended the request.
-    """
+    """Carries one request's outputs, or the error that ended it, from the engine's thread to the task that made it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.items: deque[RequestOutput | Exception] = deque()
+        self.items: deque[_Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: RequestOutput | Exception) -> None:
-        """Add an item from another thread."""
-        _put_all(self.loop, [(self, item)])
-
-    def take(self, item: RequestOutput | Exception) -> None:
-        """Add an item in the event loop's thread."""
+    def take(self, item: _Item) -> None:
+        """Add an item, in the event loop's thread."""
         self.items.append(item)
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():  # done: its task was cancelled
@@ -51,9 +43,7 @@ class _OutputStream:
         return self._waiter
 
 
-def _put_all(
-    loop: asyncio.AbstractEventLoop, items: list[tuple[_OutputStream, RequestOutput | Exception]]
-) -> None:
+def _send(loop: asyncio.AbstractEventLoop, *items: tuple[_OutputStream, _Item]) -> None:
     """Hand items to streams of one event loop, from another thread."""
 
     def take() -> None:
@@ -68,12 +58,8 @@ def _put_all(
 class AsyncEngine:
     """Runs an :class:`Engine` in its own thread; the event loop never waits for the device.
 
-    Args:
-        engine: the engine; this object owns it and shuts it down.
-
-    Attributes:
-        engine: the engine; other threads may call only the methods that are documented as safe in any thread.
-        stats: counters and state after the last step or change of policy.
+    It owns the engine and shuts it down. Other threads may call only those methods of ``engine`` that are documented
+    as safe in any thread. ``stats`` holds the counters after the last step or change of policy.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -113,14 +99,28 @@ class AsyncEngine:
         """
         name = f"async-{next(self._names)}" if request_id is None else request_id
         stream = _OutputStream()
+
+        def add() -> None:
+            try:
+                self.engine.add_request(
+                    name, prompt, sampling_params, output_kind=output_kind, arrival_s=arrival_s, slo=slo
+                )
+            except Exception as error:
+                # The error concerns this request alone: adding it has not touched the others.
+                _send(stream.loop, (stream, error))
+            else:
+                self._streams[name] = stream
+
+        def abort() -> None:
+            if self._streams.get(name) is stream:
+                del self._streams[name]
+                self.engine.abort(name)
+
         with self._lock:
-            if self._failure is not None:
-                raise _copy(self._failure)
+            self._require_alive()
             arrival_s = self.engine.now()
             self._open.add(stream)
-            self._commands.put(
-                lambda: self._add(stream, name, prompt, sampling_params, output_kind, arrival_s, slo)
-            )
+            self._commands.put(add)
         finished = False
         try:
             while not finished:
@@ -135,7 +135,7 @@ class AsyncEngine:
             with self._lock:
                 self._open.discard(stream)
             if not finished:
-                self._commands.put(lambda: self._abort(stream, name))
+                self._commands.put(abort)
 
     @former_names_too
     async def set_policy(
@@ -143,16 +143,32 @@ class AsyncEngine:
     ) -> None:
         """:meth:`Engine.set_policy`; also raises EngineDeadError if the engine was shut down or has failed."""
         done: Future[None] = Future()
+
+        def change() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                self.engine.set_policy(policy, slo, prompt_order)
+            except Exception as error:
+                # The error is the caller's alone: the engine goes on as before.
+                done.set_exception(error)
+            else:
+                self.stats = self.engine.stats()
+                done.set_result(None)
+
         with self._lock:
-            if self._failure is not None:
-                raise _copy(self._failure)
-            self._commands.put(lambda: self._set_policy(done, policy, slo, prompt_order))
+            self._require_alive()
+            self._commands.put(change)
         await asyncio.wrap_future(done)
 
     @property
     def failure(self) -> EngineDeadError | None:
         """Why the engine is dead; None while it lives."""
         return self._failure
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise _copy(self._failure)
 
     def stalled(self, limit_s: float) -> str | None:
         """Describe what has made no progress for ``limit_s`` seconds, or return None. Safe in any thread."""
@@ -176,11 +192,8 @@ class AsyncEngine:
     def shutdown(self, timeout_s: float | None = None) -> bool:
         """Stop the thread and free the engine's memory; running requests get an EngineDeadError.
 
-        Args:
-            timeout_s: longest wait for a thread that may be stuck; None waits without limit.
-
         Returns:
-            Whether the thread has ended.
+            Whether the thread, which may be stuck, has ended after at most ``timeout_s`` seconds (None: no limit).
         """
         self._commands.put(None)
         self._thread.join(timeout_s)
@@ -189,12 +202,7 @@ class AsyncEngine:
     async def __aenter__(self) -> "AsyncEngine":
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.shutdown)
 
     # ---- the engine's thread ----
@@ -217,7 +225,10 @@ class AsyncEngine:
             try:
                 self.engine.shutdown()
             finally:
-                self._refuse_late_commands()
+                # Requests that came while the engine stopped are refused.
+                while not self._commands.empty():
+                    if (command := self._commands.get()) is not None:
+                        command()
 
     def _end_streams(self, failure: EngineDeadError) -> None:
         """Fail all requests, including later ones and those the engine has not seen; the first failure counts."""
@@ -227,15 +238,14 @@ class AsyncEngine:
             self._failure = failure
             streams = list(self._open)
         for stream in streams:
-            stream.put(_copy(failure))
+            _send(stream.loop, (stream, _copy(failure)))
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """Hand out a step's outputs, together for each event loop: waking it costs more than an output.
 
         Outputs of aborted requests are dropped: nobody waits for them, and another request may use the id by now.
         """
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OutputStream, RequestOutput | Exception]]]
-        by_loop = defaultdict(list)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OutputStream, _Item]]] = defaultdict(list)
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -246,11 +256,11 @@ class AsyncEngine:
                 del self._streams[output.request_id]
             by_loop[stream.loop].append((stream, output))
         for loop, items in by_loop.items():
-            _put_all(loop, items)
+            _send(loop, *items)
 
     def _take_commands(self) -> bool:
         """Run the callers' commands; wait, and capture missing graphs, while the engine is idle. False means stop."""
-        # After a failure from outside, _refuse_late_commands handles the rest.
+        # After a failure from outside, _run refuses the rest.
         while self._failure is None:
             self._busy_since_s = time.monotonic()
             try:
@@ -267,52 +277,6 @@ class AsyncEngine:
                 return False
             command()
         return False
-
-    def _refuse_late_commands(self) -> None:
-        """Refuse requests that came while the engine stopped."""
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command()
-
-    def _add(
-        self,
-        stream: _OutputStream,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        output_kind: OutputKind,
-        arrival_s: float,
-        slo: Slo | None,
-    ) -> None:
-        try:
-            self.engine.add_request(
-                request_id, prompt, params, output_kind=output_kind, arrival_s=arrival_s, slo=slo
-            )
-        except Exception as error:
-            # The error concerns this request alone: adding it has not touched the others.
-            stream.put(error)
-            return
-        self._streams[request_id] = stream
-
-    def _set_policy(
-        self, done: Future[None], policy: str | Policy, slo: Slo, prompt_order: PromptOrder | None
-    ) -> None:
-        if not done.set_running_or_notify_cancel():
-            return
-        try:
-            self.engine.set_policy(policy, slo, prompt_order)
-        except Exception as error:
-            # The error is the caller's alone: the engine goes on as before.
-            done.set_exception(error)
-        else:
-            self.stats = self.engine.stats()
-            done.set_result(None)
-
-    def _abort(self, stream: _OutputStream, request_id: str) -> None:
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
-            self.engine.abort(request_id)
 
 
 def _copy(error: EngineDeadError) -> EngineDeadError:

@@ -1,13 +1,13 @@
 """Proposes what an engine should capture for a workload, under budgets of memory and time. No torch.
 
 A recorded run says which steps came up. Each captured size saves them time: less padding, no turns with prefill, fewer
-launches one by one. The proposal takes the size that saves the most time for its cost, again and again.
+launches one by one. The proposal repeatedly takes the size that saves the most time for its cost.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
@@ -53,12 +53,7 @@ _NEGLIGIBLE = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of capturing; infinite for none.
-
-    Attributes:
-        memory_bytes: device memory of the graphs.
-        time_s: seconds of capturing at each start, without compiling.
-    """
+    """Limits of the graphs' device memory and of the seconds of capturing at each start; infinite for none."""
 
     memory_bytes: float = math.inf
     time_s: float = math.inf
@@ -76,8 +71,7 @@ class Budget:
 
 @dataclass(slots=True)
 class StepSums:
-    """Steps with the same number of rows, added up: their count, prompt rows, (query, key) pairs, decode rows, the
-    tokens these attend to, and the time on the device."""
+    """Sums over steps with the same number of rows; ``pairs`` are (query, key) pairs of their prefill attention."""
 
     num_steps: int = 0
     tokens: int = 0
@@ -102,7 +96,6 @@ class Demand:
     """Steps of one size.
 
     Attributes:
-        size: their rows.
         num_steps: number of steps seen; 0 for a size that may yet come up.
         padded_ms: time that all of them lose together when padded to a size that holds them.
         unserved_ms: the same when no captured size holds them; infinite where that must not be.
@@ -124,7 +117,6 @@ class SizeUse:
     """Work of one captured size.
 
     Attributes:
-        size: rows.
         num_steps: steps that it serves.
         num_exact: those of them without padding.
         worth_ms: time lost without it, also by sizes that may yet come up; infinite where it is required.
@@ -155,17 +147,12 @@ class Group:
     seconds: float = DECODE_GRAPH_S
 
     @classmethod
-    def of(
-        cls, name: str, demands: Sequence[Demand], grid: Iterable[int], layers: int | None = None
-    ) -> "Group":
+    def of(cls, name: str, demands: Sequence[Demand], grid: Sequence[int], layers: int = 0) -> "Group":
         """A group whose candidates are the sizes of a rising grid that steps reach; ``layers`` of piecewise graphs."""
-        sizes = tuple(grid)
-        reached = {smallest_holding(demand.size, sizes) for demand in demands}
-        candidates = tuple(size for size in sizes if size in reached)
+        reached = {smallest_holding(demand.size, grid) for demand in demands}
+        candidates = tuple(size for size in grid if size in reached)
         ordered = tuple(sorted(demands, key=lambda demand: demand.size))
-        if layers is None:
-            return cls(name, ordered, candidates)
-        return cls(name, ordered, candidates, layers * PIECE_BYTES, layers * PIECE_S)
+        return cls(name, ordered, candidates, *((layers * PIECE_BYTES, layers * PIECE_S) if layers else ()))
 
     def lost_ms(self, sizes: Sequence[int], *, seen: bool = False) -> float:
         """Time lost with these sizes captured; ``seen`` leaves out steps that only may come up."""
@@ -187,14 +174,9 @@ class Group:
         found = []
         for size in sizes:
             served = [demand for demand in self.demands if smallest_holding(demand.size, sizes) == size]
-            found.append(
-                SizeUse(
-                    size,
-                    sum(demand.num_steps for demand in served),
-                    sum(demand.num_steps for demand in served if demand.size == size),
-                    self.lost_ms([other for other in sizes if other != size]) - total_ms,
-                )
-            )
+            num_exact = sum(demand.num_steps for demand in served if demand.size == size)
+            worth_ms = self.lost_ms([other for other in sizes if other != size]) - total_ms
+            found.append(SizeUse(size, sum(demand.num_steps for demand in served), num_exact, worth_ms))
         return tuple(found)
 
 
@@ -219,21 +201,16 @@ class CaptureUsage:
         placement, work = record.placement, record.work
         tpcs = placement.partition.decode_tpcs
         decode_sms = None if tpcs is None else SMS_PER_TPC * tpcs
-        if placement.lane == "prefill":
-            if decode_sms is not None:
-                self._note_prefill(decode_sms, record)
-        elif work.tokens:
-            self.forwards.setdefault(work.tokens + work.batch_size, StepSums()).add(record)
-        else:
-            self.decode.setdefault(decode_sms, {}).setdefault(work.batch_size, StepSums()).add(record)
-
-    def _note_prefill(self, decode_sms: int, record: StepRecord) -> None:
-        num_layers, placement = self.model.num_layers, record.placement
-        last = num_layers if placement.last_layer is None else placement.last_layer
-        alone_ms = self.model.prefill(record.work.tokens, record.work.pairs).ms
-        alone_ms *= (last - placement.first_layer) / num_layers
-        beside_ms, whole_ms = self.beside_ms.get(decode_sms, (0.0, 0.0))
-        self.beside_ms[decode_sms] = beside_ms + record.device_ms, whole_ms + alone_ms
+        if placement.lane == "decode":
+            sizes = self.forwards if work.tokens else self.decode.setdefault(decode_sms, {})
+            sizes.setdefault(work.tokens + work.batch_size, StepSums()).add(record)
+        elif decode_sms is not None:
+            num_layers = self.model.num_layers
+            last = num_layers if placement.last_layer is None else placement.last_layer
+            share = (last - placement.first_layer) / num_layers
+            alone_ms = self.model.prefill(work.tokens, work.pairs).ms * share
+            beside_ms, whole_ms = self.beside_ms.get(decode_sms, (0.0, 0.0))
+            self.beside_ms[decode_sms] = beside_ms + record.device_ms, whole_ms + alone_ms
 
     @property
     def device_ms(self) -> float:
@@ -242,10 +219,9 @@ class CaptureUsage:
         return math.fsum(sums.device_ms for sums in (*decode, *self.forwards.values()))
 
     def groups(self, like: CapturePlan) -> dict[GroupKey, Group]:
-        """The steps by what captures them: None (the whole GPU), SMs of a partition, or :data:`PIECEWISE`.
+        """The steps by what captures them; ``like`` is a plan of the same model and engine.
 
-        Args:
-            like: a plan of the same model and engine; piecewise graphs end where its own do.
+        Piecewise graphs end where those of ``like`` do.
         """
         most = like.max_num_seqs
         grid = [size for size in (1, 2, 4) if size < most] + [*range(BATCH_STEP, most, BATCH_STEP), most]
@@ -278,9 +254,8 @@ class CaptureUsage:
         """
         beside_ms, whole_ms = self.beside_ms.get(decode_sms, (1.0, 0.0))
         split_ms = sums.device_ms / sums.num_steps
-        turns_ms = (
-            self.model.decode(size, sums.kv_tokens // sums.num_steps).ms + split_ms * whole_ms / beside_ms
-        )
+        alone_ms = self.model.decode(size, sums.kv_tokens // sums.num_steps).ms
+        turns_ms = alone_ms + split_ms * whole_ms / beside_ms
         lost_ms = sums.num_steps * max(turns_ms - split_ms, LEAST_SPLIT_GAIN * split_ms)
         return Demand(size, sums.num_steps, self._padded_decode(decode_sms, size, sums), lost_ms)
 
@@ -291,7 +266,6 @@ class CaptureUsage:
         """
         n = sums.num_steps
 
-        @cache
         def ms(rows: int) -> float:
             # Rows of padding attend to nothing.
             tokens, pairs = max(round(sums.tokens / n), 1) + rows - size, sums.pairs / n
@@ -300,28 +274,30 @@ class CaptureUsage:
             return self.model.mixed(tokens, pairs, max(round(sums.batch_size / n), 1), sums.kv_tokens // n).ms
 
         eager_ms = (GENERIC.eager_layer_ms - GENERIC.captured_layer_ms) * self.model.num_layers
-        return Demand(size, n, lambda padded: n * max(ms(padded) - ms(size), 0.0), n * eager_ms)
+        return Demand(size, n, _padded(ms, size, n), n * eager_ms)
 
     def _padded_decode(
         self, decode_sms: int | None, size: int, sums: StepSums, weight: float = 1.0
     ) -> Callable[[int], float]:
-        @cache
-        def ms(rows: int) -> float:
-            return self.model.decode(rows, sums.kv_tokens // sums.num_steps, decode_sms).ms
+        kv_tokens = sums.kv_tokens // sums.num_steps
+        return _padded(
+            lambda rows: self.model.decode(rows, kv_tokens, decode_sms).ms,
+            size,
+            weight * sums.num_steps,
+            SINGLE_ROW_LOSS if size == 1 else 0.0,
+        )
 
-        def padded_ms(padded: int) -> float:
-            least = SINGLE_ROW_LOSS * ms(size) if size == 1 < padded else 0.0
-            return weight * sums.num_steps * max(ms(padded) - ms(size), least)
 
-        return padded_ms
+def _padded(
+    ms: Callable[[int], float], size: int, num_steps: float, least_share: float = 0.0
+) -> Callable[[int], float]:
+    """Time that steps lose when padded to a number of rows, at least a share of the time that they take unpadded."""
+    ms = cache(ms)
+    return lambda rows: num_steps * max(ms(rows) - ms(size), least_share * ms(size) if rows > size else 0.0)
 
 
 def propose(groups: dict[GroupKey, Group], budget: Budget, *, like: CapturePlan) -> CapturePlan:
     """A plan within a budget: greedily, the size that saves the most time for its share of the budget.
-
-    Args:
-        groups: of :meth:`CaptureUsage.groups`.
-        like: a plan of the same model and engine.
 
     Raises:
         ConfigError: the budget does not allow a single graph.
@@ -357,15 +333,9 @@ def propose(groups: dict[GroupKey, Group], budget: Budget, *, like: CapturePlan)
         num_bytes += groups[name].num_bytes
         seconds += groups[name].seconds
         ratings[name] = savings(name)
-    return CapturePlan(
-        model=like.model,
-        dtype=like.dtype,
-        num_sms=like.num_sms,
-        max_num_seqs=like.max_num_seqs,
-        decode=tuple(
-            DecodeSizes(name, tuple(sizes))
-            for name, sizes in chosen.items()
-            if not isinstance(name, str) and sizes
-        ),
+    decode = ((name, sizes) for name, sizes in chosen.items() if not isinstance(name, str) and sizes)
+    return replace(
+        like,
+        decode=tuple(DecodeSizes(name, tuple(sizes)) for name, sizes in decode),
         piecewise_rows=tuple(chosen[PIECEWISE]),
     )

@@ -45,7 +45,7 @@ class Engine:
         settings: those of :class:`~bullet_graph.config.EngineConfig`, by name; text such as
             ``policy="mixed:2048"`` is read as on the command line.
         trace_decisions: write every decision of the planner to this new file, for ``bullet-graph explain``.
-        on_ledger: told the memory ledger before anything is allocated.
+        on_ledger: given the memory ledger before anything is allocated.
         use_tqdm: show progress while loading weights and capturing graphs.
 
     Raises:
@@ -176,9 +176,7 @@ class Engine:
     ) -> None:
         """Queue a request; :meth:`step` runs it.
 
-        Args:
-            arrival_s: the arrival time on the clock of :meth:`now`; None for now.
-            slo: its latency targets; the engine's replace those that are missing.
+        It arrived at ``arrival_s`` of :meth:`now` (None: now). The engine's targets replace those that ``slo`` lacks.
 
         Raises:
             RequestError: the request is invalid (see the subclasses); the engine is unaffected.
@@ -202,7 +200,7 @@ class Engine:
         self._core.add(request)
 
     def now(self) -> float:
-        """Seconds on the clock of the requests' metrics; :class:`EngineDeadError` once the engine is dead."""
+        """Seconds on the clock of the requests' metrics."""
         return self._alive().now()
 
     def sleep_until(self, time_s: float) -> None:
@@ -223,10 +221,7 @@ class Engine:
         return bool(self._core.has_work() or self._aborted)
 
     def step(self, until_s: float | None = None) -> list[RequestOutput]:
-        """Launch work, wait for one launch to finish, and return the new outputs.
-
-        Args:
-            until_s: latest time of :meth:`now` to wait for.
+        """Launch work, wait until one launch is over or ``until_s`` of :meth:`now`, and return the new outputs.
 
         Raises:
             EngineDeadError: the engine was shut down, or the device has failed (the error is its cause); all requests
@@ -254,15 +249,9 @@ class Engine:
         return outputs
 
     def prepare_next(self) -> bool:
-        """Capture the next missing CUDA graph of an engine with ``ready="hot"``; meant for idle time.
+        """Capture the next missing CUDA graph of an engine with ``ready="hot"``; False if none is missing any more.
 
         :meth:`sleep_until` calls it, :class:`AsyncEngine` does while it is idle, and :meth:`step` now and then.
-
-        Returns:
-            False if no graph is missing any more.
-
-        Raises:
-            EngineDeadError: the engine was shut down, or the device has failed.
         """
         self._alive()
         try:
@@ -283,9 +272,7 @@ class Engine:
         """Generate for one prompt or many, and return when all are done.
 
         Args:
-            prompts: text, token ids, or a list of either.
             sampling_params: one for all prompts, or one per prompt.
-            use_tqdm: show a progress bar.
 
         Returns:
             One output per prompt, in order. An invalid prompt of a list fails alone: its output has ``error`` set and
@@ -301,9 +288,8 @@ class Engine:
                 "finish them with step(), or abort them"
             )
         batch, params, single = normalise_batch(prompts, sampling_params)
-        results: dict[str, RequestOutput] = {}
         ids = [f"generate-{next(self._names)}" for _ in batch]
-        wanted = set(ids)
+        wanted, results = set(ids), dict[str, RequestOutput]()
         try:
             for request_id, prompt, param in zip(ids, batch, params, strict=True):
                 try:
@@ -365,20 +351,14 @@ class Engine:
         return self._core.scheduler.num_running
 
     def stalled_launches(self, limit_s: float) -> tuple[str, ...]:
-        """Descriptions of the launches that have blocked a lane for more than ``limit_s`` seconds, oldest first.
+        """Describe launches that have blocked a lane for more than ``limit_s`` seconds, oldest first.
 
         Safe in any thread, even while :meth:`step` is stuck in another.
         """
         executor = self._executor
         if executor is None:
             return ()
-        return stalled_launches(
-            self._core.in_flight,
-            now_s=executor.now(),
-            limit_s=limit_s,
-            config=self.config,
-            lane_sms=self._lane_sms,
-        )
+        return stalled_launches(self._core.in_flight, executor.now(), limit_s, self.config, self._lane_sms)
 
     def shutdown(self) -> None:
         """Free the memory. Requests under way are lost; a second call does nothing.

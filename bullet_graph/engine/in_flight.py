@@ -39,12 +39,9 @@ class Launch:
 
 
 class InFlight:
-    """In-flight launches of each lane, oldest first. Other threads may read the attributes.
+    """In-flight launches of each lane, oldest first.
 
-    Args:
-        num_sms: SMs of the GPU; None without a GPU.
-
-    Attributes:
+    Attributes, which other threads may read:
         oldest: each lane's oldest launch, and the time since which it is the oldest.
         launching: the step, the placement and the start of a call of the executor that has not returned.
     """
@@ -72,7 +69,6 @@ class InFlight:
         )
 
     def add(self, launch: Launch, now_s: float) -> None:
-        """Note a launch."""
         lane = launch.placement.lane
         launches = self._lanes[lane]
         if not launches:
@@ -132,8 +128,7 @@ class InFlight:
     def fit_beside(self, lane: Lane, partition: SmPartition) -> bool:
         """Whether the lane's SMs are disjoint from those of everything in flight on the other lane.
 
-        Two lanes on the same SMs starve each other: short decode kernels wait for long prefill kernels hundreds of
-        times per step.
+        On the same SMs, short decode kernels would wait for long prefill kernels hundreds of times per step.
         """
         for launch in self._lanes[other_lane(lane)]:
             other = launch.placement.partition
@@ -161,19 +156,15 @@ class InFlight:
 
 
 def other_lane(lane: Lane) -> Lane:
-    """The lane beside this one."""
     return "prefill" if lane == "decode" else "decode"
 
 
 def stalled_launches(
-    in_flight: InFlight, *, now_s: float, limit_s: float, config: EngineConfig, lane_sms: LaneSms
+    in_flight: InFlight, now_s: float, limit_s: float, config: EngineConfig, lane_sms: LaneSms
 ) -> tuple[str, ...]:
-    """Describe the launches that have blocked a lane for longer than a limit, in order of launch. Safe in any thread.
+    """Describe launches that have been the oldest of their lane, or being launched, for more than ``limit_s``.
 
-    Lanes that take turns wait for each other, so the first is the one to look at.
-
-    Args:
-        limit_s: longest time for a launch as the oldest of its lane, and for the call that launches it.
+    They come in order of launch: lanes that take turns wait for each other, so the first is the one to look at.
     """
     heads = sorted((head for head in in_flight.oldest.values() if head), key=lambda head: head[0].ticket)
     waiting = [(x.scheduled.step, x.placement, since_s, "has not finished") for x, since_s in heads]

@@ -30,10 +30,7 @@ class OutputKind(Enum):
 class TokenLogprobs:
     """Log-probabilities at one output position, from the model's own distribution (temperature 1, no top-k or top-p).
 
-    Attributes:
-        token_id: the sampled token.
-        logprob: its log-probability.
-        top: (token id, log-probability) of the most probable tokens, best first.
+    ``top`` has (token id, log-probability) of the most probable tokens, best first.
     """
 
     token_id: int
@@ -47,8 +44,7 @@ class CompletionOutput:
 
     Attributes:
         index: which of the ``n`` samples.
-        text: detokenized text; empty without a tokenizer.
-        token_ids: generated ids.
+        text: empty without a tokenizer.
         logprobs: one entry per token if requested, else None.
         finish_reason: ``stop`` (a stop token or string, or end of sequence), ``length``, ``abort``, or None
             while it runs.
@@ -66,13 +62,10 @@ class RequestOutput:
     """State of one request.
 
     Attributes:
-        request_id: the caller's id.
         prompt_token_ids: the prompt as the model saw it.
         outputs: one entry per sample, by index; empty for a refused request.
-        finished: no more outputs follow.
-        metrics: the request's times.
         error: why ``generate`` refused the request of a batch, else None.
-        slo: the request's latency targets.
+        slo: the latency targets that hold for it.
     """
 
     request_id: str
@@ -105,13 +98,9 @@ class EngineStats:
     """Counters since the engine started, and its state now.
 
     Attributes:
-        num_steps: forwards retired.
-        num_preemptions: sequences that lost their blocks and were recomputed.
-        kv_blocks_total: blocks that sequences can own.
-        kv_blocks_used: blocks owned now.
-        kv_blocks_peak: most blocks owned at once.
-        num_running: sequences that hold blocks.
-        num_waiting: sequences that wait for blocks.
+        num_preemptions: times that a sequence lost its KV blocks and was recomputed.
+        num_running: sequences that hold KV blocks.
+        num_waiting: sequences that wait for KV blocks.
         num_decoding: running sequences whose prompts are done.
         num_missing_graphs: CUDA graphs not captured yet (``ready="hot"``).
         policy_seconds: device time of launches by policy.

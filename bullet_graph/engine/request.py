@@ -17,22 +17,15 @@ from bullet_graph.slo import NO_TARGETS, Slo
 
 
 class TextStream(Protocol):
-    """Detokenizes incrementally."""
+    """Detokenizes incrementally: ``push`` returns the text that is now certain, ``flush`` what was held back."""
 
-    def push(self, token_id: int) -> str:
-        """Add a token and return the text that is now certain."""
+    def push(self, token_id: int) -> str: ...
 
-    def flush(self) -> str:
-        """Return the text held back so far."""
+    def flush(self) -> str: ...
 
 
 class Sample:
-    """One output of a request: detokenizes its tokens and looks for stop strings.
-
-    Args:
-        sequence: its tokens.
-        stream: detokenizer; None for a model without a tokenizer.
-    """
+    """One output of a request: detokenizes its tokens (not without a ``stream``) and looks for stop strings."""
 
     def __init__(self, sequence: Sequence, stream: TextStream | None) -> None:
         self.sequence = sequence
@@ -105,16 +98,7 @@ class Sample:
 
 
 class Request:
-    """A prompt and its ``n`` samples.
-
-    Args:
-        request_id: the caller's id.
-        prompt_token_ids: the prompt.
-        samples: the samples.
-        output_kind: what is reported while it runs.
-        arrival_s: its arrival time.
-        slo: its latency targets.
-    """
+    """A prompt and its ``n`` samples."""
 
     def __init__(
         self,
@@ -166,12 +150,7 @@ def row_logprobs(result: StepResult, row: int, token_id: int, sequence: Sequence
 
 
 class RequestTracker:
-    """Running requests by id; hands new tokens to their samples.
-
-    Args:
-        scheduler: gets every sequence that begins or ends.
-        max_model_len: most tokens of a sequence.
-    """
+    """Running requests by id; hands new tokens to their samples, and tells the scheduler which sequences end."""
 
     def __init__(self, scheduler: Scheduler, *, max_model_len: int) -> None:
         self._scheduler = scheduler
@@ -185,7 +164,6 @@ class RequestTracker:
         return request_id in self._requests
 
     def add(self, request: Request) -> None:
-        """Queue a request's sequences."""
         self._requests[request.request_id] = request
         for sample in request.samples:
             self._scheduler.add(sample.sequence)
@@ -202,7 +180,6 @@ class RequestTracker:
         return request.output()
 
     def clear(self) -> None:
-        """Forget all requests."""
         self._requests.clear()
 
     def note_scheduled(self, scheduled: ScheduledStep, now: float) -> None:
@@ -213,11 +190,7 @@ class RequestTracker:
                 request.first_scheduled_s = now
 
     def retire(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
-        """Hand out a finished step's tokens, which reached the host at ``now``.
-
-        Returns:
-            One output for each request with something to report.
-        """
+        """Hand out a finished step's tokens; returns one output for each request with something to report."""
         self._scheduler.retire(scheduled)
         touched: dict[Request, None] = {}
         has_logprobs = result.logprobs is not None
@@ -241,11 +214,8 @@ class RequestTracker:
                 touched[request] = None
             elif request.reports_progress:
                 touched[request] = None
-        outputs = []
-        for request in touched:
-            if request.reports_progress or request.finished:
-                output = request.output()
-                if output.finished:
-                    del self._requests[request.request_id]
-                outputs.append(output)
+        outputs = [request.output() for request in touched if request.reports_progress or request.finished]
+        for output in outputs:
+            if output.finished:
+                del self._requests[output.request_id]
         return outputs

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TextIO
 
@@ -20,14 +20,13 @@ __all__ = ["DecisionTrace", "TraceHeader"]
 _FLUSH_CHARS = 1 << 16
 _BUFFER_BYTES = 1 << 22
 
+_OPTION_FIELDS = tuple(field.name for field in fields(Option))
+
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class DecisionTrace:
-    """A trace file under way; :meth:`open` begins one.
-
-    Every method that writes raises TraceError when the file system refuses.
-    """
+    """A trace file under way; every method that writes raises TraceError when the file system refuses."""
 
     def __init__(self, path: Path, file: TextIO, header: TraceHeader) -> None:
         self._path = path
@@ -67,10 +66,7 @@ class DecisionTrace:
         return cls(path, file, header)
 
     def decided(self, load: Load, plan: Plan) -> int:
-        """Note a plan, and return the number of its decision.
-
-        Plans in a row that differ in predictions alone, with as much to do, are one decision, counted.
-        """
+        """Note a plan; returns its decision's number. Plans in a row that differ in predictions alone share it."""
         decode = load.decode
         running = 0 if decode is None else decode.batch_size
         key = (
@@ -109,7 +105,10 @@ class DecisionTrace:
                 "decode_sms": _sms(plan.partition.decode_tpcs),
                 "prefill_sms": _sms(plan.partition.prefill_tpcs),
                 "bound": plan.bound,
-                "options": [_option(option) for option in plan.options],
+                "options": [
+                    {name: _finite(getattr(option, name)) for name in _OPTION_FIELDS}
+                    for option in plan.options
+                ],
             }
         )
         return number
@@ -135,7 +134,6 @@ class DecisionTrace:
         )
 
     def retired(self, ticket: int, now_s: float, device_ms: float) -> None:
-        """Note that a launch is over."""
         self._write({"type": "retire", "ticket": ticket, "time_s": now_s, "device_ms": device_ms})
 
     def finished(self, output: RequestOutput) -> None:
@@ -173,13 +171,9 @@ class DecisionTrace:
 
     def _write_repeats(self) -> None:
         if self._repeats:
+            number = self._num_decisions - 1
             self._write(
-                {
-                    "type": "repeat",
-                    "decision": self._num_decisions - 1,
-                    "count": self._repeats,
-                    "time_s": self._last_s,
-                }
+                {"type": "repeat", "decision": number, "count": self._repeats, "time_s": self._last_s}
             )
             self._repeats = 0
 
@@ -203,24 +197,9 @@ class DecisionTrace:
         )
 
 
-def _option(option: Option) -> dict[str, object]:
-    return {
-        "policy": option.policy,
-        "decode_sms": option.decode_sms,
-        "chunk_tokens": option.chunk_tokens,
-        "slice_layers": option.slice_layers,
-        "interval_ms": _finite(option.interval_ms),
-        "prefill_tokens_per_s": _finite(option.prefill_tokens_per_s),
-        "throughput": _finite(option.throughput),
-        "measured": option.measured,
-        "holds_tpot": option.holds_tpot,
-        "holds_ttft": option.holds_ttft,
-    }
-
-
-def _finite(value: float | None) -> float | None:
+def _finite(value: object) -> object:
     """JSON has no infinity: no limit is null."""
-    return value if value is not None and math.isfinite(value) else None
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _sms(tpcs: int | None) -> int | None:

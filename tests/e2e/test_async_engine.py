@@ -208,7 +208,7 @@ async def test_an_unforeseen_error_raises_in_its_own_generator_only(
         raise ZeroDivisionError("a bug of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.engine._admission, "token_ids", failing)
+        patch.setattr(engine.engine._admission, "_token_ids", failing)
         with pytest.raises(ZeroDivisionError):
             await collect(engine, PROMPT)
     assert (await collect(engine, PROMPT))[-1].finished
