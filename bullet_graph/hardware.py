@@ -12,7 +12,6 @@ class GpuSpec:
     Attributes:
         name: as the driver reports it.
         is_measured: the rates were fitted to measurements of this GPU; else they are estimates.
-        num_sms: number of SMs.
         memory_bytes: memory that CUDA reports; None if unknown.
         tflops: matrix products on all SMs with full waves, in 10¹² operations per second.
         attention_tflops: prefill attention, likewise.

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,34 +16,12 @@ from tqdm import tqdm
 from bullet_graph.cli.options import parse_sizes, setting_options
 from bullet_graph.config import EngineConfig
 from bullet_graph.perf.accuracy import ErrorReport, held_back_errors
-from bullet_graph.perf.profile_plan import KINDS, Measured, Outlier, ProfilePoint, find_outliers, from_points
+from bullet_graph.perf.profile_plan import KINDS, Outlier, ProfilePoint, find_outliers, from_points
 from bullet_graph.perf.table import PerfTable
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.runtime.profile import prepare_profile
 
 _MOST_OUTLIERS_SHOWN = 10
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProfileResult:
-    """What ``--json`` prints.
-
-    Attributes:
-        num_points: points that predictions are made from.
-        num_held_back: points that predictions are compared with.
-        outliers: repeats more than 10 % off their point's median.
-        passes: duration, clocks and power of each round over the points.
-    """
-
-    file: str
-    gpu: str
-    model: str
-    dtype: str
-    num_points: int
-    num_held_back: int
-    outliers: list[Outlier]
-    held_back_errors: ErrorReport
-    passes: list[dict[str, Any]]
 
 
 @click.command()
@@ -119,18 +98,19 @@ def profile(
         _print(table, outliers, errors)
         click.echo(f"table: {file}")
         return
-    result = ProfileResult(
-        file=str(file),
-        gpu=table.key.gpu,
-        model=table.key.model,
-        dtype=table.key.dtype,
-        num_points=len(from_points(table.points)),
-        num_held_back=len(from_points(table.held_back)),
-        outliers=outliers,
-        held_back_errors=errors,
-        passes=table.provenance["passes"],
-    )
-    click.echo(json.dumps(dataclasses.asdict(result), indent=2, allow_nan=False))
+    key = table.key
+    result = {
+        "file": str(file),
+        "gpu": key.gpu,
+        "model": key.model,
+        "dtype": key.dtype,
+        "num_points": len(from_points(table.points)),
+        "num_held_back": len(from_points(table.held_back)),
+        "outliers": [dataclasses.asdict(outlier) for outlier in outliers],
+        "held_back_errors": dataclasses.asdict(errors),
+        "passes": table.provenance["passes"],
+    }
+    click.echo(json.dumps(result, indent=2, allow_nan=False))
 
 
 def _print(table: PerfTable, outliers: list[Outlier], errors: ErrorReport) -> None:
@@ -164,31 +144,27 @@ def _measured_table(table: PerfTable, title: str) -> Table:
     shown = Table("measured", title=title, title_justify="left")
     for name in ("points", "held back", "repeats", "fastest ms", "slowest ms", "spread p50"):
         shown.add_column(name, justify="right")
-    grid, held_back = from_points(table.points), from_points(table.held_back)
     for kind in KINDS:
-        of_kind = {point: repeats for point, repeats in {**grid, **held_back}.items() if point.kind == kind}
+        grid, held_back = (
+            [repeats for point, repeats in from_points(points).items() if point.kind == kind]
+            for points in (table.points, table.held_back)
+        )
+        of_kind = grid + held_back
         if not of_kind:
             continue
-        times = [time for repeats in of_kind.values() for repeat in repeats for time in repeat]
+        times = [time for repeats in of_kind for repeat in repeats for time in repeat]
+        # Of the first lane: (longest − shortest repeat) / shortest.
+        spreads = [max(repeats)[0] / min(repeats)[0] - 1 for repeats in of_kind]
         shown.add_row(
             kind,
-            str(sum(point.kind == kind for point in grid)),
-            str(sum(point.kind == kind for point in held_back)),
-            str(sum(map(len, of_kind.values()))),
+            str(len(grid)),
+            str(len(held_back)),
+            str(sum(map(len, of_kind))),
             f"{min(times):.2f}",
             f"{max(times):.2f}",
-            f"{100 * _median_spread(of_kind):.1f} %",
+            f"{100 * statistics.median_high(spreads):.1f} %",
         )
     return shown
-
-
-def _median_spread(measured: Measured) -> float:
-    """Median over the points of (longest − shortest repeat) / shortest, of the first lane."""
-    spreads = sorted(
-        max(times) / min(times) - 1
-        for times in ([repeat[0] for repeat in repeats] for repeats in measured.values())
-    )
-    return spreads[len(spreads) // 2]
 
 
 def _name(point: ProfilePoint) -> str:

@@ -85,6 +85,7 @@ class Engine:
         self.model_config = runtime.model
         self.max_model_len = runtime.max_model_len
         self.device_name = runtime.device.type
+        self._eager_layer_ms = runtime.gpu.eager_layer_ms
         self.memory = built.memory
         self.partition_backend = built.partition_backend
         self.capture = built.capture
@@ -144,6 +145,7 @@ class Engine:
             max_batch_sizes=max_batch_sizes(executor),
             model=self._performance,
             corrections=self._corrections,
+            eager_layer_ms=self._eager_layer_ms,
         )
         return EngineCore(
             executor,

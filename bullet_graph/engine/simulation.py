@@ -32,21 +32,15 @@ HOST_OVERHEAD_MS = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSettings:
-    """The engine to simulate.
+    """The engine to simulate; fields of :class:`~bullet_graph.config.EngineConfig` mean the same here.
 
     Attributes:
-        policy: how prefill and decode share the device.
         kv_cache_tokens: tokens that the KV cache holds, at least ``max_model_len``.
-        max_model_len: most tokens of a prompt and its output together.
-        max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: most rows of one forward with prompt tokens in it.
         decode_sms: sizes of the decode lane to choose from; None: all in the performance model.
-        prompt_order: of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
         capture_plan: which CUDA graphs exist, and thereby the sizes of the decode lane; None: all of them.
         host_overhead_ms: host time per launch.
-        time_noise: relative spread of the device's times around the prediction; see
+        time_noise: relative spread of the device's times around the prediction, from ``seed``; see
             :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`.
-        seed: of that noise.
 
     Raises:
         ConfigError: at construction, for numbers out of range.
@@ -88,8 +82,6 @@ class SimulatedEngine:
 
     Args:
         model: gives the time of each step, and the planner's predictions.
-        settings: of the engine.
-        trace: records every decision, launch and finished request.
         on_step: called with every finished launch.
 
     Raises:
@@ -142,11 +134,9 @@ class SimulatedEngine:
         )
 
     def now(self) -> float:
-        """Virtual seconds since the engine was made."""
         return self._executor.now()
 
     def sleep_until(self, time_s: float) -> None:
-        """Let time pass with nothing to do."""
         self._executor.sleep_until(time_s)
 
     def add_request(
@@ -168,7 +158,6 @@ class SimulatedEngine:
         self._core.add(Request(request_id, token_ids, [Sample(sequence, None)], output_kind, arrival, slo))
 
     def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has something to do."""
         return self._core.has_work()
 
     def step(self, until_s: float | None = None) -> list[RequestOutput]:
@@ -176,7 +165,6 @@ class SimulatedEngine:
         return self._core.step(until_s)
 
     def stats(self) -> EngineStats:
-        """Counters and state now."""
         return self._core.stats()
 
 
@@ -203,13 +191,9 @@ def simulate(
     """Serve a workload in virtual time, each request to its recorded length; the same arguments give the same result.
 
     Args:
-        model: of the device.
-        workload: lengths of the requests.
         arrivals: seconds, one for each request, not decreasing.
-        settings: of the engine.
         slo: targets of every request.
         max_concurrency: most requests under way at once; None is no limit.
-        trace: records every decision.
         on_step: called with every finished launch.
         on_done: called with each request's outcome.
 

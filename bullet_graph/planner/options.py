@@ -2,9 +2,10 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Literal, get_args
 
 from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs
@@ -15,16 +16,11 @@ ForwardKind = Literal["step", "slice"]
 """What a prediction was for: a forward with decode rows in it, or one of prompt rows alone."""
 
 
-class Corrections:
+class Corrections(dict[tuple[PolicyName, ForwardKind], float]):
     """Measured ÷ predicted time for each policy and kind of forward: a moving geometric mean that begins at 1."""
 
     def __init__(self) -> None:
-        self._factors: dict[tuple[PolicyName, ForwardKind], float] = {
-            (policy, kind): 1.0 for policy in get_args(PolicyName) for kind in get_args(ForwardKind)
-        }
-
-    def __getitem__(self, key: tuple[PolicyName, ForwardKind]) -> float:
-        return self._factors[key]
+        super().__init__(dict.fromkeys(product(get_args(PolicyName), get_args(ForwardKind)), 1.0))
 
     def observe(
         self,
@@ -38,27 +34,25 @@ class Corrections:
         if predicted_ms <= 0 or measured_ms <= 0:
             return
         ratio = _limited(measured_ms / predicted_ms, tuning.correction_limit)
-        factor = self._factors[policy, kind] * ratio**tuning.correction_weight
-        self._factors[policy, kind] = _limited(factor, tuning.correction_limit)
-
-    def as_dict(self) -> Mapping[tuple[PolicyName, ForwardKind], float]:
-        """A copy of all factors."""
-        return dict(self._factors)
+        factor = self[policy, kind] * ratio**tuning.correction_weight
+        self[policy, kind] = _limited(factor, tuning.correction_limit)
 
 
 def _limited(factor: float, limit: float) -> float:
     return min(max(factor, 1 / limit), limit)
 
 
-@dataclass(frozen=True, slots=True)
 class Predictor:
     """What all predictions share, whatever the load.
 
-    Attributes:
+    Args:
         model: of the device.
         corrections: of the model's times; they change.
-        tuning: the planner's constants.
         max_chunk_tokens: most rows of a forward; a mixed one may always have ``row_step`` prompt rows.
+        decode_sms: sizes of the decode lane, in SMs.
+        eager_layer_ms: host time to launch one layer.
+
+    Attributes:
         slice_layers: most layers of a slice that runs beside decode.
         whole_chunk: chunk size with the highest prefill rate on the whole GPU, in rows.
         lane_chunks: the same for the prefill lane, by SMs of the decode lane.
@@ -66,18 +60,8 @@ class Predictor:
             kernel, decode steps would wait for that, and no prediction includes it.
     """
 
-    model: PerformanceModel
-    corrections: Corrections
-    tuning: PlannerTuning
-    max_chunk_tokens: int
-    slice_layers: float
-    whole_chunk: int
-    lane_chunks: Mapping[int, int]
-    lane_waits_for_host: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: PerformanceModel,
         corrections: Corrections,
         tuning: PlannerTuning,
@@ -85,29 +69,21 @@ class Predictor:
         max_chunk_tokens: int,
         decode_sms: Sequence[int],
         eager_layer_ms: float,
-    ) -> "Predictor":
-        """Ask the model for the best chunk sizes.
-
-        Args:
-            decode_sms: sizes of the decode lane, in SMs.
-            eager_layer_ms: host time to launch one layer.
-        """
+    ) -> None:
+        self.model = model
+        self.corrections = corrections
+        self.tuning = tuning
+        self.max_chunk_tokens = max_chunk_tokens
+        self.slice_layers = tuning.split_launch_ms / eager_layer_ms
+        self.whole_chunk = model.wave_chunk_tokens(max_chunk_tokens)
         num_sms, lane = model.num_sms, min(max_chunk_tokens, tuning.lane_chunk_tokens)
+        self.lane_chunks = {
+            sms: model.wave_chunk_tokens(lane * (num_sms - sms) // num_sms, num_sms - sms)
+            for sms in decode_sms
+        }
         lane_tokens = model.wave_chunk_tokens(lane)
         lane_ms = model.prefill(lane_tokens, attention_pairs(lane_tokens)).ms
-        return cls(
-            model,
-            corrections,
-            tuning,
-            max_chunk_tokens,
-            tuning.split_launch_ms / eager_layer_ms,
-            model.wave_chunk_tokens(max_chunk_tokens),
-            {
-                sms: model.wave_chunk_tokens(lane * (num_sms - sms) // num_sms, num_sms - sms)
-                for sms in decode_sms
-            },
-            lane_ms < model.num_layers * eager_layer_ms,
-        )
+        self.lane_waits_for_host = lane_ms < model.num_layers * eager_layer_ms
 
     def decode_ms(self, batch_size: int, kv_tokens: int) -> float:
         """A decode step alone on the whole GPU."""
@@ -125,20 +101,18 @@ class Backlog:
     def __init__(self, load: Load, predictor: Predictor) -> None:
         self._load = load
         self._predictor = predictor
+        if load.chunk is not None:
+            self.tokens, self.layers_left = load.chunk.tokens, load.chunk.layers_left
+            return
         self._ends: list[int] = []
         self._pairs: list[float] = []
-        num_layers = predictor.model.num_layers
         tokens, pairs = 0, 0.0
-        if load.chunk is not None:
-            tokens = load.chunk.tokens
-        else:
-            for prompt in load.prompts:
-                tokens += prompt.tokens_left
-                pairs += attention_pairs(prompt.tokens_left, prompt.tokens_cached)
-                self._ends.append(tokens)
-                self._pairs.append(pairs)
-        self.tokens = tokens
-        self.layers_left = num_layers if load.chunk is None else load.chunk.layers_left
+        for prompt in load.prompts:
+            tokens += prompt.tokens_left
+            pairs += attention_pairs(prompt.tokens_left, prompt.tokens_cached)
+            self._ends.append(tokens)
+            self._pairs.append(pairs)
+        self.tokens, self.layers_left = tokens, predictor.model.num_layers
 
     def pairs(self, tokens: int) -> float:
         """(query, key) pairs of a chunk of the first ``tokens`` tokens, at most all of them."""
@@ -237,7 +211,6 @@ class Options:
 
     @cached_property
     def demand(self) -> Demand:
-        """What the deadlines that can be met require of prefill."""
         return self.backlog.demand(self.prefill_ms_per_token)
 
     @cached_property

@@ -14,16 +14,14 @@ Bound = Literal["forced", "tpot", "ttft", "throughput", "nothing"]
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """The sequences that decode now.
+    """The sequences that decode now; without targets the times are infinite.
 
     Attributes:
-        batch_size: number of sequences.
         kv_tokens: tokens they attend to, all together.
-        budget_ms: longest constant interval between tokens that holds every TPOT target that can still be held;
-            infinite without targets.
+        budget_ms: longest constant interval between tokens that holds every TPOT target that can still be held.
         slack_ms: longest single wait for the next token after which decode alone on the whole GPU still holds every
-            such target; infinite without targets.
-        target_ms: the tightest TPOT target among them; infinite without targets.
+            such target.
+        target_ms: the tightest TPOT target among them.
     """
 
     batch_size: int
@@ -38,7 +36,6 @@ class PromptLoad:
     """A prompt, or the rest of one, that is in no launched step.
 
     Attributes:
-        tokens_left: tokens still to prefill.
         tokens_cached: tokens before them, which are in the KV cache or in launched steps.
         deadline_s: when its first token is due, on the engine's clock; infinite without a target.
     """
@@ -70,11 +67,9 @@ class Load:
     """The work at one tick.
 
     Attributes:
-        now_s: on the engine's clock.
         decode: None when no sequence decodes.
         prompts: at most the first 64 waiting prompts, in the order to serve them.
         queued_tokens: tokens of all waiting prompts.
-        chunk: the chunk under way, or None.
         steps_left: decode steps that the longest output may still take; known if the longest outputs come first,
             else None.
     """
@@ -92,7 +87,6 @@ class Option:
     """A weighed way to share the GPU.
 
     Attributes:
-        policy: its policy.
         decode_sms: SMs of the decode lane in ``split``; None for the whole GPU.
         chunk_tokens: rows of the prefill chunk.
         slice_layers: layers of a slice in ``split``; 0 elsewhere.
@@ -121,17 +115,14 @@ class Plan:
     """How the next launches share the GPU.
 
     Attributes:
-        policy: the policy chosen.
         decode: whether decode steps may be launched.
         prefill_lane: lane of the prompt rows: ``decode`` puts whole chunks into the decode lane's forwards
             (``serial``, ``solo``, ``mixed``), ``prefill`` runs them in slices of layers on their own lane
             (``split``, and ``solo`` while a chunk is under way there).
         chunk_tokens: most prompt rows of the next chunk; 0 starts none.
         slice_layers: layers of each slice launched on the prefill lane.
-        partition: of both lanes.
-        decode_ms: predicted device time of the decode lane's next forward; None without a prediction.
-        slice_ms: predicted device time of the next slice; None without a prediction.
-        bound: reason of the choice.
+        decode_ms, slice_ms: predicted device times of the decode lane's next forward and of the next slice; None
+            without a prediction.
         options: the weighed options; empty if there was no choice.
     """
 

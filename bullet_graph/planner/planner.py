@@ -18,7 +18,6 @@ class Planner:
     """Turns a load into a plan. It remembers corrections of the model, its last choice, and how long prefill paused.
 
     Args:
-        policy: the policy to follow.
         max_chunk_tokens: most rows of a forward with prompt tokens in it; ``row_step`` prompt rows may always join
             decode rows.
         decode_sms: sizes of the decode lane, in SMs, that have captured graphs and that the model knows.
@@ -26,12 +25,8 @@ class Planner:
         corrections: learned before; None begins with none.
         max_batch_sizes: most rows of a decode step on a lane, by its SMs; a lane that is not in it takes any.
         eager_layer_ms: host time to launch one layer kernel by kernel.
-        tuning: the planner's constants.
 
     Attributes:
-        policy: as given.
-        model: as given.
-        tuning: as given.
         max_rows: most rows of a forward with prompt tokens in it under the policy; see ``max_chunk_tokens``.
 
     Raises:
@@ -73,7 +68,7 @@ class Planner:
         self._predictor: Predictor | None = None
         self._ms_per_token = 0.0
         if model is not None:
-            self._predictor = Predictor.of(
+            self._predictor = Predictor(
                 model,
                 self._corrections,
                 tuning,
@@ -91,7 +86,7 @@ class Planner:
     @property
     def corrections(self) -> Mapping[tuple[PolicyName, ForwardKind], float]:
         """Measured ÷ predicted time for each policy and kind of forward; 1 before anything was measured."""
-        return self._corrections.as_dict()
+        return dict(self._corrections)
 
     @property
     def prefill_ms_per_token(self) -> float:
@@ -104,13 +99,11 @@ class Planner:
         return self._predictor.decode_ms(batch_size, kv_tokens)
 
     def observe(self, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
-        """Correct later predictions by one measurement; times of 0 are ignored.
+        """Correct later predictions by one measurement on the device; times of 0 are ignored.
 
         Args:
-            policy: of the plan.
             kind: ``step`` for a forward with decode rows, ``slice`` for prompt rows alone, on whichever lane.
             predicted_ms: as in the plan, so already corrected.
-            measured_ms: on the device.
         """
         self._corrections.observe(policy, kind, predicted_ms, measured_ms, self.tuning)
 
@@ -132,7 +125,11 @@ class Planner:
     def _choose(self, load: Load) -> Plan:
         decode, predictor = load.decode, self._predictor
         if not load.prompts and load.chunk is None:
-            return self._decode_only(decode)
+            if decode is None or predictor is None:
+                return Plan("solo", decode=decode is not None)
+            return Plan(
+                "solo", decode=True, decode_ms=predictor.decode_ms(decode.batch_size, decode.kv_tokens)
+            )
         if predictor is None:
             return self._unpredicted(decode)
         backlog = Backlog(load, predictor)
@@ -140,10 +137,8 @@ class Planner:
             rows = min(self.max_rows, backlog.tokens)
             ms = self._alone_ms(backlog, rows, "serial")
             return Plan("serial", decode=False, chunk_tokens=rows, decode_ms=ms, bound="forced")
-        if decode is None:
-            return self._prefill_only(load, backlog, predictor)
-        if load.chunk is not None and not self._lanes_for(decode.batch_size):
-            # No lane has a graph for so many rows: decode waits until the chunk is done.
+        # If no lane has a graph for so many rows, decode waits until the chunk is done.
+        if decode is None or (load.chunk is not None and not self._lanes_for(decode.batch_size)):
             return self._prefill_only(load, backlog, predictor)
         options = Options(load, decode, backlog, predictor)
         if self.policy.name == "auto":
@@ -151,11 +146,6 @@ class Planner:
         return self._follow(self._forced(options, load), options, load, "forced")
 
     # ---- one phase only, or no predictions ----
-
-    def _decode_only(self, decode: DecodeLoad | None) -> Plan:
-        if decode is None or self._predictor is None:
-            return Plan("solo", decode=decode is not None)
-        return Plan("solo", decode=True, decode_ms=self.decode_ms(decode.batch_size, decode.kv_tokens))
 
     def _unpredicted(self, decode: DecodeLoad | None) -> Plan:
         """``serial`` and ``mixed`` without a model."""

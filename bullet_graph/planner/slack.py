@@ -20,11 +20,9 @@ PREPARE_SHARE = 0.25
 
 
 class QueuedPrompt(NamedTuple):
-    """A prompt, or the rest of one, that waits.
+    """A prompt, or the rest of one, that waits; times are on the engine's clock.
 
     Attributes:
-        tokens_left: tokens still to prefill.
-        arrival_s: its arrival, on the engine's clock.
         deadline_s: when its first token is due; infinite without a target.
         started: part of it is prefilled.
         resumed: it has emitted tokens before and is recomputed after a preemption.
@@ -52,13 +50,10 @@ def decode_load(
     would miss its target even if nothing but decode ran is lost: it limits neither budget nor slack.
 
     Args:
-        rows: at least the sequences with a target.
-        batch_size: all sequences that decode.
-        kv_tokens: tokens that all of them attend to.
+        rows: at least the sequences with a target; ``batch_size`` and ``kv_tokens`` are of all that decode.
         now_s: when the interval to the next token begins: now, or when the tokens in flight are expected.
         solo_ms: time of a decode step of (batch size, tokens attended to) alone on the whole GPU. With None, no
             sequence is lost, and the slack is the budget.
-        tuning: the planner's constants.
     """
     budget_horizon, slack_horizon = tuning.budget_horizon_tokens, tuning.slack_horizon_tokens
     lost_horizon, reserve_tokens = tuning.lost_horizon_tokens, tuning.reserve_tokens
@@ -105,10 +100,8 @@ def order_prompts(
     3. the late ones by arrival.
 
     Args:
-        prompts: in any order.
         now_s: on the clock of arrivals and deadlines.
         ms_per_token: prefill time per token, at the rate at which prompts are really served.
-        tuning: the planner's constants.
     """
     arrival = [p.arrival_s for p in prompts]
     resumed = sorted((i for i, p in enumerate(prompts) if p.resumed), key=arrival.__getitem__)
@@ -118,8 +111,10 @@ def order_prompts(
     starving: list[int] = []
     patient: list[int] = []
     for i in others:
-        waited_s = now_s - arrival[i]
-        is_starving = waited_s > tuning.patience_s and waited_s > _patience_s(prompts[i], tuning)
+        waited_s, allowance_s = now_s - arrival[i], prompts[i].deadline_s - arrival[i]
+        is_starving = waited_s > tuning.patience_s and (
+            allowance_s == math.inf or waited_s > tuning.patience_allowances * allowance_s
+        )
         (starving if is_starving else patient).append(i)
     urgency = [(p.deadline_s, not p.started, p.arrival_s) for p in prompts]
     patient.sort(key=urgency.__getitem__)
@@ -143,12 +138,6 @@ def order_prompts(
     )
 
 
-def _patience_s(prompt: QueuedPrompt, tuning: PlannerTuning) -> float:
-    if prompt.deadline_s == math.inf:
-        return tuning.patience_s
-    return max(tuning.patience_s, tuning.patience_allowances * (prompt.deadline_s - prompt.arrival_s))
-
-
 def spare_ms(
     load: Load, awaited_s: Iterable[tuple[float, float]], *, ms_per_token: float, layers: int
 ) -> float:
@@ -160,8 +149,7 @@ def spare_ms(
     Args:
         load: whose slack counts every sequence with a target.
         awaited_s: when each token in flight that the slack does not count is expected, and when it is due.
-        ms_per_token: prefill time per token.
-        layers: number of layers of the model.
+        layers: of the model.
     """
     spare = float("inf") if load.decode is None else load.decode.slack_ms
     ends = [((due_s - end_s) * 1e3) for end_s, due_s in awaited_s]
@@ -182,7 +170,6 @@ class PreparationPace:
         self._not_before_s = 0.0
 
     def may_begin(self, now_s: float) -> bool:
-        """Whether the last capture is long enough ago."""
         return now_s >= self._not_before_s
 
     def note(self, start_s: float, end_s: float) -> None:

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,12 +33,7 @@ _AHEAD = 2
 
 
 class FedLane:
-    """Keeps a stream busy and records when each piece of work finished.
-
-    Args:
-        stream: bound to its SMs meanwhile.
-        launch: enqueues one piece of work on the current stream.
-    """
+    """Keeps a stream busy with what ``launch`` enqueues, and records when each piece of work finished."""
 
     def __init__(self, stream: torch.cuda.Stream, launch: Callable[[], object]) -> None:
         self._stream = stream
@@ -48,7 +43,6 @@ class FedLane:
 
     @property
     def has_enough(self) -> bool:
-        """Whether enough intervals have been measured."""
         return len(self._done) > MIN_INTERVALS
 
     def poll(self) -> None:
@@ -58,9 +52,8 @@ class FedLane:
 
     def feed(self, until_s: float) -> None:
         """Launch if there is room and the work in flight may finish before ``until_s``."""
-        if len(self._pending) == _AHEAD or (
-            self._launched > MIN_INTERVALS and self._busy_until_s() > until_s
-        ):
+        launched = len(self._done) + len(self._pending)
+        if len(self._pending) == _AHEAD or (launched > MIN_INTERVALS and self._busy_until_s() > until_s):
             return
         with torch.cuda.stream(self._stream):
             self._launch()
@@ -75,10 +68,6 @@ class FedLane:
             ends = [event for event, _ in self._done[-MIN_INTERVALS - 1 :]]
         return float(ends[0].elapsed_time(ends[-1])) / (len(ends) - 1)
 
-    @property
-    def _launched(self) -> int:
-        return len(self._done) + len(self._pending)
-
     def _busy_until_s(self) -> float:
         if len(self._done) < 2:
             return 0.0
@@ -87,11 +76,7 @@ class FedLane:
 
 
 def run_burst(lanes: Sequence[FedLane], burst_s: float) -> tuple[float, ...]:
-    """Keep the lanes busy side by side for ``burst_s`` after a warm-up, and longer if steps are slow.
-
-    Returns:
-        Time of a step of each lane, in ms.
-    """
+    """Each lane's time of a step, in ms, with all lanes busy for ``burst_s`` after a warm-up, or longer if needed."""
     start_s = time.perf_counter()
     end_s = start_s + WARM_S + burst_s
     while (now_s := time.perf_counter()) < end_s or not all(lane.has_enough for lane in lanes):
@@ -109,8 +94,6 @@ class Workbench:
 
     Args:
         decoder: weights and cache on the GPU; the cache is filled with random numbers.
-        backend: gives the lanes their streams.
-        num_kv_blocks: blocks of the cache.
         limits: of the points that will be measured.
         seed: of the prompts and of the order of the blocks.
     """
@@ -164,10 +147,6 @@ class Workbench:
 
     def capture(self, points: Sequence[ProfilePoint], *, progress: bool) -> int:
         """Compile, and capture the decode graphs of these points; returns their number."""
-
-        def stream_for(partition: SmPartition) -> torch.cuda.Stream:
-            return self._stream("decode", partition)
-
         keys = {
             GraphKey(bucket_for(point.batch_size, self._graphs.batch_sizes), self._partition(point))
             for point in points
@@ -178,40 +157,34 @@ class Workbench:
         ordered = sorted(keys, key=lambda key: (-key.batch_size, key.partition.decode_tpcs or 0))
         with progress_bar(progress, total=len(keys), desc="Capturing decode graphs", unit="graph") as advance:
             for key in ordered:
-                self._graphs.capture_one(key, stream_for(key.partition))
+                self._graphs.capture_one(key, self._stream("decode", key.partition))
                 advance(1)
         if any(point.kind == "mixed" for point in points):
-            with torch.cuda.stream(stream_for(WHOLE_GPU)):
+            with torch.cuda.stream(self._stream("decode", WHOLE_GPU)):
                 self._layer_graphs.capture(progress=progress)
         torch.cuda.synchronize()
         return len(keys)
 
     def measure(self, point: ProfilePoint, burst_s: float) -> tuple[float, ...]:
-        """Measure a point once.
-
-        Returns:
-            The step's time in ms; for a split that of a decode step and that of a prefill forward.
-        """
+        """Measure a step's time once, in ms; for a split that of a decode step and that of a prefill forward."""
         partition = self._partition(point)
         lanes: list[FedLane] = []
         if point.kind in ("decode", "split"):
             inputs = self._decode_inputs(point)
-            stream = self._stream("decode", partition)
-            lanes.append(FedLane(stream, lambda: self._graphs.run(inputs, partition)))
+            lanes.append(
+                FedLane(self._stream("decode", partition), lambda: self._graphs.run(inputs, partition))
+            )
         if point.kind == "mixed":
             # A forward with decode rows in it runs on the decode lane, as in the engine.
-            rows = lay_out(self._chunk(point), self._decode_batch(point), KV_BLOCK_TOKENS)
-            stream = self._stream("decode", partition)
-            lanes.append(FedLane(stream, lambda: self._eager.run(rows)))
+            mixed = lay_out(self._chunk(point), self._decode_batch(point), KV_BLOCK_TOKENS)
+            lanes.append(FedLane(self._stream("decode", partition), lambda: self._eager.run(mixed)))
         if point.kind in ("prefill", "split"):
-            lanes.append(self._prefill_lane(point, partition))
+            chunk = lay_out(self._chunk(point), None, KV_BLOCK_TOKENS)
+            # On the whole GPU as on the decode lane, with piecewise graphs.
+            whole_gpu = partition == WHOLE_GPU
+            stream = self._stream("prefill", partition)
+            lanes.append(FedLane(stream, lambda: self._eager.run(chunk, whole_gpu=whole_gpu)))
         return run_burst(lanes, burst_s)
-
-    def _prefill_lane(self, point: ProfilePoint, partition: SmPartition) -> FedLane:
-        rows = lay_out(self._chunk(point), None, KV_BLOCK_TOKENS)
-        # On the whole GPU as on the decode lane, with piecewise graphs.
-        whole_gpu = partition == WHOLE_GPU
-        return FedLane(self._stream("prefill", partition), lambda: self._eager.run(rows, whole_gpu=whole_gpu))
 
     def _stream(self, lane: Lane, partition: SmPartition) -> torch.cuda.Stream:
         return lane_stream(self._backend, lane, partition, self._device)
@@ -250,14 +223,8 @@ class Workbench:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class OpenWorkbench:
-    """A model ready to be measured.
-
-    Attributes:
-        bench: measures points.
-        partition_backend: what confines the lanes, and why.
-    """
+class OpenWorkbench(NamedTuple):
+    """A model ready to be measured, and what confines its lanes, and why."""
 
     bench: Workbench
     partition_backend: str

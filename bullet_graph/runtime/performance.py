@@ -9,7 +9,6 @@ from platformdirs import user_data_path
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import PerfTableError
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
-from bullet_graph.hardware import GENERIC, gpu_spec
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
@@ -51,8 +50,7 @@ def find_performance(
     """
     name = config.perf_table
     if name == ROOFLINE:
-        gpu, num_sms = _device(runtime)
-        return Roofline(gpu_spec(gpu, num_sms), runtime.model, dtype_bytes=runtime.dtype.itemsize)
+        return Roofline(runtime.gpu, runtime.model, dtype_bytes=runtime.dtype.itemsize)
     policy = config.policy
     sized_by_target = (
         policy.name == "mixed" and policy.chunk_tokens is None and config.slo.tpot_ms is not None
@@ -104,23 +102,12 @@ def table_file(config: EngineConfig, runtime: "Runtime") -> Path | None:
     return None
 
 
-def _device(runtime: "Runtime") -> tuple[str, int]:
-    if runtime.device.type == "cpu":
-        return GENERIC.name, GENERIC.num_sms
-    key = table_key(runtime, "")
-    return key.gpu, key.num_sms
-
-
 def table_key(runtime: "Runtime", model: str) -> TableKey:
-    """The key of tables that are valid for this runtime, which must be on a GPU.
-
-    Args:
-        model: the preset's name, or the model folder.
-    """
+    """The key of tables that are valid for this runtime, which must be on a GPU; ``model`` is the preset's name."""
     versions = {name: installed_version(package) for name, package in _KERNEL_LIBRARIES.items()}
     return TableKey(
-        gpu=runtime.gpu_name,
-        num_sms=runtime.num_sms,
+        gpu=runtime.gpu.name,
+        num_sms=runtime.gpu.num_sms,
         model=model if runtime.folder is None else runtime.folder.resolve().name,
         shape=shape_numbers(runtime.model),
         dtype=str(runtime.dtype).removeprefix("torch."),
@@ -128,11 +115,7 @@ def table_key(runtime: "Runtime", model: str) -> TableKey:
     )
 
 
-def user_tables_folder() -> Path:
-    """Default folder of this user's tables."""
-    return user_data_path("bullet_graph") / "perf_tables"
-
-
 def user_table_file(key: TableKey) -> Path:
     """File of this user's table for ``key``, named as the shipped tables are."""
-    return user_tables_folder() / table_file_name(key.gpu, key.model, key.dtype)
+    folder = user_data_path("bullet_graph") / "perf_tables"
+    return folder / table_file_name(key.gpu, key.model, key.dtype)

@@ -50,13 +50,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a profile will measure, decided before anything is allocated.
-
-    Attributes:
-        config: with the sizes of the decode lane.
-        runtime: with a length limit no longer than is measured.
-        ledger: of the memory.
-    """
+    """What a profile will measure, decided before anything is allocated."""
 
     config: EngineConfig
     runtime: Runtime
@@ -64,7 +58,6 @@ class Prepared:
 
     @property
     def limits(self) -> ProfileLimits:
-        """Limits of the points that can be measured."""
         return ProfileLimits(
             self.config.max_num_seqs,
             self.config.max_num_batched_tokens,
@@ -100,7 +93,6 @@ class Pass:
     """One round over all points.
 
     Attributes:
-        seconds: its duration.
         burst_s: measured part of a burst.
         num_points: points measured; fewer if an earlier run had done some.
         device: clocks and power meanwhile.
@@ -110,6 +102,14 @@ class Pass:
     burst_s: float
     num_points: int
     device: DeviceReport
+
+    def __str__(self) -> str:
+        figures = ((self.device.sm_clock_mhz, "MHz"), (self.device.power_w, "W"))
+        return f"{self.num_points} bursts in {self.seconds:.0f} s" + "".join(
+            f", {values.mean:,.0f} {unit} ({values.min:,.0f}–{values.max:,.0f})"
+            for values, unit in figures
+            if values is not None
+        )
 
 
 @torch.inference_mode()
@@ -128,7 +128,6 @@ def profile_model(
     Results are saved beside the file after each pass and on an interrupt, and the next call continues from there.
 
     Args:
-        prepared: model, dtype, limits, partitions and seed.
         time_budget_s: for the measurements, without loading and capturing.
         file: file of the table; None for this user's own table of GPU, model and dtype.
         overwrite: replace an existing file.
@@ -162,12 +161,14 @@ def profile_model(
     )
     partial = file.with_name(f"{file.stem}.partial.json")
     measured: Repeats = {point: [] for point in plan.points}
-    provenance: dict[str, Any] = {**dataclasses.asdict(collect_provenance("cuda")), "passes": []}
+    passes: list[dict[str, Any]] = []
     if partial.exists() and not restart:
         before, measured = _resume(partial, key, plan)
-        provenance["passes"] = list(before.provenance.get("passes", ()))
+        passes += before.provenance.get("passes", ())
         tell(f"going on with {partial}: {sum(map(len, measured.values()))} bursts are done")
-    provenance |= {
+    provenance: dict[str, Any] = {
+        **dataclasses.asdict(collect_provenance("cuda")),
+        "passes": passes,
         "seed": config.seed,
         "load_format": config.load_format,
         "decode_sms": list(config.decode_sms),
@@ -185,14 +186,14 @@ def profile_model(
         )
 
     with open_workbench(prepared, progress=progress) as opened:
-        provenance["partition_backend"] = opened.partition_backend
+        bench, provenance["partition_backend"] = opened
         tell(f"partitions: {opened.partition_backend}")
-        num_graphs = opened.bench.capture(plan.points, progress=progress)
+        num_graphs = bench.capture(plan.points, progress=progress)
         tell(f"{num_graphs} decode graphs captured")
         try:
-            for done in _measure(opened.bench, plan, measured, time_budget_s, progress):
-                provenance["passes"].append(dataclasses.asdict(done))
-                tell(_describe(done))
+            for done in _measure(bench, plan, measured, time_budget_s, progress):
+                passes.append(dataclasses.asdict(done))
+                tell(str(done))
                 write_table(table(complete=False), partial)
         except BaseException:
             # Above all Ctrl-C: the results took minutes.
@@ -273,13 +274,4 @@ def _costs(runtime: Runtime) -> StepCosts:
         flops_per_token=2 * weights / size,
         weight_bytes=weights,
         kv_bytes_per_token=kv_cache_bytes_per_token(runtime.model, dtype_bytes=size),
-    )
-
-
-def _describe(done: Pass) -> str:
-    clock, power = done.device.sm_clock_mhz, done.device.power_w
-    return f"{done.num_points} bursts in {done.seconds:.0f} s" + "".join(
-        f", {values.mean:,.0f} {unit} ({values.min:,.0f}–{values.max:,.0f})"
-        for values, unit in ((clock, "MHz"), (power, "W"))
-        if values is not None
     )

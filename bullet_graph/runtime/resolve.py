@@ -9,6 +9,7 @@ import torch
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError, UnsupportedModelError
+from bullet_graph.hardware import GENERIC, GpuSpec, gpu_spec
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS_OF_BYTES, resolve_model
 from bullet_graph.models.tokenizer import Tokenizer, byte_tokenizer
@@ -41,9 +42,12 @@ class Runtime:
     max_model_len: int
 
     @property
-    def gpu_name(self) -> str:
-        """As CUDA reports it."""
-        return torch.cuda.get_device_properties(self.device).name
+    def gpu(self) -> GpuSpec:
+        """Facts about the GPU; on the CPU those of a generic one."""
+        if self.device.type == "cpu":
+            return GENERIC
+        properties = torch.cuda.get_device_properties(self.device)
+        return gpu_spec(properties.name, properties.multi_processor_count)
 
     @property
     def num_sms(self) -> int:

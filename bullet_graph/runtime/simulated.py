@@ -50,13 +50,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A finished launch.
-
-    Attributes:
-        placement: its lane, partition and layers.
-        work: work of its whole step.
-        device_ms: its time on the device.
-    """
+    """A finished launch: its lane, partition and layers, the work of its whole step, and its time on the device."""
 
     placement: Placement
     work: StepWork
@@ -135,15 +129,13 @@ class SimulatedExecutor:
         return self._max_batch_sizes.get(partition)
 
     def padded_rows(self, rows: int) -> int:
-        """Times rise with rows without steps; see :meth:`Executor.padded_rows`."""
-        return rows
+        return rows  # times rise with rows without steps
 
     def prepare_next(self) -> bool:
-        """Nothing is captured; see :meth:`Executor.prepare_next`."""
         return False
 
     def launch(self, step: Step, placement: Placement) -> int:
-        """Enqueue a step; see :meth:`Executor.launch`.
+        """Enqueue a step.
 
         Raises:
             PartitionError: the partition is not in ``partitions``, has no times for this kind of step, or is too small
@@ -183,11 +175,7 @@ class SimulatedExecutor:
         return ticket in self._results
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
-        """See :meth:`Executor.wait_any`.
-
-        Raises:
-            KeyError: none of the tickets is in flight or waits to be read.
-        """
+        """See :meth:`Executor.wait_any`; KeyError: none of the tickets is in flight or waits to be read."""
         while True:
             for ticket in tickets:
                 if ticket in self._results:
@@ -205,14 +193,12 @@ class SimulatedExecutor:
         return self._results.pop(ticket)
 
     def now(self) -> float:
-        """Virtual seconds since the start."""
         return self._now_s
 
     def sleep_until(self, time_s: float) -> None:
         self._advance(time_s)
 
     def shutdown(self, failure: BaseException | None = None) -> None:
-        """Drop what is under way."""
         del failure
         for jobs in self._lanes.values():
             jobs.clear()
@@ -240,10 +226,7 @@ class SimulatedExecutor:
         return self._model.mixed(work.tokens, work.pairs, work.batch_size, work.kv_tokens).ms
 
     def _beside_ms(self, decode: _Job, prefill: _Job) -> dict[Lane, float]:
-        """Times of both lanes' whole steps while both run.
-
-        After a change of the split the lanes may be on two partitions: each then has the time of its own.
-        """
+        """Times of both lanes' whole steps while both run; if they are on two partitions, each on its own."""
         decode_tpcs = decode.placement.partition.decode_tpcs
         prefill_tpcs = prefill.placement.partition.prefill_tpcs
         if decode_tpcs is None or prefill_tpcs is None:

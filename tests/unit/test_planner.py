@@ -233,15 +233,15 @@ class TestCorrections:
         """Every predicted time takes the factor of its policy and kind, and no other."""
         plain, corrected = planner("split:48"), planner("split:48")
         for kind, factor in (("step", 1.5), ("slice", 0.75)):
-            corrected._corrections._factors["split", kind] = factor
+            corrected._corrections["split", kind] = factor
         load = load_of(decoding(64), 8000)
         (before,), (after,) = plain.plan(load).options, corrected.plan(load).options
         assert after.interval_ms == pytest.approx(1.5 * before.interval_ms)
         assert after.prefill_tokens_per_s == pytest.approx(before.prefill_tokens_per_s / 0.75)
         mixed = planner("mixed:512")
         before_ms = mixed.plan(load).decode_ms
-        mixed._corrections._factors["mixed", "step"] = 1.5
-        mixed._corrections._factors["mixed", "slice"] = 0.75
+        mixed._corrections["mixed", "step"] = 1.5
+        mixed._corrections["mixed", "slice"] = 0.75
         assert mixed.plan(load).decode_ms == pytest.approx(1.5 * before_ms)
 
     def test_they_converge_on_the_ratio(self) -> None:

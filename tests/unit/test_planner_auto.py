@@ -209,10 +209,10 @@ class TestAuto:
             "slice",
         ):  # bring the rival, a lane policy, some per cent ahead, all things counted
             gap = chosen(first).throughput * 1.06 / (rival.throughput * TUNING.lane_share)
-            auto._corrections._factors[rival.policy, kind] = 1 / gap
+            auto._corrections[rival.policy, kind] = 1 / gap
         assert auto.plan(load).policy == first.policy
         fresh = planner()
-        fresh._corrections._factors = auto._corrections._factors
+        fresh._corrections.update(auto._corrections)
         assert fresh.plan(load).policy == rival.policy
 
     def test_the_policy_that_stays_takes_its_best_chunk_not_its_largest(self) -> None:
@@ -237,7 +237,7 @@ class TestAuto:
             beside = max((o for o in paid.options if o.policy == policy), key=lambda o: o.throughput)
             slower = 1.01 * beside.throughput / (TUNING.beside_gain * first.throughput)
             for kind in ("step", "slice"):
-                auto._corrections._factors[policy, kind] = slower
+                auto._corrections[policy, kind] = slower
         plan = auto.plan(load)
         assert (plan.policy, plan.decode, plan.bound) == ("solo", False, "throughput")
         assert plan.chunk_tokens == first.chunk_tokens > 2000
