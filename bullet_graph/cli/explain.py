@@ -1,6 +1,5 @@
 """``bullet-graph explain``: sums up a decision trace in tables, JSON and pictures."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bullet_graph.cli.result_file import check_plot_file, check_result_file
+from bullet_graph.cli.result_file import check_plot_file, check_result_file, print_json
 from bullet_graph.cli.tables import print_line, table_of
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.chrome_trace import to_chrome_trace
@@ -68,7 +67,7 @@ def explain(
         text = json.dumps(to_chrome_trace(trace, window), separators=(",", ":"), allow_nan=False)
         chrome_trace.write_text(text, encoding="utf-8")
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(summary), indent=2, allow_nan=False))
+        print_json(summary)
     else:
         _print(summary)
         for path in filter(None, (chrome_trace, timeline)):

@@ -32,13 +32,13 @@ _BENCH_COMMANDS = {
 }
 
 _CAPTURE_COMMANDS = {
-    "build": ("capture.build:build", "Compile and collect what an engine needs, so that it starts fast."),
-    "explain": ("capture.entries:explain", "Explain why entries fit this machine or do not."),
-    "export": ("capture.entries:export", "Write an entry into one file."),
-    "import": ("capture.entries:import_", "Place an exported entry into the store."),
-    "list": ("capture.entries:list_", "List the entries, or show one."),
-    "plan": ("capture.plan:plan", "Propose what to capture for a workload."),
-    "prune": ("capture.entries:prune", "Remove entries that are no longer needed."),
+    "build": ("capture:build", "Compile and collect what an engine needs, so that it starts fast."),
+    "explain": ("capture:explain", "Explain why entries fit this machine or do not."),
+    "export": ("capture:export", "Write an entry into one file."),
+    "import": ("capture:import_", "Place an exported entry into the store."),
+    "list": ("capture:list_", "List the entries, or show one."),
+    "plan": ("capture_plan:plan", "Propose what to capture for a workload."),
+    "prune": ("capture:prune", "Remove entries that are no longer needed."),
 }
 
 

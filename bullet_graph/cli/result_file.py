@@ -1,5 +1,6 @@
 """Results: checked before a run, printed as a table or JSON, and written to a file whole or not at all."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -88,6 +89,11 @@ def command_line() -> list[str]:
 def to_json(fields: Mapping[str, Any]) -> str:
     """A result as JSON text, with its own command line as ``argv``; ValueError for a figure that is not finite."""
     return json.dumps({**fields, "argv": fields.get("argv", command_line())}, indent=2, allow_nan=False)
+
+
+def print_json(value: object) -> None:
+    """Print a value, which may hold dataclasses, as JSON."""
+    click.echo(json.dumps(value, default=dataclasses.asdict, indent=2, allow_nan=False))
 
 
 def emit(fields: Mapping[str, Any], path: Path | None, *, as_json: bool, show: Callable[[], object]) -> None:

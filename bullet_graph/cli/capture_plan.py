@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bullet_graph.cli.options import setting_options
+from bullet_graph.cli.options import FILE, setting_options
 from bullet_graph.cli.replay_options import (
     burstiness_option,
     num_prompts_option,
@@ -19,16 +20,15 @@ from bullet_graph.cli.replay_options import (
 )
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.cli.simulator import Simulator
+from bullet_graph.cli.tables import table_of
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.capture_proposal import PIECEWISE, Budget, CaptureUsage, GroupKey, SizeUse, propose
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, format_plan
-from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.runtime.capture_plan import max_forward_rows
 from bullet_graph.workloads import Arrivals
 
 _GB = 1e9
-_ROW_BINS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @click.command()
@@ -69,7 +69,7 @@ _ROW_BINS = (64, 128, 256, 512, 1024, 2048, 4096)
 @setting_options("seed")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=FILE,
     metavar="FILE.toml",
     help="Write the plan to this file.  [default: to stdout, and the tables to stderr]",
 )
@@ -105,8 +105,9 @@ def plan(
     arrivals = Arrivals(request_rate=request_rate, burstiness=burstiness, seed=config.seed)
     simulator = Simulator(gpu=gpu, config=config, trace=trace, num_prompts=num_prompts, arrivals=arrivals)
     with progress_bar(not as_json and sys.stderr.isatty(), unit="req") as advance:
-        proposal = Proposal.make(simulator, Budget(memory_gb * _GB, time_s), lambda _: advance(1))
-    text = format_plan(proposal.plan, proposal.notes())
+        proposal = Proposal(simulator, Budget(memory_gb * _GB, time_s), lambda _: advance(1))
+    notes = proposal.notes()
+    text = format_plan(proposal.plan, notes)
     if output is not None:
         write_result_file(output, text.rstrip("\n"))
     if as_json:
@@ -114,34 +115,26 @@ def plan(
         return
     console = Console(stderr=output is None)
     console.print(proposal.title, markup=False, soft_wrap=True)
-    console.print(proposal.seen_table())
     console.print(proposal.size_table())
-    for note in proposal.notes()[2:]:
+    for note in notes[2:]:
         console.print(note, markup=False, soft_wrap=True)
     click.echo(text if output is None else f"wrote {output}", nl=output is not None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Proposal:
-    """A plan, and the steps it was made for."""
+    """A capture plan, and the steps it was made for: those of the workload with everything captured.
 
-    simulator: Simulator
-    budget: Budget
-    usage: CaptureUsage
-    default: CapturePlan
-    plan: CapturePlan
+    Raises:
+        ConfigError: the budget does not allow a single graph.
+    """
 
-    @classmethod
-    def make(cls, simulator: Simulator, budget: Budget, on_done: Any) -> "Proposal":
-        """Serve the workload with everything captured, and choose what its steps ask for.
-
-        Raises:
-            ConfigError: the budget does not allow a single graph.
-        """
+    def __init__(self, simulator: Simulator, budget: Budget, on_done: Callable[[object], object]) -> None:
         device, config = simulator.device, simulator.config
         policy = config.policy
         lanes = device.performance.decode_sms if policy.name in ("auto", "split") else ()
-        default = default_plan(
+        self.simulator = simulator
+        self.budget = budget
+        self.default = default_plan(
             model=Path(config.model).name,
             dtype=device.dtype,
             num_sms=device.performance.num_sms,
@@ -150,20 +143,21 @@ class Proposal:
             shape=device.model,
             decode_sms=lanes if policy.decode_sms is None else (policy.decode_sms,),
         )
-        usage = CaptureUsage(device.unpadded)
-        simulator.run(policy, capture_plan=default, on_done=on_done, on_step=usage.note)
-        return cls(simulator, budget, usage, default, propose(usage.groups(default), budget, like=default))
+        self.usage = CaptureUsage(device.unpadded)
+        simulator.run(policy, capture_plan=self.default, on_done=on_done, on_step=self.usage.note)
+        self.groups = self.usage.groups(self.default)
+        self.plan = propose(self.groups, budget, like=self.default)
 
     @property
     def title(self) -> str:
         """The workload and the device."""
-        device = self.simulator.device
+        simulator, device = self.simulator, self.simulator.device
         rate = {None: "its own times", math.inf: "once"}.get(
-            self.simulator.arrivals.request_rate, f"{self.simulator.arrivals.request_rate or 0:g} requests/s"
+            simulator.arrivals.request_rate, f"{simulator.arrivals.request_rate or 0:g} requests/s"
         )
         source = device.times if device.times.startswith("roofline") else f"a {device.times}"
-        served = f"{self.simulator.workload.name} at {rate}, {self.simulator.config.slo}"
-        return f"{served}, {self.simulator.config.model} on {device.gpu} ({source})"
+        served = f"{simulator.workload.name} at {rate}, {simulator.config.slo}"
+        return f"{served}, {simulator.config.model} on {device.gpu} ({source})"
 
     def notes(self) -> tuple[str, ...]:
         """Comments for the top of the plan's file."""
@@ -176,40 +170,38 @@ class Proposal:
             f"of the device's time, and {self._lost_percent(self.default):.2f} % without a plan.",
         )
 
-    def uses(self, plan: CapturePlan) -> dict[str, tuple[SizeUse, ...]]:
-        """What each captured size does, by group."""
-        return {
-            group.name: group.uses(_sizes(plan, key))
-            for key, group in self.usage.groups(self.default).items()
-        }
-
     def fields(self, text: str) -> dict[str, Any]:
         """The JSON's fields; a limit that is none, and the worth of a required size, are null."""
-        rate = self.simulator.arrivals.request_rate
-        total = self._num_steps()
+        usage, config, rate = self.usage, self.simulator.config, self.simulator.arrivals.request_rate
+        decode_steps = {
+            (sms, size): sums.num_steps for sms, sizes in usage.decode.items() for size, sums in sizes.items()
+        }
+        total = sum(decode_steps.values()) + sum(sums.num_steps for sums in usage.forwards.values())
         decode = [
             {"decode_sms": sms, "batch_size": size, "num_steps": n, "share": n / total}
-            for sms, sizes in sorted(self.usage.decode.items(), key=lambda item: item[0] or 0)
-            for size, n in sorted((size, sums.num_steps) for size, sums in sizes.items())
+            for (sms, size), n in sorted(decode_steps.items(), key=lambda item: (item[0][0] or 0, item[0][1]))
         ]
         forwards = [
             {"rows": rows, "num_steps": sums.num_steps, "share": sums.num_steps / total}
-            for rows, sums in sorted(self.usage.forwards.items())
+            for rows, sums in sorted(usage.forwards.items())
         ]
         groups = [
-            {"name": name, "sizes": [_finite_fields(use) for use in uses]}
-            for name, uses in self.uses(self.plan).items()
+            {
+                "name": name,
+                "sizes": [dataclasses.asdict(use) | {"worth_ms": _finite(use.worth_ms)} for use in uses],
+            }
+            for name, uses in self._uses().items()
         ]
-        num_layers = self.usage.model.num_layers
+        num_layers = usage.model.num_layers
         return self.simulator.describe() | {
-            "model": self.simulator.config.model,
-            "policy": str(self.simulator.config.policy),
+            "model": config.model,
+            "policy": str(config.policy),
             "request_rate": "trace" if rate is None else _finite(rate, "inf"),
             "budget": {
                 "memory_gb": _finite(self.budget.memory_bytes / _GB),
                 "time_s": _finite(self.budget.time_s),
             },
-            "device_ms": self.usage.device_ms,
+            "device_ms": usage.device_ms,
             "seen": {"decode": decode, "forwards": forwards},
             "plan": dataclasses.asdict(self.plan),
             "num_decode_graphs": self.plan.num_decode_graphs,
@@ -221,36 +213,10 @@ class Proposal:
             "toml": text,
         }
 
-    def seen_table(self) -> Table:
-        """Shares of the steps by rows: decode steps of each partition, and forwards with prompt tokens."""
-        counts = {
-            "whole GPU" if sms is None else f"{sms} SMs": {n: sums.num_steps for n, sums in sizes.items()}
-            for sms, sizes in sorted(self.usage.decode.items(), key=lambda item: item[0] or 0)
-        }
-        counts["with prompt tokens"] = {rows: sums.num_steps for rows, sums in self.usage.forwards.items()}
-        most = self.plan.max_num_seqs
-        bins = [size for size in batch_size_buckets(most) if size in (1, 8) or size % 32 == 0]
-        total = self._num_steps()
-        table = Table("rows", title=f"{total:,} steps on the decode lane, %", title_justify="left")
-        for name in counts:
-            table.add_column(name, justify="right")
-        before = 0.0
-        for end in (*sorted({*bins, most, *_ROW_BINS}), math.inf):
-            cells = [sum(n for size, n in sizes.items() if before < size <= end) for sizes in counts.values()]
-            if any(cells):
-                label = f"{before + 1:,.0f}–{end:,.0f}" if end < math.inf else f"more than {before:,.0f}"
-                table.add_row(
-                    "1" if end == 1 else label, *(f"{100 * n / total:.1f}" if n else "" for n in cells)
-                )
-            before = end
-        return table
-
     def size_table(self) -> Table:
         """The proposal's sizes: the steps that each serves, and the time lost without it."""
-        table = Table("captured for", title="The proposal", title_justify="left")
-        for name in ("rows", "steps", "unpadded, %", "worth, ms"):
-            table.add_column(name, justify="right")
-        for name, uses in self.uses(self.plan).items():
+        table = table_of("captured for", "rows", "steps", "unpadded, %", "worth, ms", title="The proposal")
+        for name, uses in self._uses().items():
             for use in uses:
                 exact = f"{100 * use.num_exact / use.num_steps:.0f}" if use.num_steps else ""
                 worth = "required" if math.isinf(use.worth_ms) else f"{use.worth_ms:,.1f}"
@@ -258,13 +224,12 @@ class Proposal:
             table.add_section()
         return table
 
-    def _num_steps(self) -> int:
-        decode = sum(sums.num_steps for sizes in self.usage.decode.values() for sums in sizes.values())
-        return decode + sum(sums.num_steps for sums in self.usage.forwards.values())
+    def _uses(self) -> dict[str, tuple[SizeUse, ...]]:
+        """What each captured size does, by group."""
+        return {group.name: group.uses(_sizes(self.plan, key)) for key, group in self.groups.items()}
 
     def _lost_percent(self, plan: CapturePlan) -> float:
-        groups = self.usage.groups(self.default)
-        lost_ms = sum(group.lost_ms(_sizes(plan, key), seen=True) for key, group in groups.items())
+        lost_ms = sum(group.lost_ms(_sizes(plan, key), seen=True) for key, group in self.groups.items())
         return 100 * lost_ms / self.usage.device_ms if self.usage.device_ms else 0.0
 
 
@@ -272,10 +237,6 @@ def _sizes(plan: CapturePlan, key: GroupKey) -> tuple[int, ...]:
     if key == PIECEWISE:
         return plan.piecewise_rows
     return next((entry.batch_sizes for entry in plan.decode if entry.decode_sms == key), ())
-
-
-def _finite_fields(use: SizeUse) -> dict[str, Any]:
-    return dataclasses.asdict(use) | {"worth_ms": _finite(use.worth_ms)}
 
 
 def _finite(value: float, infinite: str | None = None) -> float | str | None:

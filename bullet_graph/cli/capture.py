@@ -1,0 +1,464 @@
+"""``bullet-graph capture``: builds capture caches, and lists, explains, ships and prunes them."""
+
+import contextlib
+import json
+import re
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from bullet_graph.captures.archive import export_entry, import_archive
+from bullet_graph.captures.manifest import Difference
+from bullet_graph.captures.store import CaptureStore, Entry, Pruned, default_root
+from bullet_graph.cli.options import FILE, engine_options, parse_size, setting_options
+from bullet_graph.cli.result_file import check_result_file, print_json
+from bullet_graph.cli.tables import print_line, print_table, table_of
+from bullet_graph.config import EngineConfig
+from bullet_graph.errors import CacheError
+from bullet_graph.graphs.capture_plan import load_plan
+from bullet_graph.runtime.capture_build import build_entry
+from bullet_graph.runtime.capture_plan import plan_mapping
+from bullet_graph.runtime.fingerprint import fingerprint_of, on_this_machine
+from bullet_graph.runtime.memory import format_bytes
+from bullet_graph.runtime.resolve import resolve
+
+_EXIT_MISS = 1
+_AGE_UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
+
+cache_dir_option = click.option(
+    "--cache-dir",
+    "store",
+    metavar="DIR",
+    callback=lambda _, __, value: CaptureStore(default_root() if value is None else Path(value)),
+    help="The folder of capture caches.  [default: in your cache folder]",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+
+
+# ---- build ----
+
+
+@click.command()
+@engine_options(max_num_seqs=256, without=("trace_decisions", "capture_cache", "self_check"))
+@cache_dir_option
+@json_option
+def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
+    """Compile, tune and collect what an engine of these settings needs, so that its start compiles nothing.
+
+    An entry serves engines with the same model, dtype and capture plan. At the end, the logits of each captured batch
+    size are compared with those of the uncompiled model. On the CPU, --compile is implied.
+
+    \b
+    Examples:
+      bullet-graph capture build --model llama-3.1-8b
+      bullet-graph capture build --model llama-3.1-8b --policy auto --capture-plan conv.toml --cache-dir /mnt/captures
+      bullet-graph capture build --model tiny --device cpu --max-num-seqs 8 --json
+    """
+    # Libraries that greet on stdout would spoil the JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        report = build_entry(config, store, progress=not as_json and sys.stderr.isatty(), tell=_tell)
+    entry, checked = report.entry, report.entry.manifest.self_check
+    if as_json:
+        print_json(
+            {
+                "entry_id": entry.entry_id,
+                "folder": str(entry.folder),
+                "was_there": report.was_there,
+                "seconds": report.seconds,
+                "compiles": report.compiles,
+                "self_check": checked,
+                "parts": _parts(entry),
+            }
+        )
+        return
+    _print_parts(entry)
+    if report.was_there:
+        print_line(f"It was built before: {entry.folder}")
+        return
+    if checked is not None:
+        print_line(
+            f"Self-check: {len(checked['relative_error'])} batch sizes, relative error of the logits at most "
+            f"{max(checked['relative_error'].values()):.2g} (tolerance {checked['tolerance']:g})."
+        )
+    print_line(f"Built in {report.seconds:.1f} s: {entry.folder}")
+
+
+# ---- list ----
+
+
+@click.command("list")
+@click.argument("entry", metavar="[ENTRY]", required=False)
+@cache_dir_option
+@json_option
+def list_(entry: str | None, store: CaptureStore, as_json: bool) -> None:
+    """List the entries: size, age, and whether they fit this machine. ENTRY, or its first letters, shows one.
+
+    \b
+    Examples:
+      bullet-graph capture list
+      bullet-graph capture list 3f2a
+      bullet-graph capture list --cache-dir /mnt/captures --json
+    """
+    if entry is not None:
+        _show(_find_entry(store, entry), as_json=as_json)
+        return
+    entries, damaged = store.entries()
+    differences = [_differences_here(found) for found in entries]
+    if as_json:
+        rows = [
+            {
+                "entry_id": found.entry_id,
+                "title": _title(found),
+                "num_bytes": found.manifest.num_bytes,
+                "build_seconds": found.manifest.build_seconds,
+                "created_utc": found.manifest.created_utc,
+                "last_used_utc": found.last_used.isoformat(timespec="seconds"),
+                "differences": differs,
+                "rejected": found.rejection,
+            }
+            for found, differs in zip(entries, differences, strict=True)
+        ]
+        print_json({"cache_dir": str(store.root), "entries": rows, "damaged": damaged})
+        return
+    if not entries and not damaged:
+        print_line(f"There are no capture caches in {store.root}.")
+        return
+    table = Table(title=f"Capture caches in {store.root}", title_justify="left")
+    table.add_column("entry", no_wrap=True)
+    for name in ("for", "size", "last used", "this machine"):
+        table.add_column(name, overflow="fold")
+    for found, differs in zip(entries, differences, strict=True):
+        fit = f"differs in {_names(differs)}" if differs else "fits"
+        fit = fit if found.rejection is None else f"rejected: {found.rejection}"
+        size = format_bytes(found.manifest.num_bytes)
+        _add(table, found.entry_id, _title(found), size, _age_text(found.last_used), fit)
+    for broken in damaged:
+        _add(table, broken.entry_id, "damaged", "", "", broken.problem)
+    print_table(table)
+
+
+def _show(entry: Entry, *, as_json: bool) -> None:
+    manifest, problems = entry.manifest, entry.problems()
+    if as_json:
+        print_json({"entry_id": entry.entry_id, **json.loads(manifest.to_bytes()), "problems": problems})
+        return
+    _print_parts(entry)
+    for name, values in (
+        ("Built with", manifest.fingerprint),
+        ("Capture plan", manifest.plan),
+        ("Provenance", manifest.provenance),
+    ):
+        table = Table(title=name, title_justify="left", show_header=False)
+        table.add_column()
+        table.add_column(overflow="fold")
+        for row in values.items():
+            # As JSON, because an imported text may hold control characters.
+            _add(table, *(v if isinstance(v, str) and v.isprintable() else json.dumps(v) for v in row))
+        print_table(table)
+    built = f"built {manifest.created_utc} in {manifest.build_seconds:.1f} s"
+    print_line(f"{entry.folder}, {built}, used {_age_text(entry.last_used)}")
+    for problem in problems:
+        print_line(f"Not usable: {problem}", style="red")
+    if not problems:
+        print_line("All files are as they were built.", style="green")
+
+
+# ---- explain ----
+
+
+@click.command()
+@setting_options("model", "dtype", "device")
+@click.option(
+    "--plan", "plan_name", metavar="FILE.toml|NAME", help="The engine's capture plan.  [default: any]"
+)
+@cache_dir_option
+@json_option
+def explain(plan_name: str | None, store: CaptureStore, as_json: bool, **settings: Any) -> None:
+    """Tell why a capture cache fits this machine or does not, component by component. Exit code 1 if none fits.
+
+    \b
+    Examples:
+      bullet-graph capture explain --model llama-3.1-8b --dtype bfloat16
+      bullet-graph capture explain --model tiny --device cpu --json
+      bullet-graph capture explain --model llama-3.1-8b --plan plan.toml
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        here = fingerprint_of(resolve(EngineConfig(**settings)))
+    plan = None if plan_name is None else plan_mapping(load_plan(plan_name))
+    lookup = store.find(here, plan)
+    entry = lookup.hit
+    differences: tuple[Difference, ...] = ()
+    if entry is None and lookup.others:
+        entry, differences = lookup.others[0]
+    if as_json:
+        nearest = None
+        if entry is not None and differences:
+            seconds = entry.manifest.build_seconds
+            nearest = {"entry_id": entry.entry_id, "differences": differences, "build_seconds": seconds}
+        print_json(
+            {
+                "cache_dir": str(store.root),
+                "here": here,
+                "plan": plan,
+                "hit": None if lookup.hit is None else lookup.hit.entry_id,
+                "nearest": nearest,
+                "damaged": lookup.damaged,
+            }
+        )
+    else:
+        for damaged in lookup.damaged:
+            print_line(f"damaged: {damaged.problem}")
+        if entry is None:
+            print_line(f"There are no capture caches in {store.root}: everything has to be built.")
+        else:
+            _explain(entry, differences, here, any_plan=plan is None)
+    if lookup.hit is None:
+        click.get_current_context().exit(_EXIT_MISS)
+
+
+def _explain(
+    entry: Entry, differences: tuple[Difference, ...], here: dict[str, str], *, any_plan: bool
+) -> None:
+    heading = f"{entry.entry_id}: {_title(entry)}"
+    table = Table("component", "cache", "here", "", title=Text(heading), title_justify="left")
+    cached, changed = entry.manifest.fingerprint, {difference.component for difference in differences}
+    for name in here:
+        _add(table, name, cached.get(name, "–"), here[name], "differs" if name in changed else "same")
+    for difference in differences:
+        if difference.component not in here:
+            _add(table, difference.component, difference.cached or "–", difference.here or "–", "differs")
+    print_table(table)
+    unasked = " (for any plan: none was given)" if any_plan else ""
+    if differences:
+        took = f"To build it took {entry.manifest.build_seconds:.1f} s there."
+        print_line(f"It does not fit{unasked}. {took}", style="yellow")
+    else:
+        print_line(f"It fits this machine{unasked}; its files are checked at a start.", style="green")
+
+
+# ---- export and import ----
+
+
+@click.command()
+@click.argument("entry", metavar="ENTRY")
+@click.argument("file", metavar="FILE", type=FILE)
+@click.option(
+    "--sign-key",
+    metavar="FILE",
+    type=FILE,
+    help="Sign it with this Ed25519 private key (PEM; needs bullet-graph[sign]).",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@cache_dir_option
+@json_option
+def export(
+    entry: str, file: Path, sign_key: Path | None, overwrite: bool, store: CaptureStore, as_json: bool
+) -> None:
+    """Write an entry into one file, a compressed tar; ENTRY is its name, or its first letters.
+
+    Its checksums are checked first. A key pair for signing: `openssl genpkey -algorithm ed25519 -out fleet.key`
+    and `openssl pkey -in fleet.key -pubout -out fleet.pub`.
+
+    \b
+    Examples:
+      bullet-graph capture export 3f2a captures.tgz
+      bullet-graph capture export 3f2a captures.tgz --sign-key fleet.key --overwrite
+    """
+    check_result_file(file, overwrite=overwrite, option="FILE")
+    with store.open(_find_entry(store, entry)) as found:
+        export_entry(found, file, sign_key=sign_key)
+    num_bytes, is_signed = file.stat().st_size, sign_key is not None
+    if as_json:
+        print_json(
+            {"entry_id": found.entry_id, "file": str(file), "num_bytes": num_bytes, "signed": is_signed}
+        )
+        return
+    signed = "signed" if is_signed else "not signed"
+    print_line(f"Entry {found.entry_id} ({_title(found)}) is in {file}: {format_bytes(num_bytes)}, {signed}.")
+
+
+@click.command("import")
+@click.argument("file", metavar="FILE", type=FILE)
+@click.option(
+    "--trusted-key",
+    "trusted_keys",
+    metavar="FILE",
+    type=FILE,
+    multiple=True,
+    help="Refuse the file unless this Ed25519 public key (PEM) signed it; may be given several times.",
+)
+@cache_dir_option
+@json_option
+def import_(file: Path, trusted_keys: tuple[Path, ...], store: CaptureStore, as_json: bool) -> None:
+    """Place an exported entry into the store, after all of it was checked.
+
+    A capture cache is code: import only from a source that you trust, or what a key that you trust has signed.
+    Checksums detect damage, not malice.
+
+    \b
+    Examples:
+      bullet-graph capture import captures.tgz
+      bullet-graph capture import captures.tgz --trusted-key fleet.pub --cache-dir /mnt/captures
+    """
+    imported = import_archive(store, file, trusted_keys=trusted_keys, tell=_tell)
+    entry, differences = imported.entry, _differences_here(imported.entry)
+    if as_json:
+        print_json(
+            {
+                "entry_id": entry.entry_id,
+                "is_new": imported.is_new,
+                "is_signed": imported.is_signed,
+                "signature_checked": bool(trusted_keys),
+                "differences": differences,
+            }
+        )
+        return
+    how = "is in the store" if imported.is_new else "was in the store already"
+    print_line(f"Entry {entry.entry_id} ({_title(entry)}) {how}.")
+    if not trusted_keys:
+        signed = "It is signed, but the signature" if imported.is_signed else "It is not signed: its origin"
+        print_line(f"{signed} was not checked (--trusted-key).")
+    if differences:
+        differs = f"It does not fit this machine, which differs in {_names(differences)}"
+        print_line(f"{differs}: see `bullet-graph capture explain`.")
+
+
+# ---- prune ----
+
+
+def _parse_age(_: click.Context, __: click.Parameter, value: str | None) -> timedelta | None:
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d{1,4})([hdw])", value.strip())
+    if match is None or int(match[1]) == 0:
+        raise click.BadParameter(f"{value!r} is no age: write 12h, 30d or 8w")
+    return int(match[1]) * _AGE_UNITS[match[2]]
+
+
+@click.command()
+@click.argument("entries", metavar="[ENTRY]...", nargs=-1)
+@click.option("--unused-for", metavar="AGE", callback=_parse_age, help="Entries not used for 12h, 30d or 8w.")
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    callback=parse_size,
+    help="Entries used longest ago, until the others fit into this, such as 20GiB.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
+@cache_dir_option
+@json_option
+def prune(
+    entries: tuple[str, ...],
+    unused_for: timedelta | None,
+    max_size: int | None,
+    dry_run: bool,
+    store: CaptureStore,
+    as_json: bool,
+) -> None:
+    """Remove entries: those named, or those that any rule applies to, and damaged ones.
+
+    An entry that a running engine uses, or that is being built, is kept.
+
+    \b
+    Examples:
+      bullet-graph capture prune --unused-for 30d --max-size 20GiB
+      bullet-graph capture prune --unused-for 12h --dry-run
+      bullet-graph capture prune 3f2a
+    """
+    has_rule = unused_for is not None or max_size is not None
+    if bool(entries) == has_rule:
+        raise click.UsageError("say what to remove: either ENTRY, or --unused-for and --max-size")
+    if entries:
+        names = list(dict.fromkeys(_full_name(store, entry) for entry in entries))
+        num_bytes = {entry.entry_id: entry.manifest.num_bytes for entry in store.entries()[0]}
+        for name in () if dry_run else names:
+            store.remove(name)
+        pruned = tuple(Pruned(name, num_bytes.get(name), "it was named", None) for name in names)
+    else:
+        pruned = store.prune(max_age=unused_for, max_total_bytes=max_size, dry_run=dry_run)
+    if as_json:
+        print_json(pruned)
+        return
+    done = "would remove" if dry_run else "removed"
+    for each in pruned:
+        size = "" if each.num_bytes is None else f" ({format_bytes(each.num_bytes)})"
+        if each.kept_because is None:
+            print_line(f"{done} {each.entry_id}{size}: {each.reason}")
+        else:
+            print_line(f"kept {each.entry_id}{size}: {each.reason}, but {each.kept_because}")
+    if not pruned:
+        print_line("There is nothing to remove.")
+
+
+# ---- shared ----
+
+
+def _tell(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _full_name(store: CaptureStore, prefix: str) -> str:
+    """The name of the one entry, damaged or not, that begins with ``prefix``."""
+    names = [entry.entry_id for group in store.entries() for entry in group]
+    matching = [name for name in names if name.startswith(prefix)]
+    if not prefix or len(matching) != 1:
+        found = f"{len(matching)} do" if matching else "none does"
+        there = ", ".join(names) or "none"
+        raise CacheError(
+            f"one entry of {store.root} has to begin with {prefix!r}, but {found} (there: {there}): see "
+            "`bullet-graph capture list`"
+        )
+    return matching[0]
+
+
+def _find_entry(store: CaptureStore, prefix: str) -> Entry:
+    return store.read(_full_name(store, prefix))
+
+
+def _differences_here(entry: Entry) -> tuple[Difference, ...]:
+    """Where an entry differs from one that would be built on this machine for the same model and dtype."""
+    with contextlib.redirect_stdout(sys.stderr):
+        return entry.manifest.differences(on_this_machine(entry.manifest.fingerprint), None)
+
+
+def _names(differences: tuple[Difference, ...]) -> str:
+    return ", ".join(difference.component for difference in differences)
+
+
+def _parts(entry: Entry) -> list[dict[str, Any]]:
+    """An entry's files by part, the first component of their paths."""
+    parts: dict[str, list[int]] = {}
+    for file in entry.manifest.files:
+        parts.setdefault(file.path.partition("/")[0], []).append(file.num_bytes)
+    return [{"part": part, "num_files": len(sizes), "num_bytes": sum(sizes)} for part, sizes in parts.items()]
+
+
+def _print_parts(entry: Entry) -> None:
+    table = table_of("part", "files", "size", title=f"{entry.entry_id}: {_title(entry)}")
+    for part in _parts(entry):
+        _add(table, part["part"], str(part["num_files"]), format_bytes(part["num_bytes"]))
+    print_table(table)
+
+
+def _title(entry: Entry) -> str:
+    """The model, dtype and device that an entry is for."""
+    values, model = entry.manifest.fingerprint, entry.manifest.plan.get("model")
+    # An imported manifest may say anything.
+    named = model if isinstance(model, str) and model.isprintable() else values.get("model", "?")
+    where = values.get("gpu") or values.get("host_cpu") or values.get("device", "?")
+    return f"{named}, {values.get('dtype', '?')}, {where}"
+
+
+def _age_text(moment: datetime) -> str:
+    days = (datetime.now(UTC) - moment).days
+    return "today" if days < 1 else f"{days} days ago" if days > 1 else "a day ago"
+
+
+def _add(table: Table, *cells: str) -> None:
+    """Add a row whose text is no markup."""
+    table.add_row(*map(Text, cells))

@@ -1,1 +1,0 @@
-"""``bullet-graph capture``: caches of precomputed captures."""
