@@ -7,9 +7,8 @@ from functools import partial
 from typing import Literal
 
 from bullet_graph.partition.backend import AUTO, NoneBackend
-from bullet_graph.runtime.machine import Asked, Gpu, Machine
+from bullet_graph.runtime.machine import Asked, BackendCheck, Gpu, Machine, SizeCheck
 from bullet_graph.runtime.memory import format_bytes
-from bullet_graph.runtime.partition_checks import BackendCheck, SizeCheck
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
 _INSTALL_CUDA = "pip install 'bullet-graph[cuda]'"

@@ -4,8 +4,10 @@ import importlib
 import os
 import platform
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,16 +16,26 @@ import torch
 from bullet_graph.config import DeviceName, EngineConfig, PartitionBackendName
 from bullet_graph.errors import BulletGraphError, PartitionError
 from bullet_graph.partition import offsets
-from bullet_graph.partition.backend import OPENERS, BackendOpener
-from bullet_graph.partition.masks import SMS_PER_TPC
+from bullet_graph.partition.backend import (
+    AUTO,
+    OPENERS,
+    BackendOpener,
+    NoneBackend,
+    PartitionBackend,
+    open_backend,
+    verify,
+)
+from bullet_graph.partition.masks import SMS_PER_TPC, partition_of, sm_ranges
 from bullet_graph.partition.offsets import DriverId, TrustedOffset
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.perf.provenance import Provenance, collect_provenance, installed_version
 from bullet_graph.runtime.build import plan_ledger
 from bullet_graph.runtime.memory import MemoryLedger
-from bullet_graph.runtime.partition_checks import PartitionChecks, check_partitions
 from bullet_graph.runtime.resolve import resolve
+
+_STEP_SMS = 8
+"""Green contexts allow such steps."""
 
 T = TypeVar("T")
 
@@ -57,12 +69,60 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class CacheFolder:
-    """A folder that outlives the process; it, or the folder that it would be made in, may be writable."""
+    """A folder that outlives the process; writable if it is, or else the folder that it would be made in."""
 
     name: str
     path: str
     num_bytes: int
     is_writable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SizeCheck:
+    """One partition under one back end.
+
+    Attributes:
+        decode_sms: size of the decode lane; None for the whole GPU.
+        seen_sms: the SMs that decode work was seen on, such as "0-15"; None if the partition does not hold.
+        seconds: duration of the proof.
+    """
+
+    decode_sms: int | None
+    seen_sms: str | None = None
+    seconds: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackendCheck:
+    """One back end; ``granularity_sms``, the step of a lane's size, is None if it cannot be opened."""
+
+    name: str
+    granularity_sms: int | None = None
+    sizes: tuple[SizeCheck, ...] = ()
+    problem: str | None = None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Of the back end and its sizes."""
+        found = (self.problem, *(size.problem for size in self.sizes))
+        return tuple(problem for problem in found if problem is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionChecks:
+    """The checks of all back ends.
+
+    Attributes:
+        backends: the preferred first.
+        choice: the back end that an engine with these sizes would take; None if it would fail.
+        why: the reason, and the refusals before it.
+    """
+
+    decode_sms: tuple[int, ...]
+    backends: tuple[BackendCheck, ...]
+    choice: str | None
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,20 +172,14 @@ def look_around(
     driver, driver_problem = _attempt(identify_driver, PartitionError)
     mask_offset, mask_offset_problem = None, None
     if driver is not None:
-        mask_offset, mask_offset_problem = _attempt(lambda: offsets.find(driver), PartitionError)
+        mask_offset, mask_offset_problem = _attempt(partial(offsets.find, driver), PartitionError)
     uses_gpu = asked.device != "cpu" and torch.cuda.is_available()
     # RuntimeError: a GPU that is lost, or that another process has for itself.
     gpu, gpu_problem = _attempt(_find_gpu, RuntimeError) if uses_gpu else (None, None)
     gpu_path_problem = _gpu_path_problem() if uses_gpu else None
     ledger, model_problem, partitions = None, None, None
     if asked.model is not None and gpu_problem is None and gpu_path_problem is None:
-        config = EngineConfig(
-            model=asked.model,
-            device=asked.device,
-            partition_backend=asked.partition_backend,
-            decode_sms=asked.decode_sms,
-        )
-        ledger, model_problem = _attempt(lambda: plan_ledger(config, resolve(config)), BulletGraphError)
+        ledger, model_problem = _attempt(partial(_plan_memory, asked, asked.model), BulletGraphError)
     # Last: a driver that fails under a probe may take the context with it.
     if gpu is not None:
         partitions = check_partitions(
@@ -203,6 +257,16 @@ def _missing_compilers() -> tuple[str, ...]:
     return tuple(name for name, commands in names.items() if not any(map(shutil.which, commands)))
 
 
+def _plan_memory(asked: Asked, model: str) -> MemoryLedger:
+    config = EngineConfig(
+        model=model,
+        device=asked.device,
+        partition_backend=asked.partition_backend,
+        decode_sms=asked.decode_sms,
+    )
+    return plan_ledger(config, resolve(config))
+
+
 def cache_folders() -> dict[str, Path]:
     """Ours and those of the libraries that compile kernels, by owner; nothing is made."""
     # Imported here because it imports all of Inductor, which takes seconds.
@@ -229,3 +293,68 @@ def look_at_cache(name: str, path: Path) -> CacheFolder:
                 continue  # another process cleans up, or the folder is somebody else's
     there = next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))
     return CacheFolder(name, str(path), size, os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK))
+
+
+def default_decode_sms(num_sms: int) -> tuple[int, ...]:
+    """About an eighth, a quarter and half of the GPU."""
+    sizes = {num_sms // share // _STEP_SMS * _STEP_SMS for share in (8, 4, 2)}
+    return tuple(sorted(sizes - {0}))
+
+
+def check_partitions(
+    name: str,
+    decode_sms: Iterable[int],
+    *,
+    num_sms: int,
+    device: int = 0,
+    openers: Mapping[str, BackendOpener] = OPENERS,
+    make_probe: Callable[[int], SmidProbe] = SmidProbe,
+) -> PartitionChecks:
+    """Open each back end, prove the sizes one by one, and close it; their failures are reported, not raised.
+
+    Args:
+        name: of the back end to check, or "auto" for all of them.
+        decode_sms: sizes of the decode lane, in SMs; empty for :func:`default_decode_sms`.
+        device: ordinal of the GPU; nothing else should run on it meanwhile.
+    """
+    asked = tuple(dict.fromkeys(decode_sms))
+    sizes = asked or default_decode_sms(num_sms)
+    backends = []
+    for candidate in openers if name == AUTO else (name,):
+        # "none" has the whole GPU only; it is checked for sizes only where it was asked for.
+        wanted = sizes if candidate != NoneBackend.name else asked if name != AUTO else ()
+        backends.append(_check_backend(candidate, (None, *wanted), device, openers[candidate], make_probe))
+    if name == NoneBackend.name:
+        sizes = asked
+    try:
+        partitions = [partition_of(size, num_sms=num_sms) for size in (None, *sizes)]
+        chosen, why = open_backend(name, partitions, device=device, openers=openers, make_probe=make_probe)
+        chosen.close()
+    except PartitionError as error:
+        return PartitionChecks(sizes, tuple(backends), None, str(error))
+    return PartitionChecks(sizes, tuple(backends), chosen.name, why)
+
+
+def _check_backend(
+    name: str,
+    sizes: Iterable[int | None],
+    device: int,
+    opener: BackendOpener,
+    make_probe: Callable[[int], SmidProbe],
+) -> BackendCheck:
+    granularity, checks = None, []
+    try:
+        with closing(make_probe(device)) as probe, closing(opener(make_probe(device))) as backend:
+            granularity = backend.granularity_sms
+            checks = [_check_size(backend, size, probe) for size in sizes]
+    except PartitionError as error:
+        return BackendCheck(name, granularity, tuple(checks), str(error))
+    return BackendCheck(name, granularity, tuple(checks))
+
+
+def _check_size(backend: PartitionBackend, decode_sms: int | None, probe: SmidProbe) -> SizeCheck:
+    try:
+        verified = verify(backend, partition_of(decode_sms, num_sms=backend.num_sms), probe)
+    except PartitionError as error:
+        return SizeCheck(decode_sms, problem=str(error))
+    return SizeCheck(decode_sms, sm_ranges(verified.decode_sms), verified.seconds)

@@ -16,7 +16,7 @@ from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import AnswerFormat, ChatFormat, CompletionFormat, token_texts, usage_of
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import RequestMeter, ServerMetrics
-from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest
+from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
 from bullet_graph.serve.settings import ServeSettings
 from bullet_graph.slo import Slo
 
@@ -76,10 +76,9 @@ class Generation:
         return written.body(in_order, usage_of(prompt_tokens, generated))
 
     async def _events(self, request: Request, written: AnswerFormat) -> AsyncGenerator[bytes, None]:
-        options = request.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        always = with_usage and options is not None and bool(options.continuous_usage_stats)
-        usage = "null" if with_usage else None
+        options = request.stream_options or StreamOptions()
+        always = options.include_usage and options.continuous_usage_stats
+        usage = "null" if options.include_usage else None
         num_samples, generated = request.n or 1, 0
         opened: set[int] = set()
         ended: set[int] = set()
@@ -100,7 +99,7 @@ class Generation:
                     if delta.finish_reason:
                         ended.add(choice)
                     yield written.event(choice, delta, usage)
-        if with_usage:
+        if options.include_usage:
             yield written.usage_event(usage_of(prompt_tokens, generated))
 
     @asynccontextmanager

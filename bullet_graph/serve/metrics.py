@@ -6,6 +6,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -40,8 +41,6 @@ REQUEST_BUCKETS_S = (
     960.0, 1920.0,
 )  # fmt: skip
 
-_Values = float | Mapping[Any, float]
-"""One value, or values by label."""
 EndReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -198,49 +197,41 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All metrics, for prometheus_client."""
-        stats = self._engine.stats
+        stats, waiting = self._engine.stats, self._gate.num_waiting
         usage = stats.kv_blocks_used / stats.kv_blocks_total
-        yield self._gauge("num_requests_running", "Sequences that hold KV blocks.", stats.num_running)
-        yield self._gauge(
-            "num_requests_waiting", "Sequences that wait for KV blocks.", self._gate.num_waiting
-        )
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
-        yield self._counter("num_preemptions", "Sequences that lost their KV blocks.", stats.num_preemptions)
-        yield self._counter("prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", self.generation_tokens)
-        yield self._counter("request_success", "Requests that ended.", self.ends, "finished_reason")
+        one, total = partial(self._family, GaugeMetricFamily), partial(self._family, CounterMetricFamily)
+        yield one("num_requests_running", "Sequences that hold KV blocks.", stats.num_running)
+        yield one("num_requests_waiting", "Sequences that wait for KV blocks.", waiting)
+        yield one("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
+        yield total("num_preemptions", "Sequences that lost their KV blocks.", stats.num_preemptions)
+        yield total("prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
+        yield total("generation_tokens", "Tokens generated.", self.generation_tokens)
+        yield total("request_success", "Requests that ended.", self.ends, "finished_reason")
         for histogram in (self.first_token, self.inter_token, self.whole_request):
             yield histogram.family(self._model_name)
-        yield self._counter("num_steps", "Forwards of the model.", stats.num_steps)
-        yield self._gauge("lane_sms", "SMs that each lane uses now.", stats.lane_sms, "lane")
-        lane_sm_seconds = "Device time of each lane times its SMs."
-        yield self._counter("lane_sm_seconds", lane_sm_seconds, stats.lane_sm_seconds, "lane")
-        yield self._counter("lane_seconds", "Device time of each lane.", stats.lane_seconds, "lane")
-        by_policy = "Device time under each policy."
-        yield self._counter("policy_seconds", by_policy, stats.policy_seconds, "policy")
-        share = "Share of device time by policy."
-        yield self._gauge("policy_time_share", share, stats.policy_shares, "policy")
-        yield self._counter("slo_requests", "Requests with targets that ended.", self._num_with_targets)
-        yield self._counter("slo_requests_met", "Those that met all their targets.", self._num_met)
+        yield total("num_steps", "Forwards of the model.", stats.num_steps)
+        yield one("lane_sms", "SMs that each lane uses now.", stats.lane_sms, "lane")
+        sm_seconds = "Device time of each lane times its SMs."
+        yield total("lane_sm_seconds", sm_seconds, stats.lane_sm_seconds, "lane")
+        yield total("lane_seconds", "Device time of each lane.", stats.lane_seconds, "lane")
+        yield total("policy_seconds", "Device time under each policy.", stats.policy_seconds, "policy")
+        yield one("policy_time_share", "Share of device time by policy.", stats.policy_shares, "policy")
+        yield total("slo_requests", "Requests with targets that ended.", self._num_with_targets)
+        yield total("slo_requests_met", "Those that met all their targets.", self._num_met)
         if self._slo_attainment is not None:
-            yield self._gauge("slo_attainment", "Share of them.", self._slo_attainment)
+            yield one("slo_attainment", "Share of them.", self._slo_attainment)
         if self._energy.joules is not None:
-            yield self._counter("energy_joules", "Energy of the GPU's board.", self._energy.joules)
+            yield total("energy_joules", "Energy of the GPU's board.", self._energy.joules)
 
-    def _gauge(self, name: str, documentation: str, values: _Values, label: str | None = None) -> Metric:
-        return self._filled(GaugeMetricFamily, name, documentation, values, label)
-
-    def _counter(self, name: str, documentation: str, values: _Values, label: str | None = None) -> Metric:
-        return self._filled(CounterMetricFamily, name, documentation, values, label)
-
-    def _filled(
+    def _family(
         self,
         kind: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
         documentation: str,
-        values: _Values,
-        label: str | None,
+        values: float | Mapping[Any, float],
+        label: str | None = None,
     ) -> Metric:
+        """A metric of one value, or of values by label."""
         labels = ["model_name"] if label is None else ["model_name", label]
         family = kind(PREFIX + name, documentation, labels=labels)
         if isinstance(values, Mapping):

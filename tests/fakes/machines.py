@@ -6,8 +6,7 @@ from typing import Any
 from bullet_graph.partition.offsets import DriverId, TrustedOffset
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.diagnose import Diagnosis, Finding, Level
-from bullet_graph.runtime.machine import CacheFolder, Gpu, Machine
-from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks, SizeCheck
+from bullet_graph.runtime.machine import BackendCheck, CacheFolder, Gpu, Machine, PartitionChecks, SizeCheck
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
 DRIVER = DriverId(13000, "580.159.04", "x86_64")

@@ -10,8 +10,7 @@ from fakes.machines import DRIVER, GPU, complete_machine, finding, not_green
 
 from bullet_graph.partition.offsets import TrustedOffset
 from bullet_graph.runtime.diagnose import Level, diagnose
-from bullet_graph.runtime.machine import Asked, CacheFolder
-from bullet_graph.runtime.partition_checks import BackendCheck, PartitionChecks, SizeCheck
+from bullet_graph.runtime.machine import Asked, BackendCheck, CacheFolder, PartitionChecks, SizeCheck
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
 GREEN, YELLOW, RED = Level.GREEN, Level.YELLOW, Level.RED

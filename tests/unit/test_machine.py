@@ -27,14 +27,12 @@ from bullet_graph.runtime.diagnose import Level, diagnose
 from bullet_graph.runtime.machine import (
     Asked,
     CacheFolder,
-    cache_folders,
-    look_around,
-    look_at_cache,
-)
-from bullet_graph.runtime.partition_checks import (
     PartitionChecks,
+    cache_folders,
     check_partitions,
     default_decode_sms,
+    look_around,
+    look_at_cache,
 )
 
 AUTO, CPU = Asked(), Asked(device="cpu")
@@ -168,10 +166,17 @@ def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return offsets.cache_file()
 
 
-def test_calibrations_that_cannot_be_read(calibrations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_module, "identify_driver", lambda: DRIVER)
-    assert look_around(CPU).mask_offset == TrustedOffset(0x51C, "table")
-    calibrations.parent.mkdir(parents=True)
+def test_where_the_offset_comes_from(calibrations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = dataclasses.replace(DRIVER, cuda_version=13990)
+    found = []
+    for driver, calibrated in ((DRIVER, None), (unknown, None), (unknown, 0x600)):
+        monkeypatch.setattr(machine_module, "identify_driver", lambda driver=driver: driver)
+        if calibrated is not None:
+            offsets.remember(driver, calibrated)
+        machine = look_around(CPU)
+        assert machine.mask_offset_problem is None
+        found.append(machine.mask_offset)
+    assert found == [TrustedOffset(0x51C, "table"), None, TrustedOffset(0x600, "calibration")]
     calibrations.write_text("{")
     machine = look_around(CPU)
     assert machine.mask_offset is None
