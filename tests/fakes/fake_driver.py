@@ -12,6 +12,10 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+from bullet_graph.partition.driver import CudaDriver
+from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, lane_masks
+from bullet_graph.partition.probe import SmidProbe
+
 NUM_GPCS = 8
 PRIMARY_CONTEXT = 0xC0
 
@@ -297,3 +301,43 @@ class FakeDriver:
         assert flags == CUstream_flags.CU_STREAM_NON_BLOCKING
         sms = frozenset(self.live[context].sms + self.green_extra)
         return (self._create(Stream(sms, priority)),)
+
+
+class MaskBackend:
+    """A back end whose masks can be wrong: ``planted`` has a lane's SMs in place of the right ones."""
+
+    name = "fake"
+    granularity_sms = SMS_PER_TPC
+
+    def __init__(self, probe: SmidProbe) -> None:
+        self.num_sms = probe.num_sms
+        self.planted: dict[Lane, frozenset[int]] = {}
+        self.closed = False
+        self._probe = probe
+        self._streams = {lane: probe.driver.create_stream() for lane in LANES}
+
+    def stream(self, lane: Lane, partition: SmPartition) -> int:
+        stream = self._streams[lane]
+        self._probe.driver.api.live[stream].sms = self.planted.get(lane, self.expected_sms(lane, partition))
+        return stream
+
+    def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
+        return lane_masks(partition, num_tpcs=self.num_sms // SMS_PER_TPC)[lane].sms
+
+    def bound_sms(self, lane: Lane) -> frozenset[int]:
+        """What the lane's stream is bound to at this moment."""
+        sms: frozenset[int] = self._probe.driver.api.live[self._streams[lane]].sms
+        return sms
+
+    def share_a_stream(self) -> None:
+        self._streams["prefill"] = self._streams["decode"]
+
+    def close(self) -> None:
+        for stream in set(self._streams.values()):
+            self._probe.driver.call("cuStreamDestroy", stream)
+        self._probe.close()
+        self.closed = True
+
+
+def fake_probe(gpu: FakeDriver) -> SmidProbe:
+    return SmidProbe(driver=CudaDriver(gpu))

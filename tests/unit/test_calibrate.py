@@ -2,8 +2,9 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -245,18 +246,6 @@ def test_trial_masks_are_masks(seed: int, num_tpcs: int) -> None:
     assert mask == trial_mask(seed, num_tpcs)
 
 
-class ScriptedProbe:
-    """Sees what the script says, then fails."""
-
-    def __init__(self, seen: Iterator[frozenset[int]]) -> None:
-        self._seen = seen
-        self.runs = 0
-
-    def run(self, stream: int) -> frozenset[int]:  # noqa: ARG002
-        self.runs += 1
-        return next(self._seen)
-
-
 @pytest.mark.parametrize(
     ("seen", "exactly", "runs"),
     [
@@ -270,15 +259,45 @@ class ScriptedProbe:
     ],
 )
 def test_an_sm_may_be_missed_but_not_added(seen: list[set[int]], exactly: bool, runs: int) -> None:
-    probe = ScriptedProbe(frozenset(sms) for sms in seen)
+    script = iter(map(frozenset, seen))
+    probe = SimpleNamespace(run=lambda _: next(script))
     assert uses_exactly(frozenset({0, 1}), cast(SmidProbe, probe), 0) is exactly
-    assert probe.runs == runs
+    assert len(list(script)) == len(seen) - runs
 
 
-@pytest.mark.parametrize(("offset", "verdict"), [(OFFSET, Verdict.HONOURED), (OFFSET + 4, Verdict.NO_EFFECT)])
-def test_verdicts(probe: FakeProbe, monkeypatch: pytest.MonkeyPatch, offset: int, verdict: Verdict) -> None:
+def failing_after(runs: int, probe: FakeProbe) -> Callable[[int], frozenset[int]]:
+    remaining = iter(range(runs))
+
+    def run(stream: int) -> frozenset[int]:
+        if next(remaining, None) is None:
+            raise PartitionError("cuLaunchKernel failed")
+        return FakeProbe.run(probe, stream)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("offset", "runs", "verdict", "detail"),
+    [
+        (OFFSET, 99, Verdict.HONOURED, ""),
+        (OFFSET + 4, 99, Verdict.NO_EFFECT, ""),
+        (OFFSET, 0, Verdict.NOT_TRIED, "cuLaunchKernel failed"),
+        (OFFSET, 1, Verdict.CUDA_ERROR, "cuLaunchKernel failed"),
+    ],
+)
+def test_verdicts(
+    probe: FakeProbe,
+    monkeypatch: pytest.MonkeyPatch,
+    offset: int,
+    runs: int,
+    verdict: Verdict,
+    detail: str,
+) -> None:
     monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
-    assert judge(Attempt(offset, SEARCH_SEEDS)) == (verdict, "")
+    monkeypatch.setattr(probe, "run", failing_after(runs, probe))
+    assert judge(Attempt(offset, SEARCH_SEEDS)) == (verdict, detail)
+    (stream,) = probe.driver.streams
+    assert not any(object_bytes(stream))
 
 
 def test_a_gpu_that_others_use_is_not_tried(probe: FakeProbe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,31 +306,6 @@ def test_a_gpu_that_others_use_is_not_tried(probe: FakeProbe, monkeypatch: pytes
     verdict, detail = judge(Attempt(OFFSET, SEARCH_SEEDS))
     assert verdict is Verdict.NOT_TRIED
     assert "132 SMs" in detail
-
-
-def failing_after(runs: int, probe: FakeProbe) -> Callable[[int], frozenset[int]]:
-    remaining = iter(range(runs))
-
-    def run(stream: int) -> frozenset[int]:
-        if next(remaining, None) is None:
-            raise PartitionError("cuLaunchKernel returned CUDA_ERROR_LAUNCH_FAILED")
-        return FakeProbe.run(probe, stream)
-
-    return run
-
-
-@pytest.mark.parametrize(("runs", "verdict"), [(0, Verdict.NOT_TRIED), (1, Verdict.CUDA_ERROR)])
-def test_a_cuda_call_fails(
-    probe: FakeProbe, monkeypatch: pytest.MonkeyPatch, runs: int, verdict: Verdict
-) -> None:
-    monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
-    monkeypatch.setattr(probe, "run", failing_after(runs, probe))
-    assert judge(Attempt(OFFSET, SEARCH_SEEDS)) == (
-        verdict,
-        "cuLaunchKernel returned CUDA_ERROR_LAUNCH_FAILED",
-    )
-    (stream,) = probe.driver.streams
-    assert not any(object_bytes(stream))
 
 
 def test_the_child_prints_its_verdict_and_leaves(

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.fake_driver import CUresult, FakeDriver
+from fakes.fake_driver import CUresult, FakeDriver, MaskBackend, fake_probe
 from fakes.machines import DRIVER, GPU, complete_machine, finding, not_green
-from fakes.mask_backend import MaskBackend, fake_probe
 
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition import offsets

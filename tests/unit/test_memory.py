@@ -22,25 +22,11 @@ H200 = DeviceMemory(total_bytes=140 * GIB, free_bytes=139 * GIB)
 TINY_BLOCK_BYTES = 4 * 2 * 16 * 64 * 4
 
 
-def plan(
-    config: EngineConfig,
-    device: DeviceMemory,
-    *,
-    max_model_len: int = 256,
-    workspaces_bytes: int = 0,
-    graphs_bytes: int = 0,
-    kv_cache_limit_bytes: int | None = None,
-) -> MemoryLedger:
+def plan(config: EngineConfig, device: DeviceMemory, **settings: int) -> MemoryLedger:
     model = PRESETS[config.model]
+    defaults = {"max_model_len": 256, "workspaces_bytes": 0, "graphs_bytes": 0}
     return plan_memory(
-        config,
-        model,
-        dtype_bytes=4 if model is TINY else 2,
-        max_model_len=max_model_len,
-        device=device,
-        workspaces_bytes=workspaces_bytes,
-        graphs_bytes=graphs_bytes,
-        kv_cache_limit_bytes=kv_cache_limit_bytes,
+        config, model, dtype_bytes=4 if model is TINY else 2, device=device, **(defaults | settings)
     )
 
 
@@ -96,36 +82,24 @@ def test_the_ledger_counts_what_a_cache_really_takes() -> None:
     assert KV_BLOCK_TOKENS * kv_cache_bytes_per_token(TINY, dtype_bytes=4) == TINY_BLOCK_BYTES
 
 
-def test_the_cache_is_no_larger_than_all_sequences_can_use() -> None:
-    # 4 sequences of 256 tokens (16 blocks each), and the padding block.
-    ledger = plan(tiny(), DeviceMemory(8 * GIB, 8 * GIB))
-    assert ledger.num_kv_blocks == 1 + 4 * 16
-    ledger = plan(tiny(), DeviceMemory(8 * GIB, 8 * GIB), max_model_len=257)
-    assert ledger.num_kv_blocks == 1 + 4 * 17
-
-
-def test_a_limit_holds_unless_one_sequence_needs_more() -> None:
-    device = DeviceMemory(8 * GIB, 8 * GIB)
-    ledger = plan(tiny(), device, kv_cache_limit_bytes=30 * TINY_BLOCK_BYTES + 1)
-    assert ledger.num_kv_blocks == 30
-    assert plan(tiny(), device, kv_cache_limit_bytes=1).num_kv_blocks == 1 + 16
-    assert plan(tiny(), device, kv_cache_limit_bytes=GIB).num_kv_blocks == 1 + 4 * 16
-
-
-def test_a_size_that_was_asked_for_is_taken_as_it_is() -> None:
-    device = DeviceMemory(8 * GIB, 8 * GIB)
-    # More than can be used, and in spite of the limit.
-    asked = 500 * TINY_BLOCK_BYTES + 3
-    ledger = plan(tiny(kv_cache_bytes=asked), device, kv_cache_limit_bytes=1)
-    assert ledger.num_kv_blocks == 500
-    assert ledger.kv_cache_bytes == 500 * TINY_BLOCK_BYTES
-
-
-def test_what_other_processes_use_counts_against_the_budget() -> None:
-    config = EngineConfig(model="llama-3.1-8b")
-    alone = plan(config, DeviceMemory(140 * GIB, 140 * GIB))
-    beside = plan(config, DeviceMemory(140 * GIB, 100 * GIB))
-    assert alone.budget_bytes - beside.budget_bytes == 40 * GIB
+@pytest.mark.parametrize(
+    ("settings", "limits", "num_blocks"),
+    [
+        # 4 sequences of 256 tokens (16 blocks each), and the padding block.
+        ({}, {}, 1 + 4 * 16),
+        ({}, {"max_model_len": 257}, 1 + 4 * 17),
+        # A limit holds unless one sequence needs more.
+        ({}, {"kv_cache_limit_bytes": 30 * TINY_BLOCK_BYTES + 1}, 30),
+        ({}, {"kv_cache_limit_bytes": 1}, 1 + 16),
+        ({}, {"kv_cache_limit_bytes": GIB}, 1 + 4 * 16),
+        # A size that is asked for is taken as it is: more than can be used, and in spite of the limit.
+        ({"kv_cache_bytes": 500 * TINY_BLOCK_BYTES + 3}, {"kv_cache_limit_bytes": 1}, 500),
+        ({"kv_cache_bytes": 17 * TINY_BLOCK_BYTES}, {}, 17),
+    ],
+)
+def test_blocks_of_the_cache(settings: dict[str, int], limits: dict[str, int], num_blocks: int) -> None:
+    ledger = plan(tiny(**settings), DeviceMemory(8 * GIB, 8 * GIB), **limits)
+    assert (ledger.num_kv_blocks, ledger.kv_cache_bytes) == (num_blocks, num_blocks * TINY_BLOCK_BYTES)
 
 
 @given(utilization=st.floats(0.3, 1.0), free_gib=st.integers(60, 140))
@@ -138,7 +112,7 @@ def test_the_engine_stays_within_its_budget(utilization: float, free_gib: int) -
         return
     used_before = device.total_bytes - device.free_bytes
     assert fixed_bytes(ledger) + ledger.kv_cache_bytes <= ledger.budget_bytes
-    assert used_before + ledger.budget_bytes <= utilization * device.total_bytes
+    assert used_before + ledger.budget_bytes == int(utilization * device.total_bytes)
     assert dict(ledger.rows())["left free"] >= 0
     assert ledger.num_kv_blocks >= 1 + 256 // KV_BLOCK_TOKENS
 
@@ -202,7 +176,6 @@ def test_kv_cache_bytes_too_small_for_a_sequence() -> None:
     assert "kv_cache_bytes=327680 allows 0.31 MiB" in message
     assert shortage(caught) == "0.22 MiB"
     assert message.endswith("Raise kv_cache_bytes or lower max_model_len.")
-    assert plan(tiny(kv_cache_bytes=17 * TINY_BLOCK_BYTES), DeviceMemory(GIB, GIB)).num_kv_blocks == 17
 
 
 def test_kv_cache_bytes_more_than_there_is() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,13 @@ def test_a_calibration_could_find_what_is_known() -> None:
 # The file
 
 
-def test_what_is_remembered_is_found_again(path: Path) -> None:
+def test_an_offset_is_remembered_for_exactly_its_driver(path: Path) -> None:
     assert remembered(DRIVER, path) is None
+    remember(DRIVER, 0x600, path)
     assert remember(DRIVER, KNOWN, path) == path
-    assert remembered(DRIVER, path) == KNOWN
+    assert remembered(DRIVER, path) == KNOWN, "a newer calibration replaces the older"
+    for change in ({"cuda_version": 13010}, {"release": "580.159.05"}, {"machine": "aarch64"}):
+        assert remembered(replace(DRIVER, **change), path) is None  # type: ignore[arg-type]
     assert os.listdir(path.parent) == [path.name]
 
 
@@ -82,25 +86,6 @@ def test_every_driver_has_its_own_entry(
     assert remembered(DriverId(1, "none", "none"), path) is None
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        DriverId(13010, DRIVER.release, DRIVER.machine),
-        DriverId(DRIVER.cuda_version, "580.159.05", DRIVER.machine),
-        DriverId(DRIVER.cuda_version, DRIVER.release, "aarch64"),
-    ],
-)
-def test_an_offset_holds_for_exactly_its_driver(path: Path, other: DriverId) -> None:
-    remember(DRIVER, KNOWN, path)
-    assert remembered(other, path) is None
-
-
-def test_a_newer_calibration_replaces_the_older(path: Path) -> None:
-    remember(DRIVER, 0x600, path)
-    remember(DRIVER, KNOWN, path)
-    assert remembered(DRIVER, path) == KNOWN
-
-
 def test_the_file_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_file() == tmp_path / "bullet_graph" / "partition_offsets.json"
@@ -112,6 +97,7 @@ def test_the_file_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, 
     "text",
     [
         pytest.param("", id="empty"),
+        pytest.param(b"\xff\xfe\x00", id="no text"),
         pytest.param('[{"cuda_ver', id="cut off"),
         pytest.param("{}", id="no list"),
         pytest.param("null", id="null"),
@@ -135,25 +121,21 @@ def test_the_file_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, 
         ),
     ],
 )
-def test_a_corrupt_file_is_never_trusted(path: Path, text: str) -> None:
+def test_a_corrupt_file_is_never_trusted(path: Path, text: str | bytes) -> None:
     path.parent.mkdir()
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    before = path.read_bytes()
     for access in (lambda: remembered(DRIVER, path), lambda: remember(DRIVER, KNOWN, path)):
         with pytest.raises(
             PartitionError, match="delete it and run `bullet-graph doctor --calibrate`"
         ) as error:
             access()
         assert str(path) in str(error.value)
-    assert path.read_text(encoding="utf-8") == text
+    assert path.read_bytes() == before
 
 
-def test_what_is_no_text_file(path: Path) -> None:
-    path.parent.mkdir()
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PartitionError, match="cannot be used"):
-        remembered(DRIVER, path)
-    path.unlink()
-    path.mkdir()
+def test_a_folder_in_the_files_place(path: Path) -> None:
+    path.mkdir(parents=True)
     with pytest.raises(PartitionError, match="cannot be used"):
         remembered(DRIVER, path)
 

@@ -28,19 +28,13 @@ def make_stream(gpu: FakeDriver, probe: SmidProbe, *sms: int) -> int:
     """A stream confined to these SMs, or to none in particular."""
     stream = probe.driver.create_stream()
     if sms:
-        mask(gpu, stream, *sms)
+        gpu.live[stream].sms = frozenset(sms)
     return stream
 
 
-def mask(gpu: FakeDriver, stream: int, *sms: int) -> None:
-    gpu.live[stream].sms = frozenset(sms)
-
-
 def test_an_eager_launch(gpu: FakeDriver, probe: SmidProbe) -> None:
-    stream = make_stream(gpu, probe)
-    assert probe.run(stream) == frozenset(range(132))
-    mask(gpu, stream, 4, 5, 130)
-    assert probe.run(stream) == {4, 5, 130}
+    assert probe.run(make_stream(gpu, probe)) == frozenset(range(132))
+    assert probe.run(make_stream(gpu, probe, 4, 5, 130)) == {4, 5, 130}
 
 
 def test_a_graph_shows_the_sms_of_its_capture(gpu: FakeDriver, probe: SmidProbe) -> None:
@@ -113,16 +107,10 @@ def test_a_context_that_is_current(gpu: FakeDriver) -> None:
     assert gpu.retained == 0
 
 
-CALLS = [
-    "cuDeviceGet",
-    "cuDevicePrimaryCtxRetain",
-    "cuLibraryLoadData",
-    "cuLibraryGetKernel",
-    "cuMemAlloc",
-]
-
-
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuLibraryLoadData", "cuLibraryGetKernel", "cuMemAlloc"],
+)
 def test_a_call_that_fails_when_the_probe_is_made(gpu: FakeDriver, name: str) -> None:
     gpu.fail = {name: CUresult.CUDA_ERROR_INVALID_VALUE}
     with pytest.raises(PartitionError, match=f"{name} had to succeed but returned CUDA_ERROR_INVALID_VALUE"):
@@ -149,19 +137,15 @@ def test_a_call_that_fails_in_a_run(gpu: FakeDriver, probe: SmidProbe, name: str
     with pytest.raises(PartitionError, match=f"{name} had to succeed"):
         probe.run_captured(stream)
     gpu.fail = {}
-    kinds = [type(thing) for thing in gpu.live.values()]
-    assert kinds.count(Stream) == 1
     # Its code, its memory, the stream: no graph is left.
-    assert len(kinds) == 3
+    kinds = [type(thing) for thing in gpu.live.values()]
+    assert (kinds.count(Stream), len(kinds)) == (1, 3)
 
 
-def test_no_gpu(gpu: FakeDriver) -> None:
+def test_no_gpu_no_libcuda_or_an_old_one(gpu: FakeDriver) -> None:
     gpu.fail = {"cuInit": CUresult.CUDA_ERROR_NO_DEVICE}
     with pytest.raises(PartitionError, match=r"cuInit .*CUDA_ERROR_NO_DEVICE.*bullet-graph doctor"):
         CudaDriver(gpu)
-
-
-def test_no_libcuda_or_an_old_one(gpu: FakeDriver) -> None:
     gpu.missing = {"cuInit"}
     with pytest.raises(PartitionError, match=r"cuInit, but it cannot be called \(Function .* not found\)"):
         CudaDriver(gpu)

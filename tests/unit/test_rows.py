@@ -1,13 +1,13 @@
 """The layout of a step's rows against a loop that goes token by token."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.runtime.rows import Rows, lay_out
+from bullet_graph.runtime.rows import lay_out
 from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
 
 
@@ -22,43 +22,34 @@ class Chunk:
     blocks: list[int]
 
 
-@dataclass
-class Expected:
+ARRAYS = (
+    *("token_ids", "decode_slots", "positions", "kv_slots", "q_indptr", "kv_lens", "kv_indptr", "kv_indices"),
+    *("sample_rows", "sample_indptr", "sample_slots", "sample_positions"),
+)
+
+
+def naive(chunks: list[Chunk], token_ids: list[int], block_tokens: int) -> dict[str, list[int]]:
     """What ``lay_out`` must give, as plain lists."""
-
-    token_ids: list[int] = field(default_factory=list)
-    decode_slots: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    kv_slots: list[int] = field(default_factory=list)
-    q_indptr: list[int] = field(default_factory=lambda: [0])
-    kv_lens: list[int] = field(default_factory=list)
-    kv_indptr: list[int] = field(default_factory=lambda: [0])
-    kv_indices: list[int] = field(default_factory=list)
-    sample_rows: list[int] = field(default_factory=list)
-    sample_indptr: list[int] = field(default_factory=lambda: [0])
-    sample_slots: list[int] = field(default_factory=list)
-    sample_positions: list[int] = field(default_factory=list)
-
-
-def naive(chunks: list[Chunk], token_ids: list[int], block_tokens: int) -> Expected:
-    expected = Expected(token_ids=token_ids)
+    expected: dict[str, list[int]] = {name: [0] if name.endswith("indptr") else [] for name in ARRAYS}
+    expected["token_ids"] = token_ids
+    positions = expected["positions"]
     for chunk in chunks:
         length = 1 if chunk.length is None else chunk.length
         for position in range(chunk.start, chunk.start + length):
-            expected.positions.append(position)
+            positions.append(position)
             block = chunk.blocks[position // block_tokens]
-            expected.kv_slots.append(block * block_tokens + position % block_tokens)
+            expected["kv_slots"].append(block * block_tokens + position % block_tokens)
         if chunk.length is None:
-            expected.decode_slots.append(chunk.slot)
-        expected.q_indptr.append(len(expected.positions))
-        expected.kv_lens.append(chunk.start + length)
-        expected.kv_indices += chunk.blocks
-        expected.kv_indptr.append(len(expected.kv_indices))
+            expected["decode_slots"].append(chunk.slot)
+        expected["q_indptr"].append(len(positions))
+        expected["kv_lens"].append(chunk.start + length)
+        expected["kv_indices"] += chunk.blocks
+        expected["kv_indptr"].append(len(expected["kv_indices"]))
         if chunk.samples:
-            expected.sample_rows.append(len(expected.positions) - 1)
-            expected.sample_slots.append(chunk.slot)
-            expected.sample_positions.append(chunk.start + length)
-        expected.sample_indptr.append(len(expected.sample_rows))
+            expected["sample_rows"].append(len(positions) - 1)
+            expected["sample_slots"].append(chunk.slot)
+            expected["sample_positions"].append(chunk.start + length)
+        expected["sample_indptr"].append(len(expected["sample_rows"]))
     return expected
 
 
@@ -113,15 +104,6 @@ def steps(draw: st.DrawFn) -> tuple[list[Chunk], int]:
     return chunks, block_tokens
 
 
-def check(rows: Rows, expected: Expected, num_prefill: int) -> None:
-    for name, values in vars(expected).items():
-        found = getattr(rows, name)
-        assert found.tolist() == values, name
-        assert found.dtype == np.int32, name
-    assert rows.num_prefill == num_prefill
-    assert rows.num_prefill_rows == len(expected.token_ids)
-
-
 @settings(max_examples=100, deadline=None)
 @given(steps())
 def test_rows_are_those_of_a_naive_loop(step: tuple[list[Chunk], int]) -> None:
@@ -133,37 +115,20 @@ def test_rows_are_those_of_a_naive_loop(step: tuple[list[Chunk], int]) -> None:
         decode_batch([c for c in chunks if c.length is None]),
         block_tokens,
     )
-    check(rows, naive(chunks, token_ids, block_tokens), len(prefill))
+    for name, values in naive(chunks, token_ids, block_tokens).items():
+        found = getattr(rows, name)
+        assert found.tolist() == values, name
+        assert found.dtype == np.int32, name
+    assert rows.num_prefill == len(prefill)
+    assert rows.num_prefill_rows == len(token_ids)
     # Decode rows have tokens in the cache, too, and are no prompts.
     assert rows.num_continued == max((i + 1 for i, c in enumerate(prefill) if c.start), default=0)
     assert type(rows.num_continued) is int
     ended = [i for i, c in enumerate(prefill) if c.samples]
-    found = rows.ended_prompts()
-    assert [array.tolist() for array in found] == [
+    prompts = rows.ended_prompts()
+    assert [array.tolist() for array in prompts] == [
         ended,
         indptr([prefill[i].blocks for i in ended]).tolist(),
         [block for i in ended for block in prefill[i].blocks],
     ]
-    assert {array.dtype for array in found} == {np.dtype(np.int32)}
-
-
-def test_a_step_by_hand() -> None:
-    # Slot 2: tokens 3 to 5 of its prompt, blocks of 4 tokens; slot 0: one decode row at position 8.
-    prefill = PrefillBatch(
-        slots=int32([2]),
-        token_ids=int32([50, 51, 52]),
-        q_indptr=int32([0, 3]),
-        starts=int32([3]),
-        kv_indptr=int32([0, 2]),
-        kv_indices=int32([7, 9]),
-        samples=np.array([True]),
-    )
-    decode = DecodeBatch(int32([0]), int32([8]), int32([0, 3]), int32([4, 5, 6]))
-    rows = lay_out(prefill, decode, 4)
-    assert rows.positions.tolist() == [3, 4, 5, 8]
-    assert rows.kv_slots.tolist() == [7 * 4 + 3, 9 * 4, 9 * 4 + 1, 6 * 4]
-    assert rows.q_indptr.tolist() == [0, 3, 4]
-    assert rows.kv_lens.tolist() == [6, 9]
-    assert rows.sample_rows.tolist() == [2, 3]
-    assert rows.sample_slots.tolist() == [2, 0]
-    assert rows.sample_positions.tolist() == [6, 9]
+    assert {array.dtype for array in prompts} == {np.dtype(np.int32)}

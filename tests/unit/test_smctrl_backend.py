@@ -10,7 +10,7 @@ from fakes.fake_streams import OBJECT_BYTES, RELEASE, FakeDriver, FakeLibcuda, F
 from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.backend import verify
-from bullet_graph.partition.masks import LANES, WHOLE_GPU, GpcLayout, Lane, SmPartition
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, GpcLayout, SmPartition
 from bullet_graph.partition.offsets import DriverId, remember
 from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.partition.smctrl import SmctrlBackend, identify_driver
@@ -80,20 +80,18 @@ def test_masks_that_follow_the_gpcs(probe: FakeProbe, opened: Open) -> None:
 
 
 @pytest.mark.parametrize(
-    ("partition", "lane"), [(SmPartition(2, 64), "decode"), (SmPartition(64, 2), "prefill")]
+    ("partition", "message"),
+    [
+        (SmPartition(2, 64), "the decode lane's SMs .* no whole group of 6 SMs"),
+        (SmPartition(64, 2), "the prefill lane's SMs .* no whole group of 6 SMs"),
+        (SmPartition(0, 66), "1 to 66 TPCs"),
+        (SmPartition(1, 67), "1 to 66 TPCs"),
+    ],
 )
-def test_a_lane_too_small_for_clusters_is_refused(opened: Open, partition: SmPartition, lane: Lane) -> None:
-    with pytest.raises(PartitionError, match=f"the {lane} lane's SMs .* no whole group of 6 SMs"):
-        opened(LAYOUT).stream("decode", partition)
-
-
-@pytest.mark.parametrize(
-    "partition", [SmPartition(0, 66), SmPartition(67, 1), SmPartition(1, 67), SmPartition(-1, 4)]
-)
-def test_a_partition_that_does_not_fit(opened: Open, partition: SmPartition) -> None:
-    backend = opened()
+def test_a_partition_that_cannot_be_made(opened: Open, partition: SmPartition, message: str) -> None:
+    backend = opened(LAYOUT)
     for ask in (backend.stream, backend.expected_sms):
-        with pytest.raises(PartitionError, match="1 to 66 TPCs"):
+        with pytest.raises(PartitionError, match=message):
             ask("decode", partition)
 
 
