@@ -14,12 +14,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 from bullet_graph.cli.options import parse_sizes, setting_options
+from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.config import EngineConfig
 from bullet_graph.perf.accuracy import ErrorReport, held_back_errors
 from bullet_graph.perf.profile_plan import KINDS, Outlier, ProfilePoint, find_outliers, from_points
 from bullet_graph.perf.table import PerfTable
-from bullet_graph.runtime.performance import table_model
-from bullet_graph.runtime.profile import prepare_profile
+from bullet_graph.runtime.performance import table_key, table_model, user_table_file
+from bullet_graph.runtime.profile import prepare_profile, profile_model
 
 _MOST_OUTLIERS_SHOWN = 10
 
@@ -73,6 +74,10 @@ def profile(
     """
     config = EngineConfig(**settings, device="cuda")
     prepared = prepare_profile(config)
+    file = output or user_table_file(table_key(prepared.runtime, config.model))
+    with contextlib.suppress(OSError):  # the check says what is wrong
+        file.parent.mkdir(parents=True, exist_ok=True)
+    check_result_file(file, overwrite=overwrite, option="--output")
 
     def tell(line: str) -> None:
         if not as_json:
@@ -80,14 +85,10 @@ def profile(
 
     # Libraries that greet on stdout when they are imported would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr):
-        # Needs triton, which a machine without a GPU does not have.
-        from bullet_graph.runtime.profile import profile_model  # noqa: PLC0415
-
-        table, file = profile_model(
+        table = profile_model(
             prepared,
+            file=file,
             time_budget_s=time_budget_s,
-            file=output,
-            overwrite=overwrite,
             restart=restart,
             progress=not as_json and sys.stderr.isatty(),
             tell=tell,

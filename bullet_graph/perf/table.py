@@ -19,19 +19,6 @@ PROFILE_AGAIN = "measure it again with `bullet-graph profile`"
 FORMAT = "bullet_graph performance table"
 VERSION = 1
 
-_SHAPE_NUMBERS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "qkv_bias",
-    "qk_norm",
-)
-_KEY_TYPES = {"gpu": str, "num_sms": int, "model": str, "shape": dict, "dtype": str, "kernels": dict}
-
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
 
@@ -43,10 +30,9 @@ class _Checked:
     def __post_init__(self) -> None:
         for entry in fields(self):  # type: ignore[arg-type]
             name, value = entry.name, getattr(self, entry.name)
-            if name.endswith("_ms") and isinstance(value, tuple):
-                good, required = all(map(_is_time, value)), "finite numbers above 0"
-            elif name == "ms" or name.endswith("_ms"):
-                good, required = _is_time(value), "a finite number above 0"
+            if name == "ms" or name.endswith("_ms"):
+                times = value if isinstance(value, tuple) else (value,)
+                good, required = all(map(_is_time, times)), "finite and above 0"
             else:
                 least = 0 if name == "cached_tokens" else 1
                 good = _is_int(value, least) or (value is None and name == "sms")
@@ -173,7 +159,7 @@ class PerfTable:
 
 def shape_numbers(shape: DecoderShape) -> dict[str, int]:
     """The numbers of a model that decide its times; flags are 0 or 1."""
-    return {name: int(getattr(shape, name)) for name in _SHAPE_NUMBERS}
+    return {name: int(getattr(shape, name)) for name in vars(DecoderShape) if not name.startswith("_")}
 
 
 def require_match(table: PerfTable, key: TableKey) -> None:
@@ -265,43 +251,25 @@ def _read_content(content: Any) -> PerfTable:
     if content.pop("checksum", None) != _checksum(content):
         _fail("its checksum does not fit its content: the file was edited or damaged")
     del content["format"], content["version"]
-    table = _record(PerfTable, content, "the table")
-    key = _record(TableKey, table["key"], "key")
-    for name, kind in _KEY_TYPES.items():
-        _require_type(key[name], kind, f"key.{name}")
-    _require_type(table["complete"], bool, "complete")
-    _require_type(table["provenance"], dict, "provenance")
-    points = {name: _read_points(table[name], name) for name in ("points", "held_back")}
-    return PerfTable(**{**table, **points, "key": TableKey(**key)})
+    try:
+        content["key"] = TableKey(**content["key"])
+        for name in ("points", "held_back"):
+            content[name] = _read_points(content[name])
+        return PerfTable(**content)
+    except (AttributeError, KeyError, TypeError) as cause:
+        _fail(f"its fields are not those of a table ({cause})")
 
 
-def _read_points(value: Any, where: str) -> Points:
-    lists = _record(Points, value, where)
-    points = {}
-    for name, kind in POINT_KINDS.items():
-        _require_type(lists[name], list, f"{where}.{name}")
-        records = (_record(kind, v, f"{where}.{name}[{index}]") for index, v in enumerate(lists[name]))
-        points[name] = tuple(
-            kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in record.items()})
-            for record in records
-        )
-    return Points(**points)
-
-
-def _record(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
-    """The object's entries; they must be exactly the fields of the dataclass."""
-    _require_type(value, dict, where)
-    names = {entry.name for entry in fields(kind)}
-    if missing := names - value.keys():
-        _fail(f"{where} lacks {', '.join(sorted(missing))}")
-    if unknown := value.keys() - names:
-        _fail(f"{where} has unknown entries: {', '.join(sorted(unknown))}")
-    return dict(value)
-
-
-def _require_type(value: Any, kind: type, where: str) -> None:
-    if not isinstance(value, kind):
-        _fail(f"{where} must be of type {kind.__name__}, found {value!r:.80}")
+def _read_points(lists: dict[str, list[dict[str, Any]]]) -> Points:
+    return Points(
+        **{
+            kind: tuple(
+                POINT_KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in point.items()})
+                for point in points
+            )
+            for kind, points in lists.items()
+        }
+    )
 
 
 def _fail(problem: str) -> NoReturn:

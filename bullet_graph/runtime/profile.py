@@ -1,7 +1,6 @@
 """Measures a performance table on this machine's GPU: sustained, interleaved, and resumable."""
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from bullet_graph.perf.roofline import decode_weight_bytes, kv_cache_bytes_per_t
 from bullet_graph.perf.table import PerfTable, TableKey, read_table, require_match, write_table
 from bullet_graph.runtime.build import plan_ledger
 from bullet_graph.runtime.memory import MemoryLedger
-from bullet_graph.runtime.performance import table_key, user_table_file
+from bullet_graph.runtime.performance import table_key
 from bullet_graph.runtime.resolve import Runtime, resolve
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ _HEAT_S = 3.0
 _LEAST_BURST_S = 0.1
 
 Repeats = dict[ProfilePoint, list[tuple[float, ...]]]
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +80,7 @@ def prepare_profile(config: EngineConfig) -> Prepared:
     runtime = resolve(config)
     runtime = dataclasses.replace(runtime, max_model_len=min(runtime.max_model_len, _MAX_MODEL_LEN))
     if not config.decode_sms and config.partition_backend != "none":
-        num_sms = torch.cuda.get_device_properties(runtime.device).multi_processor_count
-        sizes = tuple(size for size in PROFILED_SMS if size <= _MOST_OF_GPU * num_sms)
+        sizes = tuple(size for size in PROFILED_SMS if size <= _MOST_OF_GPU * runtime.num_sms)
         config = dataclasses.replace(config, decode_sms=sizes)
     return Prepared(config, runtime, plan_ledger(config, runtime))
 
@@ -116,28 +113,24 @@ class Pass:
 def profile_model(
     prepared: Prepared,
     *,
+    file: Path,
     time_budget_s: float,
-    file: Path | None = None,
-    overwrite: bool = False,
     restart: bool = False,
     progress: bool = False,
-    tell: Tell = lambda _: None,
-) -> tuple[PerfTable, Path]:
-    """Measure a table and write it; returns the table and its file.
+    tell: Callable[[str], None] = lambda _: None,
+) -> PerfTable:
+    """Measure a table and write it to a file.
 
     Results are saved beside the file after each pass and on an interrupt, and the next call continues from there.
 
     Args:
         time_budget_s: for the measurements, without loading and capturing.
-        file: file of the table; None for this user's own table of GPU, model and dtype.
-        overwrite: replace an existing file.
         restart: measure everything again instead of continuing.
         progress: show progress bars.
         tell: called with lines that describe the progress.
 
     Raises:
-        ConfigError: the budget is too short, the file cannot be written, or saved results cannot be read or belong to
-            another plan.
+        ConfigError: the budget is too short, or saved results cannot be read or belong to another plan.
         BulletGraphError: see :func:`~bullet_graph.runtime.bursts.open_workbench`.
     """
     # Imports the kernel libraries, which `prepare_profile` must report as missing in its own words.
@@ -145,8 +138,6 @@ def profile_model(
 
     config, runtime = prepared.config, prepared.runtime
     key = table_key(runtime, config.model)
-    file = user_table_file(key) if file is None else file
-    _check_file(file, overwrite=overwrite)
     plan = plan_profile(
         num_sms=key.num_sms,
         decode_sms=sorted(set(config.decode_sms)),
@@ -202,7 +193,7 @@ def profile_model(
     finished = table(complete=True)
     write_table(finished, file)
     partial.unlink(missing_ok=True)
-    return finished, file
+    return finished
 
 
 def _measure(
@@ -233,21 +224,6 @@ def _measure(
             if left:
                 too_long_s = seconds * num_points / len(todo) - (time_budget_s - spent_s) / left
                 burst_s = min(burst_s, max(_LEAST_BURST_S, burst_s - too_long_s / num_points))
-
-
-def _check_file(file: Path, *, overwrite: bool) -> None:
-    if file.is_dir():
-        raise ConfigError(f"--output {file}: this is a folder; give a file name")
-    if file.exists() and not overwrite:
-        raise ConfigError(
-            f"there is a performance table {file} already: add --overwrite, or --output for another"
-        )
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {file}: its folder cannot be made: {error}") from error
-    if not os.access(file.parent, os.W_OK):
-        raise ConfigError(f"--output {file}: no permission to write into {file.parent}")
 
 
 def _resume(partial: Path, key: TableKey, plan: ProfilePlan) -> tuple[PerfTable, Repeats]:

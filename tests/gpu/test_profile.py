@@ -122,8 +122,8 @@ def test_an_interrupted_profile_goes_on(model: str, tmp_path: Path, monkeypatch:
         return measure(self, point, 0.02)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Workbench, "measure", short)
-    table, file = profile_model(prepared(model), time_budget_s=BUDGET_S, file=output)
-    assert (file, table.complete, partial.exists()) == (output, True, False)
+    table = profile_model(prepared(model), time_budget_s=BUDGET_S, file=output)
+    assert (output.exists(), table.complete, partial.exists()) == (True, True, False)
     measured = {**from_points(table.points), **from_points(table.held_back)}
     # Two bursts heated; no point was measured more often than planned.
     assert len(bursts) - 2 == sum(map(len, measured.values()))
