@@ -5,13 +5,13 @@ import torch
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, cos_sin_table
-from bullet_graph.models.weights import ModelWeights, empty_weights, fill_dummy
+from bullet_graph.models.weights import ModelWeights, fill_dummy, zero_weights
 
 
 def dummy_weights(
     config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int
 ) -> ModelWeights:
-    weights = empty_weights(config, dtype, device)
+    weights = zero_weights(config, dtype=dtype, device=device)
     for _ in fill_dummy(config, weights, seed=seed):
         pass
     return weights

@@ -18,7 +18,6 @@ from bullet_graph.errors import CheckpointError
 from bullet_graph.kernels.memory import PinnedRing
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.json_files import read_json_object
-from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.weights import ModelWeights, checkpoint_views, weight_shapes
 
 _STAGING_BYTES = 16 * 1024**2
@@ -26,15 +25,6 @@ _STAGING_BYTES = 16 * 1024**2
 
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element, by safetensors' names of the types that are read."""
-
-
-@contextmanager
-def weights_bar(progress: bool, num_bytes: int) -> Iterator[Callable[[float], object]]:
-    """A progress bar that is advanced by bytes."""
-    with progress_bar(
-        progress, total=num_bytes, desc="Loading weights", unit="B", unit_scale=True
-    ) as advance:
-        yield advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +91,8 @@ class Checkpoint:
 def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
     """Open a folder's safetensors files, and check names, shapes and types in their headers; allocates nothing.
 
-    A tensor that the config does not require is an error. Exceptions are precomputed rotary frequencies and the
-    ``lm_head`` of tied embeddings, which are ignored.
+    A tensor that the config does not require is an error, except precomputed rotary frequencies and the ``lm_head`` of
+    tied embeddings.
 
     Raises:
         CheckpointError: a file is missing or broken, or a tensor is missing, unexpected, or of the wrong shape or type.
@@ -140,26 +130,18 @@ def _open_files(folder: Path, stack: ExitStack) -> tuple[Path, Mapping[str, _Sto
             f"{folder} must hold {single.name} or {index.name}; found neither: "
             "download the safetensors files, or use load_format dummy for random weights"
         )
-    locations = _read_index(index)
-    paths = sorted(set(locations.values()))
-    missing = [path.name for path in paths if not path.exists()]
-    if missing:
-        raise CheckpointError(f"{index} names {', '.join(missing)}, not in that folder; download again")
-    files = {path: _open_file(path, stack) for path in paths}
-    stored = {path: set(file.keys()) for path, file in files.items()}
-    for name, path in locations.items():
-        if name not in stored[path]:
-            raise CheckpointError(f"{path}: tensor {name} is missing, though {index.name} places it there")
-    return index, {name: _stored_tensor(path, files[path], name) for name, path in locations.items()}
-
-
-def _read_index(index: Path) -> dict[str, Path]:
     weight_map = read_json_object(index, CheckpointError).nested("weight_map")
     for name, file_name in weight_map.values.items():
         # A shard is a file beside the index: a path to elsewhere would read what the user did not name.
         if not isinstance(file_name, str) or not file_name or Path(file_name).name != file_name:
             weight_map.fail(name, "the name of a file in the same folder")
-    return {name: index.parent / file_name for name, file_name in weight_map.values.items()}
+    locations = {name: folder / file_name for name, file_name in weight_map.values.items()}
+    paths = sorted(set(locations.values()))
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise CheckpointError(f"{index} names {', '.join(missing)}, not in that folder; download again")
+    files = {path: _open_file(path, stack) for path in paths}
+    return index, {name: _stored_tensor(path, files[path], name) for name, path in locations.items()}
 
 
 def _open_file(path: Path, stack: ExitStack) -> Any:
@@ -172,7 +154,10 @@ def _open_file(path: Path, stack: ExitStack) -> Any:
 
 
 def _stored_tensor(path: Path, file: Any, name: str) -> _StoredTensor:
-    header = file.get_slice(name)
+    try:
+        header = file.get_slice(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: tensor {name} is missing, though the index places it there") from error
     return _StoredTensor(path, file, tuple(header.get_shape()), header.get_dtype())
 
 
@@ -191,16 +176,13 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
         _fail(checkpoint.source, unexpected, "present but not called for by config.json: they do not match")
     for name, shape in expected.items():
         tensor = checkpoint.tensors[name]
+        what, types = f"{tensor.path}: tensor {name} must", ", ".join(_ELEMENT_BYTES)
         if tensor.shape != shape:
             raise CheckpointError(
-                f"{tensor.path}: tensor {name} must have shape {list(shape)} by config.json; "
-                f"found {list(tensor.shape)}"
+                f"{what} have shape {list(shape)} by config.json; found {list(tensor.shape)}"
             )
         if tensor.element_type not in _ELEMENT_BYTES:
-            raise CheckpointError(
-                f"{tensor.path}: tensor {name} must be one of {', '.join(_ELEMENT_BYTES)}; "
-                f"found {tensor.element_type}"
-            )
+            raise CheckpointError(f"{what} be one of {types}; found {tensor.element_type}")
 
 
 def _fail(source: Path, names: list[str], problem: str) -> NoReturn:
@@ -221,8 +203,7 @@ class WeightLoading:
         advance: called with these bytes, in the thread.
 
     Attributes:
-        started_s: when the thread began, on the clock of ``time.perf_counter``.
-        ended_s: when the last weight was on the device; None before, and after a failure.
+        started_s: when the thread began, by ``time.perf_counter``; ``ended_s`` likewise, None without success.
     """
 
     def __init__(

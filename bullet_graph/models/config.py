@@ -60,12 +60,12 @@ class ModelConfig:
 
     @property
     def q_size(self) -> int:
-        """Columns of all query heads together."""
+        """Width of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Columns of all key (or all value) heads together."""
+        """Width of all key (or all value) heads together."""
         return self.num_kv_heads * self.head_dim
 
     @property

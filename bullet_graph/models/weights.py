@@ -36,16 +36,8 @@ class ModelWeights:
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a checkpoint's tensors by Hugging Face's names; no ``lm_head`` with tied embeddings."""
-    weights = empty_weights(config, torch.float32, torch.device("meta"))
+    weights = zero_weights(config, dtype=torch.float32, device=torch.device("meta"))
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_views(config, weights)}
-
-
-def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Weights to fill later; until then, a forward with them gives no NaN."""
-    weights = empty_weights(config, dtype, device)
-    for _, view in checkpoint_views(config, weights):
-        view.zero_()
-    return weights
 
 
 def fill_dummy(config: ModelConfig, weights: ModelWeights, *, seed: int) -> Iterator[int]:
@@ -65,26 +57,28 @@ def fill_dummy(config: ModelConfig, weights: ModelWeights, *, seed: int) -> Iter
         yield view.nbytes
 
 
-def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Weights to fill later; until then, a forward with them gives no NaN."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     qkv_size = config.q_size + 2 * config.kv_size
-    embed = empty(config.vocab_size, config.hidden_size)
+    embed = zeros(config.vocab_size, config.hidden_size)
     layers = tuple(
         Layer(
-            input_norm=empty(config.hidden_size),
+            input_norm=zeros(config.hidden_size),
             attention=SelfAttention(
-                qkv=Linear(empty(qkv_size, config.hidden_size), empty(qkv_size) if config.qkv_bias else None),
-                o=Linear(empty(config.hidden_size, config.q_size)),
-                head_norms=HeadNorms(empty(config.head_dim), empty(config.head_dim), config.rms_norm_eps)
+                qkv=Linear(zeros(qkv_size, config.hidden_size), zeros(qkv_size) if config.qkv_bias else None),
+                o=Linear(zeros(config.hidden_size, config.q_size)),
+                head_norms=HeadNorms(zeros(config.head_dim), zeros(config.head_dim), config.rms_norm_eps)
                 if config.qk_norm
                 else None,
             ),
-            post_norm=empty(config.hidden_size),
+            post_norm=zeros(config.hidden_size),
             mlp=Mlp(
-                gate_up=Linear(empty(2 * config.intermediate_size, config.hidden_size)),
-                down=Linear(empty(config.hidden_size, config.intermediate_size)),
+                gate_up=Linear(zeros(2 * config.intermediate_size, config.hidden_size)),
+                down=Linear(zeros(config.hidden_size, config.intermediate_size)),
             ),
         )
         for _ in range(config.num_layers)
@@ -92,8 +86,8 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     return ModelWeights(
         embed=embed,
         layers=layers,
-        final_norm=empty(config.hidden_size),
-        lm_head=embed if config.tie_word_embeddings else empty(config.vocab_size, config.hidden_size),
+        final_norm=zeros(config.hidden_size),
+        lm_head=embed if config.tie_word_embeddings else zeros(config.vocab_size, config.hidden_size),
     )
 
 

@@ -17,8 +17,9 @@ from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounts
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
 from bullet_graph.kernels.memory import KVCache
-from bullet_graph.models.checkpoint import WeightLoading, open_checkpoint, weights_bar
+from bullet_graph.models.checkpoint import WeightLoading, open_checkpoint
 from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.weights import fill_dummy, zero_weights
 from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, partition_of
@@ -207,8 +208,9 @@ def decoder_while_loading(
         if checkpoint is None:
             loading = WeightLoading(weights, fill_dummy(runtime.model, weights, seed=config.seed))
         else:
-            advance = stack.enter_context(weights_bar(progress, checkpoint.num_bytes))
-            loading = WeightLoading(weights, checkpoint.fill(weights), advance)
+            total = checkpoint.num_bytes
+            bar = progress_bar(progress, total=total, desc="Loading weights", unit="B", unit_scale=True)
+            loading = WeightLoading(weights, checkpoint.fill(weights), stack.enter_context(bar))
         stack.enter_context(loading)
 
         def join_weights() -> None:

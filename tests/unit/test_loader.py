@@ -3,6 +3,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,28 +14,26 @@ from safetensors.torch import load_file, save_file
 
 from bullet_graph.errors import CheckpointError
 from bullet_graph.models import weights as loader
-from bullet_graph.models.checkpoint import open_checkpoint, weights_bar
+from bullet_graph.models.checkpoint import open_checkpoint
 from bullet_graph.models.families import load_model_config
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import ModelWeights, empty_weights, weight_shapes
+from bullet_graph.models.weights import ModelWeights, weight_shapes, zero_weights
 
 CPU = torch.device("cpu")
-SHARD = "model-00001-of"
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+Tensors = dict[str, torch.Tensor]
+Make = Callable[..., Path]
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, progress: bool = False) -> ModelWeights:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
     config = load_model_config(folder)
-    with (
-        open_checkpoint(folder, config) as checkpoint,
-        weights_bar(progress, checkpoint.num_bytes) as advance,
-    ):
-        weights = empty_weights(config, dtype, CPU)
-        for num_bytes in checkpoint.fill(weights):
-            advance(num_bytes)
+    with open_checkpoint(folder, config) as checkpoint:
+        weights = zero_weights(config, dtype=dtype, device=CPU)
+        assert sum(checkpoint.fill(weights)) == checkpoint.num_bytes
     return weights
 
 
-def tensors_of(value: object, name: str = "") -> dict[str, torch.Tensor]:
+def tensors_of(value: object, name: str = "") -> Tensors:
     """Every tensor of nested weights, by its path."""
     if isinstance(value, torch.Tensor):
         return {name: value}
@@ -51,55 +50,53 @@ def assert_equal(one: ModelWeights, other: ModelWeights) -> None:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folders written once and copied, for a test to break as it likes."""
-    root = tmp_path_factory.mktemp("checkpoints")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
 
-    def folder(copy_to: Path, *, tie: bool = False, shards: int = 1) -> Path:
-        source = root / f"tie={tie},shards={shards}"
+
+@pytest.fixture
+def make(written: Path, tmp_path: Path) -> Make:
+    """Copies of checkpoints that are written once, for a test to break as it likes."""
+
+    def folder(name: str = "model", *, tie: bool = False, shards: int = 1) -> Path:
+        source = written / f"tie={tie},shards={shards}"
         if not source.exists():
             write_checkpoint(source, "llama", tie=tie, shards=shards, tokenizer=False)
-        return Path(shutil.copytree(source, copy_to / "model"))
+        return Path(shutil.copytree(source, tmp_path / name))
 
     return folder
 
 
-def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
+# ---- what is read ----
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_fused_tensors_equal_those_of_transformers(tmp_path: Path, family: Family, shards: int) -> None:
     state = write_checkpoint(tmp_path, family, shards=shards, tokenizer=False).state_dict()
-    assert (tmp_path / "model.safetensors").exists() == (shards == 1)
-    weights = load(tmp_path)
-
-    def fused(index: int, names: list[str], kind: str = "weight") -> torch.Tensor:
-        return torch.cat([state[f"model.layers.{index}.{name}.{kind}"] for name in names])
-
-    qkv = [f"self_attn.{name}_proj" for name in "qkv"]
-    assert len(weights.layers) == 2
-    assert torch.equal(weights.embed, state["model.embed_tokens.weight"])
-    assert torch.equal(weights.final_norm, state["model.norm.weight"])
-    assert torch.equal(weights.lm_head, state["lm_head.weight"])
-    assert not torch.equal(weights.lm_head, weights.embed)
-    for index, layer in enumerate(weights.layers):
-        assert torch.equal(layer.input_norm, fused(index, ["input_layernorm"]))
-        assert torch.equal(layer.attention.qkv.weight, fused(index, qkv))
-        assert torch.equal(layer.attention.o.weight, fused(index, ["self_attn.o_proj"]))
-        assert torch.equal(layer.post_norm, fused(index, ["post_attention_layernorm"]))
-        assert torch.equal(layer.mlp.gate_up.weight, fused(index, ["mlp.gate_proj", "mlp.up_proj"]))
-        assert torch.equal(layer.mlp.down.weight, fused(index, ["mlp.down_proj"]))
-        assert (layer.attention.qkv.bias is not None) == (family == "qwen2")
-        assert (layer.attention.head_norms is not None) == (family == "qwen3")
-        if layer.attention.qkv.bias is not None:
-            assert torch.equal(layer.attention.qkv.bias, fused(index, qkv, "bias"))
-        if layer.attention.head_norms is not None:
-            assert torch.equal(layer.attention.head_norms.q, fused(index, ["self_attn.q_norm"]))
-            assert torch.equal(layer.attention.head_norms.k, fused(index, ["self_attn.k_norm"]))
+    assert (tmp_path / FILE).exists() == (shards == 1)
+    parts = {
+        "input_norm": ["input_layernorm"],
+        "attention.qkv.weight": [f"self_attn.{name}_proj" for name in "qkv"],
+        "attention.o.weight": ["self_attn.o_proj"],
+        "post_norm": ["post_attention_layernorm"],
+        "mlp.gate_up.weight": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.down.weight": ["mlp.down_proj"],
+    }
+    if family == "qwen2":
+        parts["attention.qkv.bias"] = parts["attention.qkv.weight"]
+    if family == "qwen3":
+        parts |= {f"attention.head_norms.{name}": [f"self_attn.{name}_norm"] for name in "qk"}
+    expected = {".embed": ["model.embed_tokens"], ".final_norm": ["model.norm"], ".lm_head": ["lm_head"]}
+    for index in range(2):
+        for ours, theirs in parts.items():
+            expected[f".layers.{index}.{ours}"] = [f"model.layers.{index}.{name}" for name in theirs]
+    found = tensors_of(load(tmp_path))
+    assert found.keys() == expected.keys()
+    for ours, theirs in expected.items():
+        kind = "bias" if ours.endswith("bias") else "weight"
+        assert torch.equal(found[ours], torch.cat([state[f"{name}.{kind}"] for name in theirs])), ours
+    assert not torch.equal(found[".lm_head"], found[".embed"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,30 +121,20 @@ def test_presets_have_the_published_number_of_parameters(name: str, expected: in
     assert PRESETS[name].num_parameters == expected
 
 
-def test_sharded_equals_unsharded(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
-    sharded = checkpoints(tmp_path / "sharded", shards=4)
+def test_sharded_equals_unsharded(make: Make) -> None:
+    sharded = make("sharded", shards=4)
     assert len(list(sharded.glob("*.safetensors"))) >= 4
-    assert_equal(load(sharded), load(checkpoints(tmp_path / "single")))
+    assert_equal(load(sharded), load(make()))
 
 
-def test_tied_embeddings_are_one_tensor(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
-    folder = checkpoints(tmp_path, tie=True)
-    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-    weights = load(folder)
-    assert weights.lm_head is weights.embed
-
-
-def test_stored_lm_head_of_tied_embeddings_and_inv_freq_are_left_aside(
-    tmp_path: Path, checkpoints: Callable[..., Path]
-) -> None:
-    folder = checkpoints(tmp_path, tie=True)
-    before = load(folder)
-
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["lm_head.weight"] = torch.zeros(320, 64)
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
-
-    edit(folder / "model.safetensors", add)
+def test_tied_embeddings_are_one_tensor_whatever_else_is_stored(make: Make) -> None:
+    folder = make(tie=True)
+    before, tensors = load(folder), load_file(folder / FILE)
+    assert before.lm_head is before.embed
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = torch.zeros(320, 64)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(tensors, folder / FILE)
     after = load(folder)
     assert after.lm_head is after.embed
     assert_equal(before, after)
@@ -164,161 +151,160 @@ def test_dtype_conversion(tmp_path: Path, stored: torch.dtype, wanted: torch.dty
     assert torch.equal(weights.layers[0].mlp.down.weight, down.to(wanted))
 
 
-@pytest.mark.parametrize("progress", [False, True])
-def test_progress_bar_only_when_asked(
-    tmp_path: Path,
-    checkpoints: Callable[..., Path],
-    progress: bool,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder = checkpoints(tmp_path)
-    capsys.readouterr()  # writing the checkpoint has a bar of its own
-    load(folder, progress=progress)
-    shown = capsys.readouterr().err
-    assert ("Loading weights: 100%" in shown) == progress
-    assert progress or not shown
-
-
-def test_weights_outlive_the_files(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
-    folder = checkpoints(tmp_path)
+def test_weights_outlive_the_files(make: Make) -> None:
+    folder = make()
     weights = load(folder)
     before = {name: tensor.clone() for name, tensor in tensors_of(weights).items()}
-    path = folder / "model.safetensors"
+    path = folder / FILE
     path.write_bytes(bytes(path.stat().st_size))
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(weights).items())
 
 
-Edit = Callable[[dict[str, torch.Tensor]], object]
+# ---- what is refused ----
+
 NORM, BIAS = "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"
 
-BROKEN_FILES: dict[str, tuple[Edit, str]] = (
-    {
-        "tensor missing": (
-            lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
-            r"model\.safetensors: tensors model\.layers\.1\.mlp\.up_proj\.weight are required .*missing",
-        ),
-        "all tensors missing": (
-            lambda tensors: tensors.clear(),
-            r"model\.embed_tokens\.weight, .* and 18 more",
-        ),
-        "no lm_head, untied": (
-            lambda tensors: tensors.pop("lm_head.weight"),
-            r"lm_head\.weight .*does not tie the embeddings",
-        ),
-        "unexpected tensor": (
-            lambda tensors: tensors.update({BIAS: torch.zeros(64)}),
-            rf"{BIAS} are present but not called for by config\.json",
-        ),
-    }
-    | {
-        f"shape {shape}": (
-            lambda tensors, shape=shape: tensors.update({NORM: torch.zeros(shape)}),  # type: ignore[misc]
-            re.escape(f"tensor {NORM} must have shape [64] by config.json; found {list(shape)}"),
-        )
-        for shape in ((63,), (64, 1))
-    }
-    | {
-        f"type {dtype}": (
-            lambda tensors, dtype=dtype: tensors.update({NORM: torch.zeros(64).to(dtype)}),  # type: ignore[misc]
-            rf"tensor {NORM} must be one of F32, F16, BF16; found",
-        )
-        for dtype in (torch.int32, torch.uint8, torch.float8_e4m3fn, torch.float64)
-    }
-)
+
+def edited(change: Callable[[Tensors], object], folder: Path) -> None:
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE)
 
 
-@pytest.mark.parametrize("name", BROKEN_FILES)
-def test_broken_file(tmp_path: Path, checkpoints: Callable[..., Path], name: str) -> None:
-    change, problem = BROKEN_FILES[name]
-    folder = checkpoints(tmp_path)
-    edit(folder / "model.safetensors", change)
-    with pytest.raises(CheckpointError, match=problem):
-        load(folder)
+def with_norm(norm: torch.Tensor, folder: Path) -> None:
+    edited(lambda tensors: tensors.update({NORM: norm}), folder)
 
 
-def test_missing_weights(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
-    folder = checkpoints(tmp_path)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors or .*index\.json; found neither"):
-        load(folder)
-
-
-def test_index_names_a_missing_shard(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
-    folder = checkpoints(tmp_path, shards=3)
-    shard = next(folder.glob(f"{SHARD}*"))
-    shard.unlink()
-    with pytest.raises(CheckpointError, match=rf"index\.json names {shard.name}, not in that folder"):
-        load(folder)
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("kept", [0.9, 0.001, 0.0])
-def test_truncated_file(tmp_path: Path, checkpoints: Callable[..., Path], shards: int, kept: float) -> None:
-    folder = checkpoints(tmp_path, shards=shards)
+def truncated(kept: float, folder: Path) -> None:
     path = min(folder.glob("*.safetensors"))
     content = path.read_bytes()
     path.write_bytes(content[: int(kept * len(content))])
-    with pytest.raises(CheckpointError, match=f"{path.name} is not a complete safetensors file"):
-        load(folder)
 
 
-def test_index_places_a_tensor_where_it_is_not(tmp_path: Path, checkpoints: Callable[..., Path]) -> None:
-    folder = checkpoints(tmp_path, shards=3)
-    index = folder / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
+def with_index(content: str, folder: Path) -> None:
+    (folder / INDEX).write_text(content)
+
+
+def misplaced(folder: Path) -> None:
+    content = json.loads((folder / INDEX).read_text())
     places = content["weight_map"]
     places[NORM] = next(file for file in places.values() if file != places[NORM])
-    index.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=rf"tensor {NORM} is missing, though .*index\.json places it"):
-        load(folder)
+    with_index(json.dumps(content), folder)
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ("{", "is not valid JSON"),
-        ("[]", "must hold a JSON object"),
-        ("{}", "weight_map must be an object; found no such key"),
-        ('{"weight_map": []}', "weight_map must be an object"),
-        ('{"weight_map": {"a": 1}}', r"weight_map\.a must be the name of a file"),
-        ('{"weight_map": {"a": ""}}', r"weight_map\.a must be the name of a file"),
-        ('{"weight_map": {"a": "../model.safetensors"}}', r"weight_map\.a must be the name of a file"),
-        ('{"weight_map": {}}', "required by config.json but missing"),
-    ],
-)
-def test_broken_index(tmp_path: Path, checkpoints: Callable[..., Path], content: str, problem: str) -> None:
-    folder = checkpoints(tmp_path, shards=3)
-    (folder / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match=problem):
-        load(folder)
-
-
-def test_checkpoint_with_more_layers_than_its_config(
-    tmp_path: Path, checkpoints: Callable[..., Path]
-) -> None:
-    folder = checkpoints(tmp_path)
+def with_fewer_layers(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    with pytest.raises(CheckpointError, match=r"model\.layers\.1\..* and 6 more are present but not called"):
+
+
+Case = tuple[int, Callable[[Path], object], str]
+
+BROKEN: dict[str, Case] = {
+    "tensor missing": (
+        1,
+        partial(edited, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")),
+        r"model\.safetensors: tensors model\.layers\.1\.mlp\.up_proj\.weight are required .*missing",
+    ),
+    "all tensors missing": (1, partial(edited, dict.clear), r"model\.embed_tokens\.weight, .* and 18 more"),
+    "no lm_head, untied": (
+        1,
+        partial(edited, lambda tensors: tensors.pop("lm_head.weight")),
+        r"lm_head\.weight .*does not tie the embeddings",
+    ),
+    "unexpected tensor": (
+        1,
+        partial(edited, lambda tensors: tensors.update({BIAS: torch.zeros(64)})),
+        rf"{BIAS} are present but not called for by config\.json",
+    ),
+    "more layers than the config's": (
+        1,
+        with_fewer_layers,
+        r"model\.layers\.1\..* and 6 more are present but not called",
+    ),
+    "no file": (
+        1,
+        lambda folder: (folder / FILE).unlink(),
+        r"model\.safetensors or .*index\.json; found neither",
+    ),
+    "no shard": (
+        3,
+        lambda folder: min(folder.glob("*.safetensors")).unlink(),
+        r"index\.json names model-00001-of-\d+\.safetensors, not in that folder",
+    ),
+    "tensor not in its shard": (
+        3,
+        misplaced,
+        rf"model-0000\d-of-.*: tensor {NORM} is missing, though the index places it there",
+    ),
+}
+BROKEN |= {
+    f"shape {shape}": (
+        1,
+        partial(with_norm, torch.zeros(shape)),
+        re.escape(f"tensor {NORM} must have shape [64] by config.json; found {list(shape)}"),
+    )
+    for shape in ((63,), (64, 1))
+}
+BROKEN |= {
+    f"type {dtype}": (
+        1,
+        partial(with_norm, torch.zeros(64).to(dtype)),
+        rf"tensor {NORM} must be one of F32, F16, BF16; found",
+    )
+    for dtype in (torch.int32, torch.uint8, torch.float8_e4m3fn, torch.float64)
+}
+BROKEN |= {
+    f"{kept} of a file of {shards}": (
+        shards,
+        partial(truncated, kept),
+        r"model.*\.safetensors is not a complete safetensors file",
+    )
+    for kept in (0.9, 0.001, 0.0)
+    for shards in (1, 3)
+}
+BROKEN |= {
+    f"index {content}": (3, partial(with_index, content), problem)
+    for content, problem in {
+        "{": "is not valid JSON",
+        "[]": "must hold a JSON object",
+        "{}": "weight_map must be an object; found no such key",
+        '{"weight_map": []}': "weight_map must be an object",
+        '{"weight_map": {"a": 1}}': r"weight_map\.a must be the name of a file",
+        '{"weight_map": {"a": ""}}': r"weight_map\.a must be the name of a file",
+        '{"weight_map": {"a": "../model.safetensors"}}': r"weight_map\.a must be the name of a file",
+        '{"weight_map": {}}': "required by config.json but missing",
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_checkpoint(make: Make, name: str) -> None:
+    shards, break_it, problem = BROKEN[name]
+    folder = make(shards=shards)
+    break_it(folder)
+    with pytest.raises(CheckpointError, match=problem):
         load(folder)
 
 
 def test_nothing_is_allocated_before_the_headers_are_checked(
-    tmp_path: Path, checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = checkpoints(tmp_path)
-    edit(folder / "model.safetensors", lambda tensors: tensors.update({"x": torch.zeros(1)}))
+    folder = make()
+    edited(lambda tensors: tensors.update({"x": torch.zeros(1)}), folder)
     devices = []
-    allocate = torch.empty
+    allocate = torch.zeros
 
     def recorded(*args: object, device: torch.device, **options: object) -> torch.Tensor:
         devices.append(device)
         return allocate(*args, device=device, **options)  # type: ignore[call-overload, no-any-return]
 
-    monkeypatch.setattr(loader.torch, "empty", recorded)
+    monkeypatch.setattr(loader.torch, "zeros", recorded)
     with pytest.raises(CheckpointError):
         load(folder)
     assert {device.type for device in devices} == {"meta"}
+
+
+# ---- random weights ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

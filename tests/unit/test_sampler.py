@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -119,59 +118,35 @@ def test_uniform_numbers_never_reach_their_bounds() -> None:
 # ---- choice ----
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    scores=st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=8),
-    temperature=st.floats(0.25, 4),
-    seed=st.integers(0, 2**63 - 1),
-    position=st.integers(0, 2**20),
-)
-def test_the_token_is_the_gumbel_max(
-    scores: list[float], temperature: float, seed: int, position: int
-) -> None:
-    noisy = [
-        score / temperature - math.log(-math.log(uniform(seed, position, i)))
-        for i, score in enumerate(scores)
-    ]
-    best = max(range(len(noisy)), key=noisy.__getitem__)
-    assume(all(noisy[best] - value > 1e-3 for i, value in enumerate(noisy) if i != best))
-    assert draw(scores, [position], make_state(temperature=temperature, seed=seed)) == [best]
-
-
 GRID = st.integers(-6, 6).map(lambda n: n / 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    scores=st.lists(GRID, min_size=2, max_size=10),
-    temperature=st.sampled_from([0.5, 1.0, 2.0]),
-    top_k=st.sampled_from([0, 1, 2, 3, 5, 10, 1000]),
-    top_p=st.sampled_from([1.0, 0.05, 0.3, 0.62, 0.9, 0.99]),
-    min_p=st.sampled_from([0.0, 0.02, 0.2, 0.7, 1.0]),
+    scores=st.lists(st.one_of(GRID, st.floats(-5, 5, width=32)), min_size=1, max_size=10),
+    temperature=st.one_of(st.sampled_from([0.5, 1.0, 2.0]), st.floats(0.25, 4)),
+    top_k=st.sampled_from([0, 0, 1, 2, 3, 5, 10, 1000]),
+    top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.05, 0.3, 0.62, 0.9, 0.99]),
+    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.2, 0.7, 1.0]),
+    seed=st.integers(0, 2**63 - 1),
+    position=st.integers(0, 2**20),
 )
-def test_only_tokens_that_the_cuts_leave_are_drawn(
-    scores: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+def test_the_token_is_the_gumbel_max_of_what_the_cuts_leave(
+    scores: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
 ) -> None:
     kept, margin = kept_tokens(scores, temperature, top_k, top_p, min_p)
     assume(margin > 1e-4)
-    state = make_state(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    drawn = set(draw(scores, list(range(30)), state))
-    assert drawn <= kept
-    if len(kept) == 1:
-        assert drawn == kept
+    noisy = {i: scores[i] / temperature - math.log(-math.log(uniform(seed, position, i))) for i in kept}
+    best = max(noisy, key=noisy.__getitem__)
+    assume(all(noisy[best] - value > 1e-3 for i, value in noisy.items() if i != best))
+    state = make_state(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    assert draw(scores, [position], state) == [best]
 
 
 def chi_square_limit(freedom: int) -> float:
     """Exceeded once in a thousand times (Wilson and Hilferty's approximation)."""
     spread = 2 / (9 * freedom)
     return freedom * (1 - spread + 3.09 * math.sqrt(spread)) ** 3
-
-
-def check_frequencies(counts: Counter[int], probabilities: dict[int, float]) -> None:
-    total = sum(counts.values())
-    assert set(counts) <= set(probabilities)
-    statistic = sum((counts[i] - total * p) ** 2 / (total * p) for i, p in probabilities.items())
-    assert statistic < chi_square_limit(len(probabilities) - 1)
 
 
 SCORES = [0.0, 1.0, -1.0, 2.0, 0.5, 0.5, -0.5, 1.5]
@@ -194,25 +169,10 @@ def test_frequencies_follow_the_softmax_of_what_is_left(temperature: float, cuts
     kept, _ = kept_tokens(SCORES, temperature, **cuts)  # type: ignore[arg-type]
     weights = {i: math.exp(SCORES[i] / temperature) for i in kept}
     probabilities = {i: weight / sum(weights.values()) for i, weight in weights.items()}
-    state = make_state(temperature=temperature, seed=2024, **cuts)
-    check_frequencies(Counter(draw(SCORES, list(range(3000)), state)), probabilities)
-
-
-def test_frequencies_over_seeds_follow_the_softmax_too() -> None:
-    # Samples of one request differ in their seeds alone.
-    count = 3000
-    state = make_state(count, seed=0)
-    logits = torch.tensor(SCORES).repeat(count, 1)
-    tokens = sample(logits, torch.arange(count), torch.full((count,), 17), state).tolist()
-    total = sum(map(math.exp, SCORES))
-    check_frequencies(Counter(tokens), {i: math.exp(score) / total for i, score in enumerate(SCORES)})
-
-
-def test_one_position_tells_nothing_of_the_next() -> None:
-    # Equal logits: a step from one token to another is as likely as any other.
-    tokens = draw([0.0] * 4, list(range(4001)), make_state(seed=9))
-    pairs = Counter(4 * a + b for a, b in pairwise(tokens))
-    check_frequencies(pairs, dict.fromkeys(range(16), 1 / 16))
+    counts = Counter(draw(SCORES, list(range(3000)), make_state(temperature=temperature, seed=2024, **cuts)))
+    assert set(counts) <= kept
+    statistic = sum((counts[i] - 3000 * p) ** 2 / (3000 * p) for i, p in probabilities.items())
+    assert statistic < chi_square_limit(len(kept) - 1)
 
 
 def test_a_row_does_not_depend_on_the_batch() -> None:
@@ -261,12 +221,6 @@ def test_sampling_leaves_the_logits_as_they_were(dtype: torch.dtype) -> None:
     state = make_state(2, masked_token_ids=(3,), masked_until=10, top_k=5, temperature=0.5)
     sample(logits, torch.tensor([0, 1]), torch.tensor([1, 2]), state)
     assert torch.equal(logits, before)
-
-
-def test_extreme_cuts_leave_the_most_probable_token() -> None:
-    scores = [0.0, 1.0, 0.5]
-    for cuts in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 1, "top_p": 1e-9, "min_p": 1.0}):
-        assert set(draw(scores, list(range(20)), make_state(**cuts))) == {1}
 
 
 # ---- log-probabilities ----

@@ -17,8 +17,8 @@ from bullet_graph import CheckpointError, Engine
 from bullet_graph.models import checkpoint as checkpoint_module
 from bullet_graph.models.checkpoint import WeightLoading
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.models.weights import ModelWeights, fill_dummy, zero_weights
-from bullet_graph.runtime import build, cpu
+from bullet_graph.models.weights import ModelWeights, checkpoint_views, fill_dummy, zero_weights
+from bullet_graph.runtime import build
 from bullet_graph.runtime.cpu import CpuExecutor
 
 EMBED = [-0.07249033451080322, 0.034969184547662735, 0.07945303618907928, -0.12271872162818909]
@@ -63,15 +63,7 @@ def test_weights_made_in_inference_mode_can_be_filled() -> None:
 
 
 def test_unfilled_weights_are_numbers() -> None:
-    assert all(
-        not tensor.any()
-        for tensor in (
-            zeros().embed,
-            zeros().final_norm,
-            zeros().layers[0].attention.qkv.weight,
-            zeros().layers[3].mlp.down.weight,
-        )
-    )
+    assert not any(tensor.any() for _, tensor in checkpoint_views(TINY, zeros()))
 
 
 def test_progress_is_told() -> None:
@@ -91,16 +83,13 @@ def test_an_error_keeps_its_type_and_message_and_no_weights() -> None:
         yield weights.embed.nbytes
         raise CheckpointError("the file ends early")
 
-    caught = None
-    with WeightLoading(weights, failing(weights)) as filling:
-        try:
-            filling.join()
-        except CheckpointError as error:
-            caught = error
+    with (
+        pytest.raises(CheckpointError, match=r"^the file ends early$") as caught,
+        WeightLoading(weights, failing(weights)) as filling,
+    ):
+        filling.join()
     del weights, filling
-    assert str(caught) == "the file ends early"
-    assert caught is not None
-    assert caught.__traceback__ is not None
+    assert caught.value.__traceback__ is not None
     gc.collect()
     assert gone() is None, "the error keeps the weights"
     assert not loader_threads()
@@ -135,28 +124,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class SlowLoader:
-    """Holds the last piece of the weights back until the executor is made."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.executor_made = threading.Event()
-        fill, init = build.fill_dummy, CpuExecutor.__init__
-
-        def slow(*arguments: object, **settings: object) -> Iterator[int]:
-            pieces = list(fill(*arguments, **settings))  # type: ignore[arg-type]
-            assert self.executor_made.wait(30), "the executor waits for the weights"
-            yield from pieces
-
-        def made(executor: CpuExecutor, *arguments: object, **settings: object) -> None:
-            init(executor, *arguments, **settings)  # type: ignore[arg-type]
-            self.executor_made.set()
-
-        monkeypatch.setattr(build, "fill_dummy", slow)
-        monkeypatch.setattr(cpu.CpuExecutor, "__init__", made)
-
-
 def test_the_executor_is_built_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    SlowLoader(monkeypatch)
+    executor_made = threading.Event()
+    fill, init = build.fill_dummy, CpuExecutor.__init__
+
+    def slow(*arguments: object, **settings: object) -> Iterator[int]:
+        pieces = list(fill(*arguments, **settings))  # type: ignore[arg-type]
+        assert executor_made.wait(30), "the executor waits for the weights"
+        yield from pieces
+
+    def made(executor: CpuExecutor, *arguments: object, **settings: object) -> None:
+        init(executor, *arguments, **settings)  # type: ignore[arg-type]
+        executor_made.set()
+
+    monkeypatch.setattr(build, "fill_dummy", slow)
+    monkeypatch.setattr(CpuExecutor, "__init__", made)
     with make_engine() as engine:
         report = engine.start_report
         tokens = engine.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
@@ -168,6 +150,16 @@ def test_the_executor_is_built_while_weights_load(monkeypatch: pytest.MonkeyPatc
     with make_engine() as engine:
         assert engine.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == tokens
     assert not loader_threads()
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_progress_bar_only_when_asked(
+    folder: Path, progress: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_engine(folder, use_tqdm=progress).shutdown()
+    shown = capsys.readouterr().err
+    assert ("Loading weights: 100%" in shown) == progress
+    assert progress or not shown
 
 
 def test_a_file_that_breaks_while_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
