@@ -157,7 +157,9 @@ def _stored_tensor(path: Path, file: Any, name: str) -> _StoredTensor:
     try:
         header = file.get_slice(name)
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: tensor {name} is missing, though the index places it there") from error
+        raise CheckpointError(
+            f"{path}: tensor {name} is missing, though the index places it there"
+        ) from error
     return _StoredTensor(path, file, tuple(header.get_shape()), header.get_dtype())
 
 
