@@ -15,7 +15,6 @@ from bullet_graph import (
     CheckpointError,
     ConfigError,
     DeviceError,
-    Engine,
     InsufficientMemoryError,
     ModelError,
     PerfTableError,
@@ -167,8 +166,3 @@ def test_the_ledger_is_told_before_anything_is_allocated(monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="far enough"):
         make_engine(on_ledger=told.append)
     assert told[0].kv_cache_bytes > 0
-
-
-def test_reading_a_model_that_is_no_str_path_works_too(folder: Path) -> None:
-    with Engine(str(folder), device="cpu", max_model_len=32, max_num_seqs=2) as engine:
-        assert engine.config.model == str(folder)

@@ -1,12 +1,8 @@
 """Generation on the CPU: forms of prompts, where outputs end, metrics."""
 
-import json
-from itertools import pairwise
-from pathlib import Path
-
 import numpy as np
 import pytest
-from checkpoints import EOS_TOKEN_ID, write_checkpoint
+from checkpoints import EOS_TOKEN_ID
 from engines import GREEDY, Model, at_any_depth, force_tokens, make_engine, run_to_end, tokens_of
 
 from bullet_graph import Engine, SamplingParams
@@ -55,11 +51,6 @@ def test_each_prompt_may_have_its_own_params(engine: Engine, model: Model) -> No
     outputs = engine.generate(PROMPTS, params, use_tqdm=False)
     for prompt, param, output in zip(PROMPTS, params, outputs, strict=True):
         assert tokens_of(output) == [model.greedy(prompt, param.max_tokens)]
-
-
-def test_defaults_apply_without_params(engine: Engine) -> None:
-    (output,) = engine.generate([PROMPT], use_tqdm=False)
-    assert 1 <= len(output.outputs[0].token_ids) <= SamplingParams().max_tokens
 
 
 @at_any_depth
@@ -111,18 +102,6 @@ def test_end_of_sequence_ends_an_output_unless_ignored(model: Model, monkeypatch
 
 
 @at_any_depth
-def test_stop_token_ids_end_an_output_and_are_returned(model: Model) -> None:
-    expected = model.greedy(PROMPT, 12)
-    stop = expected[6]
-    first = expected.index(stop)
-    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[stop, 319], ignore_eos=True)
-    with make_engine(model.folder) as engine:
-        (output,) = engine.generate(PROMPT, params, use_tqdm=False)
-    assert output.outputs[0].token_ids == expected[: first + 1]
-    assert output.outputs[0].finish_reason == "stop"
-
-
-@at_any_depth
 @pytest.mark.parametrize("policy", ["serial", "mixed:3"])
 def test_min_tokens_keeps_stop_tokens_from_being_sampled(model: Model, policy: str) -> None:
     # Stop at what comes first anyway: it must be passed over, then may come.
@@ -138,52 +117,7 @@ def test_min_tokens_keeps_stop_tokens_from_being_sampled(model: Model, policy: s
     assert output.outputs[0].token_ids == expected[:end]
 
 
-def test_min_tokens_masks_end_of_sequence(tmp_path: Path) -> None:
-    network = write_checkpoint(tmp_path, "qwen2", seed=2).eval()
-    model = Model(tmp_path, network)
-    # Let the most probable first token end sequences.
-    eos = model.greedy(PROMPT, 1)[0]
-    for name in ("config.json", "generation_config.json"):
-        path = tmp_path / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [eos]}))
-    with make_engine(tmp_path) as engine:
-        at_once, held_back = engine.generate(
-            [PROMPT, PROMPT],
-            [
-                SamplingParams(temperature=0, max_tokens=8),
-                SamplingParams(temperature=0, max_tokens=8, min_tokens=8),
-            ],
-            use_tqdm=False,
-        )
-    assert at_once.outputs[0].token_ids == (eos,)
-    assert at_once.outputs[0].finish_reason == "stop"
-    assert held_back.outputs[0].token_ids == model.greedy(PROMPT, 8, masked_until={eos: 8})
-    assert held_back.outputs[0].finish_reason == "length"
-
-
 # ---- metrics ----
-
-
-@at_any_depth
-def test_metrics_follow_the_request(model: Model) -> None:
-    with make_engine(model.folder, max_num_seqs=1, policy="mixed:8") as engine:
-        first, second = engine.generate([list(range(2, 42)), PROMPT], GREEDY, use_tqdm=False)
-    for output in (first, second):
-        metrics = output.metrics
-        assert metrics.first_scheduled_s is not None
-        assert metrics.arrival_s <= metrics.first_scheduled_s <= metrics.token_times_s[0]
-        assert all(a <= b for a, b in pairwise(metrics.token_times_s))
-        assert len(metrics.token_times_s) == GREEDY.max_tokens
-        assert len(metrics.itl_ms) == GREEDY.max_tokens - 1
-        assert metrics.queue_ms is not None
-        assert metrics.ttft_ms is not None
-        assert metrics.e2e_ms is not None
-        assert metrics.tpot_ms is not None
-        assert 0 <= metrics.queue_ms <= metrics.ttft_ms <= metrics.e2e_ms
-        assert metrics.tpot_ms == pytest.approx(sum(metrics.itl_ms) / len(metrics.itl_ms))
-    # There is one slot: the second waits for the first to end.
-    assert second.metrics.first_scheduled_s is not None
-    assert second.metrics.first_scheduled_s >= first.metrics.token_times_s[-2]
 
 
 def test_metrics_by_a_clock_that_counts(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

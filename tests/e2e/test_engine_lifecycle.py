@@ -1,5 +1,6 @@
-"""Shutdown, failures and interrupts of an engine on the CPU."""
+"""Shutdown, failures and interrupts of an engine on the CPU, also between the slices of a prefill."""
 
+import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
@@ -7,23 +8,24 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
+from async_engines import collect
 from engines import GREEDY, Model, at_any_depth, make_engine, run_to_end, tokens_of
+from policies import PROMPT, PROMPTS, fail_launches, make, short_slices
 
-from bullet_graph import Engine, EngineDeadError, RequestError
-from bullet_graph.kernels.attention import LayerRows, ReferenceAttention
+from bullet_graph import AsyncEngine, Engine, EngineDeadError
+from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.executor import keep_for_ever
 from bullet_graph.runtime.step import Placement, Step
 
-PROMPT = [5, 17, 300, 8]
-
 
 def memory_of(engine: Engine) -> list[weakref.ref[torch.Tensor]]:
-    """Weak references to weights, KV cache and rotary table."""
+    """Weak references to weights, KV cache, rotary table and what forwards compute in."""
     executor = engine._executor
     assert isinstance(executor, CpuExecutor)
     decoder = executor._decoder
     tensors = [*tensors_of(decoder.weights), decoder.cache._data, decoder.cos_sin]
+    tensors += [forward.hidden.residual for forward in executor._forwards.values()]
     return [weakref.ref(tensor) for tensor in tensors]
 
 
@@ -39,49 +41,53 @@ def tensors_of(weights: object) -> Iterator[torch.Tensor]:
             yield from tensors_of(getattr(weights, field.name))
 
 
-def fail_after(monkeypatch: pytest.MonkeyPatch, num_calls: int, error: BaseException) -> None:
-    """Let attention, deep inside a forward, raise at the call that follows ``num_calls`` good ones."""
-    run = ReferenceAttention.run
-    calls = iter(range(num_calls))
+def fail(patch: pytest.MonkeyPatch, where: str, num_good: int, error: BaseException) -> None:
+    """Let a method raise after ``num_good`` good calls: of attention, deep inside a forward, or of the executor."""
+    if where == "slice":
+        fail_launches(patch, num_good, error, "prefill")
+        return
+    owner, name = (ReferenceAttention, "run") if where == "attention" else (CpuExecutor, where)
+    original = getattr(owner, name)
+    calls = iter(range(num_good))
 
-    def failing(self: ReferenceAttention, layer: int, rows: LayerRows) -> torch.Tensor:
+    def failing(*args: object, **kwargs: object) -> object:
         if next(calls, None) is None:
             raise error
-        return run(self, layer, rows)
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(ReferenceAttention, "run", failing)
+    patch.setattr(owner, name, failing)
 
 
 # ---- shutdown ----
 
 
-def test_shutdown_gives_the_memory_back() -> None:
-    engine = make_engine()
+@short_slices
+@pytest.mark.parametrize("how", ["shutdown", "context", "dropped", "failed", "failed in a slice"])
+def test_an_engine_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    engine = make()
     engine.generate([PROMPT, [1]], GREEDY, use_tqdm=False)
-    engine.add_request("under way", PROMPT, GREEDY)
-    engine.step()
     references = memory_of(engine)
     assert len(references) > 20
     assert all(reference() is not None for reference in references)
-    engine.shutdown()
-    assert [reference() for reference in references if reference() is not None] == []
-
-
-def test_leaving_the_context_shuts_down() -> None:
-    with make_engine() as engine:
-        references = memory_of(engine)
-    assert not any(reference() is not None for reference in references)
-    with pytest.raises(EngineDeadError):
+    engine.add_request("under way", PROMPT, GREEDY)
+    if how.startswith("failed"):
+        error = RuntimeError("on fire")
+        fail(monkeypatch, "slice" if how.endswith("slice") else "attention", 1, error)
+        with pytest.raises(EngineDeadError) as caught:
+            run_to_end(engine)
+        # The caller still holds the error, whose traceback leads into the forward.
+        assert caught.value.__cause__ is error
+    else:
         engine.step()
-
-
-def test_an_engine_that_is_dropped_gives_the_memory_back() -> None:
-    engine = make_engine()
-    engine.generate([PROMPT], GREEDY, use_tqdm=False)
-    references = memory_of(engine)
-    del engine
+    if how == "context":
+        with engine:
+            pass
+    elif how == "dropped":
+        del engine
+    else:
+        engine.shutdown()
     gc.collect()
-    assert not any(reference() is not None for reference in references)
+    assert [reference() for reference in references if reference() is not None] == []
 
 
 @at_any_depth
@@ -95,6 +101,7 @@ def test_shutdown_twice_and_calls_afterwards(model: Model) -> None:
         lambda: engine.generate(PROMPT, use_tqdm=False),
         lambda: engine.generate([], use_tqdm=False),
         lambda: engine.add_request("b", PROMPT),
+        lambda: engine.set_policy("mixed"),
         engine.step,
     ):
         with pytest.raises(EngineDeadError, match="shut down"):
@@ -121,18 +128,21 @@ def test_engines_one_after_the_other_and_side_by_side(model: Model) -> None:
 
 
 @at_any_depth
-def test_a_failing_device_kills_the_engine_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = RuntimeError("the device is on fire")
-    with make_engine() as engine:
-        fail_after(monkeypatch, 9, error)
-        with pytest.raises(EngineDeadError, match="on fire") as caught:
-            engine.generate([PROMPT, [3]], GREEDY, use_tqdm=False)
-        assert caught.value.__cause__ is error
-        monkeypatch.undo()
+@short_slices
+@pytest.mark.parametrize("where", ["attention", "launch", "wait", "slice"])
+def test_a_failing_device_ends_the_engine_with_the_cause(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    error = OSError("the device is on fire")
+    with make() as engine:
+        with monkeypatch.context() as patch:
+            fail(patch, where, 1, error)
+            with pytest.raises(EngineDeadError, match="on fire") as caught:
+                engine.generate([PROMPT, [3]], GREEDY, use_tqdm=False)
+            assert caught.value.__cause__ is error
         # It stays dead, whatever the device does now, and goes on saying why.
         for call in (
             lambda: engine.generate(PROMPT, use_tqdm=False),
             lambda: engine.add_request("b", PROMPT),
+            lambda: engine.set_policy("mixed"),
             engine.step,
         ):
             with pytest.raises(EngineDeadError, match="on fire") as caught:
@@ -140,34 +150,23 @@ def test_a_failing_device_kills_the_engine_with_the_cause(monkeypatch: pytest.Mo
             assert caught.value.__cause__ is error
 
 
-@pytest.mark.parametrize("method", ["launch", "wait"])
-def test_failures_at_the_executor_s_edge(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    def failing(*_: object) -> None:
-        raise OSError("lost")
-
-    with make_engine() as engine:
-        engine.add_request("a", PROMPT, GREEDY)
-        engine.step()
-        monkeypatch.setattr(CpuExecutor, method, failing)
-        with pytest.raises(EngineDeadError, match="lost") as caught:
-            engine.step()
-        assert isinstance(caught.value.__cause__, OSError)
-        with pytest.raises(EngineDeadError, match="lost"):
-            engine.step()
-
-
-def test_a_failed_engine_gives_its_memory_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    fail_after(monkeypatch, 9, RuntimeError("on fire"))
-    with pytest.raises(EngineDeadError) as caught:
-        engine.generate([PROMPT], GREEDY, use_tqdm=False)
-    references = memory_of(engine)
+@short_slices
+async def test_streams_learn_that_the_prefill_lane_failed(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("lane is on fire")
+    fail_launches(monkeypatch, 3, error, "prefill")
+    engine = AsyncEngine(make(model, max_num_seqs=2))
+    async with asyncio.timeout(20):
+        results = await asyncio.gather(
+            *(collect(engine, prompt) for prompt in PROMPTS), return_exceptions=True
+        )
+        results += await asyncio.gather(collect(engine, PROMPT), return_exceptions=True)
+    failures = [result for result in results if isinstance(result, EngineDeadError)]
+    assert len(failures) >= len(PROMPTS) - 1
+    assert all("on fire" in str(failure) and failure.__cause__ is error for failure in failures)
+    assert isinstance(results[-1], EngineDeadError)
     engine.shutdown()
-    # Although the caller still holds the error, whose traceback leads into the forward.
-    assert caught.value.__cause__ is not None
-    assert not any(reference() is not None for reference in references)
-    with pytest.raises(EngineDeadError, match="on fire"):
-        engine.step()
 
 
 def test_nothing_is_freed_of_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,15 +194,18 @@ def test_nothing_is_freed_of_a_device_that_has_failed(monkeypatch: pytest.Monkey
 
 
 @at_any_depth
-@pytest.mark.parametrize("num_calls", [0, 1, 6, 30])
+@short_slices
+@pytest.mark.parametrize(
+    ("where", "num_good"), [("attention", n) for n in (0, 1, 6, 30)] + [("slice", n) for n in (0, 1, 3)]
+)
 def test_an_interrupt_loses_the_requests_and_nothing_else(
-    model: Model, monkeypatch: pytest.MonkeyPatch, num_calls: int
+    model: Model, monkeypatch: pytest.MonkeyPatch, expected: list[tuple[int, ...]], where: str, num_good: int
 ) -> None:
-    with make_engine(model.folder, max_num_seqs=2) as engine:
+    with make(model, "auto" if where == "slice" else "mixed", max_num_seqs=2) as engine:
         with monkeypatch.context() as patch:
-            fail_after(patch, num_calls, KeyboardInterrupt())
+            fail(patch, where, num_good, KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
-                engine.generate([PROMPT] * 4, GREEDY, use_tqdm=False)
+                engine.generate(PROMPTS, GREEDY, use_tqdm=False)
         # What was launched has ended, so that no block serves others while it is still written.
         executor = engine._executor
         assert isinstance(executor, CpuExecutor)
@@ -211,60 +213,32 @@ def test_an_interrupt_loses_the_requests_and_nothing_else(
         del executor
         assert run_to_end(engine) == {}
         assert engine.stats().kv_blocks_used == 0
-        outputs = engine.generate([PROMPT] * 5, GREEDY, use_tqdm=False)
-        assert {tokens_of(output)[0] for output in outputs} == {model.greedy(PROMPT, 12)}
+        outputs = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [tokens_of(output)[0] for output in outputs] == expected
         assert engine.stats().kv_blocks_used == 0
 
 
-def test_an_interrupt_between_steps_leaves_nothing_under_way(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("method", "num_good"), [("step", 3), ("add_request", 2)])
+def test_an_interrupt_of_a_batch_leaves_nothing_under_way(
+    model: Model, monkeypatch: pytest.MonkeyPatch, method: str, num_good: int
 ) -> None:
-    step = Engine.step
-    calls = iter(range(3))
+    original = getattr(Engine, method)
+    calls = iter(range(num_good))
 
-    def interrupted(self: Engine) -> object:
+    def interrupted(*args: object, **kwargs: object) -> object:
         if next(calls, None) is None:
             raise KeyboardInterrupt
-        return step(self)
+        return original(*args, **kwargs)
 
     with make_engine(model.folder) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "step", interrupted)
+            patch.setattr(Engine, method, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate([PROMPT] * 4, GREEDY, use_tqdm=False)
         (output,) = engine.generate([PROMPT], GREEDY, use_tqdm=False)
         assert tokens_of(output) == [model.greedy(PROMPT, 12)]
         run_to_end(engine)
         assert engine.stats().kv_blocks_used == 0
-
-
-def test_a_batch_that_cannot_be_added_leaves_nothing_behind(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_request = Engine.add_request
-    calls = iter(range(2))
-
-    def interrupted(self: Engine, *args: object, **kwargs: object) -> None:
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
-        add_request(self, *args, **kwargs)  # type: ignore[arg-type]
-
-    with make_engine(model.folder) as engine:
-        with monkeypatch.context() as patch:
-            patch.setattr(Engine, "add_request", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.generate([PROMPT] * 4, GREEDY, use_tqdm=False)
-        assert len(engine.generate([PROMPT], GREEDY, use_tqdm=False)) == 1
-
-
-def test_errors_of_requests_leave_the_engine_alone(model: Model) -> None:
-    expected = [model.greedy(PROMPT, 12)]
-    with make_engine(model.folder) as engine:
-        for bad in ([], [5000], [1] * 200, None):
-            with pytest.raises(RequestError):
-                engine.add_request("a", bad)  # type: ignore[arg-type]
-            engine.generate([bad, [1]], GREEDY, use_tqdm=False)  # type: ignore[list-item]
-            assert tokens_of(engine.generate(PROMPT, GREEDY, use_tqdm=False)[0]) == expected
 
 
 def test_each_ticket_is_waited_for_once_and_in_order(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from async_engines import collect
-from engines import GREEDY, Model, at_any_depth, make_engine, run_to_end, tokens_of
+from engines import GREEDY, Model, at_any_depth, run_to_end, tokens_of
 from policies import (
     EASY,
     IMPOSSIBLE,
@@ -22,7 +22,6 @@ from bullet_graph import (
     AsyncEngine,
     ConfigError,
     Engine,
-    EngineDeadError,
     RequestError,
     RequestOutput,
     SamplingParams,
@@ -82,22 +81,6 @@ def test_slices_cover_a_prompt_while_others_decode(model: Model, launches: Launc
 
 
 @short_slices
-def test_an_abort_between_two_slices_frees_all_blocks(
-    model: Model, launches: Launches, expected: list[tuple[int, ...]]
-) -> None:
-    with make(model) as engine:
-        engine.add_request("a", PROMPTS[3], GREEDY)
-        step_into_a_prefill(engine, launches)
-        engine.abort("a")
-        outputs = run_to_end(engine)
-        assert [output.outputs[0].finish_reason for output in outputs["a"]] == ["abort"]
-        assert engine.stats().kv_blocks_used == engine.stats().num_running == 0
-        assert launches[-1][1].last_layer is None
-        (output,) = engine.generate([PROMPTS[4]], GREEDY, use_tqdm=False)
-        assert tokens_of(output) == [expected[4]]
-
-
-@short_slices
 def test_an_abort_leaves_the_others_of_its_chunk_alone(
     model: Model, launches: Launches, expected: list[tuple[int, ...]]
 ) -> None:
@@ -142,13 +125,6 @@ async def test_targets_of_streams() -> None:
         )
     assert (default[-1].slo, default[-1].missed_targets) == (EASY, ())
     assert (own[-1].slo, own[-1].missed_targets) == (Slo(ttft_ms=1e6, tpot_ms=1e-6), ("tpot",))
-
-
-def test_without_targets_none_is_missed() -> None:
-    with make(policy="auto") as engine:
-        (output,) = engine.generate([PROMPT], GREEDY, use_tqdm=False)
-    assert output.slo == Slo()
-    assert output.missed_targets == ()
 
 
 def test_a_change_of_policy_keeps_what_was_learned_of_the_device() -> None:
@@ -256,17 +232,3 @@ def test_a_policy_that_cannot_be_leaves_the_old_one(
         assert tokens_of(output) == [expected[2]]
         assert output.slo == EASY
         assert set(engine.stats().policy_seconds) == {"solo"}
-
-
-def test_a_policy_that_predicts_needs_a_table() -> None:
-    with make_engine(policy="mixed") as engine:
-        with pytest.raises(ConfigError, match="needs a performance table"):
-            engine.set_policy("auto")
-        assert str(engine.config.policy) == "mixed"
-
-
-def test_no_policy_for_an_engine_that_is_shut_down() -> None:
-    engine = make()
-    engine.shutdown()
-    with pytest.raises(EngineDeadError, match="shut down"):
-        engine.set_policy("mixed")
