@@ -9,13 +9,13 @@ from itertools import accumulate
 import numpy as np
 from fakes.perf_tables import LLAMA_8B, h200_table
 from hypothesis import strategies as st
-from paged_device import PagedDevice, generate_alone
+from paged_device import PagedDevice, check_blocks, generate_alone
 
 from bullet_graph.config import KV_BLOCK_TOKENS, Policy
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.engine.request import Request, Sample
-from bullet_graph.engine.sequence import Sequence, Status
+from bullet_graph.engine.sequence import Sequence
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, lane_masks, partition_of
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.planner.planner import Planner
@@ -267,17 +267,7 @@ class CoreLoop:
         self.check_end()
 
     def check_books(self) -> None:
-        """No block is leaked, owned twice, or owned by a slot that nobody has."""
-        pool = self.core.pool
-        owned = [block for slot in range(self.max_num_seqs) for block in pool.owned(slot)]
-        assert len(owned) == len(set(owned)) == pool.num_used <= pool.num_usable
-        assert all(1 <= block <= pool.num_usable for block in owned)
-        holders = {s.slot: s for s in self.sequences.values() if s.slot >= 0}
-        assert len(holders) == sum(s.slot >= 0 for s in self.sequences.values()), "a slot with two sequences"
-        for slot in range(self.max_num_seqs):
-            assert slot in holders or not pool.owned(slot), "blocks without an owner"
-        for sequence in holders.values():
-            assert sequence.status is Status.RUNNING or sequence.num_pending_steps, "a leak"
+        check_blocks(self.core.pool, self.max_num_seqs, self.sequences.values())
 
     def check_end(self) -> None:
         """Each request has the tokens it would have alone, and nothing is left behind."""

@@ -5,11 +5,13 @@ from all the tokens it finds through the step's block lists. So a block that is 
 left out shows as a wrong token or as a failed check.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from bullet_graph.engine.block_pool import PADDING_BLOCK
+from bullet_graph.engine.block_pool import PADDING_BLOCK, BlockPool
+from bullet_graph.engine.sequence import Sequence, Status
 from bullet_graph.partition.masks import Lane
 from bullet_graph.runtime.step import SlotInit, Step, StepResult
 
@@ -44,6 +46,18 @@ def generate_alone(seed: int, prompt: list[int], count: int) -> list[int]:
         output.append(value % VOCAB_SIZE)
         value = (value * _FACTOR + output[-1] + 1) % _MODULUS
     return output
+
+
+def check_blocks(pool: BlockPool, num_slots: int, sequences: Iterable[Sequence]) -> None:
+    """No block is leaked, owned twice, or owned by a slot that nobody has."""
+    holders = [s for s in sequences if s.slot >= 0]
+    slots = {s.slot for s in holders}
+    assert len(slots) == len(holders), "a slot with two sequences"
+    owned = [block for slot in range(num_slots) for block in pool.owned(slot)]
+    assert len(owned) == len(set(owned)) == pool.num_used <= pool.num_usable
+    assert all(1 <= block <= pool.num_usable for block in owned)
+    assert not any(pool.owned(slot) for slot in range(num_slots) if slot not in slots)
+    assert all(s.status is Status.RUNNING or s.num_pending_steps for s in holders), "a leak"
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from collections import deque
 
 import numpy as np
-from paged_device import PagedDevice, generate_alone
+from paged_device import PagedDevice, check_blocks, generate_alone
 
 from bullet_graph.config import PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
@@ -134,18 +134,11 @@ class Loop:
             assert prefill_rows + decode_rows <= max(self.chunk_tokens, decode_rows + floor)
 
     def check_blocks(self) -> None:
-        """No block is leaked, owned twice, or owned by a slot that nobody has."""
-        holders = {s.slot: s for s in self.sequences if s.slot >= 0}
-        assert len(holders) == sum(s.slot >= 0 for s in self.sequences), "a slot with two sequences"
-        owned = [b for slot in range(self.max_num_seqs) for b in self.pool.owned(slot)]
-        assert len(owned) == len(set(owned)) == self.pool.num_used
-        assert all(1 <= block <= self.pool.num_usable for block in owned)
-        for slot in range(self.max_num_seqs):
-            holder = holders.get(slot)
-            if holder is None:
-                assert self.pool.owned(slot) == []
-            elif holder.status is Status.FINISHED:
-                assert any(holder in step.touched for _, step in self.in_flight), "a leak"
+        check_blocks(self.pool, self.max_num_seqs, self.sequences)
+        touched = {s for _, step in self.in_flight for s in step.touched}
+        assert all(s in touched for s in self.sequences if s.slot >= 0 and s.status is Status.FINISHED), (
+            "a leak"
+        )
         running = [s for s in self.sequences if s.status is Status.RUNNING]
         assert self.scheduler.num_running == len(running)
         assert all(s.slot >= 0 for s in running)

@@ -4,7 +4,6 @@ from itertools import pairwise
 from random import Random
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,18 +75,6 @@ def test_flatten_lists_the_blocks_that_cover_the_tokens(lengths: list[int], shuf
     assert [indices[a:b].tolist() for a, b in pairwise(indptr)] == expected
     assert indptr[-1] == len(indices)
     assert indptr.dtype == indices.dtype == np.int32
-
-
-@pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
-def test_blocks_for(num_tokens: int, blocks: int) -> None:
-    assert make_pool(4).blocks_for(num_tokens) == blocks
-
-
-def test_the_padding_block_alone_serves_nobody() -> None:
-    pool = make_pool(1)
-    assert pool.num_usable == pool.num_free == 0
-    assert not pool.grow(0, 1)
-    assert pool.owned(0) == []
 
 
 def test_lowest_blocks_come_first_and_are_used_again() -> None:

@@ -328,6 +328,14 @@ def test_a_chunk_cut_short_says_nothing_of_the_prediction(prompt_tokens: int, is
     assert planner.observed == [("mixed", "slice", 7.0)] * is_whole + [("mixed", "step", 3.0)]
 
 
+def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> None:
+    loop = CoreLoop(_Scripted(*[Plan("solo", decode=False)] * 2))
+    assert loop.core.step() == []
+    loop.add(10, 2)
+    with pytest.raises(RuntimeError, match="1 requests are under way, but the planner found nothing"):
+        loop.step()
+
+
 # ---- aborts between two slices ----
 
 
@@ -357,26 +365,6 @@ def test_an_abort_between_slices_with_nothing_in_flight() -> None:
     assert loop.core.has_work(), "there are layers to run before the blocks are free"
     loop.add(900, 5)
     loop.run(max_steps=100)
-
-
-# ---- a planner that fails ----
-
-
-class _Idle(Planner):
-    """Never launches anything."""
-
-    def plan(self, load: Load) -> Plan:
-        del load
-        return Plan("solo", decode=False)
-
-
-def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> None:
-    idle = _Idle(Policy("mixed"), max_chunk_tokens=64, decode_sms=(), model=None)
-    loop = CoreLoop(idle)
-    assert loop.core.step() == []
-    loop.add(10, 2)
-    with pytest.raises(RuntimeError, match="1 requests are under way, but the planner found nothing"):
-        loop.step()
 
 
 @pytest.mark.parametrize("tpot_ms", [4.4, 4.5])

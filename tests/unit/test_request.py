@@ -106,40 +106,49 @@ def test_text_ends_where_a_naive_search_says(
     assert [delta.finish_reason for delta in deltas] == [output.finish_reason for output in cumulative]
 
 
-def run(pieces: list[str], params: SamplingParams) -> CompletionOutput:
-    sample = make_sample(pieces, params)
+@pytest.mark.parametrize(
+    ("pieces", "params", "expected"),
+    [
+        (["He", "llo ", "w", "orl", "d!"], {"stop": "wor", "max_tokens": 9}, ("Hello ", 4, "stop")),
+        # The earliest of several ends the text.
+        (["one two three"], {"stop": ["three", "two"]}, ("one ", 1, "stop")),
+        # One from before min_tokens does not count later, nor is one looked for before them, even at the end.
+        (
+            ["a", "bx", "c", "dx"],
+            {"stop": ["x", "longer"], "min_tokens": 2, "max_tokens": 9},
+            ("abxcd", 4, "stop"),
+        ),
+        (["a", "~"], {"stop": "\ufffd", "min_tokens": 2, "max_tokens": 2}, ("a\ufffd", 2, "length")),
+    ],
+)
+def test_stop_strings(pieces: list[str], params: dict[str, object], expected: tuple[object, ...]) -> None:
+    sample = make_sample(pieces, SamplingParams(**params))  # type: ignore[arg-type]
     for token_id in range(len(pieces)):
         if sample.finish_reason is None:
             sample.append(token_id, None)
-    return sample.report(OutputKind.CUMULATIVE)
+    output = sample.report(OutputKind.CUMULATIVE)
+    assert (output.text, len(output.token_ids), output.finish_reason) == expected
 
 
-def test_a_stop_string_over_three_tokens() -> None:
-    output = run(["He", "llo ", "w", "orl", "d!"], SamplingParams(stop="wor", max_tokens=9))
-    assert output.text == "Hello "
-    assert len(output.token_ids) == 4
-    assert output.finish_reason == "stop"
-
-
-def test_the_earliest_of_several_stop_strings_ends_the_text() -> None:
-    assert run(["one two three"], SamplingParams(stop=["three", "two"])).text == "one "
-
-
-def test_a_short_stop_string_from_before_min_tokens_does_not_count_later() -> None:
-    params = SamplingParams(stop=["x", "longer"], min_tokens=2, max_tokens=9)
-    output = run(["a", "bx", "c", "dx"], params)
-    assert output.text == "abxcd"
-    assert len(output.token_ids) == 4
-
-
-def test_no_stop_string_is_looked_for_before_min_tokens_even_at_the_end() -> None:
-    output = run(["a", "~"], SamplingParams(stop="\ufffd", min_tokens=2, max_tokens=2))
-    assert (output.text, output.finish_reason) == ("a\ufffd", "length")
+@pytest.mark.parametrize(
+    ("token_ids", "params"),
+    [
+        ([0, 1], {"max_tokens": 9}),
+        ([0, 1], {"max_tokens": 2}),  # the last token allowed
+        ([1, 1, 1], {"max_tokens": 4, "min_tokens": 2}),  # the first two are not looked at
+    ],
+)
+def test_a_stop_token_ends_the_output_and_is_part_of_it(token_ids: list[int], params: dict[str, int]) -> None:
+    sample = make_sample(["a", "b", "c"], SamplingParams(**params), frozenset({1}))  # type: ignore[arg-type]
+    for token_id in token_ids:
+        assert sample.finish_reason is None
+        sample.append(token_id, None)
+    output = sample.report(OutputKind.CUMULATIVE)
+    assert (output.token_ids, output.finish_reason) == (tuple(token_ids), "stop")
 
 
 def test_text_held_back_for_a_stop_string_comes_when_the_output_ends() -> None:
-    params = SamplingParams(stop="stop!", max_tokens=3)
-    sample = make_sample(["abc", "s", "top"], params)
+    sample = make_sample(["abc", "s", "top"], SamplingParams(stop="stop!", max_tokens=3))
     shown = []
     for token_id in range(3):
         sample.append(token_id, None)
@@ -149,8 +158,9 @@ def test_text_held_back_for_a_stop_string_comes_when_the_output_ends() -> None:
 
 
 @pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
-def test_an_abort_releases_what_was_held_back(kind: OutputKind) -> None:
-    sample = make_sample(["abcdef", "~"], SamplingParams(stop="zzzz"))
+@pytest.mark.parametrize("stop", ["zzzz", "\ufffd"])  # the text that an abort releases is not searched
+def test_an_abort_releases_what_was_held_back(kind: OutputKind, stop: str) -> None:
+    sample = make_sample(["abcdef", "~"], SamplingParams(stop=stop))
     sample.append(0, None)
     first = sample.report(kind).text
     sample.append(1, None)
@@ -158,39 +168,6 @@ def test_an_abort_releases_what_was_held_back(kind: OutputKind) -> None:
     last = sample.report(kind)
     assert (first + last.text if kind is OutputKind.DELTA else last.text) == "abcdef\ufffd"
     assert last.finish_reason == "abort"
-
-
-def test_an_abort_is_an_abort_though_the_text_it_releases_holds_a_stop_string() -> None:
-    sample = make_sample(["abc", "~"], SamplingParams(stop="\ufffd"))
-    sample.append(0, None)
-    sample.append(1, None)
-    sample.finish("abort")
-    output = sample.report(OutputKind.CUMULATIVE)
-    assert (output.text, output.finish_reason) == ("abc\ufffd", "abort")
-
-
-def test_a_stop_token_ends_the_output_and_is_part_of_it() -> None:
-    sample = make_sample(["a", "b", "c"], SamplingParams(max_tokens=9), frozenset({1}))
-    sample.append(0, None)
-    sample.append(1, None)
-    output = sample.report(OutputKind.CUMULATIVE)
-    assert (output.text, output.token_ids, output.finish_reason) == ("ab", (0, 1), "stop")
-
-
-def test_a_stop_token_counts_after_min_tokens_only() -> None:
-    params = SamplingParams(max_tokens=4, min_tokens=2)
-    sample = make_sample(["a", "b", "c"], params, frozenset({1}))
-    for token_id in (1, 1, 1):
-        assert sample.finish_reason is None
-        sample.append(token_id, None)
-    assert sample.finish_reason == "stop"
-
-
-def test_a_stop_token_as_the_last_allowed_one_is_a_stop() -> None:
-    sample = make_sample(["a", "b"], SamplingParams(max_tokens=2), frozenset({1}))
-    sample.append(0, None)
-    sample.append(1, None)
-    assert sample.finish_reason == "stop"
 
 
 def test_a_model_without_tokenizer_has_no_text() -> None:

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scheduler_loop import BLOCK_TOKENS, LANES_AT_ONCE, MAX_MODEL_LEN, Loop
 
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
+from bullet_graph.runtime.step import SlotInit, Step
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import Slo
 
@@ -91,18 +92,22 @@ def run_steps(loop: Loop) -> list[tuple[list[int], int]]:
     return shapes
 
 
-def test_serial_prefills_whole_prompts_before_it_decodes() -> None:
-    loop = Loop("serial", chunk_tokens=16)
-    loop.add(10, max_tokens=3)
-    loop.add(9, max_tokens=2)
-    assert run_steps(loop) == [([10, 6], 0), ([3], 0), ([], 2), ([], 1)]
-
-
-def test_mixed_fills_the_budget_beside_decode_rows() -> None:
-    loop = Loop("mixed", chunk_tokens=8)
-    loop.add(3, max_tokens=4)
-    loop.add(20, max_tokens=2)
-    assert run_steps(loop) == [([3, 5], 0), ([7], 1), ([7], 1), ([1], 1), ([], 1)]
+@pytest.mark.parametrize(
+    ("policy", "chunk_tokens", "requests", "steps"),
+    [
+        # Whole prompts before anything decodes.
+        ("serial", 16, [(10, 3), (9, 2)], [([10, 6], 0), ([3], 0), ([], 2), ([], 1)]),
+        # What decode rows leave of the budget.
+        ("mixed", 8, [(3, 4), (20, 2)], [([3, 5], 0), ([7], 1), ([7], 1), ([1], 1), ([], 1)]),
+    ],
+)
+def test_how_a_policy_fills_steps(
+    policy: str, chunk_tokens: int, requests: list[tuple[int, int]], steps: list[tuple[list[int], int]]
+) -> None:
+    loop = Loop(policy, chunk_tokens=chunk_tokens)
+    for prompt_tokens, max_tokens in requests:
+        loop.add(prompt_tokens, max_tokens)
+    assert run_steps(loop) == steps
 
 
 def test_prompts_get_a_block_s_worth_however_many_rows_decode() -> None:
@@ -114,15 +119,6 @@ def test_prompts_get_a_block_s_worth_however_many_rows_decode() -> None:
         loop.retire()
     loop.add(9, max_tokens=1)
     assert slots_of(loop.launch()) == ([BLOCK_TOKENS], 6)
-    loop.drain()
-
-
-def test_no_more_sequences_run_than_there_are_slots() -> None:
-    loop = Loop(max_num_seqs=2)
-    for _ in range(5):
-        loop.add(3, max_tokens=4)
-    loop.launch()
-    assert (loop.scheduler.num_running, len(loop.scheduler.queue)) == (2, 3)
     loop.drain()
 
 
@@ -268,61 +264,33 @@ def test_admission_keeps_a_block_back_for_each_running_sequence() -> None:
     loop.drain()
 
 
-def test_aborting_a_waiting_sequence_touches_nothing() -> None:
-    loop = Loop(max_num_seqs=1)
-    loop.add(4)
-    waiting = loop.add(4)
-    loop.launch()
-    used = loop.pool.num_used
-    loop.abort(waiting)
-    assert loop.pool.num_used == used
-    assert len(loop.scheduler.queue) == 0
-    loop.drain()
+def first_step(params: SamplingParams, stop_token_ids: frozenset[int]) -> Step:
+    """The step that admits a prompt of 6 tokens."""
+    loop = Loop()
+    loop.scheduler.add(Sequence("a", 0, np.arange(6, dtype=np.int32), params, 77, stop_token_ids))
+    scheduled = loop.schedule()
+    assert scheduled is not None
+    return scheduled.step
 
 
 def test_settings_reach_the_slot() -> None:
-    loop = Loop()
     params = SamplingParams(
         temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, max_tokens=5, min_tokens=2, logprobs=3
     )
-    sequence = Sequence("a", 0, np.arange(6, dtype=np.int32), params, 77, frozenset({9, 4}))
-    loop.scheduler.add(sequence)
-    scheduled = loop.schedule()
-    assert scheduled is not None
-    (init,) = scheduled.step.admitted
-    assert (init.slot, init.temperature, init.top_k, init.top_p, init.min_p, init.seed) == (
-        sequence.slot,
-        0.5,
-        7,
-        0.25,
-        0.125,
-        77,
-    )
+    step = first_step(params, frozenset({9, 4}))
     # Output token i has position 6 + i: the first two may be neither 4 nor 9.
-    assert (init.masked_token_ids, init.masked_until) == ((4, 9), 8)
-    assert scheduled.step.num_logprobs == 3
-
-
-def test_nothing_is_masked_without_min_tokens() -> None:
-    loop = Loop()
-    params = SamplingParams(top_k=-1)
-    sequence = Sequence("a", 0, np.arange(6, dtype=np.int32), params, 0, frozenset({9}))
-    loop.scheduler.add(sequence)
-    scheduled = loop.schedule()
-    assert scheduled is not None
-    (init,) = scheduled.step.admitted
-    assert init.top_k == 0
-    assert init.masked_token_ids == ()
-    assert scheduled.step.num_logprobs is None
+    masked = {"masked_token_ids": (4, 9), "masked_until": 8}
+    assert step.admitted == (
+        SlotInit(slot=0, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=77, **masked),
+    )
+    assert step.num_logprobs == 3
+    step = first_step(SamplingParams(top_k=-1), frozenset({9}))
+    assert (step.admitted[0].top_k, step.admitted[0].masked_token_ids, step.num_logprobs) == (0, (), None)
 
 
 def test_settings_fit_the_device_s_32_bit_numbers() -> None:
-    loop = Loop()
     params = SamplingParams(temperature=1e-9, top_k=2**40, top_p=1e-60, max_tokens=2**40, min_tokens=2**40)
-    loop.scheduler.add(Sequence("a", 0, np.arange(6, dtype=np.int32), params, 0, frozenset({9})))
-    scheduled = loop.schedule()
-    assert scheduled is not None
-    (init,) = scheduled.step.admitted
+    (init,) = first_step(params, frozenset({9})).admitted
     assert max(init.top_k, init.masked_until) < 2**31
     assert init.masked_until >= MAX_MODEL_LEN
     assert np.float32(init.top_p) > 0
