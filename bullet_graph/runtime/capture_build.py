@@ -1,4 +1,4 @@
-"""Builds an entry of a capture cache: a start that keeps what it compiles, measures and chooses."""
+"""Builds an entry of a capture cache: a start that keeps what it compiles and measures."""
 
 import dataclasses
 import itertools
@@ -50,14 +50,7 @@ from bullet_graph.runtime.step import DecodeBatch, Int32Array, Placement, Prefil
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """Result of a build.
-
-    Attributes:
-        entry: in the store.
-        was_there: it was finished before.
-        compiles: what was compiled.
-        seconds: duration of the build.
-    """
+    """Result of a build; ``was_there``: the entry was finished before."""
 
     entry: Entry
     was_there: bool
@@ -72,7 +65,6 @@ def build_entry(
 
     Args:
         config: its ``capture_cache``, ``self_check`` and ``ready`` are ignored: all batch sizes are checked.
-        progress: show progress bars.
         tell: told a line when this waits for another builder.
 
     Raises:
@@ -119,7 +111,7 @@ def _fill(
         # Triton's folder lies in the entry, Inductor's is not kept.
         with CompileCounter(gpu=is_gpu) as counter:
             if is_gpu:
-                keep_measured(files, config, runtime)
+                _keep_measured(files, config, runtime)
                 keep_attention(files, runtime)
             built = build_executor(
                 config,
@@ -149,7 +141,7 @@ def _fill(
     return counter.counts, captured.use.self_check
 
 
-def keep_measured(files: Path, config: EngineConfig, runtime: Runtime) -> None:
+def _keep_measured(files: Path, config: EngineConfig, runtime: Runtime) -> None:
     """Keep the performance table that such an engine predicts from, and this driver's SM-mask offset, if known."""
     with file_errors("cannot write into the capture cache"):
         table = None if config.perf_table == ROOFLINE else table_file(config, runtime)
@@ -186,7 +178,7 @@ def _self_check_record(points: tuple[SelfCheckPoint, ...]) -> dict[str, Any] | N
 # ---- forwards of each kind ----
 
 # Triton compiles a kernel anew where a number is 1 or a multiple of 16, and where an address is a multiple of 16 bytes.
-# So rows, sequences and blocks of each such kind count, in each forward that a lane may be given.
+# So each forward that a lane may be given is run with rows, sequences and blocks of each such kind.
 
 PROMPT_TOKENS = (1, 2, 5, 16, 100, 128, 1000, 1024, 2048)
 """Lengths of prompts alone: one, odd, multiples of 16, longer than a large model's piecewise graphs."""
@@ -195,12 +187,12 @@ MIXED_PROMPTS = (1, 2, 3, 4)
 """Number of prompts beside decode rows: it decides how the decode rows' arrays are aligned."""
 
 MIXED_TOKENS = (16, 20)
-"""Their lengths: of one block and of two."""
+"""Their lengths: one block and two."""
 
 DECODE_ROWS = (1, 3, 16, 100, 128)
 
 _POSITION = 5
-"""Of decode rows; any will do."""
+"""Position of decode rows; any will do."""
 
 
 def exercise(
@@ -210,8 +202,6 @@ def exercise(
 
     Args:
         max_rows: most rows of a forward.
-        max_num_seqs: slots.
-        max_model_len: most tokens of a sequence.
         num_kv_blocks: blocks of the KV cache, including that of padding.
     """
     # Block 0 is that of padding, block 1 the decode rows'.

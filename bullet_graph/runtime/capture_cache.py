@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,16 +33,12 @@ from bullet_graph.partition import offsets
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.perf.start_report import PhaseName, StartClock
 from bullet_graph.perf.table import PerfTable, read_table
-from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.resolve import Runtime
-from bullet_graph.runtime.self_check import (
-    SelfCheckPoint,
-    SelfCheckStep,
-    fitting_sizes,
-    run_self_check,
-    sampled_sizes,
-)
+from bullet_graph.runtime.self_check import SelfCheckPoint, SelfCheckStep, checked_sizes, run_self_check
+
+if TYPE_CHECKING:
+    from bullet_graph.runtime.build import BuiltRuntime  # it imports this module
 
 LAYERS = "layers"
 TRITON = "triton"
@@ -83,7 +79,6 @@ class CapturedStart:
         is_build: the folder is empty, and what is compiled is kept there.
         entry: of the files, and its store, to be rejected where it computes something else than the model.
         self_check: batch sizes to compare: ``off``, ``sample`` or ``all``.
-        problems: known already.
     """
 
     def __init__(
@@ -94,10 +89,10 @@ class CapturedStart:
         entry: tuple[CaptureStore, Entry] | None = None,
         self_check: str = "off",
         problems: Sequence[str] = (),
+        points: tuple[SelfCheckPoint, ...] = (),
     ) -> None:
         self._files, self._is_build, self._entry, self._self_check = files, is_build, entry, self_check
-        self._points: tuple[SelfCheckPoint, ...] = ()
-        self._problems = list(problems)
+        self._problems, self._points = list(problems), points
         self._is_rejected = False
 
     @property
@@ -155,39 +150,28 @@ class CapturedStart:
         except RuntimeError as error:
             self._tell(f"{library.name} cannot be loaded, so FlashInfer compiles it: {error!s:.300}")
 
-    def holds(
-        self, decoder: Decoder, logits_of: Callable[[SelfCheckStep], Tensor], batch_sizes: Sequence[int]
-    ) -> bool:
+    def holds(self, hook: "SelfCheckHook | None") -> bool:
         """Self-check: whether the logits are those of the uncompiled model. Where not, the entry is rejected.
-
-        Args:
-            logits_of: see :func:`~bullet_graph.runtime.self_check.run_self_check`.
-            batch_sizes: that can be compared, rising.
 
         Raises:
             CacheError: of a build, where they are not.
         """
-        if self._files is None or self._self_check == "off":
+        if hook is None or self._files is None or self._self_check == "off":
             return True
-        sizes = fitting_sizes(decoder, batch_sizes)
-        self._points = run_self_check(
-            decoder, logits_of, sampled_sizes(sizes) if self._self_check == "sample" else sizes
-        )
-        missed = [point for point in self._points if not point.holds]
+        sizes = checked_sizes(hook.decoder, hook.batch_sizes, sample=self._self_check == "sample")
+        self._points = run_self_check(hook.decoder, hook.logits_of, sizes)
+        missed = "; ".join(str(point) for point in self._points if not point.holds)
         if missed and self._is_build:
             raise CacheError(
-                "what was compiled here does not compute the model, so it is not kept: "
-                f"{'; '.join(map(str, missed))}: please report this"
+                f"what was compiled here does not compute the model, so it is not kept: {missed}: please report this"
             )
         if missed:
-            self._reject(f"the self-check does not hold: {'; '.join(map(str, missed))}")
+            self._reject(f"the self-check does not hold: {missed}")
         return not missed
 
     def without(self) -> "CapturedStart":
         """For a start that compiles everything, with this one's problems."""
-        fallback = CapturedStart(problems=self._problems)
-        fallback._points = self._points
-        return fallback
+        return CapturedStart(problems=self._problems, points=self._points)
 
     def publish_kernels(self) -> None:
         """Give the user's own folder the Triton kernels it lacks: later steps need some that no start runs."""
@@ -215,13 +199,6 @@ class CapturedStart:
 # ---- entries ----
 
 
-def store_of(config: EngineConfig) -> CaptureStore | None:
-    """The store that the configuration names."""
-    if config.capture_cache is None:
-        return None
-    return CaptureStore(default_root() if config.capture_cache == "auto" else Path(config.capture_cache))
-
-
 CaptureOpener = Callable[[EngineConfig, Runtime, dict[str, Any]], AbstractContextManager[CapturedStart]]
 """Gives a start its captures: :func:`open_capture_entry`, or what a build does."""
 
@@ -237,7 +214,7 @@ def open_capture_entry(
     Args:
         plan: see :mod:`bullet_graph.runtime.capture_plan`.
     """
-    store = store_of(config)
+    store = _store_of(config)
     if store is None:
         yield CapturedStart()
         return
@@ -267,23 +244,28 @@ def open_capture_entry(
 
 def cached_table_for(config: EngineConfig, runtime: Runtime) -> PerfTable | None:
     """A performance table for this GPU and model from any entry of the configured cache."""
-    store = store_of(config)
+    store = _store_of(config)
     return None if store is None else cached_perf_table(store, fingerprint_of(runtime))
 
 
 def cached_perf_table(store: CaptureStore, here: dict[str, str]) -> PerfTable | None:
     """A table for this GPU and model from any entry, whatever its plan and our code."""
     for entry in store.entries()[0]:
-        theirs = entry.manifest.fingerprint
-        if any(theirs.get(name) != here.get(name) for name in _TABLE_COMPONENTS):
-            continue
-        if any(file.path == PERF_TABLE for file in entry.manifest.files):
+        manifest = entry.manifest
+        is_same = all(manifest.fingerprint.get(name) == here.get(name) for name in _TABLE_COMPONENTS)
+        if is_same and any(file.path == PERF_TABLE for file in manifest.files):
             try:
                 with store.open(entry) as opened:
                     return read_table(opened.files / PERF_TABLE)
             except (CacheError, PerfTableError):
                 continue  # another entry may have one; without any, the engine says what is missing
     return None
+
+
+def _store_of(config: EngineConfig) -> CaptureStore | None:
+    if config.capture_cache is None:
+        return None
+    return CaptureStore(default_root() if config.capture_cache == "auto" else Path(config.capture_cache))
 
 
 def _why(store: CaptureStore, lookup: Lookup) -> str:
@@ -321,33 +303,20 @@ class SelfCheckHook:
     batch_sizes: tuple[int, ...]
 
 
-class Started(Protocol):
-    """Result of a start: an executor, and how to check it (None where nothing was compiled)."""
-
-    @property
-    def executor(self) -> Executor: ...
-
-    @property
-    def self_check(self) -> SelfCheckHook | None: ...
-
-
-_Started = TypeVar("_Started", bound=Started)
-
-
 def start_with_captures(
     config: EngineConfig,
     runtime: Runtime,
     plan: dict[str, Any],
     open_captures: CaptureOpener,
-    start: Callable[[CapturedStart], _Started],
+    start: Callable[[CapturedStart], "BuiltRuntime"],
     clock: StartClock,
-) -> tuple[_Started, CompileCounts, CacheUse]:
+) -> tuple["BuiltRuntime", CompileCounts, CacheUse]:
     """Start from a capture cache. Where that computes something else than the model, start again without it.
 
     Args:
         plan: of the cache's entry.
         start: loads the weights and builds the executor.
-        clock: told what the cache costs.
+        clock: records the time that the cache costs.
 
     Returns:
         The result of ``start``, what was compiled on the way, and what the cache gave.
@@ -364,23 +333,22 @@ def start_with_captures(
             counter = opened.enter_context(CompileCounter(gpu=gpu))
             started = start(captured)
             undo.callback(started.executor.shutdown)
-            hook = started.self_check
             with noted("self-check"):
-                holds = hook is None or captured.holds(hook.decoder, hook.logits_of, hook.batch_sizes)
+                holds = captured.holds(started.self_check)
         undo.pop_all()
     if holds:
         return started, counter.counts, captured.use
     started.executor.shutdown()
-    # Their memory must be free before the same is allocated again.
-    del started, hook
-    forget_kernels()
+    # Its memory must be free before the same is allocated again.
+    del started
+    _forget_kernels()
     captured = captured.without()
     with CompileCounter(gpu=gpu) as again:
         restarted = start(captured)
     return restarted, counter.counts + again.counts, captured.use
 
 
-def forget_kernels() -> None:
+def _forget_kernels() -> None:
     """Drop this package's Triton kernels from the process, so that none of a rejected entry is left."""
     if "triton" not in sys.modules:
         return
@@ -401,21 +369,17 @@ def forget_kernels() -> None:
 @contextmanager
 def library_caches(folder: Path) -> Iterator[None]:
     """Have Inductor and Triton keep their caches below ``folder`` during the block."""
-    variables = {
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / TRITON),
-    }
-    for path in variables.values():
-        os.makedirs(path, exist_ok=True)
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    paths = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / TRITON}
+    before = {name: os.environ.get(name) for name in paths}
     try:
+        for name, path in paths.items():
+            path.mkdir(parents=True, exist_ok=True)
+            os.environ[name] = str(path)
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
 
 
@@ -466,9 +430,8 @@ def _group_in(folder: Path, data: bytes) -> bytes:
     """A list of a kernel's files, all of them in this folder, whatever the list says."""
     try:
         group = json.loads(data)
-        group["child_paths"] = {
-            n: str(folder / os.path.basename(path)) for n, path in group["child_paths"].items()
-        }
+        names = group["child_paths"].items()
+        group["child_paths"] = {name: str(folder / os.path.basename(path)) for name, path in names}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CacheError(f"a list of Triton's files is damaged: {error}") from error
     return json.dumps(group).encode()

@@ -1,4 +1,4 @@
-"""The capture plan that a configuration names, and the plan that a capture cache's entry is for."""
+"""The capture plan that a configuration names, and the plan that a capture cache's entry was built for."""
 
 import dataclasses
 import json
@@ -34,10 +34,9 @@ def named_plan(config: EngineConfig, runtime: "Runtime") -> CapturePlan | None:
 
 
 def check_plan(plan: CapturePlan, config: EngineConfig, *, name: str, dtype: str, num_sms: int) -> None:
-    """Make sure that an engine of this configuration can follow the plan.
+    """Make sure that an engine of this configuration can follow the plan called ``name``.
 
     Args:
-        name: of the plan, for messages.
         dtype: of the engine, resolved.
         num_sms: of the GPU.
 

@@ -1,4 +1,4 @@
-"""This machine's side of a capture cache's fingerprint: all that compiled code and captured graphs depend on."""
+"""The fingerprint of this machine and model: all that compiled code and captured graphs depend on."""
 
 import dataclasses
 import hashlib
@@ -22,9 +22,7 @@ from bullet_graph.runtime.resolve import Runtime
 DeviceType = Literal["cuda", "cpu"]
 
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
-_COMPILER_TIMEOUT_S = 20
 _NONE = "none"
-_MODEL_COMPONENTS = ("model", "dtype")
 
 SOURCES = (
     "config.py",
@@ -50,22 +48,14 @@ def fingerprint_of(runtime: Runtime) -> dict[str, str]:
 
 
 def on_this_machine(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """The fingerprint of an entry for the same model and dtype, if it were built here.
-
-    Raises:
-        DeviceError: the driver's version is unknown.
-    """
+    """The fingerprint of an entry for the same model and dtype, if it were built here; raises likewise."""
     is_gpu = fingerprint.get("device") != "cpu" and torch.cuda.is_available()
-    model = {name: fingerprint[name] for name in _MODEL_COMPONENTS if name in fingerprint}
+    model = {name: fingerprint[name] for name in ("model", "dtype") if name in fingerprint}
     return {**machine_components("cuda" if is_gpu else "cpu"), **model}
 
 
 def model_components(model: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
-    """The components that say what an entry is for.
-
-    Args:
-        dtype: of weights, activations and KV cache.
-    """
+    """The components that say what an entry is for; ``dtype`` is that of weights, activations and KV cache."""
     shape = dataclasses.asdict(model)
     # They change no kernel: the tokens that end an output, and the checkpoint's own dtype.
     del shape["eos_token_ids"], shape["dtype"]
@@ -76,11 +66,7 @@ def model_components(model: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
 
 
 def machine_components(device: DeviceType) -> dict[str, str]:
-    """The components that say what an entry is built with on this machine.
-
-    Raises:
-        DeviceError: the driver's version is unknown.
-    """
+    """The components that say what an entry is built with on this machine; raises as :func:`fingerprint_of`."""
     libc, libc_version = platform.libc_ver()
     components = {
         "device": device,
@@ -95,15 +81,12 @@ def machine_components(device: DeviceType) -> dict[str, str]:
 
 def source_digest() -> str:
     """Shortened SHA-256 over the package's :data:`SOURCES`, by name and content."""
-    paths = {path for pattern in SOURCES for path in _PACKAGE_FOLDER.glob(pattern)}
-    names = {path.relative_to(_PACKAGE_FOLDER).as_posix(): path for path in paths}
-    return digest(
-        {
-            name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for name, path in names.items()
-            if name not in _NO_KERNELS
-        }
-    )
+    hashes = {}
+    for path in (path for pattern in SOURCES for path in _PACKAGE_FOLDER.glob(pattern)):
+        name = path.relative_to(_PACKAGE_FOLDER).as_posix()
+        if name not in _NO_KERNELS:
+            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digest(hashes)
 
 
 def _gpu_components() -> dict[str, str]:
@@ -138,11 +121,10 @@ def _cxx_compiler() -> str:
     # As in Inductor's setting cpp.cxx; asking Inductor would import torch's compiler for seconds.
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     try:
-        command = [compiler, "--version"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S, check=True
+        version = subprocess.check_output(
+            [compiler, "--version"], stderr=subprocess.DEVNULL, text=True, timeout=20
         )
     except (OSError, subprocess.SubprocessError):
         return _NONE
-    first_line = done.stdout.partition("\n")[0].strip()
+    first_line = version.partition("\n")[0].strip()
     return f"{os.path.basename(compiler)}: {first_line}" if first_line else _NONE

@@ -1,4 +1,4 @@
-"""A check that captured decode steps still compute the model: their logits against those of the uncompiled one."""
+"""Checks that captured decode steps compute the model: their logits against those of the uncompiled one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from bullet_graph.runtime.step import Int32Array
 TOLERANCES = MappingProxyType({torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4})
 """Largest relative error of a row of logits, by dtype.
 
-Two computations that round each time they store differ by the roundings of both. Of bfloat16 one is 2⁻⁹/√3 ≈ 1.1e-3 in
-the mean square; the some 10 of each of 32 layers add up to √320 · 1.1e-3 ≈ 2.0e-2, of two computations to 2.8e-2. The
-others have 3 and 16 bits more, float32's sums another order. A kernel for something else is off by about 1.
+Two computations differ by the roundings of both. One rounding to bfloat16 is 2⁻⁹/√3 ≈ 1.1e-3 in the mean square. About
+10 in each of 32 layers add up to √320 · 1.1e-3 ≈ 2.0e-2, and those of two computations to 2.8e-2. The other dtypes have
+3 and 16 bits more; float32 also sums in another order. A kernel for something else is off by about 1.
 """
 
 SEED = 0
 STEPS = 3
-"""Tokens of each sequence; the last step's logits are compared, so that it attends to what the others have cached."""
+"""Tokens of each sequence. The last step's logits are compared, and that step attends to what the others cached."""
 
 _MOST_COMPARED = 8
 """Rows of a batch that the reference computes: it goes through sequences one by one."""
@@ -33,14 +33,9 @@ _MOST_COMPARED = 8
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckStep:
-    """One decode step of ``n`` sequences of the same length, each in a block of its own; all int32.
+    """One decode step of ``n`` sequences of the same length, each in a block of its own.
 
-    Attributes:
-        token_ids: [n], the input tokens.
-        positions: [n].
-        kv_slots: [n].
-        kv_indptr: [n + 1].
-        kv_indices: [n].
+    All are int32 and [n], but for ``kv_indptr``, [n + 1].
     """
 
     token_ids: Int32Array
@@ -62,12 +57,10 @@ class SelfCheckStep:
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckPoint:
-    """What one batch size has shown.
+    """Result for one batch size.
 
     Attributes:
-        batch_size: rows.
         relative_error: ‖logits − reference‖ / ‖reference‖ of the worst row; infinite where one is not finite.
-        tolerance: the most it may be.
     """
 
     batch_size: int
@@ -83,16 +76,12 @@ class SelfCheckPoint:
         return f"batch size {self.batch_size}: relative error {self.relative_error:.2g}, tolerance {self.tolerance:g}"
 
 
-def sampled_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
-    """The smallest, the middle and the largest of rising sizes."""
-    chosen = {0, len(batch_sizes) // 2, len(batch_sizes) - 1} if batch_sizes else set()
-    return tuple(batch_sizes[index] for index in sorted(chosen))
-
-
-def fitting_sizes(decoder: Decoder, batch_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes for which the KV cache has a block a sequence, besides that of padding."""
+def checked_sizes(decoder: Decoder, batch_sizes: Sequence[int], *, sample: bool) -> tuple[int, ...]:
+    """Of rising sizes those whose sequences fit into the KV cache, or a sample: smallest, middle and largest."""
+    # A block for each sequence, besides that of padding.
     num_blocks = len(decoder.cache.layer(0)[0])
-    return tuple(size for size in batch_sizes if size < num_blocks)
+    sizes = tuple(size for size in batch_sizes if size < num_blocks)
+    return tuple(sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})) if sample and sizes else sizes
 
 
 @torch.inference_mode()
@@ -110,13 +99,8 @@ def run_self_check(
     )
 
 
-def step_logits(decoder: Decoder, functions: LayerFunctions, step: SelfCheckStep) -> Tensor:
-    """Logits of a step with reference attention, [n, vocab_size]."""
-    return _logits(decoder, functions, [step])
-
-
-def _logits(decoder: Decoder, functions: LayerFunctions, steps: Sequence[SelfCheckStep]) -> Tensor:
-    """Logits of the last of consecutive steps, [n, vocab_size]: all of them in one forward, as prompts are computed."""
+def step_logits(decoder: Decoder, functions: LayerFunctions, *steps: SelfCheckStep) -> Tensor:
+    """Logits of the last of consecutive steps, [n, vocab_size], with reference attention and in one forward."""
     device = decoder.cos_sin.device
 
     def index(name: str) -> Tensor:
@@ -151,7 +135,7 @@ def _relative_error(decoder: Decoder, logits_of: Callable[[SelfCheckStep], Tenso
     # In one forward and without a library's attention: else these two would take most of a start's self-check, seconds
     # where cuDNN first builds its kernel.
     with sdpa_kernel(SDPBackend.MATH):
-        expected = _logits(decoder, eager_functions(TorchOps()), [step.take(compared) for step in steps])
+        expected = step_logits(decoder, eager_functions(TorchOps()), *(step.take(compared) for step in steps))
     expected = expected.float()
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
     worst = float(errors.max())

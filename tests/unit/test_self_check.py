@@ -17,9 +17,8 @@ from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.self_check import (
     SelfCheckPoint,
     SelfCheckStep,
-    fitting_sizes,
+    checked_sizes,
     run_self_check,
-    sampled_sizes,
     step_logits,
 )
 from bullet_graph.runtime.step import Placement, Step
@@ -92,11 +91,11 @@ def test_what_is_not_finite_does_not_hold(value: float) -> None:
 
 
 def test_sizes() -> None:
-    assert sampled_sizes((1, 2, 4, 8, 16)) == (1, 4, 16)
-    assert sampled_sizes((1, 2)) == (1, 2)
-    assert sampled_sizes((7,)) == (7,)
-    assert sampled_sizes(()) == ()
-    assert fitting_sizes(tiny_decoder(num_blocks=9), (1, 8, 9)) == (1, 8)
+    decoder = tiny_decoder(num_blocks=17)
+    assert checked_sizes(decoder, (1, 2, 4, 8, 16, 17), sample=True) == (1, 4, 16)
+    assert checked_sizes(decoder, (1, 2, 4, 16, 17), sample=False) == (1, 2, 4, 16)
+    for sizes in ((1, 2), (7,), ()):
+        assert checked_sizes(decoder, sizes, sample=True) == sizes
 
 
 @pytest.mark.parametrize(
