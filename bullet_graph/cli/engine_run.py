@@ -4,7 +4,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,8 @@ from rich.console import Console
 from bullet_graph.cli.tables import table_of
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
-from bullet_graph.engine.output import EngineStats
-from bullet_graph.graphs.compile_counts import CompileCounts
-from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, open_probe
-from bullet_graph.perf.provenance import Provenance, collect_provenance, without_home
-from bullet_graph.perf.start_report import StartReport
-from bullet_graph.runtime.capture_cache import CacheUse
+from bullet_graph.perf.energy import DeviceMonitor, open_probe
+from bullet_graph.perf.provenance import collect_provenance, without_home
 from bullet_graph.runtime.memory import MemoryLedger, format_bytes
 from bullet_graph.runtime.resolve import Runtime, load_tokenizer
 from bullet_graph.slo import Slo
@@ -27,31 +22,6 @@ from bullet_graph.workloads import Workload, load_workload
 
 _OWN_FIELDS = ("model", "load_format", "dtype", "device", "policy", "seed")
 """Settings that results have fields of their own for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
-    """The conditions of a benchmark; part of every result.
-
-    ``load_format``, ``dtype`` and ``engine["max_model_len"]`` are resolved. Steps, preemptions and ``device`` are those
-    of the measurement.
-    """
-
-    model: str
-    load_format: str
-    dtype: str
-    policy: str
-    seed: int
-    engine: dict[str, Any]
-    num_steps: int
-    num_preemptions: int
-    kv_blocks_peak: int
-    kv_blocks_total: int
-    device: DeviceReport
-    start: StartReport
-    compiles: CompileCounts
-    cache_use: CacheUse
-    provenance: Provenance
 
 
 def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | None = None) -> Engine:
@@ -116,47 +86,32 @@ def watch_device(engine: Engine) -> DeviceMonitor:
     return DeviceMonitor(open_probe(engine.device_name))
 
 
-def describe_run(
-    config: EngineConfig,
-    runtime: Runtime,
-    before: EngineStats,
-    after: EngineStats,
-    device: DeviceReport,
-    engine: Engine,
-) -> RunRecord:
-    """Describe a measurement by the engine's start, and its statistics before and after."""
-    return RunRecord(
-        model=without_home(config.model),
-        load_format=resolved_load_format(config, runtime),
-        dtype=str(runtime.dtype).removeprefix("torch."),
-        policy=str(config.policy),
-        seed=config.seed,
-        engine=engine_settings(config, runtime),
-        num_steps=after.num_steps - before.num_steps,
-        num_preemptions=after.num_preemptions - before.num_preemptions,
-        kv_blocks_peak=after.kv_blocks_peak,
-        kv_blocks_total=after.kv_blocks_total,
-        device=device,
-        start=engine.start_report,
-        compiles=engine.compiles,
-        cache_use=engine.cache_use,
-        provenance=collect_provenance(runtime.device),
-    )
-
-
-def resolved_load_format(config: EngineConfig, runtime: Runtime) -> str:
-    """``dummy`` or ``safetensors``: where the weights come from."""
-    return "dummy" if runtime.folder is None or config.load_format == "dummy" else "safetensors"
-
-
-def engine_settings(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
-    """An engine's settings in a result, except those that results have fields of their own for."""
+def describe_config(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
+    """Fields of every result: the settings, those that the model and the device decide resolved."""
     settings = {
         name: without_home(value) if isinstance(value, str) else value
         for name, value in config.values().items()
         if name not in _OWN_FIELDS
     }
-    return settings | {"max_model_len": runtime.max_model_len, "slo": str(config.slo)}
+    has_weights = runtime.folder is not None and config.load_format != "dummy"
+    return {
+        "model": without_home(config.model),
+        "load_format": "safetensors" if has_weights else "dummy",
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "policy": str(config.policy),
+        "seed": config.seed,
+        "engine": settings | {"max_model_len": runtime.max_model_len, "slo": str(config.slo)},
+    }
+
+
+def describe_run(config: EngineConfig, runtime: Runtime, engine: Engine) -> dict[str, Any]:
+    """Fields of every result of one engine: its settings, its start, and where it ran."""
+    return describe_config(config, runtime) | {
+        "start": dataclasses.asdict(engine.start_report),
+        "compiles": dataclasses.asdict(engine.compiles),
+        "cache_use": dataclasses.asdict(engine.cache_use),
+        "provenance": dataclasses.asdict(collect_provenance(runtime.device)),
+    }
 
 
 def _print_ledger(ledger: MemoryLedger) -> None:

@@ -13,8 +13,8 @@ import click
 from bullet_graph.cli.options import FILE, result_options, setting_options
 from bullet_graph.cli.replay_options import TRACE_TIMES, GoodputCommand, replay_options
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, emit
-from bullet_graph.cli.simulator import PolicyRun, Simulator
-from bullet_graph.cli.tables import emit_replays, goodput_table, print_line, print_table
+from bullet_graph.cli.simulator import Simulator
+from bullet_graph.cli.tables import ReplayRun, emit_replays, goodput_table, print_line, print_table
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.simulation import HOST_OVERHEAD_MS
 from bullet_graph.errors import ConfigError
@@ -169,12 +169,12 @@ def simulate(
 
 def _search(
     simulator: Simulator, policy: Policy, attainment: float, advance: Callable[[int], object]
-) -> tuple[float | None, list[PolicyRun]]:
+) -> tuple[float | None, list[ReplayRun]]:
     """A policy's goodput (None: no rate served enough), and the runs tried, lowest rate first."""
     rate_given = simulator.arrivals.request_rate
     first_rate = _FIRST_RATE if rate_given is None or math.isinf(rate_given) else rate_given
     search = GoodputSearch(first_rate=first_rate, attainment=attainment, tolerance=_TOLERANCE)
-    runs: dict[float, PolicyRun] = {}
+    runs: dict[float, ReplayRun] = {}
     while (rate := search.next_rate()) is not None:
         runs[rate] = simulator.run(policy, dataclasses.replace(simulator.arrivals, request_rate=rate))
         search.record(rate, runs[rate].result.slo_attainment or 0.0)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bullet_graph._version import __version__
+from bullet_graph.cli.tables import ReplayRun, counters
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
-from bullet_graph.engine.output import EngineStats
 from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings, simulate
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError, PerfTableError
@@ -17,7 +17,6 @@ from bullet_graph.hardware import KNOWN_GPUS, gpu_spec
 from bullet_graph.models.config import DTYPE_BYTES, ModelConfig
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.perf.metrics import ReplayResult
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline, kv_cache_bytes_per_token
@@ -56,21 +55,6 @@ class SimulatedDevice:
     max_model_len: int
     kv_cache_tokens: int
     folder: Path | None
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyRun:
-    """The figures of one run under a policy, and the engine's counters at its end."""
-
-    policy: Policy
-    result: ReplayResult
-    stats: EngineStats
-
-    def fields(self, *, detailed: bool = False) -> dict[str, Any]:
-        """The figures for a JSON file; ``detailed`` adds those of each request."""
-        names = ("policy_shares", "num_steps", "num_preemptions", "kv_blocks_peak", "kv_blocks_total")
-        counters = {name: getattr(self.stats, name) for name in names}
-        return self.result.fields(detailed=detailed) | counters | {"policy": str(self.policy)}
 
 
 class Simulator:
@@ -118,7 +102,7 @@ class Simulator:
         on_done: Callable[[object], object] = lambda _: None,
         on_step: Callable[[StepRecord], object] = lambda _: None,
         capture_plan: CapturePlan | None = None,
-    ) -> PolicyRun:
+    ) -> ReplayRun:
         """Serve the workload once.
 
         Args:
@@ -161,7 +145,7 @@ class Simulator:
         result = simulation.replay.result(
             arrivals, started=started, backend="bullet-graph simulate", model_id=config.model
         )
-        return PolicyRun(policy, result, simulation.stats)
+        return ReplayRun(result, counters(simulation.stats) | {"policy": str(policy)})
 
     def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:
         """Open a file for every decision of a run under this policy."""

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from bullet_graph.cli.result_file import emit
+from bullet_graph.engine.output import EngineStats
 from bullet_graph.perf.metrics import ReplayResult
 
 _LATENCIES = {"TTFT": "ttft", "TPOT": "tpot", "ITL": "itl", "e2e": "e2el"}
@@ -50,12 +52,22 @@ def print_failures(reasons: Mapping[int, str]) -> None:
         print_line(f"… and {len(reasons) - _MOST_REASONS_SHOWN:,} more (the JSON has them)")
 
 
-class ReplayRun(Protocol):
-    """One replay, of an engine, a server or a simulation."""
+@dataclass(frozen=True, slots=True)
+class ReplayRun:
+    """One replay, of an engine, a server or a simulation; ``usage`` has fields that only the system knows."""
 
-    @property
-    def result(self) -> ReplayResult: ...
-    def fields(self, *, detailed: bool = False) -> dict[str, Any]: ...
+    result: ReplayResult
+    usage: Fields
+
+    def fields(self, *, detailed: bool = False) -> dict[str, Any]:
+        """The figures for a JSON file; ``detailed`` adds those of each request."""
+        return self.result.fields(detailed=detailed) | dict(self.usage)
+
+
+def counters(stats: EngineStats) -> dict[str, Any]:
+    """An engine's counters, as replays report them."""
+    names = ("policy_shares", "num_steps", "num_preemptions", "kv_blocks_peak", "kv_blocks_total")
+    return {name: getattr(stats, name) for name in names}
 
 
 def emit_replays(
@@ -180,7 +192,7 @@ def goodput_table(
 
 
 def figures_table(title: str, fields: Fields, rows: Mapping[str, str]) -> Table:
-    """The figures ``rows``, and how the engine and the device ran meanwhile, by a RunRecord's ``fields``."""
+    """The figures ``rows``, and how the engine and the device ran meanwhile, by a result's ``fields``."""
     table = table_of("figure", "value", title=title)
     table.show_header = False
     shown = {

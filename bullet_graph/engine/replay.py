@@ -7,7 +7,6 @@ streams its outputs, such as an HTTP server.
 import asyncio
 import importlib
 import importlib.util
-import itertools
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -17,7 +16,7 @@ from datetime import datetime
 from typing import Protocol
 
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.errors import ConfigError, EngineDeadError, PromptError, RequestError
+from bullet_graph.errors import EngineDeadError, PromptError, RequestError
 from bullet_graph.perf.metrics import ReplayResult, RequestMetrics, ServedRequest, summarize_replay
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -83,15 +82,7 @@ def timed_requests(
     """Make a workload's requests, each sampled greedily to its recorded output length.
 
     Prompts that the workload does not have are drawn from ``vocab_size`` token ids, by ``seed`` (at least 0).
-
-    Raises:
-        ConfigError: the number of arrivals is not that of the requests.
     """
-    if len(arrivals_s) != len(workload.requests):
-        raise ConfigError(
-            f"{workload.name} has {len(workload.requests)} requests, but {len(arrivals_s)} arrivals are given: give "
-            "one for each"
-        )
     return [
         TimedRequest(
             float(arrival_s),
@@ -104,23 +95,12 @@ def timed_requests(
 
 
 def require_forced_length(prompt_tokens: int, params: SamplingParams, max_model_len: int) -> None:
-    """Refuse a request that the engine would end before its recorded output length.
-
-    Raises:
-        PromptError: prompt and output together are longer than ``max_model_len``.
-    """
+    """Raise a PromptError for a request that the engine would end before its recorded output length."""
     if prompt_tokens + params.max_tokens > max_model_len:
         raise PromptError(
             f"prompt and output have {prompt_tokens} + {params.max_tokens} tokens, more than "
             f"max_model_len={max_model_len}"
         )
-
-
-def _require_replayable(requests: Sequence[TimedRequest], max_concurrency: int | None) -> None:
-    if max_concurrency is not None and max_concurrency < 1:
-        raise ConfigError(f"max_concurrency must be at least 1, or None for no limit, got {max_concurrency}")
-    if any(later.arrival_s < earlier.arrival_s for earlier, later in itertools.pairwise(requests)):
-        raise ConfigError("a replay needs its requests in order of arrival: sort them by arrival_s")
 
 
 # ---- an engine that is stepped ----
@@ -179,10 +159,8 @@ def replay(
         id_prefix: of the requests' ids in the engine, before their index.
 
     Raises:
-        ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
         EngineDeadError: the engine failed.
     """
-    _require_replayable(requests, max_concurrency)
     served: dict[int, ServedRequest] = {}
     start_s = let_in_s = engine.now()
     pending = deque(enumerate(requests))
@@ -233,14 +211,10 @@ def replay(
 
 
 class StreamingSystem(Protocol):
-    """A system whose client :func:`replay_async` is."""
+    """A system whose client :func:`replay_async` is. Any error but EngineDeadError is the request's alone."""
 
     def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
-        """Serve a request; yield the number of new tokens of each output.
-
-        Raises:
-            EngineDeadError: the system failed as a whole; any other error is the request's alone.
-        """
+        """Serve a request; yield the number of new tokens of each output."""
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -273,10 +247,8 @@ async def replay_async(
         clock: seconds, monotonic; ``sleep`` waits a number of them.
 
     Raises:
-        ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
         EngineDeadError: the system failed as a whole.
     """
-    _require_replayable(requests, max_concurrency)
     places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     start_s = clock()
 

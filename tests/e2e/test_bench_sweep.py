@@ -10,7 +10,7 @@ from cli_runner import TINY, refused, run
 from click.testing import Result
 
 import bullet_graph.cli.bench.sweep as sweep_module
-from bullet_graph.cli.bench.replay import Measurement
+from bullet_graph.cli.tables import ReplayRun
 from bullet_graph.workloads import Arrivals, Workload
 
 POLICIES = ("serial", "mixed:64")
@@ -56,7 +56,7 @@ class Served:
         self.interrupt_at: int | None = None
         real = sweep_module.measure
 
-        def counted(client: Any, workload: Workload, arrivals: Arrivals, **others: Any) -> Measurement:
+        def counted(client: Any, workload: Workload, arrivals: Arrivals, **others: Any) -> ReplayRun:
             if len(self.runs) == self.interrupt_at:
                 raise KeyboardInterrupt
             measured = real(client, workload, arrivals, **others)

@@ -6,7 +6,7 @@ import pytest
 
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
 from bullet_graph.engine.replay import Replay, TimedRequest, replay
-from bullet_graph.errors import ConfigError, EngineDeadError, PromptError
+from bullet_graph.errors import EngineDeadError, PromptError
 from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -165,19 +165,6 @@ def test_targets_reach_engine_and_result() -> None:
         NO_TARGETS,
         True,
     )
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_below_one_is_refused(limit: int) -> None:
-    with pytest.raises(ConfigError, match="max_concurrency"):
-        replay(FakeEngine(), [request(0.0)], max_concurrency=limit)
-
-
-def test_requests_out_of_order_are_refused() -> None:
-    engine = FakeEngine()
-    with pytest.raises(ConfigError, match="order of arrival"):
-        replay(engine, [request(1.0), request(0.5)])
-    assert engine.added == []
 
 
 def test_a_dead_engine_ends_the_replay() -> None:

@@ -86,7 +86,8 @@ def latency(
             # disable=None: no bar where stderr is not a terminal.
             measured = tqdm(batches[num_iters_warmup:], unit="batch", disable=True if as_json else None)
             runs = [_run_batch(engine, prompts, output_len) for prompts in measured]
-        record = describe_run(config, runtime, before, engine.stats(), monitor.report, engine)
+        after = engine.stats()
+        record = describe_run(config, runtime, engine)
     # The copy needs the memory that the engine has just released.
     copy_gb_per_s = measure_copy_gb_per_s(runtime.device.type)
 
@@ -116,8 +117,13 @@ def latency(
         "achieved_gb_per_s": achieved_gb_per_s,
         "copy_gb_per_s": copy_gb_per_s,
         "share_of_copy_percent": achieved_gb_per_s and 100 * achieved_gb_per_s / copy_gb_per_s,
-        "energy_joules": record.device.energy_joules,
-        **dataclasses.asdict(record),
+        "num_steps": after.num_steps - before.num_steps,
+        "num_preemptions": after.num_preemptions - before.num_preemptions,
+        "kv_blocks_peak": after.kv_blocks_peak,
+        "kv_blocks_total": after.kv_blocks_total,
+        "device": dataclasses.asdict(monitor.report),
+        "energy_joules": monitor.report.energy_joules,
+        **record,
     }
     emit(fields, output_json, as_json=as_json, show=lambda: _print(fields))
 

@@ -5,8 +5,7 @@ import dataclasses
 import gc
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from bullet_graph.cli.engine_run import config_for, describe_run, load_requests,
 from bullet_graph.cli.options import engine_options, result_options
 from bullet_graph.cli.replay_options import GoodputCommand, num_warmups_option, replay_options
 from bullet_graph.cli.result_file import check_result_file, require_extra
-from bullet_graph.cli.tables import emit_replays
+from bullet_graph.cli.tables import ReplayRun, counters, emit_replays
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.replay import (
@@ -85,14 +84,9 @@ class EngineClient:
 
     def usage(self, result: ReplayResult) -> dict[str, Any]:
         """Fields about the last replay that only the system knows."""
-        stats = self._engine.stats()
         return {
+            **counters(self._engine.stats()),
             "policy": str(self._policy),
-            "policy_shares": stats.policy_shares,
-            "num_steps": stats.num_steps,
-            "num_preemptions": stats.num_preemptions,
-            "kv_blocks_peak": stats.kv_blocks_peak,
-            "kv_blocks_total": stats.kv_blocks_total,
             "device": dataclasses.asdict(self.device),
             **energy_fields(self.device.energy_joules, result),
         }
@@ -173,19 +167,6 @@ def energy_fields(joules: float | None, result: ReplayResult) -> dict[str, float
 # ---- one replay ----
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One replay as the client saw it, the targets of every request, and further fields from the system."""
-
-    result: ReplayResult
-    slo: Slo
-    usage: Mapping[str, Any]
-
-    def fields(self, *, detailed: bool = False) -> dict[str, Any]:
-        """The figures for a JSON file; ``detailed`` adds those of each request."""
-        return self.result.fields(detailed=detailed) | {"slo": str(self.slo)} | dict(self.usage)
-
-
 def measure(
     client: Client,
     workload: Workload,
@@ -194,7 +175,7 @@ def measure(
     slo: Slo,
     prompt_seed: int | None = None,
     label: str | None = None,
-) -> Measurement:
+) -> ReplayRun:
     """Replay a workload.
 
     Args:
@@ -229,7 +210,7 @@ def measure(
             f"none of the {len(errors)} requests of {workload.name} could be served; the first: {errors[0]}"
         )
     result = replayed.result(arrivals, started=started, backend=client.backend, model_id=client.model_id)
-    return Measurement(result, slo, client.usage(result))
+    return ReplayRun(result, {"slo": str(slo), **client.usage(result)})
 
 
 def warm_up(client: Client, workload: Workload, num_warmups: int, *, slo: Slo, seed: int) -> None:
@@ -251,6 +232,18 @@ def warm_up(client: Client, workload: Workload, num_warmups: int, *, slo: Slo, s
         seed=seed + 1,
     )
     client.replay(requests, is_warmup=True)
+
+
+def require_fit(workload: Workload, max_model_len: int, share: float = 0.0) -> None:
+    """Refuse a workload of which no request, or less than this share, is short enough to be served."""
+    total = len(workload.requests)
+    num_fit = sum(r.prompt_tokens + r.output_tokens <= max_model_len for r in workload.requests)
+    if num_fit == 0 or num_fit < share * total:
+        raise WorkloadError(
+            f"{total - num_fit} of the {total} requests of {workload.name} are longer than max_model_len="
+            f"{max_model_len}, prompt and output together, and would fail at any rate: take a model or "
+            f"--max-model-len with room for them,{' a lower --attainment,' if share else ''} or another workload"
+        )
 
 
 # ---- commands ----
@@ -298,13 +291,8 @@ def online(
     runtime = resolve(config)
     workload = load_requests(runtime, trace, num_prompts, seed=config.seed)
     arrivals.times(workload)
-    if all(r.prompt_tokens + r.output_tokens > runtime.max_model_len for r in workload.requests):
-        raise WorkloadError(
-            f"each of the {len(workload.requests)} requests of {workload.name} is longer than max_model_len="
-            f"{runtime.max_model_len}, prompt and output together, so none can be served: raise --max-model-len, or "
-            "take a model with room for them"
-        )
-    runs: dict[str, Measurement] = {}
+    require_fit(workload, runtime.max_model_len)
+    runs: dict[str, ReplayRun] = {}
     with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
         for policy in policies:
             # A policy that this engine cannot serve is refused before the first run.
@@ -314,8 +302,7 @@ def online(
             warm_up(client, workload, num_warmups, slo=slo, seed=arrivals.seed)
             label = None if as_json else str(policy)
             runs[str(policy)] = measure(client, workload, arrivals, slo=slo, label=label)
-        stats = engine.stats()
-        record = dataclasses.asdict(describe_run(config, runtime, stats, stats, client.device, engine))
+        record = describe_run(config, runtime, engine)
         partitions = engine.partition_backend
     common = {name: record[name] for name in _RECORD_FIELDS} | {
         "trace": workload.name,

@@ -17,7 +17,7 @@ import click
 import numpy as np
 
 from bullet_graph import errors
-from bullet_graph.cli.engine_run import engine_settings, resolved_load_format
+from bullet_graph.cli.engine_run import describe_config
 from bullet_graph.cli.options import engine_options, result_options
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, emit
 from bullet_graph.cli.tables import print_line, print_table, table_of
@@ -129,20 +129,15 @@ def startup(
     provenance = dataclasses.asdict(collect_provenance(runtime.device))
     with DeviceMonitor.for_gpu(provenance["device_uuid"]) as monitor:
         runs = run_starts(kinds, quiet=as_json)
-    dtype = str(runtime.dtype).removeprefix("torch.")
     fields: dict[str, Any] = {}
     for kind, of_kind in runs.items():
         fields |= _kind_fields(kind, of_kind)
     fields |= {
-        "model": config.model,
-        "load_format": resolved_load_format(config, runtime),
-        "dtype": dtype,
-        "policy": str(config.policy),
-        "engine": engine_settings(config, runtime),
+        **describe_config(config, runtime),
         "energy_joules": monitor.report.energy_joules,
         "provenance": provenance,
     }
-    title = f"{config.model}, {dtype}, on {provenance['device_name']}"
+    title = f"{config.model}, {fields['dtype']}, on {provenance['device_name']}"
     if plot is not None:
         # matplotlib is an extra.
         from bullet_graph.cli.plots import draw_starts  # noqa: PLC0415

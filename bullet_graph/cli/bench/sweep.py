@@ -7,16 +7,10 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.bench.replay import EngineClient, measure, warm_up
+from bullet_graph.cli.bench.replay import EngineClient, measure, require_fit, warm_up
 from bullet_graph.cli.bench.sweep_file import Sweep, SweepFile
 from bullet_graph.cli.bench.sweep_runner import Cell, SweepRunner, WorkloadSpec, make_cells, parse_targets
-from bullet_graph.cli.engine_run import (
-    config_for,
-    engine_settings,
-    load_requests,
-    open_engine,
-    resolved_load_format,
-)
+from bullet_graph.cli.engine_run import config_for, describe_config, load_requests, open_engine
 from bullet_graph.cli.options import engine_options
 from bullet_graph.cli.replay_options import (
     burstiness_option,
@@ -27,7 +21,7 @@ from bullet_graph.cli.replay_options import (
 from bullet_graph.cli.result_file import IMAGE_FORMATS, check_result_file, require_extra, to_json
 from bullet_graph.cli.tables import goodput_table, print_line, print_table
 from bullet_graph.config import EngineConfig, Policy
-from bullet_graph.errors import BulletGraphError, ConfigError, WorkloadError
+from bullet_graph.errors import BulletGraphError, ConfigError
 from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.performance import find_performance
@@ -115,7 +109,7 @@ def sweep(
 
     def load(spec: WorkloadSpec) -> Workload:
         workload = load_requests(runtime, spec.name, spec.num_prompts, seed=config.seed)
-        _require_enough_fit(workload, runtime.max_model_len, search["attainment"])
+        require_fit(workload, runtime.max_model_len, search["attainment"])
         # Arrivals that cannot be drawn are refused now rather than after the weights are loaded.
         arrivals.times(workload)
         return workload
@@ -133,14 +127,9 @@ def sweep(
     opened = config_for(config, policies, strictest)
     find_performance(opened, runtime)
     provenance = dataclasses.asdict(collect_provenance(runtime.device))
-    # Everything that decides the runs; each cell has targets of its own.
-    engine_fields = {name: value for name, value in engine_settings(opened, runtime).items() if name != "slo"}
+    # Everything that decides the runs.
     settings = {
-        "model": config.model,
-        "load_format": resolved_load_format(config, runtime),
-        "dtype": str(runtime.dtype).removeprefix("torch."),
-        "engine": engine_fields | {"policy": str(opened.policy)},
-        "seed": config.seed,
+        **describe_config(opened, runtime),
         "workloads": list(dict.fromkeys(str(cell) for cell in cells)),
         "policies": list(dict.fromkeys(str(cell.system) for cell in cells)),
         **search,
@@ -198,18 +187,6 @@ def print_sweep(sweep: Sweep) -> None:
         tables.setdefault(title, {})[cell.key.system.removeprefix(_SYSTEM)] = (cell.goodput, cell.runs)
     for title, rows in tables.items():
         print_table(goodput_table(title, rows, sweep.settings["tolerance"]))
-
-
-def _require_enough_fit(workload: Workload, max_model_len: int, attainment: float) -> None:
-    """Refuse a search that cannot find anything, because too many requests would be refused at any rate."""
-    total = len(workload.requests)
-    num_fit = sum(r.prompt_tokens + r.output_tokens <= max_model_len for r in workload.requests)
-    if num_fit < attainment * total:
-        raise WorkloadError(
-            f"{total - num_fit} of the {total} requests of {workload.name} are longer than max_model_len="
-            f"{max_model_len} and would fail at any rate, so {100 * attainment:g} % cannot meet their targets: take a "
-            "model or --max-model-len with room for them, a lower --attainment, or another workload"
-        )
 
 
 def _check_plots(folder: Path, cells: list[Cell[Policy]], image_format: str, *, overwrite: bool) -> None:

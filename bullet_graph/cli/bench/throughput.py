@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.bench.replay import EngineClient, Measurement, measure, warm_up
+from bullet_graph.cli.bench.replay import EngineClient, measure, warm_up
 from bullet_graph.cli.engine_run import describe_run, load_requests, open_engine
 from bullet_graph.cli.options import engine_options, result_options
 from bullet_graph.cli.replay_options import num_prompts_option, trace_option
 from bullet_graph.cli.result_file import check_result_file, emit
 from bullet_graph.cli.tables import figures_table, percentiles_table, print_failures, print_table
 from bullet_graph.config import EngineConfig
+from bullet_graph.perf.metrics import ReplayResult
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.workloads import Arrivals
 
@@ -64,24 +65,16 @@ def throughput(
             warm_up(client, workload, _WARMUP_REQUESTS, slo=config.slo, seed=config.seed)
         label = None if as_json else str(config.policy)
         run = measure(client, workload, arrivals, slo=config.slo, label=label)
-        stats = engine.stats()
-        record = describe_run(config, runtime, stats, stats, client.device, engine)
-    fields = {
-        **throughput_fields(run),
-        "trace": workload.name,
-        **dataclasses.asdict(record),
-        # The record's counters are of no run.
-        **run.usage,
-    }
+        record = describe_run(config, runtime, engine)
+    fields = {**throughput_fields(run.result), "trace": workload.name, **record, **run.usage}
     emit(fields, output_json, as_json=as_json, show=lambda: _print(fields))
 
 
-def throughput_fields(run: Measurement) -> dict[str, Any]:
+def throughput_fields(result: ReplayResult) -> dict[str, Any]:
     """The figures with the names of vLLM's throughput benchmark.
 
     Counts, totals and rates are of completed requests; ``tokens_per_second`` counts prompt and output tokens.
     """
-    result = run.result
     summaries = {
         "ttft_ms": result.ttft,
         "tpot_ms": result.tpot,
