@@ -11,19 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from built_captures import SETTINGS, built, environment  # noqa: F401 - a fixture
 from cli_runner import TINY, refused, run
 
 from bullet_graph import EngineConfig
-from bullet_graph.captures.store import CaptureStore
 from bullet_graph.cli.bench import startup, startup_child
 from bullet_graph.cli.bench.startup import StartKind, phase_names, read_run, run_starts
 from bullet_graph.cli.plots import draw_starts
 from bullet_graph.errors import BulletGraphError, CheckpointError
 from bullet_graph.perf.start_report import StartPhase
-
-# They build a capture cache, in processes of their own.
-pytestmark = pytest.mark.timeout(300)
 
 CONFIG = EngineConfig(model="tiny", device="cpu", max_model_len=128, max_num_seqs=4)
 TOLD = {
@@ -157,22 +152,6 @@ def test_starts_from_a_capture_cache_come_last_and_have_nothing_else(
     assert [config.capture_cache for config in children.configs] == [None] * 3 + [str(tmp_path)] * 2
     assert children.were_empty == [True, False, False, True, True]
     assert json.loads(result.stdout)["avg_cached_startup_time"] == 7.0
-
-
-def test_a_start_from_a_capture_cache_compiles_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    built: tuple[CaptureStore, Any],  # noqa: F811
-) -> None:
-    # As it was built: another number of threads is another fingerprint.
-    monkeypatch.setenv("OMP_NUM_THREADS", environment(tmp_path)["OMP_NUM_THREADS"])
-    config = EngineConfig(
-        model="tiny", device="cpu", compile=True, capture_cache=str(built[0].root), **SETTINGS
-    )
-    (start,) = run_starts([StartKind("cached", config, 1, empty_caches=True)], quiet=True)["cached"]
-    assert start.cache_use["problems"] == []
-    assert start.cache_use["entry_id"]
-    assert set(start.compiles.values()) == {0}
 
 
 def test_an_error_of_a_start_is_told_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from cli_runner import TINY, run
 from click.testing import CliRunner
 
 from bullet_graph.cli.bench.latency import decode_gaps_ms, prefill_ms
+from bullet_graph.cli.engine_run import config_for
 from bullet_graph.cli.generate import OrderedPrinter
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
@@ -210,3 +211,31 @@ def test_decode_gaps_are_of_the_whole_batch_only() -> None:
     assert decode_gaps_ms([first, second]) == [1000.0, 2000.0]
     assert prefill_ms([first, second]) == 2000.0
     assert decode_gaps_ms([RequestMetrics(0.0, 0.0, (1.0,))]) == []
+
+
+@pytest.mark.parametrize(
+    ("policies", "engine_policy", "decode_sms"),
+    [
+        ("mixed:64", "mixed:64", ()),
+        ("split:48", "split:48", (48,)),
+        ("serial mixed", "mixed", ()),
+        ("serial mixed:64", "serial", ()),
+        ("mixed:64 mixed:2048", "mixed:2048", ()),
+        ("mixed auto", "auto", ()),
+        ("mixed split:48 split:64", "auto", (48, 64)),
+        # Preparing the one named would leave auto and split no other to choose.
+        ("auto split:48", "auto", ()),
+        ("split split:48", "auto", ()),
+    ],
+)
+def test_the_engine_can_serve_as_each_policy(
+    policies: str, engine_policy: str, decode_sms: tuple[int, ...]
+) -> None:
+    parsed = tuple(Policy.parse(policy) for policy in policies.split())
+    slo = Slo(tpot_ms=15)
+    config = config_for(EngineConfig(model="tiny", seed=3), parsed, slo)
+    found = (str(config.policy), config.decode_sms, config.slo, config.seed)
+    assert found == (engine_policy, decode_sms, slo, 3)
+    own = config_for(EngineConfig(model="tiny", decode_sms=(48, 32)), parsed, slo)
+    assert own.decode_sms[:2] == (48, 32)
+    assert len(set(own.decode_sms)) == len(own.decode_sms)

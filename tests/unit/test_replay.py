@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
-from bullet_graph.engine.replay import Replay, TimedRequest, replay
+from bullet_graph.engine.replay import Replay, TimedRequest, replay, timed_requests
 from bullet_graph.errors import EngineDeadError, PromptError
 from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
+from bullet_graph.workloads import Workload, WorkloadRequest
 
 
 class FakeEngine:
@@ -174,3 +178,31 @@ def test_a_dead_engine_ends_the_replay() -> None:
 
     with pytest.raises(EngineDeadError, match="the device is gone"):
         replay(Dying(), [request(0.0)])
+
+
+# ---- requests ----
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=8),
+    st.integers(2, 500),
+    st.integers(0, 5),
+)
+def test_requests_have_the_workloads_lengths(
+    lengths: list[tuple[int, int]], vocab_size: int, seed: int
+) -> None:
+    targets = Slo(ttft_ms=500, tpot_ms=15)
+    workload = Workload("w", tuple(WorkloadRequest(p, o, None) for p, o in lengths))
+    arrivals = np.arange(len(lengths)) * 0.5
+    requests = timed_requests(workload, arrivals, vocab_size=vocab_size, slo=targets, seed=seed)
+    assert [(len(r.prompt_token_ids), r.params.max_tokens) for r in requests] == lengths
+    assert [r.arrival_s for r in requests] == arrivals.tolist()
+    assert all(0 <= token < vocab_size for r in requests for token in r.prompt_token_ids)
+    assert all(r.params.ignore_eos and r.params.temperature == 0 and r.slo == targets for r in requests)
+    assert requests == timed_requests(workload, arrivals, vocab_size=vocab_size, slo=targets, seed=seed)
+
+
+def test_recorded_prompts_are_kept() -> None:
+    workload = Workload("w", (WorkloadRequest(3, 1, None, "abc", (5, 6, 7)),))
+    (request,) = timed_requests(workload, [0.0], vocab_size=100, slo=Slo(), seed=0)
+    assert list(request.prompt_token_ids) == [5, 6, 7]

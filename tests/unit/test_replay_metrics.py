@@ -172,24 +172,15 @@ def test_metrics_by_hand() -> None:
     assert metrics.itl_ms == pytest.approx((50, 100, 150))
 
 
-def test_one_token_has_no_time_per_further_token() -> None:
-    metrics = RequestMetrics(1.0, 1.0, (1.5,))
-    assert metrics.ttft_ms == metrics.e2e_ms == pytest.approx(500)
-    assert metrics.queue_ms == 0
-    assert metrics.tpot_ms is None
-    assert metrics.itl_ms == ()
-
-
-def test_a_waiting_request_has_no_times_yet() -> None:
-    metrics = RequestMetrics(1.0, None, ())
-    assert metrics.queue_ms is metrics.ttft_ms is metrics.tpot_ms is metrics.e2e_ms is None
-    assert metrics.itl_ms == ()
-
-
-def test_a_prompt_under_way_has_a_queue_time_only() -> None:
-    metrics = RequestMetrics(2.0, 2.25, ())
-    assert metrics.queue_ms == 250
-    assert metrics.ttft_ms is None
+def test_figures_that_a_request_has_not_yet() -> None:
+    one = RequestMetrics(1.0, 1.0, (1.5,))
+    assert one.ttft_ms == one.e2e_ms == pytest.approx(500)
+    assert (one.queue_ms, one.tpot_ms, one.itl_ms) == (0, None, ())
+    waiting = RequestMetrics(1.0, None, ())
+    assert waiting.queue_ms is waiting.ttft_ms is waiting.tpot_ms is waiting.e2e_ms is None
+    assert waiting.itl_ms == ()
+    in_prefill = RequestMetrics(2.0, 2.25, ())
+    assert (in_prefill.queue_ms, in_prefill.ttft_ms) == (250, None)
 
 
 def test_times_that_come_later_do_not_count() -> None:
