@@ -1,5 +1,8 @@
 """Running the console script in this process, for the end-to-end tests."""
 
+import json
+from typing import Any
+
 from click.testing import CliRunner, Result
 
 from bullet_graph.cli.main import main
@@ -11,6 +14,13 @@ TINY = ("--model", "tiny", "--device", "cpu", "--kv-cache-bytes", "4MiB", "--max
 def run(*arguments: str, stdin: bytes | None = None) -> Result:
     """Invoke ``bullet-graph`` with these arguments."""
     return CliRunner().invoke(main, arguments, input=stdin)
+
+
+def parsed(result: Result) -> dict[str, Any]:
+    """The JSON object that a command printed."""
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
 
 
 def refused(result: Result) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from cli_runner import TINY, refused, run
 from click.testing import Result
+from engines import Model
 
 from bullet_graph import Engine, EngineDeadError
 from bullet_graph.cli.bench import replay
@@ -34,11 +34,8 @@ def write_trace(folder: Path, *rows: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with a tokenizer and a chat template."""
-    path = tmp_path_factory.mktemp("model")
-    write_checkpoint(path, "llama")
-    return path
+def folder(model: Model) -> Path:
+    return model.folder
 
 
 # ---- bench throughput ----
@@ -200,65 +197,12 @@ def test_every_decision_can_be_written(command: str, trace: Path, tmp_path: Path
         assert run("explain", str(path)).exit_code == 0
 
 
-def test_trace_and_result_in_one_file_are_refused(trace: Path, tmp_path: Path) -> None:
-    path = str(tmp_path / "out.json")
-    assert "give another name" in refused(
-        bench("--output-json", path, "--trace-decisions", path, trace=trace)
-    )
-
-
-@pytest.mark.parametrize("command", ["throughput", "latency"])
-def test_a_result_that_cannot_be_written_is_refused_before_the_run(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Engine, "__init__", lambda *_, **__: pytest.fail("the engine was built"))
-    path = tmp_path / "missing" / "result.json"
-    arguments = ["bench", command, *TINY, "--output-json", str(path)]
-    trace = ["--trace", "azure:conv"] if command == "throughput" else []
-    assert "does not exist" in refused(run(*arguments, *trace))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--trace", "missing.csv"), "missing.csv"),
-        (("--trace", "nonsense"), "azure:conv"),
-        (("--trace", "synthetic:nonsense"), "nonsense"),
-        (("--trace", "azure:conv", "--policy", "mixed:0"), "unknown policy 'mixed:0'"),
-        (
-            ("--trace", "azure:conv", "--max-num-seqs", "0"),
-            "'--max-num-seqs': 0 is not in the range x>=1",
-        ),
-        (("--trace", "azure:conv", "--gpu-memory-utilization", "nan"), "gpu_memory_utilization"),
-        (("--trace", "azure:conv", "--kv-cache-bytes", "8XB"), "8XB"),
-        (("--trace", "azure:conv", "--kv-cache-bytes", "1kB"), "kv_cache_bytes"),
-        (("--trace", "azure:conv", "--num-prompts", "0"), "--num-prompts"),
-        ((), "--trace"),
-    ],
-)
-def test_bad_settings_of_throughput(arguments: tuple[str, ...], expected: str) -> None:
-    assert expected in refused(run("bench", "throughput", *TINY, "--json", *arguments))
-
-
 def test_a_malformed_row_is_named_by_its_line(tmp_path: Path) -> None:
     message = refused(bench(trace=write_trace(tmp_path, TRACE_ROWS[0], "18:15:47,many,2")))
     assert message.startswith("error: ")
     assert message.count("\n") == 1
     assert "trace.csv, line 3" in message
     assert "many" in message
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("bench", "throughput", "--trace", "azure:conv"),
-        ("bench", "latency"),
-        ("generate", "--prompt-ids", "1"),
-    ],
-)
-def test_a_gpu_asked_for_where_there_is_none(command: tuple[str, ...]) -> None:
-    assert "no CUDA device" in refused(run(*command, "--model", "tiny", "--device", "cuda"))
 
 
 # ---- interruptions and failures ----

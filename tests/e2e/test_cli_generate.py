@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints import write_checkpoint
-from cli_runner import TINY, refused, run
+from cli_runner import TINY, run
 from click.testing import Result
+from engines import Model
 
 from bullet_graph import Engine, SamplingParams, __version__
 
@@ -16,11 +16,8 @@ def generate(*arguments: str, stdin: bytes | None = None) -> Result:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with a tokenizer and a chat template."""
-    path = tmp_path_factory.mktemp("model")
-    write_checkpoint(path, "llama")
-    return path
+def folder(model: Model) -> Path:
+    return model.folder
 
 
 def in_folder(folder: Path, *arguments: str, stdin: bytes | None = None) -> Result:
@@ -113,67 +110,6 @@ def test_sampling_follows_the_seed() -> None:
 
     assert ids("1") == ids("1", "--prompt-ids", "4,5")
     assert ids("1") != ids("2")
-
-
-# ---- bad input ----
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--max-tokens", "0"), "max_tokens must be an integer ≥ 1, got 0"),
-        (("--max-tokens", "-3"), "max_tokens"),
-        (("--temperature", "nan"), "temperature must be in [0, 1e+06], got nan"),
-        (("--temperature", "-1"), "temperature"),
-        (("--top-p", "0"), "top_p"),
-        (("--min-p", "2"), "min_p"),
-        (("--n", "0"), "n must be"),
-        (("--logprobs", "21", "--json"), "logprobs"),
-        (("--logprobs", "1"), "--json"),
-        (("--stop", ""), "stop"),
-        (("--chat",), "--chat needs texts"),
-        (("--policy", "solo"), "unknown policy 'solo'"),
-        (("--prompt-ids", "1,x"), "1,2,3"),
-        (("--prompt-file", "missing.txt"), "missing.txt"),
-    ],
-)
-def test_bad_arguments_are_refused_before_the_engine_is_built(
-    arguments: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Engine, "__init__", lambda *_, **__: pytest.fail("the engine was built"))
-    assert expected in refused(generate("--prompt-ids", "1", *arguments))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--prompt-ids", ""), "the prompt is empty"),
-        (("--prompt-ids", "1,512"), "token id 512 is outside the vocabulary of 512"),
-        (("--prompt-ids", "-1"), "token id -1"),
-        (("--prompt-ids", ",".join("1" * 512)), "max_model_len=512"),
-        (("--prompt", "text"), "tokenizer"),
-        (("--prompt", "text", "--chat"), "tokenizer.json"),
-        (("--prompt-ids", "1", "--stop", "x"), "stop strings need a tokenizer"),
-    ],
-)
-@pytest.mark.usefixtures("no_tokenizer")
-def test_bad_prompts(arguments: tuple[str, ...], expected: str) -> None:
-    assert expected in refused(generate(*arguments))
-
-
-def test_an_empty_text_is_refused_where_no_token_comes_of_it(tmp_path: Path) -> None:
-    blank = tmp_path / "blank.txt"
-    blank.write_text("\n \n")
-    assert "found none" in refused(generate("--prompt-file", str(blank)))
-
-
-@pytest.mark.parametrize("source", ["file", "stdin"])
-def test_prompts_must_be_utf8(source: str, tmp_path: Path) -> None:
-    latin1 = "Grüße".encode("latin-1")
-    path = tmp_path / "prompts.txt"
-    path.write_bytes(latin1)
-    result = generate("--prompt-file", str(path)) if source == "file" else generate(stdin=latin1)
-    assert "UTF-8" in refused(result)
 
 
 @pytest.mark.usefixtures("no_tokenizer")

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from cli_runner import TINY, refused, run
+from cli_runner import TINY, run
 from click.testing import Result
 
 
@@ -58,17 +58,3 @@ def test_latency_of_one_token_has_no_decode_step() -> None:
     assert figures["achieved_gb_per_s"] is None
     assert figures["prefill_ms"]["p50"] > 0
     assert latency(*one).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--batch-size", "8", "--max-num-seqs", "4"), "batch_size=8"),
-        (("--input-len", "500", "--output-len", "13"), "max_model_len=512"),
-        (("--batch-size", "0"), "--batch-size"),
-        (("--num-iters", "0"), "--num-iters"),
-        (("--output-len", "0"), "--output-len"),
-    ],
-)
-def test_bad_settings_of_latency(arguments: tuple[str, ...], expected: str) -> None:
-    assert expected in refused(latency(*arguments))

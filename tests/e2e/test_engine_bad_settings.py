@@ -36,9 +36,12 @@ def folder(checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "model"))
 
 
-def edit_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def edit_config(name: str, value: object) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+
+    return edit
 
 
 def test_an_unknown_model_names_the_presets() -> None:
@@ -59,35 +62,23 @@ def first_shard(folder: Path) -> Path:
     return sorted(folder.glob("*.safetensors"))[0]
 
 
+def cut_first_shard(folder: Path) -> None:
+    first_shard(folder).write_bytes(first_shard(folder).read_bytes()[:-100])
+
+
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
         (lambda f: (f / "config.json").unlink(), ModelError, r"config\.json is missing"),
-        (
-            lambda f: edit_config(f, architectures=["MambaForCausalLM"]),
-            UnsupportedModelError,
-            r"LlamaForCausalLM.*MambaForCausalLM",
-        ),
+        (edit_config("architectures", ["Mamba"]), UnsupportedModelError, "LlamaForCausalLM.*Mamba"),
         (
             lambda f: first_shard(f).unlink(),
             CheckpointError,
-            "model-00001-of-00003.safetensors, not in that folder",
+            "00001-of-00003.safetensors, not in that folder",
         ),
-        (
-            lambda f: first_shard(f).write_bytes(first_shard(f).read_bytes()[:-100]),
-            CheckpointError,
-            "model-00001-of-00003.safetensors is not a complete safetensors file",
-        ),
-        (
-            lambda f: edit_config(f, intermediate_size=256),
-            CheckpointError,
-            r"must have shape \[256, 64\].*found \[128, 64\]",
-        ),
-        (
-            lambda f: (f / "tokenizer.json").write_text("{"),
-            ModelError,
-            r"tokenizer\.json is not a usable tokenizer",
-        ),
+        (cut_first_shard, CheckpointError, "00001-of-00003.safetensors is not a complete safetensors file"),
+        (edit_config("intermediate_size", 256), CheckpointError, r"shape \[256, 64\].*found \[128, 64\]"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), ModelError, r"tokenizer\.json is not a usable"),
     ],
 )
 def test_a_damaged_folder(
@@ -109,33 +100,19 @@ def test_a_gpu_where_there_is_none() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        (
-            {"load_format": "safetensors"},
-            ConfigError,
-            r"'tiny' is a preset of shapes only.*load_format=dummy",
-        ),
-        ({"load_format": "pt"}, ConfigError, "load_format must be one of auto, safetensors, dummy"),
+        ({"load_format": "safetensors"}, ConfigError, r"'tiny' is a preset of shapes.*load_format=dummy"),
         ({"max_model_len": 16385}, ConfigError, "max_model_len=16385 is more than .* limit of 16384"),
-        ({"max_model_len": 0}, ConfigError, "max_model_len must be an integer of at least 1, got 0"),
-        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
-        ({"max_num_batched_tokens": -5}, ConfigError, "max_num_batched_tokens"),
-        ({"gpu_memory_utilization": 1.5}, ConfigError, "gpu_memory_utilization"),
-        ({"dtype": "int4"}, ConfigError, "dtype"),
-        ({"device": "tpu"}, ConfigError, "device"),
-        ({"ready": "soon"}, ConfigError, "ready must be one of hot, all, got 'soon'"),
-        ({"policy": "both"}, ConfigError, "unknown policy 'both'"),
-        ({"policy": "mixed:0"}, ConfigError, r"mixed:CHUNK \(in tokens"),
+        ({"policy": "mixed:0"}, ConfigError, r"unknown policy 'mixed:0'.*mixed:CHUNK \(in tokens"),
         ({"policy": "split"}, ConfigError, "SM partitions need a GPU.*the policy split"),
         ({"policy": "auto"}, PerfTableError, "perf_table='roofline'"),
         ({"slo": Slo(tpot_ms=5)}, PerfTableError, "the policy mixed under a TPOT target needs.*mixed:CHUNK"),
         ({"perf_table": "/nowhere/table.json"}, PerfTableError, "tables are measured on GPUs"),
-        ({"perf_table": ""}, ConfigError, "perf_table"),
         ({"kv_cache_bytes": 1000}, InsufficientMemoryError, r"short by .*MiB.*Raise kv_cache_bytes"),
         ({"kv_cache_bytes": 2**60}, InsufficientMemoryError, r"short by .*GiB.*Lower kv_cache_bytes"),
         (
             {"gpu_memory_utilization": 1e-9},
             InsufficientMemoryError,
-            r"raise gpu_memory_utilization \(now 1e-09\)",
+            r"raise gpu_memory_utilization \(now 1e-09",
         ),
     ],
 )
