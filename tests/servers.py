@@ -61,9 +61,6 @@ class Served:
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **({"api_key": "none", "max_retries": 0} | options))
 
-    def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
     def metrics(self) -> dict[str, float]:
         """Values by name and labels, without the prefix and the model's name."""
         lines = self.http.get("/metrics").text.splitlines()

@@ -1,6 +1,5 @@
 """The server as OpenAI's own client sees it, and as the engine itself would have answered."""
 
-import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -60,13 +59,10 @@ def test_a_completion_is_the_engines(client: openai.OpenAI, alone: Engine, promp
     assert completion.usage.total_tokens == len(tokens) + 12
 
 
-def test_without_max_tokens_a_completion_has_sixteen(client: openai.OpenAI) -> None:
-    completion = client.completions.create(model=MODEL, prompt=[1, 2], temperature=0)
-    assert completion.usage is not None
-    assert completion.usage.completion_tokens == 16
-    near_the_end = client.completions.create(model=MODEL, prompt=[1] * 250, temperature=0)
-    assert near_the_end.usage is not None
-    assert near_the_end.usage.completion_tokens == 6
+def test_without_max_tokens_a_completion_has_sixteen_or_ends_at_the_models_limit(served: Served) -> None:
+    for prompt_tokens, output_tokens in ((2, 16), (250, 6)):
+        usage = served.complete(prompt=[1] * prompt_tokens, temperature=0)["usage"]
+        assert usage["completion_tokens"] == output_tokens
 
 
 def test_several_prompts_and_samples_are_numbered_in_order(client: openai.OpenAI, alone: Engine) -> None:
@@ -90,7 +86,9 @@ def test_several_prompts_and_samples_are_numbered_in_order(client: openai.OpenAI
     assert sorted(reasons) == list(range(6))
 
 
-def test_a_stream_has_an_event_a_token_and_its_usage(client: openai.OpenAI, alone: Engine) -> None:
+def test_a_stream_has_an_event_a_token_and_its_usage(
+    served: Served, client: openai.OpenAI, alone: Engine
+) -> None:
     options = {"include_usage": True}
     chunks = list(
         client.completions.create(
@@ -106,11 +104,8 @@ def test_a_stream_has_an_event_a_token_and_its_usage(client: openai.OpenAI, alon
     assert chunks[-1].usage.completion_tokens == 9
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 8 + ["length"]
     assert len({chunk.id for chunk in chunks}) == 1
-
-
-def test_usage_may_come_with_every_event(served: Served) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"prompt": [1, 2], "max_tokens": 3, "stream": True, "stream_options": options}
+    body = {"prompt": [1, 2], "max_tokens": 3, "stream": True}
+    body["stream_options"] = options | {"continuous_usage_stats": True}
     text = served.post("/v1/completions", **body).text
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert events.pop() == "[DONE]"
@@ -120,14 +115,9 @@ def test_usage_may_come_with_every_event(served: Served) -> None:
 def test_stop_strings_end_the_text_before_them(client: openai.OpenAI, alone: Engine) -> None:
     whole = answer(alone, "The sea", max_tokens=30)
     stop = whole[10:12]
+    options = {"model": MODEL, "prompt": "The sea", "max_tokens": 30, "temperature": 0}
+    options["stop"] = [stop, "\x00never"]
     for stream in (False, True):
-        options = {
-            "model": MODEL,
-            "prompt": "The sea",
-            "max_tokens": 30,
-            "temperature": 0,
-            "stop": [stop, "\x00never"],
-        }
         result = client.completions.create(**options, stream=stream)  # type: ignore[call-overload]
         chunks = list(result) if stream else [result]
         text = "".join(chunk.choices[0].text for chunk in chunks)
@@ -180,12 +170,8 @@ def test_token_ids_on_request(served: Served, alone: Engine) -> None:
 
 
 def test_a_chat_is_put_into_the_template(client: openai.OpenAI, alone: Engine) -> None:
-    chat = client.chat.completions.create(
-        model=MODEL,
-        messages=MESSAGES,
-        max_completion_tokens=12,
-        temperature=0,  # type: ignore[arg-type]
-    )
+    options = {"model": MODEL, "temperature": 0}
+    chat = client.chat.completions.create(**options, messages=MESSAGES, max_completion_tokens=12)  # type: ignore[call-overload]
     tokenizer = alone.tokenizer
     assert tokenizer is not None
     ids = tokenizer.encode(tokenizer.apply_chat_template(MESSAGES), add_special_tokens=False)
@@ -195,13 +181,11 @@ def test_a_chat_is_put_into_the_template(client: openai.OpenAI, alone: Engine) -
     assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (len(ids), 12)
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
     in_parts = [{"role": "developer", "content": parts}, MESSAGES[1]]
-    again = client.chat.completions.create(
-        model=MODEL,
-        messages=in_parts,
-        max_tokens=12,
-        temperature=0,  # type: ignore[arg-type]
-    )
+    again = client.chat.completions.create(**options, messages=in_parts, max_tokens=12)  # type: ignore[call-overload]
     assert again.choices[0].message.content == choice.message.content
+    # Without max_tokens, a chat goes on to the model's limit.
+    longest = client.chat.completions.create(**options, messages=MESSAGES)  # type: ignore[call-overload]
+    assert longest.usage.total_tokens == 256
 
 
 def test_a_chat_streams(client: openai.OpenAI) -> None:
@@ -235,12 +219,6 @@ def test_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:
     assert [entry.top_logprobs for entry in none.choices[0].logprobs.content] == [[]] * 3
 
 
-def test_a_chat_goes_on_to_the_models_limit(client: openai.OpenAI) -> None:
-    chat = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)  # type: ignore[arg-type]
-    assert chat.usage is not None
-    assert chat.usage.total_tokens == 256
-
-
 def test_end_of_sequence_ends_a_chat_unless_ignored(model: Model) -> None:
     """The checkpoint's end-of-sequence token is its id 1, one of 320, all equally probable at this temperature.
 
@@ -264,27 +242,21 @@ def test_end_of_sequence_ends_a_chat_unless_ignored(model: Model) -> None:
 # ---- other paths ----
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models_health_and_version(served: Served, client: openai.OpenAI) -> None:
     (model,) = client.models.list()
     assert (model.id, model.owned_by) == (MODEL, "bullet_graph")
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
 
-
-def test_health_and_version(served: Served) -> None:
     assert served.http.get("/health").json() == {"status": "ok"}
     assert served.http.get("/version").json()["version"]
-
-
-def test_a_request_without_a_model_takes_the_one_there_is(served: Served) -> None:
-    assert served.complete(prompt=[1], max_tokens=1)["model"] == MODEL
 
 
 def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
     harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "presence_penalty": 0, "logit_bias": {}}
     neutral = {"echo": False, "best_of": 1, "suffix": None, "temperature": None, "stop": None, "stream": None}
-    assert served.complete(prompt=[1], max_tokens=1, **harmless, **neutral)
+    assert served.complete(prompt=[1], max_tokens=1, **harmless, **neutral)["model"] == MODEL
 
 
 def test_targets_of_a_request_reach_the_engine(served: Served) -> None:
@@ -313,9 +285,8 @@ def test_metrics_have_vllms_names_and_count(served: Served) -> None:
     # The two requests came one after the other.
     assert 0 < grown["time_to_first_token_seconds_sum"] < grown["e2e_request_latency_seconds_sum"]
     assert grown["e2e_request_latency_seconds_sum"] < time.monotonic() - begin_s
-    assert (
-        after['time_to_first_token_seconds_bucket{le="+Inf"}'] == after["time_to_first_token_seconds_count"]
-    )
+    first_tokens = after["time_to_first_token_seconds_count"]
+    assert after['time_to_first_token_seconds_bucket{le="+Inf"}'] == first_tokens
     assert after["num_requests_running"] == after["num_requests_waiting"] == after["kv_cache_usage_perc"] == 0
     assert sum(v for name, v in after.items() if name.startswith("policy_time_share")) == pytest.approx(1)
     assert grown['lane_seconds_total{lane="decode"}'] > 0
@@ -342,14 +313,6 @@ def test_errors_have_the_clients_classes(client: openai.OpenAI) -> None:
     assert stream.value.status_code == 400
 
 
-async def test_the_asynchronous_client(served: Served) -> None:
-    async with served.async_client() as client:
-        both = await asyncio.gather(
-            *(client.completions.create(model=MODEL, prompt=[n], max_tokens=4, temperature=0) for n in (1, 1))
-        )
-    assert both[0].choices[0].text == both[1].choices[0].text
-
-
 def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama", vocab_size=64, num_layers=1, tokenizer=False)
     with serving(tmp_path, max_model_len=64) as served:
@@ -360,14 +323,10 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
         assert choice["text"] == ""
         assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
         for path, body, message in (
-            ("/v1/completions", {"prompt": "text"}, "needs a tokenizer"),
-            ("/v1/completions", {"prompt": [5], "stop": "x"}, "stop strings need a tokenizer"),
-            (
-                "/v1/chat/completions",
-                {"messages": MESSAGES},
-                "the model has no tokenizer, which a chat needs",
-            ),
+            ("completions", {"prompt": "text"}, "needs a tokenizer"),
+            ("completions", {"prompt": [5], "stop": "x"}, "stop strings need a tokenizer"),
+            ("chat/completions", {"messages": MESSAGES}, "the model has no tokenizer, which a chat needs"),
         ):
-            response = served.post(path, **body)
+            response = served.post(f"/v1/{path}", **body)
             assert response.status_code == 400
             assert message in response.json()["error"]["message"]

@@ -47,6 +47,17 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     stuck.release.set()
 
 
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Make each step take so long."""
+    launch = CpuExecutor.launch
+
+    def slow(executor: CpuExecutor, step: Step, placement: Placement) -> int:
+        time.sleep(seconds)
+        return launch(executor, step, placement)
+
+    monkeypatch.setattr(CpuExecutor, "launch", slow)
+
+
 def error_of(response: httpx.Response) -> dict[str, str]:
     error: dict[str, str] = response.json()["error"]
     return error
@@ -66,13 +77,8 @@ def test_all_but_health_asks_for_the_key() -> None:
                 kind = "Basic" if path in ("/", "/live", "/metrics") else "Bearer"
                 assert response.headers["WWW-Authenticate"].startswith(kind)
             assert stranger.post("/v1/completions", content=b"x" * 9).status_code == 401
-            for header in (
-                "Bearer s3cret",
-                "Bearer s3cret!!",
-                "s3cret!",
-                "Basic czNjcmV0IQ==",
-                "Bearer \u00fc",
-            ):
+            keys = ("Bearer s3cret", "Bearer s3cret!!", "s3cret!", "Basic czNjcmV0IQ==", "Bearer \u00fc")
+            for header in keys:
                 headers = {"Authorization": header.encode("latin-1")}
                 assert stranger.get("/v1/models", headers=headers).status_code == 401
             # A browser's dialog gives the key as a password, for what a browser looks at.
@@ -90,13 +96,7 @@ def test_all_but_health_asks_for_the_key() -> None:
 
 
 def test_a_request_that_takes_too_long_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = CpuExecutor.launch
-
-    def slow(executor: CpuExecutor, step: Step, placement: Placement) -> int:
-        time.sleep(0.02)
-        return launch(executor, step, placement)
-
-    monkeypatch.setattr(CpuExecutor, "launch", slow)
+    slow_down(monkeypatch, 0.02)
     with serving(max_model_len=64, request_timeout_s=0.6) as served:
         whole = served.post("/v1/completions", **LONG)
         assert whole.status_code == 504
@@ -233,13 +233,7 @@ def test_a_stuck_lane_fails_all_requests_and_turns_health_red(
 
 
 def test_a_slow_but_moving_engine_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = CpuExecutor.launch
-
-    def slow(executor: CpuExecutor, step: Step, placement: Placement) -> int:
-        time.sleep(0.1)
-        return launch(executor, step, placement)
-
-    monkeypatch.setattr(CpuExecutor, "launch", slow)
+    slow_down(monkeypatch, 0.1)
     with serving(max_model_len=64, watchdog_timeout_s=0.8) as served:
         assert served.complete(prompt=[1], max_tokens=12)
         time.sleep(1.1)  # idle is no lack of progress
