@@ -134,7 +134,7 @@ class TritonDecodeAttention:
     ``settings`` None takes :func:`default_settings` of the SMs that a plan names.
 
     Raises:
-        ConfigError: a head's size, the settings, or the cache's layout is not one the kernels can take.
+        ConfigError: a head's size is not one the kernels can take.
     """
 
     def __init__(
@@ -146,17 +146,20 @@ class TritonDecodeAttention:
         gpu: Gpu,
         settings: DecodeKernelSettings | None = None,
     ) -> None:
-        whole = settings or default_settings(config)
-        part = settings or default_settings(config, whole_gpu=False)
-        _check(config, cache, whole)
-        self._whole, self._part = whole, part
+        if config.head_dim < _LEAST_Q_BLOCK or config.head_dim & (config.head_dim - 1):
+            raise ConfigError(
+                f"decode attention needs a head_dim that is a power of two of at least {_LEAST_Q_BLOCK}, "
+                f"got {config.head_dim}: use FlashInfer's kernels for this model"
+            )
+        self._whole = settings or default_settings(config)
+        self._part = settings or default_settings(config, whole_gpu=False)
         self._config = config
         self._cache = cache
         self._max_rows = max_rows
         self._num_sms = gpu.num_sms
         self._overlap_launches = gpu.overlaps_launches
         device = cache.layer(0)[0].device
-        slots = 2 * max(self._workers(gpu.num_sms, whole), self._workers(gpu.num_sms, part))
+        slots = 2 * max(self._workers(gpu.num_sms, of) for of in (self._whole, self._part))
         self._partials = torch.empty(
             slots, config.num_heads, config.head_dim, dtype=torch.float32, device=device
         )
@@ -282,27 +285,3 @@ class PlannedDecode:
                     f"found shape {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
         self.lane.launch(layer, q, out, self)
-
-
-def _check(config: DecoderShape, cache: KVCache, settings: DecodeKernelSettings) -> None:
-    if config.head_dim < _LEAST_Q_BLOCK or config.head_dim & (config.head_dim - 1):
-        raise ConfigError(
-            f"decode attention needs a head_dim that is a power of two of at least {_LEAST_Q_BLOCK}, "
-            f"got {config.head_dim}: use FlashInfer's kernels for this model"
-        )
-    if config.num_kv_heads % settings.kv_heads:
-        raise ConfigError(
-            f"kv_heads must divide the model's {config.num_kv_heads} key heads, got {settings.kv_heads}"
-        )
-    tile = settings.tile
-    if tile < _LEAST_Q_BLOCK or tile & (tile - 1) or tile % settings.kv_heads:
-        raise ConfigError(
-            f"tile must be a power of two of at least {_LEAST_Q_BLOCK} and a multiple of kv_heads "
-            f"({settings.kv_heads}), got {tile}"
-        )
-    keys, values = cache.layer(0)
-    if keys.stride() != values.stride() or keys.stride(3) != 1:
-        raise ConfigError(
-            "keys and values must have the same strides and contiguous heads; "
-            f"found {keys.stride()} and {values.stride()}"
-        )

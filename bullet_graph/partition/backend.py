@@ -154,11 +154,7 @@ def _check(
 
 
 def open_smctrl(probe: SmidProbe) -> SmctrlBackend:
-    """Stream masks in GPC order, which a short-lived split into green contexts reveals.
-
-    Raises:
-        PartitionError: the driver's mask offset is not known, or it has no green contexts.
-    """
+    """Stream masks in GPC order, which a short-lived split into green contexts reveals."""
     with ExitStack() as undo:
         undo.callback(probe.close)
         with closing(GreenBackend(SmidProbe(int(probe.device), driver=probe.driver))) as green:
@@ -187,10 +183,8 @@ def open_backend(
 ) -> tuple[PartitionBackend, str]:
     """Open a back end that holds all the partitions, each proven on this GPU.
 
-    Args:
-        name: "auto" takes the first that can be opened and verifies; for the whole GPU alone it takes "none".
-        device: ordinal of the GPU; nothing else may run on it meanwhile.
-        openers: the back ends to choose from, the preferred first.
+    The name "auto" takes the first that can be opened and verifies; for the whole GPU alone it takes "none". Nothing
+    else may run on the GPU, named by its ordinal, meanwhile.
 
     Returns:
         The back end, to be closed by the caller, and one line of text: the choice and the refusals before it.

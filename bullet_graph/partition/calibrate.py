@@ -54,14 +54,6 @@ class Attempt:
     offset: int
     seeds: tuple[int, ...]
 
-    def to_json(self) -> str:
-        return json.dumps([self.offset, self.seeds])
-
-    @classmethod
-    def from_json(cls, text: str) -> "Attempt":
-        offset, seeds = json.loads(text)
-        return cls(offset, tuple(seeds))
-
 
 class Verdict(StrEnum):
     """How a try ended; the parent gives the last two to a child that did not report."""
@@ -112,7 +104,7 @@ def run_child(attempt: Attempt, *, timeout_s: float = TIMEOUT_S, bootstrap: str 
     folder = str(Path(__file__).parents[2])
     try:
         child = subprocess.run(
-            [sys.executable, "-P", "-c", bootstrap, folder, attempt.to_json()],
+            [sys.executable, "-P", "-c", bootstrap, folder, json.dumps([attempt.offset, attempt.seeds])],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -141,14 +133,8 @@ def calibrate(
 ) -> Calibration:
     """Find the one offset at which a mask acts, and prove it: about a minute on an idle GPU.
 
-    Every candidate is tried: a second offset that acts must not go unseen.
-
-    Args:
-        driver: of this machine; None identifies it.
-        progress: called with (tries done, tries in all) after each try.
-
-    Raises:
-        PartitionError: there is no driver or GPU, no offset acts or several do, or the proof failed.
+    Every candidate is tried: a second offset that acts must not go unseen. ``progress`` is called with (tries done,
+    tries in all). Raises PartitionError without driver or GPU, or where no offset acts, several do, or the proof fails.
     """
     started = time.monotonic()
     driver = driver or identify_driver()
@@ -223,11 +209,7 @@ def trial_mask(seed: int, num_tpcs: int) -> TpcMask:
 
 
 def honours(attempt: Attempt, probe: SmidProbe, stream: int) -> bool:
-    """Whether masks written at the offset confine ``stream`` to exactly their SMs; leaves the memory as it was.
-
-    Raises:
-        PartitionError: a CUDA call failed.
-    """
+    """Whether masks written at the offset confine ``stream`` to exactly their SMs; leaves the memory as it was."""
     words = read_words(stream, attempt.offset)
     try:
         for seed in attempt.seeds:
@@ -272,9 +254,10 @@ def judge(attempt: Attempt) -> tuple[Verdict, str]:
 
 
 def child_main(request: str) -> None:
-    """Carry out ``request`` (JSON of an :class:`Attempt`) and print the verdict as JSON."""
+    """Carry out ``request``, [offset, seeds] as JSON, and print the verdict as JSON."""
+    offset, seeds = json.loads(request)
     # Crashes are expected, and a core file takes hundreds of megabytes.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    print(json.dumps(judge(Attempt.from_json(request))), flush=True)
+    print(json.dumps(judge(Attempt(offset, tuple(seeds)))), flush=True)
     # Not sys.exit: see judge.
     os._exit(0)

@@ -11,22 +11,14 @@ _MIN_CUDA_PYTHON = 13
 
 
 class CudaDriver:
-    """The CUDA driver API, by default ``cuda.bindings.driver``, with errors raised instead of returned.
-
-    Raises:
-        PartitionError: cuda-python, the driver or a GPU is missing.
-    """
+    """The CUDA driver API, by default ``cuda.bindings.driver``, with errors raised as PartitionError."""
 
     def __init__(self, api: Any = None) -> None:
         self.api = _import_driver() if api is None else api
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call ``name`` and return its results without the status: None, one value, or a tuple.
-
-        Raises:
-            PartitionError: the call failed, or this driver does not have the function.
-        """
+        """Call ``name`` and return its results without the status: None, one value, or a tuple."""
         try:
             status, *values = getattr(self.api, name)(*arguments)
         except RuntimeError as error:

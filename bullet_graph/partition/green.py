@@ -65,11 +65,7 @@ class GreenBackend:
         return self._green_stream(lane, partition)[1]
 
     def gpc_layout(self) -> GpcLayout:
-        """Groups of TPCs that share a GPC, in the driver's order; the last holds the TPCs left over, of any GPC.
-
-        Raises:
-            PartitionError: the driver failed, or a group is not made of whole TPCs.
-        """
+        """Groups of TPCs that share a GPC, in the driver's order; the last holds the TPCs left over, of any GPC."""
         size = self._split_sizes[0]
         groups, num_groups, _ = self._driver.call(
             "cuDevSmResourceSplitByCount", self.num_sms // size, self._all, 0, size

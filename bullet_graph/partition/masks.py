@@ -1,7 +1,4 @@
-"""Partitions of the GPU between two lanes, and the masks over TPCs (pairs of SMs) that confine them.
-
-Pure arithmetic: nothing here calls the driver.
-"""
+"""Partitions of the GPU between two lanes, and the masks over TPCs (pairs of SMs) that confine them: arithmetic."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,8 +32,7 @@ WHOLE_GPU = SmPartition()
 def partition_of(decode_sms: int | None, *, num_sms: int) -> SmPartition:
     """The partition that gives ``decode_sms`` SMs to decode and the rest to prefill; None is the whole GPU.
 
-    Raises:
-        PartitionError: the number of SMs is odd, or leaves a lane without a TPC.
+    Raises PartitionError where the number is odd, or leaves a lane without a TPC.
     """
     if decode_sms is None:
         return WHOLE_GPU
@@ -67,21 +63,10 @@ def asks_for_disjoint_lanes(partition: SmPartition, *, num_tpcs: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TpcMask:
-    """The TPCs that a lane may use: bit i is set for TPC i, that is for SMs 2i and 2i + 1.
-
-    Raises:
-        PartitionError: no TPC, or one beyond the GPU's ``num_tpcs``.
-    """
+    """The TPCs that a lane may use: bit i is set for TPC i, that is for SMs 2i and 2i + 1."""
 
     bits: int
     num_tpcs: int
-
-    def __post_init__(self) -> None:
-        if self.num_tpcs < 1 or not 0 < self.bits < 1 << self.num_tpcs:
-            raise PartitionError(
-                f"a mask needs from 1 to all of the GPU's {self.num_tpcs} TPCs, but its bits are {self.bits:#x}: "
-                "choose a partition in which each lane has at least one TPC"
-            )
 
     @property
     def sms(self) -> frozenset[int]:
@@ -99,15 +84,10 @@ class TpcMask:
 def lane_masks(
     partition: SmPartition, *, num_tpcs: int, layout: GpcLayout | None = None
 ) -> dict[Lane, TpcMask]:
-    """The masks of a partition: decode takes the first TPCs, prefill the last; they overlap where they must.
+    """The masks of a partition: decode takes the layout's first TPCs, prefill the last; they overlap where they must.
 
-    Args:
-        num_tpcs: TPCs of the GPU.
-        layout: the order in which TPCs are taken; None takes them by number.
-
-    Raises:
-        PartitionError: a count is not positive or exceeds ``num_tpcs``, or the layout does not name each of this GPU's
-            TPCs exactly once.
+    ``layout`` None takes TPCs by number. Raises PartitionError where a count is not from 1 to ``num_tpcs``, or the
+    layout is not this GPU's.
     """
     order = tuple(range(num_tpcs) if layout is None else chain.from_iterable(layout))
     if sorted(order) != list(range(num_tpcs)):

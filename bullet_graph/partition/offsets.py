@@ -1,7 +1,7 @@
 """Where each driver keeps a stream's SM mask: the known offsets, and those proven on this machine.
 
-An offset counts bytes from the start of the driver's stream object. From CUDA 12.0 on, a word that enables the mask and
-128 mask bits lie there.
+An offset counts bytes from the start of the driver's stream object, and leads to a word that enables the mask and 128
+mask bits (from CUDA 12.0 on).
 """
 
 import json
@@ -86,11 +86,7 @@ def remembered(driver: DriverId, path: Path | None = None) -> int | None:
 
 
 def remember(driver: DriverId, offset: int, path: Path | None = None) -> Path:
-    """Keep a proven offset for this driver, in place of an earlier one; replaces the whole file and returns it.
-
-    Raises:
-        PartitionError: the file exists and is corrupt, or cannot be written.
-    """
+    """Keep a proven offset for this driver, in place of an earlier one; replaces the whole file and returns it."""
     path = path or cache_file()
     entries = {**_read(path), driver: offset}
     text = json.dumps([{**asdict(one), "offset": at} for one, at in entries.items()], indent=1) + "\n"

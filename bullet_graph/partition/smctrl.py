@@ -72,8 +72,7 @@ def write_words(stream: int, offset: int, words: MaskWords) -> None:
 def bind(stream: int, offset: int, mask: TpcMask) -> None:
     """Confine kernels launched or captured on ``stream`` (a CUstream) from now on to the mask's TPCs.
 
-    Raises:
-        PartitionError: the GPU has more TPCs than the driver's mask, or other words are read back than were written.
+    Raises PartitionError where the GPU has more TPCs than the mask, or other words are read back than were written.
     """
     if mask.num_tpcs > MASK_BITS:
         raise PartitionError(
@@ -93,13 +92,8 @@ class SmctrlBackend:
     """Gives each lane one stream for all partitions; :meth:`stream` binds it to the partition's mask.
 
     A mask acts on launches and captures that follow, so ask right before them. It does not change graphs captured
-    earlier, nor the other lane.
-
-    Args:
-        probe: of the GPU; the streams are made in its context, and :meth:`close` closes it.
-        layout: the order in which masks take TPCs. None takes them by number, which is safe only for kernels without
-            clusters: see :func:`~bullet_graph.partition.masks.require_clusters`.
-        cache: the file of calibrations, by default this user's.
+    earlier, nor the other lane. ``layout`` None takes TPCs by number, which is safe only for kernels without clusters:
+    see :func:`~bullet_graph.partition.masks.require_clusters`. ``cache`` is the file of calibrations.
 
     Raises:
         PartitionError: the driver's offset is neither known nor proven, its mask is too short for this GPU, or

@@ -156,9 +156,7 @@ def capture_plan_of(
 ) -> CapturePlan:
     """What an engine on a GPU captures: the plan it names, or all buckets for the partitions it may use.
 
-    Raises:
-        ConfigError: the plan cannot be read, or was made for another engine.
-        PartitionError: a partition's size is odd.
+    Raises ConfigError where the plan cannot be read or is another engine's, PartitionError where a size is odd.
     """
     if (plan := named_plan(config, runtime)) is not None:
         return plan

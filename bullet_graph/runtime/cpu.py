@@ -15,7 +15,7 @@ from bullet_graph.kernels.sampler import SamplingState, sample, token_logprobs
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
-from bullet_graph.runtime.executor import clear_frames
+from bullet_graph.runtime.executor import WallClock, clear_frames
 from bullet_graph.runtime.rows import Rows, lay_out, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, Step, StepLogprobs, StepResult
 
@@ -37,7 +37,7 @@ def compiled_for_cpu(decoder: Decoder, max_rows: int, compiler: PartCompiler) ->
     return by_rows(eager_functions(TorchOps()), compiled)
 
 
-class CpuExecutor:
+class CpuExecutor(WallClock):
     """Runs a decoder on the CPU; the lanes take turns, launch by launch. ``functions`` None runs a layer eagerly."""
 
     max_in_flight = 1
@@ -140,12 +140,6 @@ class CpuExecutor:
 
     def wait(self, ticket: int) -> StepResult:
         return self._results.pop(ticket)
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def sleep_until(self, time_s: float) -> None:
-        time.sleep(max(time_s - time.perf_counter(), 0.0))
 
     def shutdown(self, failure: BaseException | None = None) -> None:
         self.__dict__.clear()

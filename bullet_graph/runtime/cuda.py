@@ -28,7 +28,7 @@ from bullet_graph.partition.backend import PartitionBackend
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
-from bullet_graph.runtime.executor import clear_frames, keep_for_ever
+from bullet_graph.runtime.executor import WallClock, clear_frames, keep_for_ever
 from bullet_graph.runtime.rows import lay_out, settings_row
 from bullet_graph.runtime.self_check import SelfCheckStep
 from bullet_graph.runtime.step import Placement, SlotInit, Step, StepLogprobs, StepResult
@@ -101,7 +101,7 @@ class _Lane:
         settings[device_slots] = device_table.view(len(admitted), -1)
 
 
-class CudaExecutor:
+class CudaExecutor(WallClock):
     """Runs a decoder on the NVIDIA GPU of its weights and KV cache.
 
     Args:
@@ -332,12 +332,6 @@ class CudaExecutor:
         # Only now: after a failure, its traceback alone would keep the pinned memory alive.
         del self._pending[ticket]
         return result
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def sleep_until(self, time_s: float) -> None:
-        time.sleep(max(time_s - time.perf_counter(), 0.0))
 
     def shutdown(self, failure: BaseException | None = None) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Protocol
@@ -80,6 +81,16 @@ class Executor(Protocol):
         The frames in the traceback of ``failure``, which ended the engine, may hold device memory. They are cleared,
         but kept for ever if the device has failed: freeing its memory would abort the process.
         """
+
+
+class WallClock:
+    """The clock of executors on real devices."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def sleep_until(self, time_s: float) -> None:
+        time.sleep(max(time_s - time.perf_counter(), 0.0))
 
 
 def keep_for_ever(what: object) -> None:

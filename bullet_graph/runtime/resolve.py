@@ -88,11 +88,7 @@ def resolve(config: EngineConfig) -> Runtime:
 
 
 def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
-    """The tokenizer of the model's folder or preset; None where it has none.
-
-    Raises:
-        ModelError: the folder's files cannot be used.
-    """
+    """The tokenizer of the model's folder or preset; None where it has none. Raises ModelError for unusable files."""
     if runtime.folder is not None:
         return Tokenizer.from_folder(runtime.folder)
     return byte_tokenizer(runtime.model.vocab_size) if runtime.preset in PRESETS_OF_BYTES else None

@@ -190,7 +190,7 @@ def test_a_child_that_hangs_is_killed() -> None:
 def test_a_child_gets_its_attempt() -> None:
     attempt = Attempt(0x51C, (1, 2))
     program = "import json, sys; print(json.dumps(['crashed', sys.argv[2]]))"
-    assert Attempt.from_json(run_child(attempt, bootstrap=program).detail) == attempt
+    assert json.loads(run_child(attempt, bootstrap=program).detail) == [0x51C, [1, 2]]
 
 
 def test_the_real_child_does_without_torch() -> None:
@@ -316,7 +316,7 @@ def test_the_child_prints_its_verdict_and_leaves(
     monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
     monkeypatch.setattr(calibrate_module.resource, "setrlimit", lambda *limit: limits.append(limit))
     monkeypatch.setattr(calibrate_module.os, "_exit", statuses.append)
-    calibrate_module.child_main(Attempt(OFFSET, SEARCH_SEEDS).to_json())
+    calibrate_module.child_main(json.dumps([OFFSET, SEARCH_SEEDS]))
     assert json.loads(capsys.readouterr().out) == ["honoured the masks", ""]
     assert limits == [(calibrate_module.resource.RLIMIT_CORE, (0, 0))]
     assert statuses == [0]
