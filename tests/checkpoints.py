@@ -9,14 +9,12 @@ import torch
 from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 Family = Literal["llama", "qwen2", "qwen3"]
@@ -26,8 +24,8 @@ FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
 BOS_TOKEN, EOS_TOKEN = "<|bos|>", "<|eos|>"
 BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1
 
-# Greedy outputs of 40 tokens then hold about 30 different ones, while float32 log-probabilities stay within
-# 2e-5 of float64's: twice as much makes attention so sharp that rounding shows at 1e-4.
+# Greedy outputs of 40 tokens hold about 30 different ones, while float32 log-probabilities stay within 2e-5 of
+# float64's. Twice as much makes attention so sharp that rounding shows at 1e-4.
 _WEIGHT_STD = 0.2
 
 CHAT_TEMPLATE = """{{- bos_token }}
@@ -63,19 +61,11 @@ def write_checkpoint(
 ) -> PreTrainedModel:
     """Write a random checkpoint of a model family and return the model it holds, in ``dtype``.
 
-    Every norm and bias is random too, so that none can be dropped or mixed up unseen, and weights are large
-    enough that greedy outputs vary.
+    Norms and biases are random too, so that none can be dropped or mixed up unseen.
 
     Args:
-        folder: where to write; made where missing.
-        family: which architecture; ``qwen3`` has a head_dim that is not hidden_size / num_heads.
-        seed: of the weights.
         vocab_size: of the model; a little above the tokenizer's 300, as published models have it.
-        num_layers: decoder layers.
-        tie: tie the embeddings.
-        shards: 1 for one file, else at least so many files and an index.
-        dtype: of the files.
-        tokenizer: also write tokenizer.json and tokenizer_config.json.
+        shards: 1 for one file, else at least this number of files and an index.
     """
     model = _random_model(_config(family, vocab_size, num_layers, tie), seed).to(dtype)
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -136,12 +126,11 @@ def _config(family: Family, vocab_size: int, num_layers: int, tie: bool) -> Pret
         return LlamaConfig(**shape, rope_theta=10000.0, rope_scaling=rope_scaling)
     if family == "qwen2":
         return Qwen2Config(**shape)
-    return Qwen3Config(**shape, head_dim=32)
+    return Qwen3Config(**shape, head_dim=32)  # not hidden_size / num_heads
 
 
 def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    classes = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
-    model = classes[config.model_type](config).eval().requires_grad_(False)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):

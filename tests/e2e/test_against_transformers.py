@@ -44,13 +44,10 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Oracle(folder, prompts, tokens, logprobs)
 
 
-def generate(oracle: Oracle, count: int, **settings: object) -> tuple[list, EngineStats]:
+def check(oracle: Oracle, count: int = 16, **settings: object) -> EngineStats:
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=2)
     with Engine(str(oracle.folder), device="cpu", **settings) as engine:
-        return engine.generate(oracle.prompts[:count], params, use_tqdm=False), engine.stats()
-
-
-def check(oracle: Oracle, outputs: list) -> None:
+        outputs, stats = engine.generate(oracle.prompts[:count], params, use_tqdm=False), engine.stats()
     for i, output in enumerate(outputs):
         completion = output.outputs[0]
         assert list(completion.token_ids) == oracle.tokens[i]
@@ -58,14 +55,13 @@ def check(oracle: Oracle, outputs: list) -> None:
         chosen = [entry.logprob for entry in completion.logprobs]
         np.testing.assert_allclose(chosen, oracle.logprobs[i], atol=1e-4)
         assert [entry.top[0][0] for entry in completion.logprobs] == oracle.tokens[i]
+    return stats
 
 
 @pytest.mark.parametrize("policy", ["serial", "mixed"])
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
 def test_greedy_tokens_and_logprobs_equal(oracle: Oracle, policy: str, chunk: int | None) -> None:
-    name = policy if chunk is None else f"{policy}:{chunk}"
-    outputs, _ = generate(oracle, 16, policy=name, max_num_seqs=16)
-    check(oracle, outputs)
+    check(oracle, policy=policy if chunk is None else f"{policy}:{chunk}", max_num_seqs=16)
 
 
 @short_slices
@@ -74,39 +70,20 @@ def test_greedy_tokens_and_logprobs_equal(oracle: Oracle, policy: str, chunk: in
     "slo", [NO_TARGETS, Slo(ttft_ms=1e6, tpot_ms=50), Slo(ttft_ms=1e-3, tpot_ms=1e-3)], ids=str
 )
 def test_greedy_tokens_and_logprobs_equal_under_a_planner(oracle: Oracle, chunk: int, slo: Slo) -> None:
-    outputs, _ = generate(
-        oracle,
-        16,
-        policy="auto",
-        max_num_batched_tokens=chunk,
-        max_num_seqs=6,
-        slo=slo,
-        perf_table="roofline",
-    )
-    check(oracle, outputs)
+    check(oracle, policy="auto", max_num_batched_tokens=chunk, max_num_seqs=6, slo=slo, perf_table="roofline")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_batches_of_other_sizes(oracle: Oracle, count: int) -> None:
-    outputs, _ = generate(oracle, count, policy="mixed:16", max_num_seqs=3)
-    check(oracle, outputs)
+    check(oracle, count, policy="mixed:16", max_num_seqs=3)
 
 
 @pytest.mark.parametrize("policy", ["serial", "mixed:7", "auto"])
 def test_forced_preemption_changes_nothing(oracle: Oracle, policy: str) -> None:
-    block_bytes = 0
     with Engine(str(oracle.folder), device="cpu", max_model_len=112) as probe:
         block_bytes = probe.memory.kv_cache_bytes // probe.memory.num_kv_blocks
     # Ten blocks besides the padding block: one sequence of 112 tokens fits, sixteen do not.
-    outputs, stats = generate(
-        oracle,
-        16,
-        policy=policy,
-        max_num_seqs=16,
-        max_model_len=112,
-        kv_cache_bytes=11 * block_bytes,
-        perf_table="roofline",
-    )
-    check(oracle, outputs)
+    limits = {"max_num_seqs": 16, "max_model_len": 112, "kv_cache_bytes": 11 * block_bytes}
+    stats = check(oracle, policy=policy, perf_table="roofline", **limits)
     assert stats.num_preemptions > 0
     assert stats.kv_blocks_used == 0

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from decoders import new_decoder
 
-from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
+from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs, Int32Array
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
@@ -33,12 +33,6 @@ class Setup:
     state: SamplingState
 
 
-def build_decoder(config: ModelConfig, dtype: torch.dtype, *, random_cache: bool = False) -> Decoder:
-    return new_decoder(
-        config, num_blocks=NUM_BLOCKS, max_len=MAX_LEN, dtype=dtype, device="cuda", random_cache=random_cache
-    )
-
-
 def align_caches(decoder: Decoder, reference: Decoder) -> None:
     """Give the reference what is cached: steps that it did not take have written there."""
     for index in range(NUM_LAYERS):
@@ -49,8 +43,8 @@ def align_caches(decoder: Decoder, reference: Decoder) -> None:
 @pytest.fixture(scope="module", params=["llama-3.1-8b", "qwen3-8b", "llama-3.2-1b"])
 def setup(request: pytest.FixtureRequest) -> Setup:
     config = replace(PRESETS[request.param], num_layers=NUM_LAYERS)
-    decoder = build_decoder(config, torch.bfloat16, random_cache=True)
-    reference = build_decoder(config, torch.float32)
+    new = partial(new_decoder, config, num_blocks=NUM_BLOCKS, max_len=MAX_LEN, device="cuda")
+    decoder, reference = new(dtype=torch.bfloat16, random_cache=True), new(dtype=torch.float32)
     views = (checkpoint_views(config, one.weights) for one in (reference, decoder))
     for (_, target), (_, source) in zip(*views, strict=True):
         target.copy_(source)
@@ -67,6 +61,10 @@ def setup(request: pytest.FixtureRequest) -> Setup:
             graphs.capture_one(GraphKey(rows), stream)
     torch.cuda.synchronize()
     return Setup(decoder, reference, graphs, state)
+
+
+def on_device(array: Int32Array) -> torch.Tensor:
+    return torch.from_numpy(array).long().to(DEVICE)
 
 
 def make_inputs(rows: int, seed: int) -> DecodeInputs:
@@ -88,17 +86,12 @@ def reference_logits(setup: Setup, inputs: DecodeInputs) -> torch.Tensor:
         q_indptr=list(range(rows + 1)),
         kv_lens=(inputs.positions + 1).tolist(),
         kv_indptr=inputs.kv_indptr.tolist(),
-        kv_indices=torch.from_numpy(inputs.kv_indices).long().to(DEVICE),
+        kv_indices=on_device(inputs.kv_indices),
     )
-    tokens = setup.state.last_token[torch.from_numpy(inputs.slots).long().to(DEVICE)]
+    tokens = setup.state.last_token[on_device(inputs.slots)]
     functions = eager_functions(TorchOps())
-    hidden = setup.reference.run_layers(
-        setup.reference.embed(tokens),
-        torch.from_numpy(inputs.positions).long().to(DEVICE),
-        torch.from_numpy(inputs.kv_slots).long().to(DEVICE),
-        attention,
-        functions,
-    )
+    where = on_device(inputs.positions), on_device(inputs.kv_slots)
+    hidden = setup.reference.run_layers(setup.reference.embed(tokens), *where, attention, functions)
     return setup.reference.logits(hidden, functions.ops)
 
 
@@ -138,11 +131,4 @@ def test_captured_step_equals_uncaptured(setup: Setup, rows: int) -> None:
     assert torch.equal(setup.graphs.run(inputs, replay=False), captured)
     assert torch.equal(setup.graphs.logits(rows), captured_logits)
     assert torch.equal(setup.state.last_token, after)
-
-
-@torch.inference_mode()
-def test_steps_feed_their_tokens_to_the_next(setup: Setup) -> None:
-    inputs = make_inputs(8, seed=5)
-    tokens = setup.graphs.run(inputs).clone()
-    slots = torch.from_numpy(inputs.slots).long().to(DEVICE)
-    assert torch.equal(setup.state.last_token[slots], tokens)
+    assert torch.equal(after[on_device(inputs.slots)], captured), "steps feed their tokens to the next"

@@ -38,12 +38,7 @@ class Setup:
 def setup(request: pytest.FixtureRequest) -> Setup:
     config = replace(PRESETS[request.param], num_layers=3)
     decoder = new_decoder(
-        config,
-        num_blocks=NUM_BLOCKS,
-        max_len=8192,
-        dtype=torch.bfloat16,
-        device="cuda",
-        random_cache=True,
+        config, num_blocks=NUM_BLOCKS, max_len=8192, dtype=torch.bfloat16, device="cuda", random_cache=True
     )
     with torch.inference_mode():
         buckets = row_buckets(MAX_ROWS, config)
@@ -56,9 +51,9 @@ def setup(request: pytest.FixtureRequest) -> Setup:
                 max_num_seqs=MAX_SEQS,
                 max_rows=MAX_ROWS,
                 num_kv_blocks=NUM_BLOCKS,
-                graphs=lane_graphs,
+                graphs=of_lane,
             )
-            for lane_graphs in (graphs, None)
+            for of_lane in (graphs, None)
         )
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -119,18 +114,12 @@ def test_pieces_equal_the_eager_forward(
 
 
 @torch.inference_mode()
-def test_a_forward_too_long_for_any_bucket_is_launched_kernel_by_kernel(setup: Setup) -> None:
+def test_long_forwards_and_parts_of_the_gpu_are_launched_kernel_by_kernel(setup: Setup) -> None:
+    assert setup.captured.begin(rows_of([(0, 100, True)], 0), whole_gpu=False).bucket is None
     forward = setup.captured.begin(rows_of([(0, 1699, True)], 0))
     assert forward.bucket is None
     logits, _ = setup.captured.finish(setup.captured.run_layers(forward))
     assert torch.isfinite(logits).all()
-
-
-@torch.inference_mode()
-def test_pieces_are_for_the_whole_gpu(setup: Setup) -> None:
-    rows = rows_of([(0, 100, True)], 0)
-    assert setup.captured.begin(rows).bucket is not None
-    assert setup.captured.begin(rows, whole_gpu=False).bucket is None
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """The forward is the same whole, in ranges of layers, for sampled rows alone, and in pieces between attentions."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from bullet_graph.graphs.piecewise import (
     piecewise_buffer_bytes,
     piecewise_scratch_bytes,
 )
-from bullet_graph.kernels.attention import LayerRows, ReferenceAttention
+from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
@@ -47,16 +48,8 @@ def run(decoder: Decoder, cuts: tuple[int, ...] = (), sampled: SampledRows | Non
     """The prompt's forward, in ranges of layers that end at ``cuts``."""
     hidden = decoder.embed(TOKEN_IDS)
     for first, last in zip((0, *cuts), (*cuts, None), strict=True):
-        hidden = decoder.run_layers(
-            hidden,
-            POSITIONS,
-            KV_SLOTS,
-            attention_of(decoder),
-            FUNCTIONS,
-            first=first,
-            last=last,
-            sampled=sampled,
-        )
+        batch = POSITIONS, KV_SLOTS, attention_of(decoder), FUNCTIONS
+        hidden = decoder.run_layers(hidden, *batch, first=first, last=last, sampled=sampled)
     return hidden
 
 
@@ -104,12 +97,6 @@ def test_a_forward_that_samples_nothing_still_fills_the_cache() -> None:
 # ---- pieces between attentions ----
 
 
-def assert_same_keys(decoder: Decoder, layer: int, rows: LayerRows) -> None:
-    """A piece gives the keys and values that it has put into the cache."""
-    for own, cached in zip((rows.k, rows.v), decoder.cache.layer(layer), strict=True):
-        assert torch.equal(own, cached.flatten(0, 1)[KV_SLOTS])
-
-
 @pytest.mark.parametrize("bucket", [ROWS, 16])
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, qkv_bias=True)], ids=["plain", "with bias"])
 @torch.inference_mode()
@@ -126,7 +113,8 @@ def test_pieces_and_attentions_make_the_forward(config: ModelConfig, bucket: int
             if layer < CONFIG.num_layers - 1:
                 rows = pieces.rows(ROWS)
                 pieces.attended[:ROWS] = attention.run(layer, rows).view_as(rows.q)
-                assert_same_keys(cut, layer, rows)
+                for own, cached in zip((rows.k, rows.v), cut.cache.layer(layer), strict=True):
+                    assert torch.equal(own, cached.flatten(0, 1)[KV_SLOTS])
         hidden = cut.finish_last_layer(pieces.rows(ROWS), pieces.residual[:ROWS], last_row(cut), FUNCTIONS)
         torch.testing.assert_close(logits(cut, hidden), expected)
     assert_same_cache(cut, whole, exactly=False)
@@ -144,46 +132,24 @@ def test_the_ledger_counts_what_pieces_take(rows: int) -> None:
     assert piecewise_scratch_bytes(CONFIG, rows, dtype_bytes=4) == expected + results
 
 
-class _Graph:
-    """On the CPU there is nothing to record: what is captured runs."""
-
-    def capture_begin(self, **_: object) -> None:
-        pass
-
-    def capture_end(self) -> None:
-        pass
-
-    def replay(self) -> None:
-        self.pieces.run(CONFIG.num_layers - 1, 16)  # type: ignore[attr-defined]
-
-
-class _Event:
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, _: "_Event") -> float:
-        return 1.0
-
-
 @torch.inference_mode()
 def test_captures_and_timings_leave_the_cache_of_sequences_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine may capture while it serves: the buffers then hold where its last forward's rows are."""
     decoder = fresh_decoder()
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     graphs = PiecewiseGraphs(decoder, TorchOps(), buckets=(16,))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: _Event())
-    monkeypatch.setattr(_Graph, "pieces", graphs.pieces, raising=False)
+    pieces = graphs.pieces
+    # On the CPU there is nothing to record: what is captured runs.
+    graph = Mock(replay=lambda: pieces.run(CONFIG.num_layers - 1, 16))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock(elapsed_time=lambda _: 1.0))
 
     def load() -> None:
-        graphs.pieces.load(decoder.embed(POSITIONS), POSITIONS, KV_SLOTS)
-        graphs.pieces.attended.fill_(1.0)
+        pieces.load(decoder.embed(POSITIONS), POSITIONS, KV_SLOTS)
+        pieces.attended.fill_(1.0)
 
     load()
-    graphs.pieces.run(0, ROWS)
+    pieces.run(0, ROWS)
     before = [half.clone() for layer in range(CONFIG.num_layers) for half in decoder.cache.layer(layer)]
     assert before[0].any()
     for layer in range(CONFIG.num_layers):

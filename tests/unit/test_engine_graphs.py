@@ -1,10 +1,11 @@
 """What a CUDA executor captures at its start and afterwards, on fakes of streams, graphs and lanes."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from bullet_graph.graphs.key import GraphKey
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import StartClock
-from bullet_graph.runtime import cuda as cuda_module
+from bullet_graph.runtime import cuda
 
 NARROW = SmPartition(16, 50)
 LAYERS = 3
@@ -35,12 +36,7 @@ TIMES_MS = {16: 1.0, 128: 3.0, 256: 2.0}
 
 @dataclass
 class FakeGpu:
-    """Streams, and a log of what was done on them.
-
-    Attributes:
-        log: (what, stream) in order.
-        busy: launches that have not finished.
-    """
+    """Streams, and a log of (what was done, on which stream)."""
 
     log: list[tuple[object, object]] = field(default_factory=list)
     busy: bool = False
@@ -139,38 +135,34 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return gpu
 
 
+Make = Callable[..., Any]
+
+
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> ModuleType:
-    """The module of the executor, its parts faked."""
+def make(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Make:
+    """Makes an executor whose parts are faked."""
     state = SimpleNamespace(settings=torch.empty(1, 8))
-    for module, name, value in (
-        (cuda_module, "SamplingState", state),
-        (cuda_module, "EagerLane", None),
-        (cuda_module, "Uploader", None),
-    ):
-        monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
+    for name, value in (("SamplingState", state), ("EagerLane", None), ("Uploader", None)):
+        monkeypatch.setattr(cuda, name, lambda *_, value=value, **__: value)
     for name, fake in (("DecodeGraphs", FakeDecode), ("PiecewiseGraphs", FakePieces)):
-        monkeypatch.setattr(cuda_module, name, fake)
+        monkeypatch.setattr(cuda, name, fake)
         monkeypatch.setattr(fake, "gpu", gpu, raising=False)
-    return cuda_module
-
-
-def make(cuda: ModuleType, gpu: FakeGpu, **settings: object) -> Any:
-    defaults: dict[str, object] = {
-        "max_num_seqs": 64,
-        "max_rows": 576,
-        "num_kv_blocks": 10,
-        "backend": gpu,
-        "plan": PLAN,
-        "cuda_graphs": True,
-        "prefill_lane": True,
-        "ready": "all",
-        "join_weights": lambda: gpu.log.append(("join", None)),
-        "clock": StartClock(),
-        "progress": False,
-    }
     decoder = SimpleNamespace(cos_sin=torch.empty(1), config=SimpleNamespace(num_layers=LAYERS), weights=None)
-    return cuda.CudaExecutor(decoder, **(defaults | settings))
+    return partial(
+        cuda.CudaExecutor,
+        decoder,
+        max_num_seqs=64,
+        max_rows=576,
+        num_kv_blocks=10,
+        backend=gpu,
+        plan=PLAN,
+        cuda_graphs=True,
+        prefill_lane=True,
+        ready="all",
+        join_weights=lambda: gpu.log.append(("join", None)),
+        clock=StartClock(),
+        progress=False,
+    )
 
 
 def done(gpu: FakeGpu) -> list[object]:
@@ -182,9 +174,9 @@ HOT = hot_keys(PLAN)
 TIMINGS = [("time", rows) for rows in PLAN.piecewise_rows]
 
 
-def test_all_is_captured_before_the_weights_are_there_and_timed_after(cuda: ModuleType, gpu: FakeGpu) -> None:
+def test_all_is_captured_before_the_weights_are_there_and_timed_after(make: Make, gpu: FakeGpu) -> None:
     clock = StartClock()
-    executor = make(cuda, gpu, clock=clock)
+    executor = make(clock=clock)
     assert done(gpu) == ["compile", *ORDER, "join", "clear", *TIMINGS]
     assert executor.num_missing_graphs == 0
     assert not executor.prepare_next()
@@ -195,8 +187,8 @@ def test_all_is_captured_before_the_weights_are_there_and_timed_after(cuda: Modu
     assert {phase.name for phase in clock.report().phases} == {"kernels", "decode graphs", "piecewise graphs"}
 
 
-def test_each_graph_is_captured_on_the_stream_of_its_partition(cuda: ModuleType, gpu: FakeGpu) -> None:
-    make(cuda, gpu)
+def test_each_graph_is_captured_on_the_stream_of_its_partition(make: Make, gpu: FakeGpu) -> None:
+    make()
     for what, stream in gpu.log:
         if isinstance(what, GraphKey):
             assert stream == ("decode", what.partition)
@@ -208,8 +200,8 @@ def test_each_graph_is_captured_on_the_stream_of_its_partition(cuda: ModuleType,
     assert gpu.log[at + 1] == (("waits for", ("decode", NARROW)), ("decode", WHOLE_GPU))
 
 
-def test_hot_graphs_are_enough_to_be_ready(cuda: ModuleType, gpu: FakeGpu) -> None:
-    executor = make(cuda, gpu, ready="hot")
+def test_hot_graphs_are_enough_to_be_ready(make: Make, gpu: FakeGpu) -> None:
+    executor = make(ready="hot")
     assert done(gpu) == ["compile", *HOT, "join", "clear"]
     assert executor.capture.num_graphs == len(HOT)
     assert executor.num_missing_graphs == len(ORDER) - len(HOT)
@@ -223,8 +215,8 @@ def test_hot_graphs_are_enough_to_be_ready(cuda: ModuleType, gpu: FakeGpu) -> No
     assert sorted(set(sizes)) == [0, 16], "its largest comes first, and alone it is not enough"
 
 
-def test_times_are_taken_on_a_quiet_gpu_only(cuda: ModuleType, gpu: FakeGpu) -> None:
-    executor = make(cuda, gpu, ready="hot")
+def test_times_are_taken_on_a_quiet_gpu_only(make: Make, gpu: FakeGpu) -> None:
+    executor = make(ready="hot")
     for _ in range(executor.num_missing_graphs):
         gpu.busy = True  # captures do not mind
         assert executor.prepare_next()
@@ -236,8 +228,8 @@ def test_times_are_taken_on_a_quiet_gpu_only(cuda: ModuleType, gpu: FakeGpu) -> 
     assert done(gpu) == TIMINGS[:1]
 
 
-def test_a_capture_takes_turns_with_the_other_lane(cuda: ModuleType, gpu: FakeGpu) -> None:
-    executor = make(cuda, gpu, ready="hot")
+def test_a_capture_takes_turns_with_the_other_lane(make: Make, gpu: FakeGpu) -> None:
+    executor = make(ready="hot")
     executor._lanes["prefill"].last = FakeEvent(gpu, "a slice")
     gpu.log.clear()
     assert executor.prepare_next()
@@ -245,8 +237,8 @@ def test_a_capture_takes_turns_with_the_other_lane(cuda: ModuleType, gpu: FakeGp
     assert executor._lanes["decode"].last.stream == ("decode", WHOLE_GPU), "later slices can wait for it"
 
 
-def test_nothing_is_captured_without_graphs(cuda: ModuleType, gpu: FakeGpu) -> None:
-    executor = make(cuda, gpu, cuda_graphs=False, ready="hot")
+def test_nothing_is_captured_without_graphs(make: Make, gpu: FakeGpu) -> None:
+    executor = make(cuda_graphs=False, ready="hot")
     assert done(gpu) == ["join"]
     assert executor.capture is None
     assert executor.max_batch_size(NARROW) is None, "nothing is captured, so nothing limits a batch"
