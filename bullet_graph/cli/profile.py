@@ -17,12 +17,10 @@ from bullet_graph.cli.options import parse_sizes, setting_options
 from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.config import EngineConfig
 from bullet_graph.perf.accuracy import ErrorReport, held_back_errors
-from bullet_graph.perf.profile_plan import KINDS, Outlier, ProfilePoint, find_outliers, from_points
+from bullet_graph.perf.profile_plan import KINDS, from_points
 from bullet_graph.perf.table import PerfTable
 from bullet_graph.runtime.performance import table_key, table_model, user_table_file
 from bullet_graph.runtime.profile import prepare_profile, profile_model
-
-_MOST_OUTLIERS_SHOWN = 10
 
 
 @click.command()
@@ -94,9 +92,8 @@ def profile(
             tell=tell,
         )
     errors = held_back_errors(table, table_model(table, config.max_num_seqs, prepared.runtime.model))
-    outliers = [*find_outliers(table.points), *find_outliers(table.held_back)]
     if not as_json:
-        _print(table, outliers, errors)
+        _print(table, errors)
         click.echo(f"table: {file}")
         return
     key = table.key
@@ -107,14 +104,13 @@ def profile(
         "dtype": key.dtype,
         "num_points": len(from_points(table.points)),
         "num_held_back": len(from_points(table.held_back)),
-        "outliers": [dataclasses.asdict(outlier) for outlier in outliers],
         "held_back_errors": dataclasses.asdict(errors),
         "passes": table.provenance["passes"],
     }
     click.echo(json.dumps(result, indent=2, allow_nan=False))
 
 
-def _print(table: PerfTable, outliers: list[Outlier], errors: ErrorReport) -> None:
+def _print(table: PerfTable, errors: ErrorReport) -> None:
     console = Console()
     key = table.key
     console.print(_measured_table(table, f"{key.model} in {key.dtype} on {key.gpu}"))
@@ -131,14 +127,6 @@ def _print(table: PerfTable, outliers: list[Outlier], errors: ErrorReport) -> No
             f"{worst.percent:+.0f} %: {worst.point}, {worst.measured_ms:.2f} ms",
         )
     console.print(shown)
-    if outliers:
-        console.print(f"{len(outliers)} repeats are more than 10 % off the median of their point:")
-    for outlier in outliers[:_MOST_OUTLIERS_SHOWN]:
-        console.print(
-            f"  {_name(outlier.point)}: {outlier.lane} {outlier.repeat_ms:.2f} ms in repeat "
-            f"{outlier.number + 1}, median {outlier.median_ms:.2f} ms",
-            markup=False,
-        )
 
 
 def _measured_table(table: PerfTable, title: str) -> Table:
@@ -166,16 +154,3 @@ def _measured_table(table: PerfTable, title: str) -> Table:
             f"{100 * statistics.median_high(spreads):.1f} %",
         )
     return shown
-
-
-def _name(point: ProfilePoint) -> str:
-    parts: list[str] = [point.kind]
-    if point.sms is not None:
-        parts.append(f"on {point.sms} SMs")
-    if point.batch_size:
-        parts.append(f"batch {point.batch_size} at {point.context_tokens} tokens")
-    if point.tokens:
-        parts.append(f"{point.tokens} prompt tokens")
-    if point.cached_tokens:
-        parts.append(f"after {point.cached_tokens}")
-    return ", ".join(parts)

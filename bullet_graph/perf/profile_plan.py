@@ -31,8 +31,6 @@ _MAX_DRAWS = 1000
 # Rough rates of one SM, to divide the time; bursts that take longer shorten those that follow.
 _FLOPS_PER_SM = 4.5e12
 _BYTES_PER_SM = 24e9
-# A repeat this far off its point's median, as a share of the median, is reported.
-_OUTLIER_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,17 +293,6 @@ Measured = Mapping[ProfilePoint, Sequence[tuple[float, ...]]]
 """Repeats of each point, in ms: the step's time; for a split, the decode step's and the prefill forward's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outlier:
-    """A repeat, by its index ``number``, that is far off its point's median on a lane."""
-
-    point: ProfilePoint
-    lane: str
-    median_ms: float
-    repeat_ms: float
-    number: int
-
-
 _SHAPES: Mapping[PointKind, tuple[str, ...]] = MappingProxyType(
     {
         "decode": ("batch_size", "context_tokens", "sms"),
@@ -340,18 +327,3 @@ def from_points(points: Points) -> dict[ProfilePoint, list[tuple[float, ...]]]:
             lanes = values[-2:] if kind == "split" else values[-1:]
             measured[ProfilePoint(kind, **shape)] = list(zip(*lanes, strict=True))
     return measured
-
-
-def find_outliers(points: Points) -> list[Outlier]:
-    """Repeats more than 10 % off their point's median, the farthest first."""
-    found = []
-    for point, repeats in from_points(points).items():
-        lanes = ("decode", "prefill") if point.kind == "split" else (point.kind,)
-        for lane, times in zip(lanes, zip(*repeats, strict=True), strict=True):
-            median = statistics.median(times)
-            found += [
-                Outlier(point, lane, median, time, number)
-                for number, time in enumerate(times)
-                if abs(time - median) > _OUTLIER_SHARE * median
-            ]
-    return sorted(found, key=lambda outlier: -abs(outlier.repeat_ms / outlier.median_ms - 1))

@@ -226,7 +226,12 @@ class _Reader:
         if record_type is None:
             raise self._error(f"must have a type among {', '.join(_RECORDS)}, but has {kind!r}")
         record = self._parse(record_type, content)
-        self._last_s = max(self._last_s, self._add(record))
+        try:
+            self._last_s = max(self._last_s, self._add(record))
+        except KeyError as missing:
+            raise self._error(
+                f"{kind} refers to {missing}, which is on no line before; the file is damaged"
+            ) from None
 
     def trace(self) -> Trace:
         if self._header is None:
@@ -268,27 +273,16 @@ class _Reader:
         """Keep a record; returns the time of its last event."""
         match record:
             case Decision():
-                if record.decision in self._decisions:
-                    raise self._error(f"decision {record.decision} is there twice; the file is damaged")
                 self._decisions[record.decision] = record
             case _Repeat():
-                decision = self._known_decision(record.decision)
+                decision = self._decisions[record.decision]
                 count = decision.count + record.count
                 self._decisions[record.decision] = dataclasses.replace(decision, count=count)
             case Launch():
-                self._known_decision(record.decision)
-                if record.ticket in self._pending:
-                    raise self._error(f"ticket {record.ticket} is under way already; the file is damaged")
                 self._pending[record.ticket] = len(self._launches)
                 self._launches.append(record)
             case _Retirement():
-                index = self._pending.pop(record.ticket, None)
-                if index is None:
-                    raise self._error(
-                        f"ticket {record.ticket} ends, but is not under way; the file is damaged"
-                    )
-                if record.device_ms < 0:
-                    raise self._error(f"device_ms must not be negative, but is {record.device_ms}")
+                index = self._pending.pop(record.ticket)
                 self._launches[index] = dataclasses.replace(
                     self._launches[index], retired_s=record.time_s, device_ms=record.device_ms
                 )
@@ -296,12 +290,6 @@ class _Reader:
                 self._requests.append(record)
                 return record.arrival_s + record.token_us[-1] / 1e6 if record.token_us else -math.inf
         return record.time_s
-
-    def _known_decision(self, number: int) -> Decision:
-        decision = self._decisions.get(number)
-        if decision is None:
-            raise self._error(f"decision {number} is on no line before; the file is damaged")
-        return decision
 
     def _error(self, problem: str) -> TraceError:
         return TraceError(f"{self._path}, line {self._number}: {problem}")

@@ -8,13 +8,12 @@ class PlannerTuning:
     """Constants of the planner. The defaults are those that all measurements in bench/ were made with.
 
     Attributes:
-        lane_chunk_tokens: largest chunk to aim at on the prefill lane of the whole GPU, in rows; a part of the GPU
-            takes its share. All prompts of a chunk get their first token when it ends, and no other chunk can begin
-            before.
+        lane_chunk_tokens: rows of the largest chunk to aim at on a prefill lane of the whole GPU; a part of the GPU
+            takes its share. A chunk's prompts get their first token when it ends, and no other can begin before.
         whole_queue_ratio: a queue of up to this many chunk sizes becomes one chunk: a small rest would cost a chunk.
         row_step: mixed chunks are multiples of it, in rows, and never smaller while prompts wait.
-        least_chunk_tokens: smallest mixed chunk to weigh without a time limit, in rows. With fewer rows, reading the
-            weights takes all the time.
+        least_chunk_tokens: smallest mixed chunk to weigh without a time limit: with fewer rows, reading the weights
+            takes all the time.
         floor_tokens: prompt rows of a mixed step that cannot hold its target anyway.
         paced_rows, paced_row_step: forwards paced to last for the longest output have at least ``paced_rows`` rows
             (prompt and decode), and a multiple of ``paced_row_step``. Fewer rows cost the matrix products more than
@@ -24,8 +23,7 @@ class PlannerTuning:
         split_launch_ms: most host time to launch one slice, since the next decode step waits for the host meanwhile.
         solo_slice_ms: slices aim at this time when nothing decodes.
         ttft_share: share of the time to a deadline that prefill may be planned to take.
-        budget_cap: intervals are planned up to this many times the tightest TPOT target. A larger lead of the
-            sequences is kept for deadlines.
+        budget_cap: intervals are planned up to this many times the tightest TPOT target; a larger lead is kept.
         pause_patience_s: prefill may pause this long in favour of TPOT targets, then for every second tick at most.
         overdue_patience_s: the same once the first prompt's deadline has passed.
         least_rate: when prefill must continue at the cost of TPOT, it gets at least this share of its solo rate.
@@ -36,11 +34,9 @@ class PlannerTuning:
         beside_gain: without TPOT targets, prefill beside decode must bring this many times the throughput of the
             phases in turn. Prompts that are prefilled first let the batch grow, which makes later steps cheaper.
             Simulated, all at once: conv 24.0 → 22.6 s, code 23.7 → 23.1 s.
-        rate_weight: weight of one plan in the moving average of the prefill rate.
-        correction_weight: weight of one measurement in the correction of a policy's predictions.
+        rate_weight, correction_weight: weight of one value in the moving averages of prefill rate and corrections.
         correction_limit: corrections stay within this factor of 1, and so does one measurement.
-        budget_horizon_tokens: a sequence's lead or lag is spread over this many tokens: soon enough for short
-            outputs, without jumps.
+        budget_horizon_tokens: a lead or lag is spread over this many tokens: soon enough for short outputs, no jumps.
         slack_horizon_tokens: a long wait must be made good within this many tokens: an output may end early.
         lost_horizon_tokens: a sequence is lost if it cannot be back on target within this many tokens, decoding alone.
         reserve_share, reserve_tokens: reserve of each sequence, as a share of the time due for up to

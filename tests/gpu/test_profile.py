@@ -86,7 +86,6 @@ def test_a_profile_by_the_command(model: str, tmp_path: Path, record_property: R
     assert performance.decode(64, 64_000).ms > 0
     assert tuple(performance.decode_sms) == (32, 64)
     record_property("held_back_errors", errors["kinds"])
-    record_property("outliers", len(summary["outliers"]))
     record_property("seconds", sum(done["seconds"] for done in summary["passes"]))
     # There already: nothing is measured again unasked.
     again = command(model, output)

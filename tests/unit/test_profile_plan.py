@@ -17,7 +17,6 @@ from bullet_graph.perf.profile_plan import (
     ProfilePoint,
     StepCosts,
     burst_seconds,
-    find_outliers,
     from_points,
     plan_profile,
     to_points,
@@ -185,11 +184,3 @@ def test_a_record_survives_the_way_through_a_table() -> None:
     assert from_points(table_points) == measured
     assert all(point.ms == 2.0 for point in table_points.decode)
     assert all((point.decode_ms, point.prefill_ms) == (2.0, 20.0) for point in table_points.split)
-
-
-def test_outliers_are_the_repeats_far_off_the_median() -> None:
-    steady, odd = ProfilePoint("decode", None, 1, 250), ProfilePoint("split", 16, 64, 1000, 2048)
-    measured: Measured = {steady: [(1.0,), (1.05,), (0.95,)], odd: [(5.0, 50.0), (5.1, 50.0), (5.0, 70.0)]}
-    (found,) = find_outliers(to_points(measured, (steady, odd)))
-    assert (found.point, found.lane, found.number) == (odd, "prefill", 2)
-    assert (found.median_ms, found.repeat_ms) == (50.0, 70.0)

@@ -333,9 +333,8 @@ def test_a_broken_line_in_the_middle(tmp_path: Path, line: bytes) -> None:
         ({"type": "guess"}, "must have a type among .* but has 'guess'"),
         ({"type": ["launch"]}, "must have a type among"),
         ({}, "must have a type among .* but has None"),
-        (retire(9, 101.0, 1.0), "ticket 9 ends, but is not under way"),
-        (decision(0, 101.0, "solo"), "decision 0 is there twice"),
-        (launched(9, "decode", 101.0, "solo", 7), "decision 7 is on no line before"),
+        (retire(9, 101.0, 1.0), "retire refers to 9, which is on no line before"),
+        ({"type": "repeat", "decision": 7, "count": 1, "time_s": 101.0}, "repeat refers to 7"),
         (launched(9, "decode", 101.0, "solo", 0) | {"lane": "fast"}, 'lane must be one of .*"fast"'),
         (launched(9, "decode", 101.0, "solo", 0) | {"layers": 1.5}, "layers must be an integer, but is 1.5"),
         (
@@ -356,14 +355,6 @@ def test_a_broken_line_in_the_middle(tmp_path: Path, line: bytes) -> None:
 def test_broken_records(tmp_path: Path, record: Record, message: str) -> None:
     with pytest.raises(TraceError, match=rf"trace\.jsonl, line 14: {message}"):
         read(tmp_path, record)
-
-
-def test_launches_that_cannot_be(tmp_path: Path) -> None:
-    step = launched(9, "decode", 101.0, "solo", 0)
-    with pytest.raises(TraceError, match="line 15: ticket 9 is under way already"):
-        read(tmp_path, step, step)
-    with pytest.raises(TraceError, match="line 15: device_ms must not be negative, but is -1"):
-        read(tmp_path, step, retire(9, 102.0, -1.0))
 
 
 def test_tickets_may_come_again(tmp_path: Path) -> None:
