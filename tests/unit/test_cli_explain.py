@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from traces import HEADER, RUN, request, write
 
 from bullet_graph.cli.explain import explain
-from bullet_graph.errors import BulletGraphError, ConfigError, TraceError
+from bullet_graph.errors import BulletGraphError
 from bullet_graph.perf.chrome_trace import to_chrome_trace
 from bullet_graph.perf.explain import summarize_trace
 from bullet_graph.perf.trace import read_trace
@@ -126,5 +126,3 @@ def test_parts_that_cannot_be(run_file: Path, part: tuple[str, ...]) -> None:
 
 def test_errors_of_the_file_are_told(tmp_path: Path) -> None:
     assert "no.jsonl: cannot be read" in refused(tmp_path / "no.jsonl")
-    assert issubclass(TraceError, ValueError)
-    assert issubclass(ConfigError, BulletGraphError)
