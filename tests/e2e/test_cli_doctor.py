@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,10 +66,6 @@ def test_a_machine_without_a_gpu() -> None:
     assert "no NVIDIA GPU: the engine runs on the CPU" in result.stdout
     assert "The engine can run as asked, on the CPU." in result.stdout
     assert result.stderr == ""
-
-
-@without_gpu
-def test_json_without_a_gpu() -> None:
     found = page()
     assert found["device"] == "cpu"
     assert {finding["level"] for finding in found["findings"]} == {"green"}
@@ -112,20 +107,16 @@ def test_the_memory_of_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch
 # ---- machines made up ----
 
 
-@pytest.fixture
-def look_as_if(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
-    def look_as_if(machine: Machine) -> None:
-        def look_around(_: object) -> Machine:
-            print("a library greets")
-            return machine
+def look_as_if(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_around(_: object) -> Machine:
+        print("a library greets")
+        return machine
 
-        monkeypatch.setattr(doctor, "look_around", look_around)
-
-    return look_as_if
+    monkeypatch.setattr(doctor, "look_around", look_around)
 
 
-def test_a_machine_that_has_all(look_as_if: Callable[[Machine], None]) -> None:
-    look_as_if(complete_machine())
+def test_a_machine_that_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_as_if(complete_machine(), monkeypatch)
     result = run("doctor")
     assert result.exit_code == 0
     assert "580.159.04" in result.stdout
@@ -136,8 +127,8 @@ def test_a_machine_that_has_all(look_as_if: Callable[[Machine], None]) -> None:
     assert json.loads(as_json.stdout)["machine"]["gpu"]["num_tpcs"] == 66
 
 
-def test_what_is_missing_is_told_word_for_word(look_as_if: Callable[[Machine], None]) -> None:
-    look_as_if(complete_machine(cuda_python=None))
+def test_what_is_missing_is_told_word_for_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_as_if(complete_machine(cuda_python=None), monkeypatch)
     result = run("doctor")
     assert result.exit_code == 1
     assert "→ pip install 'bullet-graph[cuda]'" in result.stdout
@@ -176,48 +167,34 @@ def test_a_calibration_is_remembered_and_can_be_contributed(
     assert remembered(UNKNOWN) == 0x600
 
 
-def test_a_calibration_that_confirms_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    offsets_act(monkeypatch, 0x51C)
-    assert "knows it already" in run("doctor", "--calibrate").stdout
-
-
 def test_a_calibration_as_json(own_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offsets_act(monkeypatch, 0x600, driver=UNKNOWN)
     result = run("doctor", "--calibrate", "--json")
     found = json.loads(result.stdout)
     assert result.stderr == ""
     assert found.pop("seconds") >= 0
-    assert found == {
-        "driver": {"cuda_version": 13990, "release": "580.159.04", "machine": "x86_64"},
-        "offset": 0x600,
-        "tries": 385,
-        "crashed": 0,
-        "timed_out": 0,
-        "table_line": LINE,
-        "remembered_in": str(own_caches),
-    }
+    driver = {"cuda_version": 13990, "release": "580.159.04", "machine": "x86_64"}
+    counts = {"tries": 385, "crashed": 0, "timed_out": 0}
+    told = {"driver": driver, "offset": 0x600, "table_line": LINE, "remembered_in": str(own_caches)}
+    assert found == told | counts
 
 
-def test_a_calibration_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_shows_its_progress_and_may_confirm_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     bar = doctor.tqdm
     monkeypatch.setattr(doctor, "tqdm", lambda **settings: bar(**{**settings, "disable": False}))
-    offsets_act(monkeypatch, 0x600)
+    offsets_act(monkeypatch, 0x51C)
     result = run("doctor", "--calibrate")
+    assert "knows it already" in result.stdout
     assert "385/385" in result.stderr
     assert "385/385" not in result.stdout
 
 
 @pytest.mark.parametrize(("acting", "words"), [((), "found none"), ((0x51C, 0x600), "found 0x51c, 0x600")])
-@pytest.mark.parametrize("as_json", [(), ("--json",)])
 def test_a_calibration_that_finds_none_or_two(
-    own_caches: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    acting: tuple[int, ...],
-    words: str,
-    as_json: tuple[str, ...],
+    own_caches: Path, monkeypatch: pytest.MonkeyPatch, acting: tuple[int, ...], words: str
 ) -> None:
     offsets_act(monkeypatch, *acting)
-    message = refused(run("doctor", "--calibrate", *as_json))
+    message = refused(run("doctor", "--calibrate", "--json"))
     assert message.startswith("error: exactly one offset")
     assert words in message
     assert not own_caches.exists()

@@ -15,6 +15,7 @@ from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
 GREEN, YELLOW, RED = Level.GREEN, Level.YELLOW, Level.RED
 AUTO, CPU, CUDA = Asked(), Asked(device="cpu"), Asked(device="cuda")
+TINY = Asked(model="tiny")
 
 WITHOUT_GPU: dict[str, Any] = {
     "driver": None,
@@ -25,6 +26,7 @@ WITHOUT_GPU: dict[str, Any] = {
     "mask_offset": None,
     "partitions": None,
 }
+NO_GPU_BUT_DRIVER = WITHOUT_GPU | {"driver": DRIVER}
 REFUSED = BackendCheck("smctrl", problem="no offset: run `bullet-graph doctor --calibrate`")
 NO_BACKEND = PartitionChecks((), (REFUSED,), None, "smctrl refused: no")
 WHOLE_GPU_ONLY = PartitionChecks(
@@ -64,125 +66,104 @@ def test_a_machine_that_has_all() -> None:
     assert sections == sorted(sections, key=list(dict.fromkeys(sections)).index)
 
 
-CASES: dict[str, tuple[Asked, dict[str, Any], dict[str, Level], dict[str, str]]] = {
-    # What was asked, how the machine differs from a complete one, what is not green, and words of these lines.
+# What was asked, how the machine differs from a complete one, and level and words of lines; all others are green.
+CASES: dict[str, tuple[Asked, dict[str, Any], dict[str, tuple[Level, str]]]] = {
     "FlashInfer is missing": (
         AUTO,
         flashinfer(None) | {"gpu_path_problem": "ModuleNotFoundError: No module named 'flashinfer'"},
-        {"FlashInfer": RED, "GPU path": RED},
         {
-            "FlashInfer": f"not installed release .*pip install flashinfer-python=={FLASHINFER_RELEASE}",
-            "GPU path": "No module named 'flashinfer'",
+            "FlashInfer": (
+                RED,
+                f"not installed release .*pip install flashinfer-python=={FLASHINFER_RELEASE}",
+            ),
+            "GPU path": (RED, "No module named 'flashinfer'"),
         },
     ),
-    "another FlashInfer": (AUTO, flashinfer("0.6.11"), {"FlashInfer": RED}, {"FlashInfer": "0.6.11 release"}),
-    "no bindings": (AUTO, {"cuda_python": None}, {"cuda-python": RED}, {"cuda-python": r"graph\[cuda\]"}),
+    "another FlashInfer": (AUTO, flashinfer("0.6.11"), {"FlashInfer": (RED, "0.6.11 release")}),
+    "no bindings": (AUTO, {"cuda_python": None}, {"cuda-python": (RED, r"graph\[cuda\]")}),
     "no compilers": (
         AUTO,
         {"missing_compilers": ("nvcc", "ninja")},
-        {"compilers": YELLOW},
-        {"compilers": "^no nvcc, no ninja"},
+        {"compilers": (YELLOW, "^no nvcc, no ninja")},
     ),
     "an unknown driver": (
         AUTO,
         {"mask_offset": None} | partitions(REFUSED, choice="green"),
-        {"stream masks": YELLOW, "back end smctrl": YELLOW},
-        {"stream masks": "doctor --calibrate", "back end smctrl": "^cannot be opened"},
+        {"stream masks": (YELLOW, "doctor --calibrate"), "back end smctrl": (YELLOW, "^cannot be opened")},
     ),
     "a named back end fails": (
         Asked(partition_backend="smctrl"),
-        {"mask_offset": None, "partitions": NO_BACKEND},
-        {"stream masks": YELLOW, "back end smctrl": RED, "--partition-backend smctrl": RED},
-        {"--partition-backend smctrl": "smctrl refused: no"},
+        {"partitions": NO_BACKEND},
+        {"back end smctrl": (RED, ""), "--partition-backend smctrl": (RED, "smctrl refused: no")},
     ),
     "auto can do without a split": (
         AUTO,
         {"partitions": WHOLE_GPU_ONLY},
-        {"--partition-backend auto": YELLOW},
-        {"--partition-backend auto": "smctrl refused: this"},
+        {"--partition-backend auto": (YELLOW, "smctrl refused: this")},
     ),
     "auto cannot where sizes are asked for": (
         Asked(decode_sms=(16,)),
         {"partitions": WHOLE_GPU_ONLY},
-        {"--partition-backend auto": RED},
-        {"--partition-backend auto": "smctrl refused: this"},
+        {"--partition-backend auto": (RED, "smctrl refused: this")},
     ),
     "a calibrated offset": (
         AUTO,
         {"mask_offset": TrustedOffset(0x600, "calibration")},
-        {},
-        {"stream masks": "offset 0x600 proven on this machine"},
+        {"stream masks": (GREEN, "offset 0x600 proven on this machine")},
     ),
     "a damaged calibration": (
         AUTO,
         {"mask_offset": None, "mask_offset_problem": "delete the file"},
-        {"stream masks": YELLOW},
-        {"stream masks": "delete the file"},
+        {"stream masks": (YELLOW, "delete the file")},
     ),
-    "an old GPU": (
-        AUTO,
-        gpu(compute_capability=(7, 0)),
-        {"GPU": RED},
-        {"GPU": "need compute capability 7.5"},
-    ),
-    "no bfloat16": (AUTO, gpu(compute_capability=(7, 5)), {"GPU": YELLOW}, {"GPU": "--dtype float16"}),
-    "a busy GPU": (AUTO, gpu(free_bytes=60 * 1024**3), {"GPU memory": YELLOW}, {"GPU memory": "nvidia-smi"}),
-    "one GPU of several": (AUTO, gpu(num_gpus=4), {}, {"GPU": "one of 4"}),
+    "an old GPU": (AUTO, gpu(compute_capability=(7, 0)), {"GPU": (RED, "need compute capability 7.5")}),
+    "no bfloat16": (AUTO, gpu(compute_capability=(7, 5)), {"GPU": (YELLOW, "--dtype float16")}),
+    "a busy GPU": (AUTO, gpu(free_bytes=60 * 1024**3), {"GPU memory": (YELLOW, "nvidia-smi")}),
+    "one GPU of several": (AUTO, gpu(num_gpus=4), {"GPU": (GREEN, "one of 4")}),
     "a GPU that cannot be used": (
         AUTO,
         {"gpu": None, "gpu_problem": "CUDA error: device busy", "partitions": None},
-        {"GPU": RED},
-        {"GPU": "device busy"},
+        {"GPU": (RED, "device busy")},
     ),
     "a driver without a release": (
         AUTO,
         {"driver": None, "driver_problem": "use green", "mask_offset": None},
-        {"NVIDIA driver": YELLOW},
-        {"NVIDIA driver": "use green$"},
+        {"NVIDIA driver": (YELLOW, "use green$")},
     ),
-    "no GPU": (AUTO, WITHOUT_GPU, {}, {"GPU": "no NVIDIA GPU: the engine runs on the CPU"}),
-    "no GPU, but asked for": (CUDA, WITHOUT_GPU, {"GPU": RED}, {"GPU": "install the NVIDIA driver"}),
-    "torch without CUDA": (
-        AUTO,
-        WITHOUT_GPU | {"driver": DRIVER},
-        {"GPU": YELLOW},
-        {"GPU": "built without CUDA"},
-    ),
+    "no GPU": (AUTO, WITHOUT_GPU, {"GPU": (GREEN, "no NVIDIA GPU: the engine runs on the CPU")}),
+    "no GPU, but asked for": (CUDA, WITHOUT_GPU, {"GPU": (RED, "install the NVIDIA driver")}),
+    "torch without CUDA": (AUTO, NO_GPU_BUT_DRIVER, {"GPU": (YELLOW, "built without CUDA")}),
     "torch sees no GPU": (
         CUDA,
-        WITHOUT_GPU | {"driver": DRIVER, "torch_cuda": "13.1"},
-        {"GPU": RED},
-        {"GPU": "for CUDA 13.0, but torch, built for 13.1"},
+        NO_GPU_BUT_DRIVER | {"torch_cuda": "13.1"},
+        {"GPU": (RED, "for CUDA 13.0, but torch, built for 13.1")},
     ),
-    "the CPU asked for": (CPU, WITHOUT_GPU | {"driver": DRIVER}, {}, {"GPU": "not looked at: --device cpu"}),
-    "no partitions on the CPU": (Asked(partition_backend="none"), WITHOUT_GPU, {}, {}),
-    "a back end on the CPU": (Asked(partition_backend="green"), WITHOUT_GPU, {"SM partitions": RED}, {}),
-    "sizes on the CPU": (Asked(decode_sms=(16,)), WITHOUT_GPU, {"SM partitions": RED}, {}),
+    "the CPU asked for": (CPU, NO_GPU_BUT_DRIVER, {"GPU": (GREEN, "not looked at: --device cpu")}),
+    "no partitions on the CPU": (Asked(partition_backend="none"), WITHOUT_GPU, {}),
+    "a back end on the CPU": (Asked(partition_backend="green"), WITHOUT_GPU, {"SM partitions": (RED, "")}),
+    "sizes on the CPU": (Asked(decode_sms=(16,)), WITHOUT_GPU, {"SM partitions": (RED, "")}),
     "a cache that cannot be written": (
         AUTO,
         {"caches": (CacheFolder("Triton", "/cache", 3 * 1024**2, False),)},
-        {"cache of Triton": YELLOW},
-        {"cache of Triton": "^/cache, 3.00 MiB"},
+        {"cache of Triton": (YELLOW, "^/cache, 3.00 MiB")},
     ),
     "a model that does not fit": (
-        Asked(model="tiny"),
+        TINY,
         {"model_problem": "short by 3 GiB"},
-        {"tiny": RED},
-        {"tiny": "short by 3 GiB"},
+        {"tiny": (RED, "short by 3 GiB")},
     ),
-    "a model that was not looked at": (Asked(model="tiny"), {}, {"tiny": RED}, {"tiny": "red lines above"}),
+    "a model that was not looked at": (TINY, {}, {"tiny": (RED, "red lines above")}),
 }
 
 
-@pytest.mark.parametrize(("asked", "changes", "levels", "words"), CASES.values(), ids=CASES)
-def test_machines(
-    asked: Asked, changes: dict[str, Any], levels: Mapping[str, Level], words: Mapping[str, str]
-) -> None:
+@pytest.mark.parametrize(("asked", "changes", "lines"), CASES.values(), ids=CASES)
+def test_machines(asked: Asked, changes: dict[str, Any], lines: Mapping[str, tuple[Level, str]]) -> None:
     machine = complete_machine(**changes)
     diagnosis = diagnose(asked, machine)
-    assert not_green(diagnosis) == levels
-    assert diagnosis.works == (RED not in levels.values())
+    bad = {name: level for name, (level, _) in lines.items() if level is not GREEN}
+    assert not_green(diagnosis) == bad
+    assert diagnosis.works == (RED not in bad.values())
     assert diagnosis.device == ("cuda" if machine.uses_gpu else "cpu")
-    for name, pattern in words.items():
+    for name, (_, pattern) in lines.items():
         line = finding(diagnosis, name)
         assert re.search(pattern, f"{line.found} {line.advice or ''}".rstrip()), name

@@ -34,6 +34,7 @@ from bullet_graph.runtime.machine import (
     look_at_cache,
 )
 
+Check = Callable[..., PartitionChecks]
 AUTO, CPU = Asked(), Asked(device="cpu")
 
 
@@ -57,7 +58,7 @@ def gpu() -> FakeDriver:
 
 
 @pytest.fixture
-def check(gpu: FakeDriver) -> Callable[..., PartitionChecks]:
+def check(gpu: FakeDriver) -> Check:
     def check(*arguments: Any, **changes: Any) -> PartitionChecks:
         make_probe = partial(probe_of, gpu)
         found = check_partitions(
@@ -77,7 +78,7 @@ def probe_of(gpu: FakeDriver, device: int) -> SmidProbe:
     return fake_probe(gpu)
 
 
-def test_masks_that_leak_and_green_contexts_that_do_not(check: Callable[..., PartitionChecks]) -> None:
+def test_masks_that_leak_and_green_contexts_that_do_not(check: Check) -> None:
     found = check("auto", ())
     smctrl, green, none = found.backends
     assert found.decode_sms == (16, 32, 64)
@@ -99,7 +100,7 @@ def test_masks_that_leak_and_green_contexts_that_do_not(check: Callable[..., Par
     assert "smctrl refused" in finding(diagnosis, "--partition-backend auto").found
 
 
-def test_a_named_back_end_is_checked_alone(check: Callable[..., PartitionChecks]) -> None:
+def test_a_named_back_end_is_checked_alone(check: Check) -> None:
     found = check("green", (16, 20, 16))
     (green,) = found.backends
     assert [size.decode_sms for size in green.sizes] == [None, 16, 20]
@@ -108,28 +109,22 @@ def test_a_named_back_end_is_checked_alone(check: Callable[..., PartitionChecks]
     assert found.choice is None
 
 
-@pytest.mark.parametrize(("decode_sms", "choice"), [((), "none"), ((16,), None)])
-def test_none_has_the_whole_gpu_only(
-    check: Callable[..., PartitionChecks], decode_sms: tuple[int, ...], choice: str | None
-) -> None:
-    found = check("none", decode_sms)
-    assert found.choice == choice
-    assert found.decode_sms == decode_sms
-    assert len(found.backends[0].problems) == len(decode_sms)
+def test_none_has_the_whole_gpu_only(check: Check) -> None:
+    for decode_sms, choice in (((), "none"), ((16,), None)):
+        found = check("none", decode_sms)
+        assert (found.choice, found.decode_sms) == (choice, decode_sms)
+        assert len(found.backends[0].problems) == len(decode_sms)
 
 
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [(17, "multiple of 2 SMs .* choose 16 or 18"), *((size, "from 2 to 130") for size in (0, 132, -2))],
-)
-def test_sizes_that_cannot_be(check: Callable[..., PartitionChecks], size: int, words: str) -> None:
-    found = check("smctrl", (size,))
-    assert found.choice is None
-    (problem,) = found.backends[0].problems
-    assert re.search(words, problem)
+def test_sizes_that_cannot_be(check: Check) -> None:
+    for size in (17, 0, 132, -2):
+        found = check("smctrl", (size,))
+        assert found.choice is None
+        (problem,) = found.backends[0].problems
+        assert re.search("choose 16 or 18" if size == 17 else "from 2 to 130", problem)
 
 
-def test_a_library_that_every_back_end_needs(check: Callable[..., PartitionChecks]) -> None:
+def test_a_library_that_every_back_end_needs(check: Check) -> None:
     def no_probe(_: int) -> SmidProbe:
         raise PartitionError("SM partitions need cuda-python 13")
 
@@ -215,13 +210,8 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(
         name="H200", major=9, minor=0, multi_processor_count=132, total_memory=9, uuid="GPU-1"
     )
-    for name, value in {
-        "is_available": True,
-        "current_device": 0,
-        "get_device_properties": properties,
-        "mem_get_info": (5, 9),
-        "device_count": 2,
-    }.items():
+    answers = {"is_available": True, "current_device": 0, "get_device_properties": properties}
+    for name, value in (answers | {"mem_get_info": (5, 9), "device_count": 2}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(machine_module, "_gpu_path_problem", lambda: "ImportError: that")
 
