@@ -129,21 +129,20 @@ class Proposal:
     """
 
     def __init__(self, simulator: Simulator, budget: Budget, on_done: Callable[[object], object]) -> None:
-        device, config = simulator.device, simulator.config
-        policy = config.policy
-        lanes = device.performance.decode_sms if policy.name in ("auto", "split") else ()
+        config, policy = simulator.config, simulator.config.policy
+        lanes = simulator.performance.decode_sms if policy.name in ("auto", "split") else ()
         self.simulator = simulator
         self.budget = budget
         self.default = default_plan(
             model=Path(config.model).name,
-            dtype=device.dtype,
-            num_sms=device.performance.num_sms,
+            dtype=simulator.dtype,
+            num_sms=simulator.performance.num_sms,
             max_num_seqs=config.max_num_seqs,
             max_rows=max_forward_rows(config),
-            shape=device.model,
+            shape=simulator.model,
             decode_sms=lanes if policy.decode_sms is None else (policy.decode_sms,),
         )
-        self.usage = CaptureUsage(device.unpadded)
+        self.usage = CaptureUsage(simulator.unpadded)
         simulator.run(policy, capture_plan=self.default, on_done=on_done, on_step=self.usage.note)
         self.groups = self.usage.groups(self.default)
         self.plan = propose(self.groups, budget, like=self.default)
@@ -151,13 +150,13 @@ class Proposal:
     @property
     def title(self) -> str:
         """The workload and the device."""
-        simulator, device = self.simulator, self.simulator.device
+        simulator = self.simulator
         rate = {None: "its own times", math.inf: "once"}.get(
             simulator.arrivals.request_rate, f"{simulator.arrivals.request_rate or 0:g} requests/s"
         )
-        source = device.times if device.times.startswith("roofline") else f"a {device.times}"
+        source = simulator.times if simulator.times.startswith("roofline") else f"a {simulator.times}"
         served = f"{simulator.workload.name} at {rate}, {simulator.config.slo}"
-        return f"{served}, {simulator.config.model} on {device.gpu} ({source})"
+        return f"{served}, {simulator.config.model} on {simulator.gpu} ({source})"
 
     def notes(self) -> tuple[str, ...]:
         """Comments for the top of the plan's file."""
