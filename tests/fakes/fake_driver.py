@@ -69,17 +69,14 @@ class FakeDriver:
     """The module and the GPU in one.
 
     Attributes:
-        num_sms: of the GPU, dealt to the GPCs in pairs.
         granularity: SMs by which green contexts grow: 0 for a driver that does not tell it.
         fail: functions that return an error from now on.
         missing: functions that this libcuda does not have.
         graphs_ignore_masks: a graph's kernels obey the stream it is launched on.
         busy_sms: taken by somebody else; no block gets there.
-        serial: launches run one after the other, never at the same time.
+        serial: launches never run at the same time.
         lost_blocks: how many blocks leave no record.
         green_extra: SMs that a green context has beyond the split's.
-        current_context: of the thread, and its device.
-        retained: how often the primary context was.
         live: what was created and not destroyed.
     """
 

@@ -6,11 +6,10 @@ all of a batch in the plan; fa2's read ``indptr`` and the last page's length fro
 
 # ruff: noqa: ARG002 - the arguments are FlashInfer's
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -31,29 +30,24 @@ class _Plan:
     q_indptr: list[int]
     kv_indptr: list[int]
     kv_lens: list[int]
-    causal: bool
 
 
 class FakeModule:
-    """What ``tvm_ffi.load_module`` gives: functions without names or defaults of arguments.
-
-    Attributes:
-        runs: what has run, in order, as (backend, kind, number of sequences).
-    """
+    """What ``tvm_ffi.load_module`` gives: functions without names or defaults of arguments."""
 
     def __init__(self, backend: str, runs: Runs) -> None:
         self._backend = backend
         self._plans: dict[int, _Plan] = {}
         self.runs = runs
 
-    def _read(self, settings: tuple[object, ...]) -> tuple[bool, float]:
-        """Whether the mask is causal, and the scale of the scores; all else must be off, in the kind it is told in."""
-        signature = _SETTINGS[self._backend]
-        named = signature(*settings)
-        for name, value in named.items():
-            assert type(value) is (signature.__annotations__[name] or type(None)), f"{name}: {value!r}"
-            assert value == _NO_OTHERS.get(name, value), f"{name}: {value!r}"
-        return named["mask_mode_code"] == _CAUSAL, cast("float", named["sm_scale"])
+    def _scale(self, settings: tuple[object, ...]) -> float:
+        """The scale of the scores; all else must be off, in the kind it is told in."""
+        expected = _SETTINGS[self._backend]
+        (scale,) = (value for value, told in zip(settings, expected, strict=True) if told == "scale")
+        for value, told in zip(settings, expected, strict=True):
+            assert told == "scale" or (type(value), value) == (type(told), told)
+        assert isinstance(scale, float)
+        return scale
 
     def plan(
         self,
@@ -87,12 +81,10 @@ class FakeModule:
             assert array.is_contiguous()
         assert batch_size == len(kv_len_arr) == len(qo_indptr) - 1 == len(kv_indptr) - 1
         assert total_num_rows == int(qo_indptr[-1] - qo_indptr[0])
-        assert num_qo_heads % num_kv_heads == 0
-        assert page_size > 0
+        assert num_qo_heads % num_kv_heads == 0 < page_size
         assert head_dim_qk == head_dim_vo
-        assert not enable_cuda_graph
-        assert window_left == -1
-        plan = _Plan(qo_indptr.tolist(), kv_indptr.tolist(), kv_len_arr.tolist(), causal)
+        assert (enable_cuda_graph, causal, window_left) == (False, True, -1)
+        plan = _Plan(qo_indptr.tolist(), kv_indptr.tolist(), kv_len_arr.tolist())
         self._plans[int_workspace_buffer.data_ptr()] = plan
         return [0] * 9
 
@@ -109,21 +101,20 @@ class FakeModule:
         o: Tensor,
         *settings: object,
     ) -> None:
-        causal, sm_scale = self._read(settings)
+        sm_scale = self._scale(settings)
         for tensor in (k, v):
             # What TMA asks for.
             assert tensor.stride(-1) == 1
             assert all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
             assert tensor.data_ptr() % 16 == 0
         plan = self._plans[int_workspace_buffer.data_ptr()]
-        assert plan.causal == causal
         starts, kv_starts = plan.q_indptr, plan.kv_indptr
         assert qo_indptr.tolist() == starts
         assert kv_indptr.tolist() == kv_starts
         self.runs.append((self._backend, "ragged", len(plan.kv_lens)))
         for i, kv_len in enumerate(plan.kv_lens):
             kv = slice(kv_starts[i], kv_starts[i] + kv_len)
-            _attend(q, k[kv], v[kv], o, slice(starts[i], starts[i + 1]), plan.causal, sm_scale)
+            _attend(q, k[kv], v[kv], o, slice(starts[i], starts[i + 1]), sm_scale)
 
     def paged_run(
         self,
@@ -140,9 +131,8 @@ class FakeModule:
         o: Tensor,
         *settings: object,
     ) -> None:
-        causal, sm_scale = self._read(settings)
+        sm_scale = self._scale(settings)
         plan = self._plans[int_workspace_buffer.data_ptr()]
-        assert plan.causal == causal
         page_tokens = paged_k_cache.shape[1]
         if self._backend == "fa2":
             starts, pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
@@ -154,70 +144,24 @@ class FakeModule:
         for i, kv_len in enumerate(plan.kv_lens):
             blocks = paged_kv_indices[pages[i] :][: -(-kv_len // page_tokens)].long()
             k, v = (cache[blocks].flatten(0, 1)[:kv_len] for cache in (paged_k_cache, paged_v_cache))
-            _attend(q, k, v, o, slice(starts[i], starts[i + 1]), plan.causal, sm_scale)
+            _attend(q, k, v, o, slice(starts[i], starts[i + 1]), sm_scale)
 
 
-def _fa2_settings(
-    maybe_lse: None,
-    mask_mode_code: int,
-    layout: int,
-    window_left: int,
-    enable_pdl: bool,
-    maybe_custom_mask: None,
-    maybe_mask_indptr: None,
-    maybe_alibi_slopes: None,
-    maybe_prefix_len_ptr: None,
-    maybe_token_pos_in_items_ptr: None,
-    maybe_max_item_len_ptr: None,
-    maybe_k_cache_sf: None,
-    maybe_v_cache_sf: None,
-    logits_soft_cap: float,
-    sm_scale: float,
-    rope_rcp_scale: float,
-    rope_rcp_theta: float,
-    token_pos_in_items_len: int,
-) -> dict[str, object]:
-    return locals()
-
-
-def _fa3_settings(
-    maybe_lse: None,
-    mask_mode_code: int,
-    layout: int,
-    window_left: int,
-    enable_pdl: bool,
-    maybe_prefix_len_ptr: None,
-    maybe_token_pos_in_items_ptr: None,
-    maybe_max_item_len_ptr: None,
-    maybe_scale_v: None,
-    logits_soft_cap: float,
-    sm_scale: float,
-    scale_v_scalar: float,
-    token_pos_in_items_len: int,
-) -> dict[str, object]:
-    return locals()
-
-
-_SETTINGS: dict[str, Callable[..., dict[str, object]]] = {"fa2": _fa2_settings, "fa3": _fa3_settings}
-_NO_OTHERS = {
-    "layout": _NHD,
-    "window_left": -1,
-    "enable_pdl": True,
-    "logits_soft_cap": 0.0,
-    "rope_rcp_scale": 1.0,
-    "rope_rcp_theta": 1 / 1e4,
-    "scale_v_scalar": 1.0,
-    "token_pos_in_items_len": 0,
+_COMMON = (None, _CAUSAL, _NHD, -1, True)
+"""No log-sum-exp, the mask, the layout, no window, programmatic dependent launch."""
+_SETTINGS: dict[str, tuple[object, ...]] = {
+    # No custom mask, ALiBi, multi-item scoring nor cache in four bits; no soft cap, the scale, RoPE's reciprocals.
+    "fa2": (*_COMMON, *[None] * 8, 0.0, "scale", 1.0, 1e-4, 0),
+    # No multi-item scoring nor scales of values; no soft cap, the scale.
+    "fa3": (*_COMMON, *[None] * 4, 0.0, "scale", 1.0, 0),
 }
-"""What FlashInfer's wrappers pass where none of it is asked for; tensors beside these are None."""
+"""What FlashInfer's wrappers pass where nothing else is asked for."""
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor, rows: slice, causal: bool, scale: float) -> None:
+def _attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor, rows: slice, scale: float) -> None:
     """One sequence, whose rows are the last of its tokens."""
     count = rows.stop - rows.start
-    mask = torch.ones(count, len(k), dtype=torch.bool)
-    if causal:
-        mask = mask.tril(len(k) - count)
+    mask = torch.ones(count, len(k), dtype=torch.bool).tril(len(k) - count)
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q[rows], k, v))
     attended = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
