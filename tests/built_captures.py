@@ -26,25 +26,24 @@ OPTIONS = (
 PROMPTS = [[1, 2, 3, 4, 5], [9] * 40, [7]]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
-START = """
+COMPILERS = ("torch._dynamo", "torch._inductor", "sympy", "triton")
+START = f"""
 import dataclasses, json, sys
 from bullet_graph import Engine, SamplingParams
 from bullet_graph.graphs.compile_counts import CompileCounter
-settings = json.loads(sys.argv[1])
-with Engine("tiny", device="cpu", compile=True, **settings) as engine, CompileCounter(gpu=False) as serving:
-    compilers = [name for name in ("torch._dynamo", "torch._inductor", "sympy", "triton") if name in sys.modules]
-    outputs = engine.generate(
-        json.loads(sys.argv[2]),
-        SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True),
-        use_tqdm=False,
-    )
-print(json.dumps({
+settings, prompts = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+sampling = SamplingParams(temperature=0, max_tokens={GREEDY.max_tokens}, ignore_eos=True)
+with Engine(**settings) as engine, CompileCounter(gpu=settings["device"] == "cuda") as serving:
+    compilers = [name for name in {COMPILERS} if name in sys.modules]
+    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+print(json.dumps({{
     "compilers": compilers,
     "start": dataclasses.asdict(engine.compiles),
     "serving": dataclasses.asdict(serving.counts),
     "use": dataclasses.asdict(engine.cache_use),
     "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-}))
+    "imports_flashinfer": "flashinfer" in sys.modules,
+}}))
 """
 
 
@@ -68,17 +67,17 @@ def start_process(libraries: Path, code: str, *arguments: str) -> subprocess.Pop
     )
 
 
-def ended(process: subprocess.Popen[str], *, exit_code: int = 0) -> tuple[Any, str]:
-    """What a process printed as JSON, or None for nothing, and its stderr."""
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == exit_code, err
-    return json.loads(out) if out else None, err
+def ended(process: subprocess.Popen[str]) -> Any:
+    """What a process printed, as JSON."""
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out)
 
 
 def start_engine(libraries: Path, **settings: Any) -> Any:
     """Start an engine in a process of its own and let it serve."""
-    arguments = json.dumps({**SETTINGS, **settings}), json.dumps(PROMPTS), str(GREEDY.max_tokens)
-    return ended(start_process(libraries, START, *arguments))[0]
+    chosen = {"model": "tiny", "device": "cpu", "compile": True, **SETTINGS, **settings}
+    return ended(start_process(libraries, START, json.dumps(chosen), json.dumps(PROMPTS)))
 
 
 def engine_from(store: CaptureStore, **settings: Any) -> Engine:
@@ -111,7 +110,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[CaptureStore, Any]:
             code = "from bullet_graph.cli.main import main; main()"
             arguments = ("capture", "build", *OPTIONS, "--json", "--cache-dir", str(shared / "store"))
             process = start_process(shared / "libraries", code, *arguments)
-            printed.write_text(json.dumps(ended(process)[0]))
+            printed.write_text(json.dumps(ended(process)))
     return CaptureStore(shared / "store"), json.loads(printed.read_text())
 
 

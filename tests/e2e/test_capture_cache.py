@@ -110,18 +110,11 @@ def test_in_this_process(
     assert quickly == []
 
 
-def damage_manifest(entry: Entry) -> None:
-    flip_byte(entry.folder / MANIFEST_NAME, 40)
-
-
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
         (lambda entry: flip_byte(entry.files / PACKAGE, 1000), r"attention_output\.pt2 has another checksum"),
-        (lambda entry: os.truncate(entry.files / PACKAGE, 99), r"attention_output\.pt2 has 99 bytes instead"),
-        (lambda entry: (entry.files / PACKAGE).unlink(), r"attention_output\.pt2 is missing"),
-        (lambda entry: (entry.files / "more.py").write_text("raise SystemExit"), r"more\.py' is not listed"),
-        (damage_manifest, "has no entry for this engine, but "),
+        (lambda entry: flip_byte(entry.folder / MANIFEST_NAME, 40), "has no entry for this engine, but "),
         (lambda entry: shutil.rmtree(entry.folder), "no entries: build it with `bullet-graph capture build`"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from built_captures import GREEDY, PROMPTS
+from built_captures import PROMPTS, START
 
 pytestmark = pytest.mark.gpu
 
@@ -16,30 +16,14 @@ OPTIONS = (
     *("--model", "llama-3.2-1b", "--max-num-seqs", "16", "--max-model-len", "4096"),
     *("--kv-cache-bytes", "1GiB", "--partition-backend", "none"),
 )
-START = """
-import dataclasses, json, sys
-from bullet_graph import Engine, SamplingParams
-from bullet_graph.graphs.compile_counts import CompileCounter
-settings = json.loads(sys.argv[1])
-with Engine("llama-3.2-1b", max_num_seqs=16, max_model_len=4096, kv_cache_bytes=2**30, partition_backend="none",
-            **settings) as engine:
-    compilers = [name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules]
-    with CompileCounter(gpu=True) as serving:
-        outputs = engine.generate(
-            json.loads(sys.argv[2]),
-            SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True),
-            use_tqdm=False,
-        )
-print(json.dumps({
-    "compilers": compilers,
-    "start": dataclasses.asdict(engine.compiles),
-    "serving": dataclasses.asdict(serving.counts),
-    "use": dataclasses.asdict(engine.cache_use),
-    "capture": dataclasses.asdict(engine.capture),
-    "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-    "imports_flashinfer": "flashinfer" in sys.modules,
-}))
-"""
+SETTINGS = {
+    "model": "llama-3.2-1b",
+    "device": "cuda",
+    "max_num_seqs": 16,
+    "max_model_len": 4096,
+    "kv_cache_bytes": 2**30,
+    "partition_backend": "none",
+}
 LONG_PROMPT = [5] * 1500
 
 
@@ -64,7 +48,7 @@ def run(libraries: Path, *arguments: str) -> Any:
 
 def start(libraries: Path, **settings: Any) -> Any:
     prompts = json.dumps([*PROMPTS, LONG_PROMPT])
-    return run(libraries, "-c", START, json.dumps(settings), prompts, str(GREEDY.max_tokens))
+    return run(libraries, "-c", START, json.dumps(SETTINGS | settings), prompts)
 
 
 def test_the_second_start_compiles_nothing(tmp_path: Path, record_property: Any) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import os
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from caches import FINGERPRINT, build
+from compiled_triton import run_compiled
 from fakes.flashinfer_package import FakeFlashInfer
 
 from bullet_graph.captures.store import CaptureStore
@@ -45,8 +46,6 @@ ROW_PLAN = CapturePlan(
 )
 
 COMPILE_A_KERNEL = """
-import sys
-from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
@@ -98,24 +97,14 @@ def test_a_folder_of_kernels_travels(tmp_path: Path) -> None:
 def test_a_kernel_that_triton_compiled_is_found_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is published for Linux only")
 
-    def compiled(folder: Path) -> int:
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {
-            "TRITON_CACHE_DIR": str(folder),
-            "PYTHONPATH": str(Path(sys.modules["bullet_graph"].__path__[0]).parent),
-        }
-        command = [sys.executable, "-c", COMPILE_A_KERNEL]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        return int(done.stdout)
-
-    here, kept, there = tmp_path / "here", tmp_path / "kept", tmp_path / "there"
-    assert compiled(here) == 1
-    copy_kernels(here, kept)
-    for path in here.rglob("*"):
-        if path.is_file():
-            path.unlink()
-    copy_kernels(kept, there)
-    assert compiled(there) == 0
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    assert run_compiled(COMPILE_A_KERNEL, here) == 1
+    copy_kernels(here / "triton", tmp_path / "kept")
+    shutil.rmtree(here)
+    copy_kernels(tmp_path / "kept", there / "triton")
+    assert run_compiled(COMPILE_A_KERNEL, there) == 0
 
 
 def test_the_libraries_work_elsewhere_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
