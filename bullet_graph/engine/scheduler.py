@@ -1,7 +1,6 @@
 """Continuous batching over a paged KV cache: admits, preempts and finishes sequences, and fills steps."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import islice
 
@@ -83,12 +82,8 @@ def _queued(sequence: Sequence) -> QueuedPrompt:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    sequence: Sequence
-    start: int
-    stop: int
-    ends_prompt: bool
+_Chunk = tuple[Sequence, int]
+"""A prompt under way, and the position at which its rows of a step end."""
 
 
 class Scheduler:
@@ -210,13 +205,13 @@ class Scheduler:
             return None
         prefill = self._prefill_batch(chunks) if chunks else None
         batch = self._decode_batch(decoding) if decoding else None
-        sampled = tuple([c.sequence for c in chunks if c.ends_prompt] + decoding)
-        touched = tuple([c.sequence for c in chunks] + decoding)
+        sampled = tuple([s for s, stop in chunks if stop == s.num_tokens] + decoding)
+        touched = tuple([s for s, _ in chunks] + decoding)
         admitted, self._admitted = tuple(self._admitted), []
-        for chunk in chunks:
-            chunk.sequence.num_cached = chunk.stop
-            chunk.sequence.prompt_launched = chunk.ends_prompt
-            chunk.sequence.decoding = chunk.ends_prompt and lane == "decode"
+        for sequence, stop in chunks:
+            sequence.num_cached = stop
+            sequence.prompt_launched = stop == sequence.num_tokens
+            sequence.decoding = sequence.prompt_launched and lane == "decode"
         for sequence in decoding:
             sequence.num_cached += 1
         for sequence in touched:
@@ -280,9 +275,8 @@ class Scheduler:
             # Decode rows of the same step may have taken the prompt's blocks, or preempted it.
             if self._is_held(sequence) or (sequence.status is Status.WAITING and not self._admit(sequence)):
                 continue
-            target = sequence.num_tokens
-            stop = min(sequence.num_cached + budget, target)
-            chunks.append(_Chunk(sequence, sequence.num_cached, stop, stop == target))
+            stop = min(sequence.num_cached + budget, sequence.num_tokens)
+            chunks.append((sequence, stop))
             budget -= stop - sequence.num_cached
             # Checked here, as the next turn would admit a sequence without budget for it.
             if budget <= 0:
@@ -303,20 +297,20 @@ class Scheduler:
         return True
 
     def _prefill_batch(self, chunks: list[_Chunk]) -> PrefillBatch:
-        slots = np.array([c.sequence.slot for c in chunks], dtype=np.int32)
-        starts = np.array([c.start for c in chunks], dtype=np.int32)
-        stops = np.array([c.stop for c in chunks], dtype=np.int32)
+        slots = np.array([s.slot for s, _ in chunks], dtype=np.int32)
+        starts = np.array([s.num_cached for s, _ in chunks], dtype=np.int32)
+        stops = np.array([stop for _, stop in chunks], dtype=np.int32)
         q_indptr: Int32Array = np.zeros(len(chunks) + 1, dtype=np.int32)
         np.cumsum(stops - starts, out=q_indptr[1:])
         kv_indptr, kv_indices = self._pool.flatten(slots, stops)
         return PrefillBatch(
             slots=slots,
-            token_ids=np.concatenate([c.sequence.known_token_ids(c.start, c.stop) for c in chunks]),
+            token_ids=np.concatenate([s.known_token_ids(s.num_cached, stop) for s, stop in chunks]),
             q_indptr=q_indptr,
             starts=starts,
             kv_indptr=kv_indptr,
             kv_indices=kv_indices,
-            samples=np.array([c.ends_prompt for c in chunks], dtype=np.bool_),
+            samples=np.array([stop == s.num_tokens for s, stop in chunks], dtype=np.bool_),
         )
 
     # ---- leaving ----

@@ -346,14 +346,6 @@ async def test_streams_end_even_if_the_device_cannot_be_shut_down(
 # ---- event loops ----
 
 
-def test_one_engine_serves_one_event_loop_after_another(model: Model) -> None:
-    engine = AsyncEngine(make_engine(model.folder))
-    for _ in range(3):
-        outputs = asyncio.run(collect(engine, PROMPT))
-        assert tokens_of(outputs[-1]) == [model.greedy(PROMPT, 12)]
-    engine.shutdown()
-
-
 def test_a_loop_that_ends_takes_its_requests_with_it(model: Model, gate: Gate) -> None:
     engine = AsyncEngine(make_engine(model.folder))
 

@@ -1,6 +1,5 @@
 """Shutdown, failures and interrupts of an engine on the CPU, also between the slices of a prefill."""
 
-import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
@@ -8,11 +7,10 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
-from async_engines import collect
 from engines import GREEDY, Model, at_any_depth, make_engine, run_to_end, tokens_of
 from policies import PROMPT, PROMPTS, fail_launches, make, short_slices
 
-from bullet_graph import AsyncEngine, Engine, EngineDeadError
+from bullet_graph import Engine, EngineDeadError
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.executor import keep_for_ever
@@ -148,25 +146,6 @@ def test_a_failing_device_ends_the_engine_with_the_cause(monkeypatch: pytest.Mon
             with pytest.raises(EngineDeadError, match="on fire") as caught:
                 call()
             assert caught.value.__cause__ is error
-
-
-@short_slices
-async def test_streams_learn_that_the_prefill_lane_failed(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = RuntimeError("lane is on fire")
-    fail_launches(monkeypatch, 3, error, "prefill")
-    engine = AsyncEngine(make(model, max_num_seqs=2))
-    async with asyncio.timeout(20):
-        results = await asyncio.gather(
-            *(collect(engine, prompt) for prompt in PROMPTS), return_exceptions=True
-        )
-        results += await asyncio.gather(collect(engine, PROMPT), return_exceptions=True)
-    failures = [result for result in results if isinstance(result, EngineDeadError)]
-    assert len(failures) >= len(PROMPTS) - 1
-    assert all("on fire" in str(failure) and failure.__cause__ is error for failure in failures)
-    assert isinstance(results[-1], EngineDeadError)
-    engine.shutdown()
 
 
 def test_nothing_is_freed_of_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

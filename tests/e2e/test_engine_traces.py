@@ -84,19 +84,7 @@ def test_a_trace_goes_on_under_another_policy_and_after_an_interrupt(
     assert {decision.policy for decision in trace.decisions} == {"solo"}
 
 
-def test_a_trace_never_takes_the_place_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text("precious")
-    with pytest.raises(ConfigError, match=r"trace\.jsonl exists"):
-        make(trace_decisions=path)
-    assert path.read_text() == "precious"
-    with pytest.raises(ConfigError, match="cannot be made"):
-        make(trace_decisions=tmp_path / "no-such-folder" / "trace.jsonl")
-
-
-def test_an_engine_that_cannot_be_made_gives_its_memory_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_trace_file_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shut_down = []
     shutdown = CpuExecutor.shutdown
 
@@ -105,9 +93,15 @@ def test_an_engine_that_cannot_be_made_gives_its_memory_back(
         shutdown(self)
 
     monkeypatch.setattr(CpuExecutor, "shutdown", note)
+    path = tmp_path / "trace.jsonl"
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match=r"trace\.jsonl exists"):
+        make(trace_decisions=path)
+    assert path.read_text() == "precious"
+    assert not shut_down, "known before the engine is built"
     with pytest.raises(ConfigError, match="cannot be made"):
         make(trace_decisions=tmp_path / "no-such-folder" / "trace.jsonl")
-    assert len(shut_down) == 1
+    assert len(shut_down) == 1, "the memory is given back"
 
 
 def test_a_trace_of_a_failed_engine_is_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

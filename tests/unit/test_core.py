@@ -339,21 +339,6 @@ def test_a_planner_that_launches_nothing_is_an_error_not_an_endless_loop() -> No
 # ---- aborts between two slices ----
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_an_abort_between_slices_gives_the_blocks_back(depth: int) -> None:
-    executor = CheckedExecutor(max_in_flight=depth)
-    loop = CoreLoop(make_planner("split:48"), max_model_len=4096, num_kv_blocks=600, executor=executor)
-    loop.add(20, 500)
-    while not any(s.decoding for s in loop.sequences.values()):
-        loop.step()
-    loop.add(4000, 5)
-    while not any(launch.step.prefill is not None for launch in executor.in_flight["prefill"]):
-        loop.step()
-    loop.abort("request-1")
-    loop.abort("request-0")
-    loop.run(max_steps=loop.num_steps + 200)
-
-
 def test_an_abort_between_slices_with_nothing_in_flight() -> None:
     executor = CheckedExecutor(max_in_flight=1)
     loop = CoreLoop(_Wayward([18]), max_model_len=4096, num_kv_blocks=600, executor=executor)
