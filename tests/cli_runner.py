@@ -1,11 +1,13 @@
 """Running the console script in this process, for the end-to-end tests."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
 
 from bullet_graph.cli.main import main
+from bullet_graph.perf.energy import DeviceSample
 
 TINY = ("--model", "tiny", "--device", "cpu", "--kv-cache-bytes", "4MiB", "--max-model-len", "512")
 """Engine options that make any command quick."""
@@ -29,3 +31,34 @@ def refused(result: Result) -> str:
     assert isinstance(result.exception, SystemExit)
     assert result.stdout == ""
     return result.stderr
+
+
+def printed(result: Result) -> Any:
+    """The JSON that a command printed, and nothing beside it."""
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def write_trace(folder: Path, *lengths: tuple[int, int]) -> Path:
+    """A trace in Azure's form: requests with prompts and outputs of these lengths, 10 ms apart."""
+    path = folder / "trace.csv"
+    rows = [f"2023-11-16 18:15:{46 + 0.01 * i:.2f},{p},{o}" for i, (p, o) in enumerate(lengths)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    return path
+
+
+class EnergyProbe:
+    """A GPU that spends 31 J on every run."""
+
+    energy_mj = 0
+
+    def sample(self) -> DeviceSample:
+        return DeviceSample(1500, 650.0, 55)
+
+    def total_energy_mj(self) -> int:
+        self.energy_mj += 31_000
+        return self.energy_mj
+
+    def close(self) -> None:
+        pass

@@ -44,14 +44,6 @@ def print_table(table: Table) -> None:
     Console().print(table)
 
 
-def print_failures(reasons: Mapping[int, str]) -> None:
-    """Show the first few reasons why requests failed, by the requests' indices."""
-    for index, reason in list(reasons.items())[:_MOST_REASONS_SHOWN]:
-        print_line(f"request {index} failed: {reason}", style="red")
-    if len(reasons) > _MOST_REASONS_SHOWN:
-        print_line(f"… and {len(reasons) - _MOST_REASONS_SHOWN:,} more (the JSON has them)")
-
-
 @dataclass(frozen=True, slots=True)
 class ReplayRun:
     """One replay, of an engine, a server or a simulation; ``usage`` has fields that only the system knows."""
@@ -90,24 +82,13 @@ def emit_replays(
         as_json: print JSON rather than a table.
     """
     fields = [run.fields(detailed=detailed) for run in runs.values()]
-    # The runs have the same requests, and refuse the same ones.
-    errors = next(iter(runs.values())).result.details.errors
-
-    def show() -> None:
-        print_replays(title, {name: run.fields() for name, run in runs.items()}, errors)
-
     whole = {**fields[0], **common} if len(fields) == 1 else {**common, "results": fields}
-    emit(whole, path, as_json=as_json, show=show)
+    emit(whole, path, as_json=as_json, show=lambda: print_replays(title, runs))
 
 
-def print_replays(title: str, runs: Mapping[str, Fields], errors: Sequence[str]) -> None:
-    """Show replays side by side on stdout, without the rows that no run has a figure for.
-
-    Args:
-        title: above the table.
-        runs: fields by the name of the run; a column each.
-        errors: by request of the first run, empty for those served: all runs refuse the same requests.
-    """
+def print_replays(title: str, named: Mapping[str, ReplayRun]) -> None:
+    """Show replays of the same requests side by side on stdout, without the rows that none has a figure for."""
+    runs = {name: run.fields() for name, run in named.items()}
     table = table_of("", *runs)
 
     def add(label: str, values: Iterable[float | None], decimals: int = 0) -> None:
@@ -122,6 +103,8 @@ def print_replays(title: str, runs: Mapping[str, Fields], errors: Sequence[str])
     add("duration, s", of("duration"), 2)
     done = [f"{run['completed']:,} / {run['failed']:,}" for run in runs.values()]
     table.add_row("requests done / failed", *done)
+    tokens = [f"{run['total_input_tokens']:,} / {run['total_output_tokens']:,}" for run in runs.values()]
+    table.add_row("tokens in / out", *tokens)
     add("requests/s", of("request_throughput"), 2)
     add("… that met all targets", of("request_goodput"), 2)
     add("met all targets, %", of("slo_attainment", 100), 1)
@@ -140,10 +123,17 @@ def print_replays(title: str, runs: Mapping[str, Fields], errors: Sequence[str])
         add(label, [100 * share[policy] if policy in share else None for share in shares], 1)
     for label, field in (("power, mean, W", "power_w"), ("SM clock, mean, MHz", "sm_clock_mhz")):
         add(label, [mean_of(run.get("device"), field) for run in runs.values()])
+    add("energy, J", of("energy_joules"))
     add("J an output token", of("joules_per_output_token"), 3)
     print_line(title)
     print_table(table)
-    print_failures({index: reason for index, reason in enumerate(errors) if reason})
+    # The runs refuse the same requests.
+    errors = next(iter(named.values())).result.details.errors
+    failed = [f"request {index} failed: {reason}" for index, reason in enumerate(errors) if reason]
+    for line in failed[:_MOST_REASONS_SHOWN]:
+        print_line(line, style="red")
+    if len(failed) > _MOST_REASONS_SHOWN:
+        print_line(f"… and {len(failed) - _MOST_REASONS_SHOWN:,} more (the JSON has them)")
 
 
 def mean_of(device: Fields | None, field: str) -> float | None:
@@ -188,38 +178,4 @@ def goodput_table(
         if shows_energy:
             row.append(figure((best or {}).get("joules_per_token"), 3))
         table.add_row(Text(name), rate, *row, str(len(runs)))
-    return table
-
-
-def figures_table(title: str, fields: Fields, rows: Mapping[str, str]) -> Table:
-    """The figures ``rows``, and how the engine and the device ran meanwhile, by a result's ``fields``."""
-    table = table_of("figure", "value", title=title)
-    table.show_header = False
-    shown = {
-        **rows,
-        "device, dtype": f"{fields['provenance']['device_name']}, {fields['dtype']}",
-        "steps, preemptions": f"{fields['num_steps']:,}, {fields['num_preemptions']:,}",
-        "KV blocks, peak of all": f"{fields['kv_blocks_peak']:,} of {fields['kv_blocks_total']:,}",
-    }
-    for label, unit, field in (
-        ("SM clock", "MHz", "sm_clock_mhz"),
-        ("power", "W", "power_w"),
-        ("temperature", "°C", "temperature_c"),
-    ):
-        values = fields["device"][field]
-        if values is not None:
-            numbers = " / ".join(f"{values[name]:,.0f}" for name in ("min", "mean", "max"))
-            shown[f"{label}, min / mean / max"] = f"{numbers} {unit}"
-    for label, text in shown.items():
-        table.add_row(label, text)
-    return table
-
-
-def percentiles_table(summaries: Mapping[str, Fields | None]) -> Table:
-    """Mean and percentiles in ms, a row for each summary."""
-    names = ("mean", "p50", "p90", "p99")
-    table = table_of("ms", *names)
-    for label, summary in summaries.items():
-        if summary is not None:
-            table.add_row(label, *(figure(summary[name], 2) for name in names))
     return table

@@ -3,10 +3,9 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cli_runner import TINY, refused, run
+from cli_runner import TINY, printed, refused, run, write_trace
 from click.testing import Result
 from peers_fakes import CompletionsServer, completions_server
 from servers import Served, serving
@@ -18,10 +17,7 @@ LENGTHS = ((30, 5), (7, 12), (100, 1), (12, 8), (50, 3), (9, 6))
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("trace") / "trace.csv"
-    rows = [f"2023-11-16 18:15:{46 + 0.01 * i:.2f},{p},{o}" for i, (p, o) in enumerate(LENGTHS)]
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    return path
+    return write_trace(tmp_path_factory.mktemp("trace"), *LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -41,33 +37,15 @@ def bench(url: str, trace: Path, *options: str) -> Result:
     return run("bench", "serve", *arguments)
 
 
-def fields(result: Result) -> dict[str, Any]:
-    assert result.exit_code == 0, result.output
-    parsed: dict[str, Any] = json.loads(result.stdout)
-    return parsed
-
-
 def test_it_has_the_fields_of_bench_online_and_the_same_requests(
     served: Served, trace: Path, tmp_path: Path
 ) -> None:
     options = ("--request-rate", "100", "--goodput", "ttft:60000", "tpot:60000", "--seed", "3", "--json")
     path = tmp_path / "server.json"
-    found = fields(bench(served.url, trace, *options, "--api-key", "k", "--output-json", str(path)))
+    found = printed(bench(served.url, trace, *options, "--api-key", "k", "--output-json", str(path)))
     assert json.loads(path.read_text()) == found
-    online = fields(
-        run(
-            "bench",
-            "online",
-            *TINY,
-            "--num-warmups",
-            "2",
-            "--trace",
-            str(trace),
-            "--policy",
-            "serial",
-            *options,
-        )
-    )
+    arguments = ("--num-warmups", "2", "--trace", str(trace), "--policy", "serial", *options)
+    online = printed(run("bench", "online", *TINY, *arguments))
     assert found.keys() | {"start"} == online.keys() | {"server"}
     same = ("num_prompts", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_rate")
     same += ("burstiness", "slo", "slo_attainment", "trace", "seed", "model", "model_id", "num_preemptions")
@@ -90,24 +68,19 @@ def test_people_get_a_table(served: Served, trace: Path) -> None:
 
 def test_any_server_with_the_interface_will_do(other: CompletionsServer, trace: Path) -> None:
     result = bench(other.url, trace, "--model", "tiny", "--max-concurrency", "2", "--save-detailed", "--json")
-    found = fields(result)
+    found = printed(result)
     assert (found["model"], found["completed"], found["max_concurrency"]) == ("tiny-served", 6, 2)
     assert found["policy_shares"] is found["num_steps"] is found["joules_per_token"] is None
     assert found["output_lens"] == [output for _, output in LENGTHS]
     # Targets are no field that other servers know.
-    assert (
-        fields(bench(other.url, trace, "--model", "tiny", "--goodput", "ttft:60000", "--json"))[
-            "slo_attainment"
-        ]
-        == 1
-    )
+    found = printed(bench(other.url, trace, "--model", "tiny", "--goodput", "ttft:60000", "--json"))
+    assert found["slo_attainment"] == 1
     assert all("slo" not in body for body in other.bodies)
 
 
-def test_a_request_that_is_too_long_fails_alone(served: Served, trace: Path, tmp_path: Path) -> None:
-    longer = tmp_path / "trace.csv"
-    longer.write_text(trace.read_text() + "\n2023-11-16 18:15:50.00,600,3")
-    found = fields(bench(served.url, longer, "--api-key", "k", "--json", "--save-detailed"))
+def test_a_request_that_is_too_long_fails_alone(served: Served, tmp_path: Path) -> None:
+    longer = write_trace(tmp_path, *LENGTHS, (600, 3))
+    found = printed(bench(served.url, longer, "--api-key", "k", "--json", "--save-detailed"))
     assert (found["completed"], found["failed"]) == (6, 1)
     assert "a prompt may have at most 511 tokens here, found 600" in found["errors"][-1]
 
@@ -118,8 +91,7 @@ def test_bad_input(served: Served, other: CompletionsServer, trace: Path, tmp_pa
     assert "--base-url must be such as" in refused(bench("localhost:8000", trace))
     assert "give --model" in refused(bench(other.url, trace))
     assert "unknown model 'nonesuch'" in refused(bench(other.url, trace, "--model", "nonesuch"))
-    too_long = tmp_path / "t.csv"
-    too_long.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,600,2")
+    too_long = write_trace(tmp_path, (600, 2))
     message = refused(bench(served.url, too_long, "--api-key", "k", "--num-warmups", "0"))
     assert "none of the 1 requests" in message
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runner import refused, write_trace
 from click.testing import CliRunner, Result
 from peers_fakes import CompletionsServer, Telling, completions_server, install_fake_vllm
 
@@ -23,10 +24,7 @@ EASY = "ttft:600000 tpot:600000"
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.csv"
-    rows = [f"2024-05-10 00:00:0{i}.000000,{p},{o}" for i, (p, o) in enumerate(LENGTHS)]
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n", encoding="utf-8")
-    return path
+    return write_trace(tmp_path, *LENGTHS)
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +43,6 @@ def run(workload: object, path: Path, *options: str, systems: tuple[str, ...] = 
     fixed = ("--model", "tiny", "--device", "cpu", "--kv-cache-bytes", "4MiB", "--max-num-seqs", "8")
     arguments = [*fixed, *named, "--workload", str(workload), "--warmup-requests", "2", *options]
     return CliRunner().invoke(compare, [*arguments, "--output-json", str(path)])
-
-
-def refused(result: Result) -> str:
-    assert result.exit_code == 2, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert result.stdout == ""
-    return " ".join(result.stderr.split())
 
 
 def order_of_runs(result: Result) -> list[str]:

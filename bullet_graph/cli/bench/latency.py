@@ -14,7 +14,7 @@ from tqdm import tqdm
 from bullet_graph.cli.engine_run import describe_run, open_engine, watch_device
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs, result_options
 from bullet_graph.cli.result_file import check_result_file, emit
-from bullet_graph.cli.tables import figures_table, percentiles_table, print_line, print_table
+from bullet_graph.cli.tables import figure, mean_of, print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import OutputKind, RequestOutput
@@ -161,20 +161,28 @@ def _run_batch(
 
 
 def _print(fields: dict[str, Any]) -> None:
-    """Show times and achieved bandwidth side by side."""
+    title = (
+        f"Latency: {fields['model']}, {fields['dtype']}, on {fields['provenance']['device_name']}, batch "
+        f"{fields['batch_size']}, {fields['input_len']} tokens in, {fields['output_len']} out"
+    )
     rows = {"batch latency, mean": f"{fields['avg_latency'] * 1e3:,.2f} ms"}
     for percentile, seconds in fields["percentiles"].items():
         rows[f"batch latency, p{percentile}"] = f"{seconds * 1e3:,.2f} ms"
+    rows["prefill, median"] = f"{fields['prefill_ms']['p50']:,.3f} ms"
     step = fields["decode_step_ms"]
     if step is not None:
         rows["decode step, median"] = f"{step['p50']:,.3f} ms · {fields['achieved_gb_per_s']:,.1f} GB/s"
+        rows["decode step, p99"] = f"{step['p99']:,.3f} ms"
         share = f"{fields['share_of_copy_percent']:.1f} % of {fields['copy_gb_per_s']:,.1f} GB/s"
         rows["of the measured copy"] = share
-    title = (
-        f"Latency: {fields['model']}, batch {fields['batch_size']}, {fields['input_len']} tokens in, "
-        f"{fields['output_len']} out"
-    )
-    print_table(figures_table(title, fields, rows))
-    print_table(percentiles_table({"prefill": fields["prefill_ms"], "decode step": step}))
+    rows["steps, preemptions"] = f"{fields['num_steps']:,}, {fields['num_preemptions']:,}"
+    for label, field in (("power, mean, W", "power_w"), ("SM clock, mean, MHz", "sm_clock_mhz")):
+        if (value := mean_of(fields["device"], field)) is not None:
+            rows[label] = figure(value, 0)
+    table = table_of("", "", title=title)
+    table.show_header = False
+    for row in rows.items():
+        table.add_row(*row)
+    print_table(table)
     if fields["num_preemptions"]:
         print_line("The KV cache was too small for the batch: times include recomputation.", style="bold red")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from bullet_graph.cli.engine_run import describe_run, load_requests, open_engine
 from bullet_graph.cli.options import engine_options, result_options
 from bullet_graph.cli.replay_options import num_prompts_option, trace_option
 from bullet_graph.cli.result_file import check_result_file, emit
-from bullet_graph.cli.tables import figures_table, percentiles_table, print_failures, print_table
+from bullet_graph.cli.tables import print_replays
 from bullet_graph.config import EngineConfig
 from bullet_graph.perf.metrics import ReplayResult
 from bullet_graph.runtime.resolve import resolve
@@ -67,7 +68,9 @@ def throughput(
         run = measure(client, workload, arrivals, slo=config.slo, label=label)
         record = describe_run(config, runtime, engine)
     fields = {**throughput_fields(run.result), "trace": workload.name, **record, **run.usage}
-    emit(fields, output_json, as_json=as_json, show=lambda: _print(fields))
+    title = f"{config.model}, {record['dtype']}, on {record['provenance']['device_name']}: {workload.name}"
+    show = partial(print_replays, title, {str(config.policy): run})
+    emit(fields, output_json, as_json=as_json, show=show)
 
 
 def throughput_fields(result: ReplayResult) -> dict[str, Any]:
@@ -95,22 +98,3 @@ def throughput_fields(result: ReplayResult) -> dict[str, Any]:
         "failures": [{"index": index, "reason": reason} for index, reason in reasons if reason],
         **{name: None if s is None else dataclasses.asdict(s) for name, s in summaries.items()},
     }
-
-
-def _print(fields: dict[str, Any]) -> None:
-    rows = {
-        "elapsed": f"{fields['elapsed_time']:,.2f} s",
-        "requests": f"{fields['num_requests']:,} done, {fields['num_failed']:,} failed",
-        "tokens in / out": f"{fields['total_input_tokens']:,} / {fields['total_output_tokens']:,}",
-        "requests a second": f"{fields['requests_per_second']:,.2f}",
-        "tokens a second": f"{fields['tokens_per_second']:,.1f}",
-        "output tokens a second": f"{fields['output_tokens_per_second']:,.1f}",
-    }
-    if fields["energy_joules"] is not None:
-        rows["energy"] = f"{fields['energy_joules']:,.0f} J"
-        rows["energy an output token"] = f"{fields['joules_per_output_token']:,.3f} J"
-    title = f"Throughput: {fields['model']}, {fields['trace']}, policy {fields['policy']}"
-    print_table(figures_table(title, fields, rows))
-    latencies = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "e2e": "e2e_ms"}
-    print_table(percentiles_table({label: fields[name] for label, name in latencies.items()}))
-    print_failures({failure["index"]: failure["reason"] for failure in fields["failures"]})
