@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import ClassVar
 
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.key import GraphKey
@@ -14,6 +15,7 @@ class PieceKey:
 
     rows: int
     layer: int
+    partition: ClassVar[SmPartition] = WHOLE_GPU
 
 
 CaptureKey = GraphKey | PieceKey

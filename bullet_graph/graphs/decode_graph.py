@@ -13,7 +13,7 @@ from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_no
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
 from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
 from bullet_graph.kernels.gpu import Gpu, cublas_sm_count, fitting_blas
-from bullet_graph.kernels.memory import Uploader, packed_offsets
+from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import TritonOps, sample
 from bullet_graph.models.decoder import Decoder
@@ -171,10 +171,9 @@ class DecodeGraphs:
 
     def _prepare(self, inputs: DecodeInputs, partition: SmPartition) -> _DeviceStep:
         """Upload the inputs; addresses depend on the batch size alone."""
-        rows = len(inputs.slots)
         kv_lens = inputs.positions + np.int32(1)
         block_tokens = np.int32(self._decoder.cache.block_tokens)
-        slots, positions, sample_positions, kv_slots, last_block_tokens, kv_indptr, _ = self._uploader.upload(
+        uploaded = self._uploader.upload(
             inputs.slots,
             inputs.positions,
             kv_lens,
@@ -183,8 +182,10 @@ class DecodeGraphs:
             inputs.kv_indptr,
             inputs.kv_indices,
         )
-        _, indices_start = packed_offsets([rows] * 5 + [rows + 1])
-        batch = DecodeBatch(kv_indptr, self._uploader.device_buffer[indices_start:], last_block_tokens)
+        slots, positions, sample_positions, kv_slots, last_block_tokens, kv_indptr, kv_indices = uploaded
+        # To the end of the buffer: a captured step may read more blocks when it is replayed.
+        all_indices = self._uploader.device_buffer[kv_indices.storage_offset() :]
+        batch = DecodeBatch(kv_indptr, all_indices, last_block_tokens)
         attention = self._attention.plan(batch, num_sms=_lane_sms(partition))
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 

@@ -14,7 +14,7 @@ from bullet_graph.graphs.decode_graph import DecodeGraphs
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
-from bullet_graph.perf.start_report import PhaseName, StartClock
+from bullet_graph.perf.start_report import StartClock
 
 
 class EngineGraphs:
@@ -69,10 +69,10 @@ class EngineGraphs:
         compiled_s = time.perf_counter()
         keys = self._progress.missing[: self._num_hot if ready == "hot" else None]
         with progress_bar(progress, total=len(keys), desc="Capturing graphs", unit="graph") as advance:
-            for kind, of_kind in groupby(keys, _kind):
-                with clock.phase(kind):
+            for kind, of_kind in groupby(keys, type):
+                with clock.phase("piecewise graphs" if kind is PieceKey else "decode graphs"):
                     for key in of_kind:
-                        self._capture(key, stream_for(_partition(key)))
+                        self._capture(key, stream_for(key.partition))
                         advance(1)
         stream_for(WHOLE_GPU).synchronize()
         free_after, _ = torch.cuda.mem_get_info()
@@ -88,7 +88,7 @@ class EngineGraphs:
         """The partition whose stream the next :meth:`prepare_next` needs; None: nothing is left."""
         key = self._progress.next
         if key is not None:
-            return _partition(key)
+            return key.partition
         return WHOLE_GPU if len(self._times_ms) < len(self._rows) else None
 
     @property
@@ -125,11 +125,3 @@ def _beside_nothing(stream: torch.cuda.Stream) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     current.wait_stream(stream)
-
-
-def _partition(key: CaptureKey) -> SmPartition:
-    return WHOLE_GPU if isinstance(key, PieceKey) else key.partition
-
-
-def _kind(key: CaptureKey) -> PhaseName:
-    return "piecewise graphs" if isinstance(key, PieceKey) else "decode graphs"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate, cycle
 
 import numpy as np
 import torch
@@ -29,16 +30,8 @@ class KVCache:
     ) -> None:
         self.block_tokens = block_tokens
         # Zeroed: padding rows attend to the padding block, and uninitialised memory may hold NaN.
-        self._data = torch.zeros(
-            shape.num_layers,
-            2,
-            num_blocks,
-            block_tokens,
-            shape.num_kv_heads,
-            shape.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        sizes = (shape.num_layers, 2, num_blocks, block_tokens, shape.num_kv_heads, shape.head_dim)
+        self._data = torch.zeros(sizes, dtype=dtype, device=device)
         # Views made once: an eager forward asks for them three times a layer, and waits for Python.
         self._layers = [(self._data[index, 0], self._data[index, 1]) for index in range(shape.num_layers)]
 
@@ -51,20 +44,20 @@ class PinnedRing:
     """Pinned staging buffers of ``num_bytes`` each, taken in turn; a buffer is reused once its copies have finished."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._buffers = [
-            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_RING_BUFFERS)
-        ]
-        self._copied = [torch.cuda.Event() for _ in range(_RING_BUFFERS)]
-        self._next = 0
+        self._buffers = cycle(
+            [
+                (torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+                for _ in range(_RING_BUFFERS)
+            ]
+        )
 
     @contextmanager
     def buffer(self) -> Iterator[Tensor]:
         """A free buffer, [num_bytes] uint8; inside the block, enqueue its copies on the current stream."""
-        index = self._next
-        self._next = (index + 1) % _RING_BUFFERS
-        self._copied[index].synchronize()
-        yield self._buffers[index]
-        self._copied[index].record()
+        buffer, copied = next(self._buffers)
+        copied.synchronize()
+        yield buffer
+        copied.record()
 
 
 class Uploader:
@@ -80,7 +73,8 @@ class Uploader:
 
         Returns views of the device buffer, valid until the next upload's copy runs.
         """
-        offsets, end = packed_offsets([len(array) for array in arrays])
+        ends = list(accumulate(-(-len(array) // 4) * 4 for array in arrays))
+        offsets, end = [0, *ends[:-1]], ends[-1]
         if end > self._capacity:
             raise ConfigError(f"a step needs {end} input values, the buffer holds {self._capacity}")
         with self._ring.buffer() as staging:
@@ -89,12 +83,3 @@ class Uploader:
                 host[offset : offset + len(array)] = array
             self.device_buffer[:end].copy_(staging.view(torch.int32)[:end], non_blocking=True)
         return [self.device_buffer[o : o + len(a)] for o, a in zip(offsets, arrays, strict=True)]
-
-
-def packed_offsets(lengths: list[int]) -> tuple[list[int], int]:
-    """Where arrays of these lengths start when each is aligned to 16 bytes, and where the last one ends."""
-    offsets, end = [], 0
-    for length in lengths:
-        offsets.append(end)
-        end += -(-length // 4) * 4
-    return offsets, end

@@ -9,7 +9,7 @@ from torch import Tensor
 from bullet_graph.kernels.attention import Attention, LayerRows
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import RowInputs, TorchOps
-from bullet_graph.models.config import Llama3RopeScaling, ModelConfig
+from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.layers import LayerFunctions
 from bullet_graph.models.weights import ModelWeights
 
@@ -131,16 +131,13 @@ def _inverse_frequencies(config: ModelConfig) -> Tensor:
     """theta ** (-2i / head_dim) (Su et al. 2021, section 3.2.2), slowed as ``rope_scaling`` says."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     inv_freq = 1.0 / (config.rope_theta**exponents)
-    return inv_freq if config.rope_scaling is None else _scale_llama3(inv_freq, config.rope_scaling)
-
-
-def _scale_llama3(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Slow long wavelengths by ``factor``, keep short ones, blend between (Llama 3.1 reference code)."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return inv_freq
+    # Slow long wavelengths by the factor, keep short ones, blend between (Llama 3.1 reference code).
     wavelength = 2 * math.pi / inv_freq
-    context = scaling.original_max_position_embeddings
-    blend = (context / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    turns = scaling.original_max_position_embeddings / wavelength
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)
     return inv_freq * (blend + (1 - blend) / scaling.factor)
 

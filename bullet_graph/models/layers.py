@@ -57,23 +57,14 @@ class Layer:
     output_weights: tuple[Tensor, Tensor, Tensor, Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        qkv, mlp = self.attention.qkv, self.mlp
+        qkv, o, mlp = self.attention.qkv, self.attention.o, self.mlp
+        after = (o.weight, self.post_norm, mlp.gate_up.weight, mlp.down.weight)
         object.__setattr__(self, "input_weights", (self.input_norm, qkv.weight, qkv.bias))
-        object.__setattr__(
-            self,
-            "output_weights",
-            (self.attention.o.weight, self.post_norm, mlp.gate_up.weight, mlp.down.weight),
-        )
+        object.__setattr__(self, "output_weights", after)
 
 
 def attention_input(
-    ops: TorchOps,
-    x: Tensor,
-    residual: Tensor,
-    norm: Tensor,
-    qkv: Tensor,
-    qkv_bias: Tensor | None,
-    eps: float,
+    ops: TorchOps, x: Tensor, residual: Tensor, norm: Tensor, qkv: Tensor, qkv_bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Norm and project, before attention; returns (qkv [rows, q_size + 2 * kv_size], residual)."""
     x, residual = ops.add_rms_norm(x, residual, norm, eps)
