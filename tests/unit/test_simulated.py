@@ -149,26 +149,17 @@ def test_slices_share_the_time_of_their_forward() -> None:
     assert (result.token_ids.tolist(), result.device_ms) == ([0], pytest.approx(30))
 
 
-def test_a_split_runs_both_lanes_at_their_speed_beside_each_other() -> None:
-    device = executor()
-    # One row on 64 SMs: 15.625 ms alone, 23.4375 beside. 54 tokens on 36: 150 alone, 225 beside.
-    prefill = device.launch(prefill_step(54), on("prefill", WIDE))
-    decode = device.launch(decode_step(1), on("decode", WIDE))
-    assert finish_ms(device, decode) == pytest.approx(23.4375)
-    # It had done 23.4375 / 225 of its work; the rest runs alone.
-    assert finish_ms(device, prefill) == pytest.approx(23.4375 + 150 * (1 - 23.4375 / 225))
-
-
-def test_a_launch_that_joins_late_slows_the_other_from_then_on() -> None:
+@pytest.mark.parametrize("head_start_ms", [0, 75])
+def test_a_split_runs_both_lanes_at_their_speed_beside_each_other(head_start_ms: float) -> None:
+    """One row on 64 SMs takes 15.625 ms alone, 23.4375 beside; 54 tokens on 36 SMs take 150 and 225."""
     device = executor()
     prefill = device.launch(prefill_step(54), on("prefill", WIDE))
-    device.sleep_until(0.075)
+    device.sleep_until(head_start_ms / 1e3)
     decode = device.launch(decode_step(1), on("decode", WIDE))
     assert device.wait(decode).device_ms == pytest.approx(23.4375)
-    assert device.now() == pytest.approx(0.0984375)
-    result = device.wait(prefill)
-    # Half of it alone, 23.4375 / 225 beside, the rest alone.
-    assert result.device_ms == pytest.approx(75 + 23.4375 + 150 * (0.5 - 23.4375 / 225))
+    assert device.now() * 1e3 == pytest.approx(head_start_ms + 23.4375)
+    # What it did beside the step is 23.4375 / 225 of its work; it does the rest alone.
+    assert device.wait(prefill).device_ms == pytest.approx(23.4375 + 150 * (1 - 23.4375 / 225))
 
 
 def test_between_two_splits_each_lane_has_its_own_ones_speed() -> None:
@@ -176,8 +167,7 @@ def test_between_two_splits_each_lane_has_its_own_ones_speed() -> None:
     prefill = device.launch(prefill_step(54), on("prefill", WIDE))
     decode = device.launch(decode_step(1), on("decode", NARROW))
     assert finish_ms(device, decode) == pytest.approx(1500 / 32)
-    done = 1500 / 32 / 225
-    assert finish_ms(device, prefill) == pytest.approx(1500 / 32 + 150 * (1 - done))
+    assert finish_ms(device, prefill) == pytest.approx(1500 / 32 + 150 * (1 - 1500 / 32 / 225))
 
 
 @pytest.mark.parametrize(
@@ -259,17 +249,12 @@ def test_a_launch_costs_the_host_time_that_the_device_uses() -> None:
     assert finish_ms(device, device.launch(decode_step(1), on("decode"))) == pytest.approx(114)
 
 
-def test_time_passes_with_nothing_under_way() -> None:
-    device = executor()
-    device.sleep_until(2.5)
-    assert device.now() == 2.5
-    device.sleep_until(1.0)
-    assert device.now() == 2.5
-
-
 def test_the_device_says_what_it_has() -> None:
     device = SimulatedExecutor(FakeModel(), partitions=(NARROW, WHOLE_GPU, NARROW))
     assert (device.num_sms, device.partitions) == (100, (WHOLE_GPU, NARROW))
+    for until_s in (2.5, 1.0):  # time does not run backwards
+        device.sleep_until(until_s)
+        assert device.now() == 2.5
 
 
 MIXED = Step((), prefill_batch((3,), (0,), True), decode_step(1).decode, None)
@@ -321,6 +306,10 @@ LAUNCHES = st.lists(
 )
 
 
+def step_of(lane: Lane, size: int) -> Step:
+    return decode_step(*[1] * size) if lane == "decode" else prefill_step(size)
+
+
 @given(LAUNCHES, st.booleans())
 def test_on_the_whole_gpu_no_time_is_lost_or_won(
     launches: list[tuple[Lane, int, bool, int]], with_pauses: bool
@@ -332,39 +321,30 @@ def test_on_the_whole_gpu_no_time_is_lost_or_won(
     for lane, size, turns, pause_ms in launches:
         if with_pauses:
             device.sleep_until(device.now() + pause_ms / 1e3)
-        step, work_ms = (
-            (decode_step(*[1] * size), 10 * size) if lane == "decode" else (prefill_step(size), size)
-        )
-        tickets[lane].append(device.launch(step, on(lane, turns=turns)))
-        free_s = max(free_s, device.now()) + work_ms / 1e3
-    order = {lane: [] for lane in tickets}
-    waiting = [ticket for lane_tickets in tickets.values() for ticket in lane_tickets]
-    while waiting:
-        ticket = device.wait_any(waiting, None)
+        tickets[lane].append(device.launch(step_of(lane, size), on(lane, turns=turns)))
+        free_s = max(free_s, device.now()) + (10 * size if lane == "decode" else size) / 1e3
+    order: dict[Lane, list[int]] = {"decode": [], "prefill": []}
+    lane_of = {ticket: lane for lane, of_lane in tickets.items() for ticket in of_lane}
+    while lane_of:
+        ticket = device.wait_any(list(lane_of), None)
         assert ticket is not None
-        waiting.remove(ticket)
-        lane = next(lane for lane, lane_tickets in tickets.items() if ticket in lane_tickets)
-        order[lane].append(ticket)
+        order[lane_of.pop(ticket)].append(ticket)
         device.wait(ticket)
     assert device.now() == pytest.approx(free_s)
     assert order == tickets, "each lane is first in, first out"
 
 
 @given(LAUNCHES, st.lists(st.sampled_from([WHOLE_GPU, NARROW, WIDE]), min_size=12, max_size=12))
-def test_the_same_launches_take_the_same_time(
+def test_looking_on_the_way_changes_nothing(
     launches: list[tuple[Lane, int, bool, int]], partitions: list[SmPartition]
 ) -> None:
     ends = []
     for stride_s in (None, 0.001):
         device = executor()
         tickets = [
-            device.launch(
-                decode_step(*[1] * size) if lane == "decode" else prefill_step(size),
-                on(lane, partition, turns=turns),
-            )
+            device.launch(step_of(lane, size), on(lane, partition, turns=turns))
             for (lane, size, turns, _), partition in zip(launches, partitions, strict=False)
         ]
-        # Looking on the way changes nothing.
         while stride_s is not None and not all(map(device.done, tickets)):
             device.sleep_until(device.now() + stride_s)
         ends.append([device.wait(ticket).device_ms for ticket in tickets])

@@ -39,8 +39,16 @@ def average_ms(row: RowProgress, now_s: float, intervals_ms: list[float]) -> flo
 
 
 class TestDecodeLoad:
-    def test_without_targets_nothing_binds(self) -> None:
-        load = load_of(RowProgress(9.0, 5, 10, None))
+    @pytest.mark.parametrize(
+        "row",
+        [
+            RowProgress(9.0, 5, 10, None),  # no target
+            RowProgress(10.0, 1, None, 4.0),  # below the solo step, so lost from the start
+            RowProgress(10.0, 5, 0, 15.0),  # wants no more tokens
+        ],
+    )
+    def test_rows_that_bind_nothing(self, row: RowProgress) -> None:
+        load = load_of(row)
         assert (load.batch_size, load.kv_tokens) == (1, 1000)
         assert load.budget_ms == load.slack_ms == load.target_ms == math.inf
 
@@ -87,12 +95,6 @@ class TestDecodeLoad:
         assert load_of(lost).budget_ms == load_of(lost).slack_ms == load_of(lost).target_ms == math.inf
         kept = RowProgress(10.0, 1, None, 20.0)
         assert load_of(lost, kept) == decode_load([kept], 2, 2000, 10.0, solo_ms=solo)
-
-    def test_a_target_below_the_solo_step_is_lost_from_the_start(self) -> None:
-        assert load_of(RowProgress(10.0, 1, None, 4.0)).budget_ms == math.inf
-
-    def test_a_row_that_wants_no_more_tokens_binds_nothing(self) -> None:
-        assert load_of(RowProgress(10.0, 5, 0, 15.0)).budget_ms == math.inf
 
     def test_without_a_solo_time_no_row_is_lost_and_slack_is_the_budget(self) -> None:
         load = load_of(RowProgress(8.0, 3, 20, 15.0), solo_ms=None)
@@ -158,9 +160,6 @@ def num_on_time(prompts: list[QueuedPrompt], order: list[int], now_s: float, ms_
 
 
 class TestOrderPrompts:
-    def test_nothing(self) -> None:
-        assert order_prompts([], 0.0, 0.02) == []
-
     def test_without_deadlines_resumed_then_started_then_by_arrival(self) -> None:
         prompts = [
             prompt(10, 3.0),
@@ -190,15 +189,10 @@ class TestOrderPrompts:
         prompts = [prompt(500, 0.0, 0.6), prompt(400, 0.0, resumed=True), prompt(100, 0.0, 0.9)]
         assert order_prompts(prompts, 0.0, 1.0) == [1, 2, 0]
 
-    def test_patience_ends(self) -> None:
-        late, fresh = prompt(100, 0.0, 0.5), prompt(100, TUNING.patience_s, 0.5)
-        assert order_prompts([fresh, late], TUNING.patience_s - 0.1, 1.0) == [0, 1]
-        assert order_prompts([fresh, late], TUNING.patience_s + 0.1, 1.0) == [1, 0]
-
-    def test_patience_grows_with_what_the_target_allows(self) -> None:
-        allowance = TUNING.patience_s
-        late, now = prompt(100, 0.0, allowance), TUNING.patience_allowances * allowance
-        fresh = prompt(100, now, 0.5)
+    @pytest.mark.parametrize("allowance", [0.5, TUNING.patience_s])
+    def test_patience_ends_and_grows_with_what_the_target_allows(self, allowance: float) -> None:
+        now = max(TUNING.patience_s, TUNING.patience_allowances * allowance)
+        late, fresh = prompt(100, 0.0, allowance), prompt(100, now, 0.5)
         assert order_prompts([fresh, late], now - 0.1, 1.0) == [0, 1]
         assert order_prompts([fresh, late], now + 0.1, 1.0) == [1, 0]
 
