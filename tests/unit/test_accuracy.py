@@ -5,26 +5,19 @@ from dataclasses import replace
 import pytest
 from fakes.perf_tables import LLAMA_8B, h200_table
 
-from bullet_graph.perf.accuracy import PointError, held_back_errors
+from bullet_graph.perf.accuracy import ErrorReport, PointError, held_back_errors
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.table import DecodePoint, PerfTable, Points, PrefillPoint
 
 
-def with_held_back(held_back: Points) -> PerfTable:
-    return replace(h200_table(), held_back=held_back)
+def report_of(table: PerfTable) -> ErrorReport:
+    return held_back_errors(table, TableModel(table, LLAMA_8B))
 
 
 def test_every_kind_is_judged_and_a_split_twice() -> None:
-    table = h200_table()
-    report = held_back_errors(table, TableModel(table, LLAMA_8B))
-    assert [summary.kind for summary in report.kinds] == [
-        "decode",
-        "prefill",
-        "mixed",
-        "split decode",
-        "split prefill",
-    ]
-    assert [summary.num_points for summary in report.kinds] == [10, 2, 2, 8, 8]
+    report = report_of(h200_table())
+    counts = {summary.kind: summary.num_points for summary in report.kinds}
+    assert counts == {"decode": 10, "prefill": 2, "mixed": 2, "split decode": 8, "split prefill": 8}
     assert report.overall is not None
     assert report.overall.num_points == 30
     assert all(point.from_measured for point in report.points)
@@ -33,8 +26,7 @@ def test_every_kind_is_judged_and_a_split_twice() -> None:
 
 
 def test_noise_of_3_percent_stays_within_the_target() -> None:
-    table = h200_table(noise=0.03)
-    report = held_back_errors(table, TableModel(table, LLAMA_8B))
+    report = report_of(h200_table(noise=0.03))
     assert report.overall is not None
     assert 0 < report.overall.median_percent <= 8
     assert report.overall.p90_percent <= 20
@@ -49,8 +41,7 @@ def test_errors_by_hand() -> None:
             DecodePoint(16, 600, None, exact[1] * 2, ()),
         )
     )
-    table = with_held_back(held_back)
-    report = held_back_errors(table, TableModel(table, LLAMA_8B))
+    report = report_of(replace(h200_table(), held_back=held_back))
     assert [point.percent for point in report.points] == pytest.approx([100, -50])
     assert report.overall is not None
     assert report.overall.median_percent == pytest.approx(75)
@@ -61,14 +52,13 @@ def test_errors_by_hand() -> None:
 
 
 def test_nothing_held_back() -> None:
-    table = with_held_back(Points())
-    report = held_back_errors(table, TableModel(table, LLAMA_8B))
+    report = report_of(replace(h200_table(), held_back=Points()))
     assert report.points == report.kinds == ()
     assert report.overall is None
 
 
 def test_a_point_outside_of_the_measured_range_is_told() -> None:
-    table = with_held_back(Points(prefill=(PrefillPoint(16384, 0, 84, 900.0, ()),)))
-    (point,) = held_back_errors(table, TableModel(table, LLAMA_8B)).points
+    held_back = Points(prefill=(PrefillPoint(16384, 0, 84, 900.0, ()),))
+    (point,) = report_of(replace(h200_table(), held_back=held_back)).points
     assert not point.from_measured
     assert point.point == "16384 tokens after 0 on 84 SMs"

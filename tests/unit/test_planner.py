@@ -48,39 +48,22 @@ class TestWithoutChoice:
 
 class TestWithoutModel:
     @pytest.mark.parametrize(
-        ("policy", "load", "plan"),
+        ("policy", "decode", "prompts", "plan"),
         [
-            (
-                "serial:512",
-                load_of(decoding(8), 100),
-                Plan("serial", decode=False, chunk_tokens=512, bound="forced"),
-            ),
-            (
-                "serial",
-                load_of(decoding(8), 100),
-                Plan("serial", decode=False, chunk_tokens=2048, bound="forced"),
-            ),
+            ("serial:512", 8, (100,), Plan("serial", decode=False, chunk_tokens=512, bound="forced")),
+            ("serial", 8, (100,), Plan("serial", decode=False, chunk_tokens=2048, bound="forced")),
             # A mixed forward takes the prompt rows that decode rows leave, whatever the target, but always some.
-            (
-                "mixed:512",
-                load_of(decoding(100, tpot=1.0), 1000),
-                Plan("mixed", decode=True, chunk_tokens=412, bound="forced"),
-            ),
-            (
-                "mixed",
-                load_of(decoding(100), 1000),
-                Plan("mixed", decode=True, chunk_tokens=1948, bound="forced"),
-            ),
-            (
-                "mixed:64",
-                load_of(decoding(60), 1000),
-                Plan("mixed", decode=True, chunk_tokens=TUNING.row_step, bound="forced"),
-            ),
-            ("mixed", load_of(decoding(4)), Plan("solo", decode=True)),
-            ("mixed:512", load_of(None, 100), Plan("solo", decode=False, chunk_tokens=512)),
+            ("mixed:512", 100, (1000,), Plan("mixed", decode=True, chunk_tokens=412, bound="forced")),
+            ("mixed", 100, (1000,), Plan("mixed", decode=True, chunk_tokens=1948, bound="forced")),
+            ("mixed:64", 60, (1000,), Plan("mixed", decode=True, chunk_tokens=16, bound="forced")),
+            ("mixed", 4, (), Plan("solo", decode=True)),
+            ("mixed:512", 0, (100,), Plan("solo", decode=False, chunk_tokens=512)),
         ],
     )
-    def test_plans_have_no_predictions(self, policy: str, load: Load, plan: Plan) -> None:
+    def test_plans_have_no_predictions(
+        self, policy: str, decode: int, prompts: tuple[int, ...], plan: Plan
+    ) -> None:
+        load = load_of(decoding(decode, tpot=1.0) if decode else None, *prompts)
         assert modelless(policy).plan(load) == plan
         assert modelless(policy).prefill_ms_per_token == 0.0
 
@@ -122,13 +105,8 @@ class TestSerialAndMixed:
         assert planner("mixed").plan(load_of(decoding(64), 20000)).chunk_tokens == MAX_CHUNK - 64
 
     def test_a_chunk_is_cut_across_prompts_with_their_contexts(self) -> None:
-        load = Load(
-            0.0,
-            decoding(16),
-            (PromptLoad(300, 700, math.inf), PromptLoad(5000, 0, math.inf)),
-            5300,
-            None,
-        )
+        prompts = (PromptLoad(300, 700, math.inf), PromptLoad(5000, 0, math.inf))
+        load = Load(0.0, decoding(16), prompts, 5300, None)
         backlog = Backlog(load, planner()._predictor)
         assert backlog.pairs(200) == attention_pairs(200, 700)
         assert backlog.pairs(300) == attention_pairs(300, 700)
@@ -214,20 +192,18 @@ class TestCorrections:
         auto = planner()
         assert set(auto.corrections.values()) == {1.0}
         auto.observe("split", "step", 10.0, 12.0)
+        # One extreme measurement counts no further than the limit.
+        auto.observe("solo", "step", 1.0, 1000.0)
+        for predicted_ms, measured_ms in ((0.0, 5.0), (5.0, 0.0)):  # times of nothing say nothing
+            auto.observe("solo", "slice", predicted_ms, measured_ms)
         assert auto.corrections["split", "step"] == pytest.approx(1.2**0.05)
-        assert auto.corrections["split", "slice"] == 1.0
+        assert auto.corrections["solo", "step"] == pytest.approx(2.0**0.05)
+        assert auto.corrections["split", "slice"] == auto.corrections["solo", "slice"] == 1.0
         for _ in range(1000):
             auto.observe("split", "step", 10.0, 1000.0)
             auto.observe("mixed", "step", 10.0, 0.001)
         assert auto.corrections["split", "step"] == 2.0
         assert auto.corrections["mixed", "step"] == 0.5
-
-    def test_one_extreme_measurement_moves_them_no_further_than_the_limit(self) -> None:
-        auto = planner()
-        auto.observe("split", "step", 1.0, 1000.0)
-        auto.observe("split", "slice", 1000.0, 1.0)
-        assert auto.corrections["split", "step"] == pytest.approx(2.0**0.05)
-        assert auto.corrections["split", "slice"] == pytest.approx(0.5**0.05)
 
     def test_each_policy_and_kind_has_its_own(self) -> None:
         """Every predicted time takes the factor of its policy and kind, and no other."""
@@ -252,12 +228,6 @@ class TestCorrections:
             auto.observe("solo", "step", predicted, 9.0)
         assert auto.plan(load_of(decoding(64))).decode_ms == pytest.approx(9.0, rel=0.01)
         assert auto.decode_ms(64, 64000) == pytest.approx(9.0, rel=0.01)
-
-    @pytest.mark.parametrize(("predicted", "measured"), [(0.0, 5.0), (5.0, 0.0)])
-    def test_times_of_nothing_say_nothing(self, predicted: float, measured: float) -> None:
-        auto = planner()
-        auto.observe("solo", "step", predicted, measured)
-        assert set(auto.corrections.values()) == {1.0}
 
     def test_a_slow_mixed_step_gets_fewer_rows(self) -> None:
         mixed = planner("mixed")
