@@ -168,12 +168,6 @@ def test_a_plan_that_cannot_be(limits: ProfileLimits, budget_s: float, message: 
         plan(limits=limits, budget_s=budget_s)
 
 
-def test_no_partitions_no_split() -> None:
-    made = plan(decode_sms=())
-    assert {point.kind for point in made.points} == {"decode", "prefill", "mixed"}
-    assert all(point.sms is None for point in made.points)
-
-
 def test_a_record_survives_the_way_through_a_table() -> None:
     points = plan().points
     measured: Measured = {

@@ -102,17 +102,10 @@ def test_num_waves_by_hand(rows: int, columns: int, sms: int, waves: int) -> Non
 def test_16_rows_an_sm_fill_every_wave_of_llama_8b(sms: int) -> None:
     assert wave_efficiency(16 * sms, sms, layer_matrices(LLAMA_8B)) == 1
     assert wave_chunk_tokens(16 * sms + 60, sms, LLAMA_8B) == 16 * sms
+    # Of equally good chunks the largest is taken.
+    assert wave_chunk_tokens(48 * sms, sms, LLAMA_8B) == 48 * sms
     # One row more opens another row of tiles, and so a wave that is nearly empty.
     assert wave_efficiency(16 * sms + 1, sms, layer_matrices(LLAMA_8B)) < 1
-
-
-def test_fewer_rows_than_a_step_are_a_chunk_as_they_are() -> None:
-    assert wave_chunk_tokens(63, 96, LLAMA_8B) == 63
-    assert wave_chunk_tokens(64, 96, LLAMA_8B) == 64
-
-
-def test_of_equally_good_chunks_the_largest_is_taken() -> None:
-    assert wave_chunk_tokens(3 * 1536, 96, LLAMA_8B) == 3 * 1536
 
 
 @given(st.integers(64, 4096), st.integers(1, 132), st.sampled_from([LLAMA_8B, SMALL]))
@@ -165,25 +158,20 @@ def test_sizes_of_the_decode_lane_leave_prefill_16_sms() -> None:
     assert Roofline(gpu_spec("Small GPU", 20), TINY).decode_sms == ()
 
 
-def test_an_unknown_gpu_has_generic_rates_for_its_sms() -> None:
-    spec = gpu_spec("Some GPU", 40)
-    assert (spec.name, spec.num_sms, spec.is_measured) == ("Some GPU", 40, False)
-    assert spec.tflops == GENERIC.tflops
-
-
 def test_a_known_gpu_is_found_by_name_and_says_whether_it_was_measured() -> None:
     assert gpu_spec("NVIDIA H200", 132) is H200
     assert H200.is_measured
     assert gpu_spec("NVIDIA H100 80GB HBM3", 132) is H100
     assert not H100.is_measured
-    part = gpu_spec("NVIDIA H200", 60)
-    assert (part.num_sms, part.tflops, part.is_measured) == (60, H200.tflops, False)
+    for name, known in (("NVIDIA H200", H200), ("Some GPU", GENERIC)):
+        spec = gpu_spec(name, 60)
+        assert (spec.name, spec.num_sms, spec.tflops, spec.is_measured) == (name, 60, known.tflops, False)
 
 
 def test_chunks_follow_the_waves(roofline: PerformanceModel) -> None:
     assert roofline.wave_chunk_tokens(2000, 96) == 1536
-    assert roofline.wave_chunk_tokens(2000, 96) == 1536
-    assert roofline.wave_chunk_tokens(10, 96) == 10
+    # Fewer rows than a step are a chunk as they are.
+    assert [roofline.wave_chunk_tokens(rows, 96) for rows in (10, 63, 64)] == [10, 63, 64]
 
 
 def test_every_time_of_a_tiny_model_on_a_generic_gpu() -> None:

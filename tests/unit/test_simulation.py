@@ -154,25 +154,18 @@ def test_what_does_not_fit_is_refused_and_the_rest_is_served() -> None:
     assert output_lens(simulation) == [192, 0, 0]
 
 
-def test_concurrency_is_limited() -> None:
-    free = run([(100, 50)] * 4, [0.0] * 4)
-    requests = workload(*[(100, 50)] * 4)
-    single = simulate(MODEL, requests, np.zeros(4), SETTINGS, max_concurrency=1)
-    assert single.replay.duration_s > 3 * free.replay.duration_s
-    ends = [output.metrics.token_times_s[-1] for output in single.replay.served]
-    arrivals = [output.metrics.arrival_s for output in single.replay.served]
-    assert arrivals == [0.0, *ends[:-1]]
-
-
-def test_progress_is_told() -> None:
+def test_concurrency_is_limited_and_progress_is_told() -> None:
     seen: list[str | None] = []
-    simulate(
-        MODEL,
-        workload((10, 2), (10, 9000)),
-        np.zeros(2),
-        SETTINGS,
-        on_done=lambda served: seen.append(served.error),
+    requests = workload(*[(100, 50)] * 4)
+    single = simulate(
+        MODEL, requests, np.zeros(4), SETTINGS, max_concurrency=1, on_done=lambda row: seen.append(row.error)
     )
+    ends = [output.metrics.token_times_s[-1] for output in single.replay.served]
+    assert [output.metrics.arrival_s for output in single.replay.served] == [0.0, *ends[:-1]]
+    assert seen == [None] * 4
+    seen.clear()
+    refused = workload((10, 2), (10, 9000))
+    simulate(MODEL, refused, np.zeros(2), SETTINGS, on_done=lambda row: seen.append(row.error))
     assert seen == ["prompt and output have 10 + 9000 tokens, more than max_model_len=8192", None]
 
 
@@ -198,10 +191,8 @@ def test_the_engine_can_be_driven_by_hand() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_model_len": 0}, "max_model_len"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
-        ({"host_overhead_ms": -1.0}, "host_overhead_ms"),
         ({"host_overhead_ms": math.nan}, "host_overhead_ms"),
         ({"time_noise": -0.1}, "time_noise"),
-        ({"time_noise": math.inf}, "time_noise"),
     ],
 )
 def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
