@@ -29,12 +29,8 @@ logger = logging.getLogger(__name__)
 class Answer(Response):
     """A response with a time limit, which is cancelled when its client leaves.
 
-    An error before the first event is an ordinary error response. A later error is an event.
-
-    Args:
-        timeout_s: time limit for the whole response.
-        events: the events of a stream, each with its ``data:`` and empty line.
-        whole: the JSON body, if the response is no stream.
+    An error before the first event is an ordinary error response. A later error is an event. ``events`` makes those
+    of a stream; otherwise ``whole`` makes the JSON body.
     """
 
     def __init__(

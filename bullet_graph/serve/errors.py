@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
 from bullet_graph.errors import BulletGraphError, EngineDeadError
+from bullet_graph.serve.protocol import OWN_ERROR
 
 _TYPES = {
     401: "authentication_error",
@@ -26,9 +27,6 @@ _UNIONS = {
 """Fields of several types; a complaint about each type alone would not help."""
 
 _OBJECT = "a JSON object is required as the body, with Content-Type: application/json"
-_OWN_KINDS = ("unsupported_field", "stream_options", "top_logprobs", "max_tokens", "too_many_outputs")
-"""Errors that ``protocol.py`` raises, with complete messages."""
-
 _SHOWN_CHARACTERS = 80
 _MOST_REASONS = 3
 
@@ -111,7 +109,7 @@ def _reason(found: Mapping[str, Any], path: Sequence[object]) -> str:
         return f"`{where}` is required" if path else _OBJECT
     if kind == "string_unicode" and not path:
         return f"names of fields must be valid Unicode, found {_shown(found.get('input'))}"
-    if not path and kind in _OWN_KINDS:
+    if kind == OWN_ERROR:
         return str(message)
     if not path:
         return f"{_OBJECT}; found {_shown(found.get('input'))}"

@@ -106,11 +106,7 @@ class Generation:
     async def _serve(
         self, request: Request, kind: OutputKind
     ) -> AsyncIterator[tuple[int, AsyncGenerator[Indexed, None]]]:
-        """Tokens of the prompts, and the outputs as they come; leaving early aborts all prompts.
-
-        Raises:
-            ApiError, BulletGraphError: the gate is closed, or a prompt, a setting or a limit is wrong.
-        """
+        """Tokens of the prompts, and the outputs as they come; leaving early aborts all prompts."""
         with self._gate.enter(request.num_outputs):
             prompts = await self._prompts(request)
             slo = None if request.slo is None else Slo(**request.slo.model_dump())

@@ -32,15 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class DrainingServer(uvicorn.Server):
-    """An HTTP server for an engine, which the caller shuts down.
+    """An HTTP server for an engine, which the caller shuts down; ``on_started`` is called when it listens.
 
     It stops in two stages: it refuses new requests and waits for running ones; then it aborts them.
-
-    Args:
-        on_started: called when the server listens.
-
-    Attributes:
-        gate: closed at the beginning of the drain.
     """
 
     def __init__(
@@ -96,11 +90,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(settings: ServeSettings) -> socket.socket:
-    """Bind the address, before anything slow; connections are not accepted yet.
-
-    Raises:
-        ConfigError: the address is not available.
-    """
+    """Bind the address, without accepting connections yet; ConfigError if it is not available."""
     where = f"{settings.host}:{settings.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(

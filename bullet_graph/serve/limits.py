@@ -110,12 +110,7 @@ class LimitMiddleware:
 
 
 class Gate:
-    """Admits requests while the queue has room.
-
-    Args:
-        engine: the engine behind the gate.
-        max_queue_len: requests are refused while this many sequences wait.
-        clock: monotonic, in seconds.
+    """Admits requests while fewer than ``max_queue_len`` sequences wait.
 
     Attributes:
         num_inside: sequences of admitted requests that have not ended.
@@ -154,11 +149,7 @@ class Gate:
 
     @contextmanager
     def enter(self, num_sequences: int) -> Iterator[None]:
-        """Count a request's sequences as inside while the block runs.
-
-        Raises:
-            ApiError: 503 if the engine is dead or the server shuts down, 429 if too many sequences wait.
-        """
+        """Count a request's sequences as inside; ApiError 503 as :meth:`check_open`, 429 if too many wait."""
         self.check_open()
         if self.num_waiting >= self._max_queue_len:
             raise ApiError(

@@ -73,11 +73,7 @@ class Histogram:
 class EnergyMeter:
     """The GPU's energy since the server started, read from the board's counter on demand.
 
-    Args:
-        probe: of the GPU; the meter closes it. None measures nothing.
-
-    Attributes:
-        joules: the last reading; None if nothing measures it.
+    The meter closes its probe. Without one, ``joules`` is None; otherwise it is the last reading.
     """
 
     def __init__(self, probe: NvmlProbe | None) -> None:

@@ -15,6 +15,9 @@ from bullet_graph.sampling_params import MAX_LOGPROBS, MAX_TEMPERATURE, Sampling
 MAX_OUTPUTS = 128
 """Most outputs of a request (``n`` times its prompts); OpenAI limits ``n`` to the same number."""
 
+OWN_ERROR = "request"
+"""Type of validation errors whose message is complete."""
+
 _HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields without effect on the answer: accepted and ignored."""
 
@@ -102,7 +105,7 @@ class GenerationRequest(_Strict):
                 value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
             ):
                 raise PydanticCustomError(
-                    "unsupported_field",
+                    OWN_ERROR,
                     "`{field}` is not supported by this server: leave it out{neutral}",
                     {"field": name, "neutral": "".join(f", or give {json.dumps(v)}" for v in neutral[:1])},
                 )
@@ -112,7 +115,7 @@ class GenerationRequest(_Strict):
     def _stream_options_need_a_stream(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(
-                "stream_options", "`stream_options` are for streams: leave them out, or set `stream` to true"
+                OWN_ERROR, "`stream_options` are for streams: leave them out, or set `stream` to true"
             )
         return self
 
@@ -159,7 +162,7 @@ class CompletionRequest(GenerationRequest):
     def _outputs_are_not_too_many(self) -> "CompletionRequest":
         if self.num_outputs > MAX_OUTPUTS:
             raise PydanticCustomError(
-                "too_many_outputs",
+                OWN_ERROR,
                 "a request may have at most {most} outputs, found {prompts} prompts with `n`={n}: send several",
                 {"most": MAX_OUTPUTS, "prompts": len(self.prompts), "n": self.n or 1},
             )
@@ -216,17 +219,17 @@ class ChatCompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatCompletionRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("top_logprobs", "`top_logprobs` needs `logprobs` set to true")
+            raise PydanticCustomError(OWN_ERROR, "`top_logprobs` needs `logprobs` set to true")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise PydanticCustomError(
-                "max_tokens", "`max_tokens` is the old name of `max_completion_tokens`: give one of them"
+                OWN_ERROR, "`max_tokens` is the old name of `max_completion_tokens`: give one of them"
             )
         return self
 
     @property
     def wanted_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
