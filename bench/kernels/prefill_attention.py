@@ -29,7 +29,7 @@ from bench.kernels.harness import (
 )
 from bench.record import write_report
 from bullet_graph.kernels.attention import LayerRows
-from bullet_graph.kernels.flashinfer_attention import PrefillAttention, RaggedBatch, prefill_backend
+from bullet_graph.kernels.flashinfer_attention import PrefillAttention, prefill_backend
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
@@ -88,7 +88,7 @@ def main(model: str, layers: int, output_json: Path) -> None:
 
     for num_prompts, tokens in FRESH:
         indptr = torch.arange(num_prompts + 1, dtype=torch.int32) * tokens
-        ragged = lane.plan_ragged(RaggedBatch(indptr.to(DEVICE), indptr))
+        ragged = lane.plan_ragged(indptr.to(DEVICE), indptr)
         q = random_tensor(num_prompts * tokens, config.num_heads, config.head_dim)
         rows = LayerRows.of(q, random_tensor(len(q), config.q_size + 2 * config.kv_size), config)
         out = torch.empty_like(q)

@@ -113,17 +113,6 @@ class PagedBatch:
     num_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class RaggedBatch:
-    """Sequences that are in one forward from their first token on, and so attend to its rows alone.
-
-    [n + 1] int32, on the device and on the host: where each sequence's rows start in the forward; may start above 0.
-    """
-
-    indptr: Tensor
-    host_indptr: Tensor
-
-
 class PrefillAttention:
     """Kernels and scratch for one kind of batch of one lane; never shared by lanes that run at the same time.
 
@@ -164,12 +153,14 @@ class PrefillAttention:
         )
         return PlannedAttention(self, plan, batch)
 
-    def plan_ragged(self, batch: RaggedBatch) -> "PlannedRaggedAttention":
-        """As :meth:`plan`, for sequences that had nothing in the cache before."""
-        indptr = batch.host_indptr
-        num_rows = int(indptr[-1] - indptr[0])
-        plan = self._plan(indptr, indptr, indptr.diff(), num_rows=num_rows, page_tokens=1)
-        return PlannedRaggedAttention(self, plan, batch)
+    def plan_ragged(self, indptr: Tensor, host_indptr: Tensor) -> "PlannedRaggedAttention":
+        """As :meth:`plan`, for n sequences that had nothing in the cache before, and so attend to the rows alone.
+
+        ``indptr`` [n + 1] int32, on the device and on the host, is where each sequence's rows start; may begin above 0.
+        """
+        num_rows = int(host_indptr[-1] - host_indptr[0])
+        plan = self._plan(host_indptr, host_indptr, host_indptr.diff(), num_rows=num_rows, page_tokens=1)
+        return PlannedRaggedAttention(self, plan, indptr)
 
     def _plan(
         self, q_indptr: Tensor, kv_indptr: Tensor, kv_lens: Tensor, *, num_rows: int, page_tokens: int
@@ -204,19 +195,20 @@ class PrefillAttention:
 def _run_settings(backend: Backend, head_dim: int) -> tuple[Any, ...]:
     """The arguments of a run that follow its output."""
     common = (
-        None,  # no log-sum-exp
+        None,
         _CAUSAL_MASK,
         _NHD_LAYOUT,
         _NO_WINDOW,
-        True,  # programmatic dependent launch
-    )
+        True,
+    )  # no log-sum-exp; programmatic dependent launch
+    no_items = (None, None, None)  # no multi-item scoring: prefixes, positions, lengths
     scale = 1.0 / math.sqrt(head_dim)
     if backend == "fa2":
         return (
             *common,
             *(None, None),  # no custom mask, nor where each sequence's begins
             None,  # no ALiBi slopes
-            *(None, None, None),  # no multi-item scoring: prefixes, positions, lengths
+            *no_items,
             *(None, None),  # no scales of a cache in four bits
             0.0,  # no soft cap
             scale,
@@ -225,7 +217,7 @@ def _run_settings(backend: Backend, head_dim: int) -> tuple[Any, ...]:
         )
     return (
         *common,
-        *(None, None, None),  # no multi-item scoring: prefixes, positions, lengths
+        *no_items,
         None,  # no scales of the values' heads
         0.0,  # no soft cap
         scale,
@@ -269,10 +261,10 @@ class PlannedRaggedAttention:
 
     lane: PrefillAttention
     plan: tuple[Any, ...]
-    batch: RaggedBatch
+    indptr: Tensor
 
     def run_into(self, rows: LayerRows, out: Tensor) -> None:
-        indptr = self.batch.indptr
+        indptr = self.indptr
         self.lane.module.ragged_run(
             *self.plan, rows.q, rows.k, rows.v, indptr, indptr, out, *self.lane.settings
         )

@@ -140,7 +140,6 @@ class CudaExecutor(WallClock):
         self._decoder = decoder
         self._backend = backend
         self._device = device
-        self._padding_slot = max_num_seqs
         self._pending: dict[int, _PendingLaunch] = {}
         self._tickets = count()
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -186,7 +185,7 @@ class CudaExecutor(WallClock):
                     self._state,
                     max_batch_size=max_num_seqs,
                     num_kv_blocks=num_kv_blocks,
-                    padding_slot=self._padding_slot,
+                    padding_slot=max_num_seqs,
                     compiler=compiler,
                 )
                 self._captures = EngineGraphs(

@@ -15,7 +15,6 @@ from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAtten
 from bullet_graph.kernels.flashinfer_attention import (
     PagedBatch,
     PrefillAttention,
-    RaggedBatch,
     prefill_backend,
 )
 from bullet_graph.kernels.gpu import Gpu
@@ -164,7 +163,7 @@ class EagerLane:
             )
         if self._fresh_attention is not None and num_cached < n:
             fresh = self._fresh_attention.plan_ragged(
-                RaggedBatch(q_indptr[num_cached : n + 1], torch.from_numpy(rows.q_indptr[num_cached : n + 1]))
+                q_indptr[num_cached : n + 1], torch.from_numpy(rows.q_indptr[num_cached : n + 1])
             )
         if len(rows.decode_slots):
             # Their blocks are numbered from the first decode row's.

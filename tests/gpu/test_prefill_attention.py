@@ -11,7 +11,6 @@ from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAtten
 from bullet_graph.kernels.flashinfer_attention import (
     PagedBatch,
     PrefillAttention,
-    RaggedBatch,
     prefill_backend,
 )
 from bullet_graph.kernels.gpu import Gpu
@@ -79,9 +78,7 @@ class Kernels:
                 ),
             )
         if c < n:
-            fresh = self._fresh.plan_ragged(
-                RaggedBatch(q_indptr[c : n + 1], torch.from_numpy(rows.q_indptr[c : n + 1]))
-            )
+            fresh = self._fresh.plan_ragged(q_indptr[c : n + 1], torch.from_numpy(rows.q_indptr[c : n + 1]))
         if len(rows.decode_slots):
             decode = self._decode.plan(
                 DecodeBatch(
