@@ -11,7 +11,6 @@ import shutil
 import tarfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import IO
@@ -28,20 +27,6 @@ _BLOCK_BYTES = tarfile.BLOCKSIZE
 _CHUNK_BYTES = 1024**2
 # Of shared libraries, level 4 leaves 34 % at 60 MiB/s; level 6 leaves 33 % at 26 MiB/s.
 _LEVEL = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """Result of an import.
-
-    Attributes:
-        is_new: the store did not have the entry, or had it damaged or rejected.
-        is_signed: the archive carries a signature, whether or not it was checked.
-    """
-
-    entry: Entry
-    is_new: bool
-    is_signed: bool
 
 
 def export_entry(entry: Entry, file: Path, *, sign_key: Path | None = None) -> None:
@@ -77,12 +62,15 @@ def export_entry(entry: Entry, file: Path, *, sign_key: Path | None = None) -> N
 
 def import_archive(
     store: CaptureStore, file: Path, *, trusted_keys: Sequence[Path] = (), tell: Callable[[str], None]
-) -> Imported:
+) -> tuple[Entry, bool]:
     """Place an exported entry into the store after all of it was checked. Memory stays bounded, nothing is loaded.
 
     Args:
         trusted_keys: Ed25519 public keys in PEM, one of which must have signed it; empty requires no signature.
         tell: told a line when this waits for another process.
+
+    Returns:
+        The entry in the store; and whether it is new, since the store did not have it, or had it damaged or rejected.
 
     Raises:
         CacheError: the file is not exactly as :func:`export_entry` writes it, the signature does not hold, or the
@@ -99,7 +87,7 @@ def import_archive(
 
 def _import(
     store: CaptureStore, packed: gzip.GzipFile, trusted_keys: Sequence[Path], tell: Callable[[str], None]
-) -> Imported:
+) -> tuple[Entry, bool]:
     header = _next(packed)
     if header is None or header.name != MANIFEST_MEMBER or header.size > MAX_MANIFEST_BYTES:
         raise CacheError(f"it must begin with {MANIFEST_MEMBER} of at most {MAX_MANIFEST_BYTES} bytes")
@@ -133,7 +121,7 @@ def _import(
         is_new = entry is None or entry.manifest != manifest
         if entry is None or is_new:
             entry = store.place(manifest, staged)
-        return Imported(entry, is_new, is_signed=signature is not None)
+        return entry, is_new
 
 
 def _member(index: int) -> str:

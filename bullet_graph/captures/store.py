@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -123,17 +123,13 @@ class CaptureStore:
     """Entries below a folder, which need not exist yet. Whoever can write it decides which code an engine runs."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def folder(self, name: str) -> Path:
-        """The folder of an entry, which need not exist."""
-        return self.root / "entries" / name
+        self.root, self._entries, self._staging = root, root / "entries", root / "staging"
 
     @property
     def is_open_to_all(self) -> bool:
         """Whether every user of the machine can write the folder."""
         with suppress(OSError):
-            return any(path.stat().st_mode & 0o002 for path in (self.root, self.root / "entries"))
+            return any(path.stat().st_mode & 0o002 for path in (self.root, self._entries))
         return False
 
     # ---- reading ----
@@ -144,13 +140,13 @@ class CaptureStore:
         damaged: list[DamagedEntry] = []
         names: list[str] = []
         with file_errors(f"cannot list the capture caches in {self.root}"), suppress(FileNotFoundError):
-            names = sorted(os.listdir(self.root / "entries"))
+            names = sorted(os.listdir(self._entries))
         for name in names:
             try:
                 good.append(self.read(name))
             except CacheError as error:
                 # Removed meanwhile, or damaged.
-                if os.path.lexists(self.folder(name)):
+                if os.path.lexists(self._entries / name):
                     damaged.append(DamagedEntry(name, str(error)))
         good.sort(key=lambda entry: entry.last_used, reverse=True)
         return tuple(good), tuple(damaged)
@@ -161,7 +157,7 @@ class CaptureStore:
         Raises:
             CacheError: there is none, or its manifest cannot be used.
         """
-        folder, rejection = self.folder(name), None
+        folder, rejection = self._entries / name, None
         where = folder / MANIFEST_NAME
         with file_errors(f"entry {name} of {self.root} cannot be read, or has no manifest"):
             with open_regular(where) as file:
@@ -224,7 +220,7 @@ class CaptureStore:
         """
         wait = f"another process builds entry {name}: waiting for it to end"
         with self._build_lock(name, lambda: tell(wait)):
-            staged = self.root / "staging" / name
+            staged = self._staging / name
             with file_errors(f"cannot build into {self.root}"):
                 # What a killed builder left counts for nothing.
                 shutil.rmtree(staged, ignore_errors=True)
@@ -250,7 +246,7 @@ class CaptureStore:
         with file_errors(f"cannot finish entry {manifest.entry_id}"):
             (staged / MANIFEST_NAME).write_bytes(manifest.to_bytes())
             self._discard(manifest.entry_id)
-            staged.rename(self.folder(manifest.entry_id))
+            staged.rename(self._entries / manifest.entry_id)
         return self.read(manifest.entry_id)
 
     def reject(self, entry: Entry, reason: str) -> bool:
@@ -266,7 +262,7 @@ class CaptureStore:
         Raises:
             CacheError: it is not there, in use, being built, or cannot be removed.
         """
-        if "/" in name or name in ("", ".", "..") or not os.path.lexists(self.folder(name)):
+        if "/" in name or name in ("", ".", "..") or not os.path.lexists(self._entries / name):
             raise CacheError(f"there is no entry {name!r} in {self.root}")
         with file_errors(f"cannot remove entry {name}"), self._build_lock(name):
             self._discard(name)
@@ -301,8 +297,7 @@ class CaptureStore:
                 except CacheError as error:
                     kept_because = str(error)
             pruned.append(Pruned(name, num_bytes, reason, kept_because))
-        staging = self.root / "staging"
-        for left in staging.iterdir() if staging.is_dir() and not dry_run else ():
+        for left in self._staging.iterdir() if self._staging.is_dir() and not dry_run else ():
             with suppress(CacheError, OSError), self._build_lock(left.name.partition(".")[0]):
                 _delete(left)
         return tuple(pruned)
@@ -312,8 +307,8 @@ class CaptureStore:
         """Hold an entry's build lock; without ``on_wait``, which is called before waiting, never wait."""
         lock = FileLock(self.root / "locks" / f"{name}.lock")
         with file_errors(f"cannot write into {self.root}"):
-            for part in ("entries", "staging", "locks"):
-                _make_folder(self.root / part)
+            for folder in (self._entries, self._staging, self.root / "locks"):
+                _make_folder(folder)
             try:
                 held = lock.acquire(timeout=0)
             except Timeout:
@@ -326,17 +321,16 @@ class CaptureStore:
 
     def _discard(self, name: str) -> None:
         """Remove an entry that may be there; the caller holds its build lock."""
-        folder = self.folder(name)
+        folder = self._entries / name
         if not os.path.lexists(folder):
             return
-        gone = self.root / "staging" / f"{name}.{secrets.token_hex(4)}"
+        gone = self._staging / f"{name}.{secrets.token_hex(4)}"
         where = folder / MANIFEST_NAME
-        if where.is_file() and not where.is_symlink():
-            refusal = f"entry {name} is in use by a running engine: stop that first"
-            with _use_lock(where, fcntl.LOCK_EX | fcntl.LOCK_NB, refusal):
-                folder.rename(gone)
-        else:
-            # Nobody can have opened it.
+        refusal = f"entry {name} is in use by a running engine: stop that first"
+        # Without a manifest, nobody can have opened it.
+        can_be_open = where.is_file() and not where.is_symlink()
+        exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
+        with _use_lock(where, exclusive, refusal) if can_be_open else nullcontext():
             folder.rename(gone)
         _delete(gone)
 

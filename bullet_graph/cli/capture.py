@@ -305,24 +305,22 @@ def import_(file: Path, trusted_keys: tuple[Path, ...], store: CaptureStore, as_
       bullet-graph capture import captures.tgz
       bullet-graph capture import captures.tgz --trusted-key fleet.pub --cache-dir /mnt/captures
     """
-    imported = import_archive(store, file, trusted_keys=trusted_keys, tell=_tell)
-    entry, differences = imported.entry, _differences_here(imported.entry)
+    entry, is_new = import_archive(store, file, trusted_keys=trusted_keys, tell=_tell)
+    differences = _differences_here(entry)
     if as_json:
         print_json(
             {
                 "entry_id": entry.entry_id,
-                "is_new": imported.is_new,
-                "is_signed": imported.is_signed,
+                "is_new": is_new,
                 "signature_checked": bool(trusted_keys),
                 "differences": differences,
             }
         )
         return
-    how = "is in the store" if imported.is_new else "was in the store already"
+    how = "is in the store" if is_new else "was in the store already"
     print_line(f"Entry {entry.entry_id} ({_title(entry)}) {how}.")
     if not trusted_keys:
-        signed = "It is signed, but the signature" if imported.is_signed else "It is not signed: its origin"
-        print_line(f"{signed} was not checked (--trusted-key).")
+        print_line("Its origin was not checked (--trusted-key).")
     if differences:
         differs = f"It does not fit this machine, which differs in {_names(differences)}"
         print_line(f"{differs}: see `bullet-graph capture explain`.")

@@ -6,6 +6,7 @@ import tomllib
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -78,38 +79,25 @@ class CapturePlan:
         is_name = isinstance(self.model, str) and self.model != "" and self.model.isprintable()
         _require(is_name, "model", self.model, "the name of a preset or of a model folder")
         _require(self.dtype in PLAN_DTYPES, "dtype", self.dtype, f"one of {', '.join(PLAN_DTYPES)}")
-        _require_count("num_sms", self.num_sms, "an integer of at least 2: the GPU's SMs", least=2)
-        _require_count("max_num_seqs", self.max_num_seqs, "an integer of at least 1")
-        self._check_partitions()
-        most = self.max_num_seqs
+        for key, value, least in (("num_sms", self.num_sms, 2), ("max_num_seqs", self.max_num_seqs, 1)):
+            _require(type(value) is int and value >= least, key, value, f"an integer of at least {least}")
+        most, lanes = self.max_num_seqs, [entry.decode_sms for entry in self.decode]
+        whole_first = lanes[:1] == [None] and None not in lanes[1:]
+        required = "the whole GPU (an entry without decode_sms) first, and once"
+        _require(whole_first, "decode", [sms or "the whole GPU" for sms in lanes], required)
+        most_sms = self.num_sms - SMS_PER_TPC
+        fits = all(type(sms) is int and sms % SMS_PER_TPC == 0 and sms <= most_sms for sms in lanes[1:])
+        required = f"rising multiples of {SMS_PER_TPC} (a TPC) of at most {most_sms}, each once"
+        _require(fits and _is_rising(lanes[1:]), "decode_sms of the partitions", lanes[1:], required)
         for index, entry in enumerate(self.decode):
             key, sizes = f"decode[{index}].batch_sizes", entry.batch_sizes
-            _require_rising(key, sizes)
-            _require(bool(sizes), key, [], "at least one size; or leave out the partition")
-            required = f"sizes up to max_num_seqs={most}: lower it, or raise max_num_seqs"
-            _require(sizes[-1] <= most, key, sizes[-1], required)
-            if index == 0:
-                required = (
-                    f"max_num_seqs={most} as the largest size: the whole GPU serves every batch; add it"
-                )
-                _require(sizes[-1] == most, key, sizes[-1], required)
-        _require_rising("piecewise_rows", self.piecewise_rows)
-
-    def _check_partitions(self) -> None:
-        lanes = [entry.decode_sms for entry in self.decode]
-        required = "the whole GPU (an entry without decode_sms) first, and once"
-        whole_first = lanes[:1] == [None] and None not in lanes[1:]
-        _require(whole_first, "decode", [sms or "the whole GPU" for sms in lanes], required)
-        most, before = self.num_sms - SMS_PER_TPC, 0
-        for index, sms in enumerate(lanes[1:], 1):
-            key = f"decode[{index}].decode_sms"
-            _require_count(key, sms, "a number of SMs of at least 2", least=SMS_PER_TPC)
-            assert sms is not None
-            required = f"a multiple of {SMS_PER_TPC} SMs (a TPC): take {sms + 1}"
-            _require(sms % SMS_PER_TPC == 0, key, sms, required)
-            _require(sms <= most, key, sms, f"at most {most} of the GPU's {self.num_sms} SMs: lower it")
-            _require(sms > before, key, sms, "more SMs than the entry before: sort them, each once")
-            before = sms
+            required = f"rising integers of 1 to max_num_seqs={most}, at least one"
+            _require(bool(sizes) and _is_rising(sizes) and sizes[-1] <= most, key, list(sizes), required)
+        required = f"sizes that end with max_num_seqs={most}, since the whole GPU serves every batch"
+        sizes = self.decode[0].batch_sizes
+        _require(sizes[-1] == most, "decode[0].batch_sizes", list(sizes), required)
+        required = "rising integers of at least 1, each once"
+        _require(_is_rising(self.piecewise_rows), "piecewise_rows", list(self.piecewise_rows), required)
 
     @property
     def decode_sms(self) -> tuple[int, ...]:
@@ -301,14 +289,7 @@ def _require(good: bool, key: str, found: object, required: str) -> None:
         raise ConfigError(f"{key} must be {required}; found {found!r:.120}")
 
 
-def _require_count(key: str, value: Any, required: str, *, least: int = 1) -> None:
-    _require(isinstance(value, int) and not isinstance(value, bool) and value >= least, key, value, required)
-
-
-def _require_rising(key: str, sizes: Sequence[Any]) -> None:
-    before = 0
-    for index, size in enumerate(sizes):
-        _require_count(f"{key}[{index}]", size, "an integer of at least 1")
-        required = f"more than the size before, {before}: sort them, each once"
-        _require(size > before, f"{key}[{index}]", size, required)
-        before = size
+def _is_rising(sizes: Sequence[Any]) -> bool:
+    if not all(type(size) is int and size >= 1 for size in sizes):
+        return False
+    return all(before < after for before, after in pairwise(sizes))

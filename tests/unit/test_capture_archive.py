@@ -82,7 +82,7 @@ def imported(folder: Path, content: bytes) -> Entry | str:
     (folder / "f.tgz").write_bytes(content)
     store = CaptureStore(folder / "there" / "captures")
     try:
-        placed = import_archive(store, folder / "f.tgz", tell=quiet).entry
+        placed, _ = import_archive(store, folder / "f.tgz", tell=quiet)
     except CacheError as error:
         assert store.entries() == ((), ())
         return str(error)
@@ -103,13 +103,13 @@ def refusal(folder: Path, tar: bytes) -> str:
 
 
 def test_it_comes_back_as_it_was(entry: Entry, file: Path, target: CaptureStore) -> None:
-    imported = import_archive(target, file, tell=quiet)
-    assert (imported.is_new, imported.is_signed) == (True, False)
-    assert imported.entry.manifest == entry.manifest
-    with target.open(imported.entry) as opened:
+    placed, is_new = import_archive(target, file, tell=quiet)
+    assert is_new
+    assert placed.manifest == entry.manifest
+    with target.open(placed) as opened:
         for path, data in FILES.items():
             assert (opened.files / path).read_bytes() == data
-        assert not import_archive(target, file, tell=quiet).is_new, "what is there already stays"
+        assert not import_archive(target, file, tell=quiet)[1], "what is there already stays"
     assert target.find(FINGERPRINT, PLAN).hit is not None
 
 
@@ -124,9 +124,9 @@ def test_other_tools_can_list_it(entry: Entry, file: Path) -> None:
 
 @pytest.mark.parametrize("damaged", [f"files/{PACKAGE}", MANIFEST_NAME])
 def test_an_import_mends_a_damaged_entry(file: Path, target: CaptureStore, damaged: str) -> None:
-    placed = import_archive(target, file, tell=quiet).entry
+    placed, _ = import_archive(target, file, tell=quiet)
     flip_byte(placed.folder / damaged, 20)
-    assert import_archive(target, file, tell=quiet).is_new
+    assert import_archive(target, file, tell=quiet)[1]
     assert not target.read(placed.entry_id).problems()
 
 
@@ -136,7 +136,7 @@ def test_an_import_takes_the_place_of_another_build_unless_that_is_in_use(
     own = build(target, files={"own": b"own"})
     with target.open(own), pytest.raises(CacheError, match="in use"):
         import_archive(target, file, tell=quiet)
-    assert import_archive(target, file, tell=quiet).is_new
+    assert import_archive(target, file, tell=quiet)[1]
     assert [found.path for found in target.read(own.entry_id).manifest.files] == sorted(FILES)
 
 
@@ -311,9 +311,8 @@ def test_a_signature_by_a_trusted_key(
     with pytest.raises(CacheError, match="or it was changed since"):
         import_archive(target, changed, trusted_keys=[keys["one.pub"]], tell=quiet)
     assert not target.root.exists()
-    imported = import_archive(target, signed, trusted_keys=[keys["two.pub"], keys["one.pub"]], tell=quiet)
-    assert imported.is_signed
-    assert not imported.entry.problems()
+    placed, _ = import_archive(target, signed, trusted_keys=[keys["two.pub"], keys["one.pub"]], tell=quiet)
+    assert not placed.problems()
 
 
 def test_keys_that_cannot_be_used(
