@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from bullet_graph.errors import WorkloadError
 from bullet_graph.workloads.synthetic import SYNTHETIC_NAMES, synthetic_workload
@@ -96,24 +97,20 @@ def _azure_requests(path: Path) -> Iterator[WorkloadRequest]:
     where, header = next(rows, (f"{path}, line 1", []))
     columns = ",".join(_AZURE_COLUMNS)
     if tuple(header) != _AZURE_COLUMNS:
-        raise WorkloadError(f"{where}: the header {columns} is required, found {_shorten(','.join(header))}")
+        raise _wrong(where, f"the header {columns} is required", ",".join(header))
     first: datetime | None = None
     previous_s = 0.0
     for where, row in rows:
         if len(row) != len(_AZURE_COLUMNS):
-            raise WorkloadError(
-                f"{where}: {len(_AZURE_COLUMNS)} columns ({columns}) are required, found {len(row)}"
-            )
+            raise _wrong(where, f"{len(_AZURE_COLUMNS)} columns ({columns}) are required", len(row))
         try:
             time = datetime.fromisoformat(row[0])
             first = first or time
             arrival_s = (time - first).total_seconds()
         except (ValueError, TypeError) as error:
             # TypeError: a time with an offset from UTC beside one without.
-            raise WorkloadError(
-                f"{where}: TIMESTAMP must be a time such as 2023-11-16 18:17:03.9799600, found {_shorten(row[0])} "
-                f"({error})"
-            ) from error
+            form = "TIMESTAMP must be a time such as 2023-11-16 18:17:03.9799600"
+            raise _wrong(where, form, row[0], error) from error
         previous_s = _in_order(arrival_s, previous_s, "TIMESTAMP", where)
         # int() also takes signs, underscores and the digits of other scripts.
         lengths = [int(text) if re.fullmatch(r"[0-9]{1,10}", text) else text for text in row[1:]]
@@ -140,22 +137,15 @@ def _mooncake_requests(path: Path) -> Iterator[WorkloadRequest]:
     for where, line in _lines(path):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise WorkloadError(
-                f"{where}: a JSON object is required, found {_shorten(line)} ({error})"
-            ) from error
+        row = _json(line, where, "a JSON object is required")
         if not isinstance(row, dict):
-            raise WorkloadError(f"{where}: a JSON object is required, found {_shorten(row)}")
+            raise _wrong(where, "a JSON object is required", row)
         missing = [name for name in names if name not in row]
         if missing:
-            raise WorkloadError(f"{where}: {', '.join(missing)} required, found {_shorten(list(row))}")
+            raise _wrong(where, f"{', '.join(missing)} required", list(row))
         time_ms = row["timestamp"]
         if type(time_ms) not in (int, float) or not 0 <= time_ms <= _LATEST_TIMESTAMP_MS:
-            raise WorkloadError(
-                f"{where}: timestamp must be milliseconds from 0 to {_LATEST_TIMESTAMP_MS}, found {_shorten(time_ms)}"
-            )
+            raise _wrong(where, f"timestamp must be milliseconds from 0 to {_LATEST_TIMESTAMP_MS}", time_ms)
         first_ms = time_ms if first_ms is None else first_ms
         previous_s = _in_order((time_ms - first_ms) / 1e3, previous_s, "timestamp", where)
         prompt, output = (_tokens(row[name], name, where) for name in names[1:])
@@ -167,13 +157,10 @@ def _sharegpt_requests(path: Path, tokenize: Tokenize) -> Iterator[WorkloadReque
 
     The published data set has thousands of conversations without such a pair, or with an empty text in it.
     """
-    text = "".join(line for _, line in _lines(path))
-    try:
-        records = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WorkloadError(f"{path}: a JSON list of conversations is required ({error})") from error
+    form = "a JSON list of conversations is required"
+    records = _json("".join(line for _, line in _lines(path)), str(path), form)
     if not isinstance(records, list):
-        raise WorkloadError(f"{path}: a JSON list of conversations is required, found {_shorten(records)}")
+        raise _wrong(str(path), form, records)
     for number, record in enumerate(records, 1):
         where = f"{path}, record {number}"
         turns = iter(_turns(record, where))
@@ -193,18 +180,14 @@ def _turns(record: object, where: str) -> list[tuple[str, str]]:
     """The (speaker, text) pairs of a ShareGPT record."""
     turns = record.get("conversations") if isinstance(record, dict) else None
     if not isinstance(turns, list):
-        raise WorkloadError(
-            f"{where}: an object with a list named conversations is required, found {_shorten(record)}"
-        )
+        raise _wrong(where, "an object with a list named conversations is required", record)
     pairs = []
     for turn in turns:
         match turn:
             case {"from": str(speaker), "value": str(value)}:
                 pairs.append((speaker, value))
             case _:
-                raise WorkloadError(
-                    f"{where}: a turn must have the texts from and value, found {_shorten(turn)}"
-                )
+                raise _wrong(where, "a turn must have the texts from and value", turn)
     return pairs
 
 
@@ -222,11 +205,16 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
         raise WorkloadError(f"{path}: a readable file is required ({error.strerror})") from error
 
 
+def _json(text: str, where: str, required: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(where, required, text, error) from error
+
+
 def _tokens(value: object, name: str, where: str) -> int:
     if type(value) is not int or not 1 <= value <= _MOST_TOKENS:
-        raise WorkloadError(
-            f"{where}: {name} must be a whole number of tokens from 1 to {_MOST_TOKENS}, found {_shorten(value)}"
-        )
+        raise _wrong(where, f"{name} must be a whole number of tokens from 1 to {_MOST_TOKENS}", value)
     return value
 
 
@@ -239,7 +227,7 @@ def _in_order(arrival_s: float, previous_s: float, name: str, where: str) -> flo
     return arrival_s
 
 
-def _shorten(value: object) -> str:
+def _wrong(where: str, required: str, found: object, error: Exception | None = None) -> WorkloadError:
     short = reprlib.Repr()
     short.maxstring = 80
-    return short.repr(value)
+    return WorkloadError(f"{where}: {required}, found {short.repr(found)}{f' ({error})' if error else ''}")

@@ -235,7 +235,7 @@ class TestShareGpt:
         ("content", "message"),
         [
             ("", "JSON list"),
-            ('[\n{"conversations": []},\n\n{"conv', "JSON list of conversations is required .*line 4"),
+            ('[\n{"conversations": []},\n\n{"conv', "JSON list of conversations is required, found .*line 4"),
             ("{}", "JSON list"),
             ("[" * 100_000, "JSON list"),
             ("[]", "holds none"),

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bullet_graph.cli.engine_run import describe_run, open_engine, watch_device
-from bullet_graph.cli.options import engine_options, fit_max_num_seqs, result_options
+from bullet_graph.cli.options import COUNT, engine_options, fit_max_num_seqs, result_options
 from bullet_graph.cli.result_file import check_result_file, emit
 from bullet_graph.cli.tables import figure, mean_of, print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
@@ -31,10 +31,10 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @click.command()
 @engine_options(max_num_seqs=1024, max_num_seqs_shown="the batch size")
-@click.option("--batch-size", type=click.IntRange(min=1), default=8)
-@click.option("--input-len", type=click.IntRange(min=1), default=32, help="In tokens.")
-@click.option("--output-len", type=click.IntRange(min=1), default=128, help="In tokens.")
-@click.option("--num-iters", type=click.IntRange(min=1), default=30)
+@click.option("--batch-size", type=COUNT, default=8)
+@click.option("--input-len", type=COUNT, default=32, help="In tokens.")
+@click.option("--output-len", type=COUNT, default=128, help="In tokens.")
+@click.option("--num-iters", type=COUNT, default=30)
 @click.option("--num-iters-warmup", type=click.IntRange(min=0), default=10)
 @result_options
 def latency(

@@ -18,7 +18,7 @@ import numpy as np
 
 from bullet_graph import errors
 from bullet_graph.cli.engine_run import describe_config
-from bullet_graph.cli.options import engine_options, result_options
+from bullet_graph.cli.options import COUNT, FILE, engine_options, result_options
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, emit
 from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
@@ -74,21 +74,17 @@ class StartRun:
 @engine_options(max_num_seqs=256, without=("trace_decisions",))
 @click.option(
     "--num-iters-cold",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=1,
     help="Starts with empty caches of compiled kernels; the last of them fills those of the warm ones.",
 )
 @click.option(
     "--num-iters-warm",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=3,
     help="Starts with filled caches; and, with --capture-cache, as many of each kind from that and with empty ones.",
 )
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path),
-    help="Draw the phases over time: a file ending in .svg or .png.",
-)
+@click.option("--plot", type=FILE, help="Draw the phases over time: a file ending in .svg or .png.")
 @result_options
 def startup(
     config: EngineConfig,

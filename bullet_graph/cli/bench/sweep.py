@@ -11,7 +11,7 @@ from bullet_graph.cli.bench.replay import EngineClient, measure, require_fit, wa
 from bullet_graph.cli.bench.sweep_file import Sweep, SweepFile
 from bullet_graph.cli.bench.sweep_runner import Cell, SweepRunner, WorkloadSpec, make_cells, parse_targets
 from bullet_graph.cli.engine_run import config_for, describe_config, load_requests, open_engine
-from bullet_graph.cli.options import engine_options
+from bullet_graph.cli.options import FILE, engine_options
 from bullet_graph.cli.replay_options import (
     burstiness_option,
     num_warmups_option,
@@ -57,7 +57,7 @@ _SYSTEM = "bullet_graph "
 @num_warmups_option(4)
 @click.option(
     "--output-json",
-    type=click.Path(path_type=Path),
+    type=FILE,
     required=True,
     help="The sweep's file. If it holds this sweep unfinished, the sweep resumes.",
 )
@@ -66,7 +66,7 @@ _SYSTEM = "bullet_graph "
     is_flag=True,
     help="Replace output files that exist; an unfinished sweep of the same settings resumes all the same.",
 )
-@click.option("--plot-dir", type=click.Path(path_type=Path), help="Draw pictures into this folder.")
+@click.option("--plot-dir", type=FILE, help="Draw pictures into this folder.")
 @click.option("--image-format", type=click.Choice(IMAGE_FORMATS), default="svg")
 @click.option("--json", "as_json", is_flag=True, help="Print the sweep's file and nothing else.")
 def sweep(
