@@ -54,16 +54,14 @@ def decode_weight_bytes(shape: DecoderShape, *, batch_size: int, dtype_bytes: in
     """
     qkv_columns = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layer = (
-        shape.hidden_size * qkv_columns
-        + shape.num_heads * shape.head_dim * shape.hidden_size
-        + 3 * shape.hidden_size * shape.intermediate_size
+        sum(columns * depth for columns, depth in layer_matrices(shape))
         + 2 * shape.hidden_size
         + (qkv_columns if shape.qkv_bias else 0)
         + (2 * shape.head_dim if shape.qk_norm else 0)
     )
-    final_norm_and_head = shape.hidden_size * (1 + shape.vocab_size)
-    embedding_rows = batch_size * shape.hidden_size
-    return (shape.num_layers * layer + final_norm_and_head + embedding_rows) * dtype_bytes
+    # The final norm, the output head and the embedding rows.
+    rest = shape.hidden_size * (1 + shape.vocab_size + batch_size)
+    return (shape.num_layers * layer + rest) * dtype_bytes
 
 
 def decode_step_bytes(

@@ -4,6 +4,9 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 Reference = Callable[[float, float], float]
 """Milliseconds at (x, y) by another model, which gives the surface its form where nothing was measured."""
 
@@ -40,7 +43,7 @@ class Surface:
         self.xs = list(xs)
         self.ys = list(ys)
         self.measured_range = measured_range
-        self._cells = _never_falling(cells)
+        self._cells: list[list[float]] = _never_falling(cells).tolist()
         self._last_x = len(self.xs) - 1
         self._last_y = len(self.ys) - 1
 
@@ -59,7 +62,6 @@ class Surface:
         return a + (b - a) * (x - x0) / (xs[i] - x0)
 
     def is_measured(self, x: float) -> bool:
-        """Whether x lies within the measured range."""
         least, greatest = self.measured_range
         return least <= x <= greatest
 
@@ -81,8 +83,7 @@ def fill_surface(
     Args:
         points: (x, y, milliseconds); several at the same place are averaged.
         reference: positive everywhere.
-        xs: nodes in addition to those of the points.
-        ys: likewise.
+        xs, ys: nodes in addition to those of the points.
         reference_from: least x where the reference itself is measured: from there up to the points' largest x, times
             count as measured. Infinite for arithmetic.
     """
@@ -143,11 +144,10 @@ def _line(ys: Sequence[float], values: Sequence[float]) -> Callable[[float], flo
     def value(y: float) -> float:
         j = min(max(bisect_left(ys, y), 1), len(ys) - 1)
         slope = (values[j] - values[j - 1]) / (ys[j] - ys[j - 1])
-        if y < ys[0]:
-            return values[0] + max(slope, 0.0) * (y - ys[0])
-        if y > ys[-1]:
-            return values[-1] + max(slope, 0.0) * (y - ys[-1])
-        return values[j - 1] + slope * (y - ys[j - 1])
+        if ys[0] <= y <= ys[-1]:
+            return values[j - 1] + slope * (y - ys[j - 1])
+        end = 0 if y < ys[0] else -1
+        return values[end] + max(slope, 0.0) * (y - ys[end])
 
     return value
 
@@ -167,9 +167,8 @@ def _fill(
     low, high = nodes[max(i - 1, 0)], nodes[min(i, len(nodes) - 1)]
     scale = lines[low](y) / reference(low, y)
     if low != high:
-        share = math.log(x / low) / math.log(high / low)
         # Outside the measured rows, the nearest row's scale applies.
-        share = min(max(share, 0.0), 1.0)
+        share = min(max(math.log(x / low) / math.log(high / low), 0.0), 1.0)
         scale += (lines[high](y) / reference(high, y) - scale) * share
     return scale * reference(x, y)
 
@@ -178,24 +177,14 @@ def clamp_cells(
     filled: Sequence[Sequence[float]], measured: Sequence[Sequence[float | None]]
 ) -> list[list[float]]:
     """Measured cells, and filled ones limited to the range between the measured cells below and above them."""
-    lowest = _never_falling([[0.0 if ms is None else ms for ms in row] for row in measured])
-    turned = [[-math.inf if ms is None else -ms for ms in reversed(row)] for row in reversed(measured)]
-    highest = [[-ms for ms in reversed(row)] for row in reversed(_never_falling(turned))]
-    return [
-        [min(max(cell, low), high) if ms is None else ms for cell, ms, low, high in zip(*rows, strict=True)]
-        for rows in zip(filled, measured, lowest, highest, strict=True)
-    ]
+    times = np.array(measured, dtype=np.float64)
+    known = ~np.isnan(times)
+    lowest = _never_falling(np.where(known, times, 0.0))
+    highest = -np.flip(_never_falling(-np.flip(np.where(known, times, np.inf))))
+    cells: list[list[float]] = np.where(known, times, np.clip(filled, lowest, highest)).tolist()
+    return cells
 
 
-def _never_falling(cells: Sequence[Sequence[float]]) -> list[list[float]]:
+def _never_falling(cells: ArrayLike) -> NDArray[np.float64]:
     """The running maximum along both axes."""
-    result: list[list[float]] = []
-    for row in cells:
-        above = result[-1] if result else [-math.inf] * len(row)
-        greatest = -math.inf
-        line = []
-        for cell, ms in zip(row, above, strict=True):
-            greatest = max(greatest, cell, ms)
-            line.append(greatest)
-        result.append(line)
-    return result
+    return np.maximum.accumulate(np.maximum.accumulate(cells, axis=0), axis=1)

@@ -285,8 +285,8 @@ class SimulatedExecutor:
 
     def _complete(self, job: _Job) -> None:
         self._lanes[job.placement.lane].popleft()
-        started_s = self._now_s if job.start_s is None else job.start_s
-        device_ms, work = (self._now_s - started_s) * 1e3, job.work
+        assert job.start_s is not None
+        device_ms, work = (self._now_s - job.start_s) * 1e3, job.work
         self._results[job.ticket] = StepResult(
             token_ids=np.zeros(work.num_sampled, dtype=np.int32), logprobs=None, device_ms=device_ms
         )
