@@ -94,37 +94,33 @@ def due_in(ms: float, tokens: int = 0) -> PromptLoad:
     return PromptLoad(tokens, 0, 5.0 + ms / 1e3)
 
 
-def spare(found: Load, *awaited_s: tuple[float, float]) -> float:
-    return spare_ms(found, awaited_s, ms_per_token=0.1, layers=10)
+CHUNK = ChunkLoad(tokens=400, attention_pairs=0.0, layers_left=5, deadline_s=5.03)
 
 
-def test_without_targets_there_is_all_the_time() -> None:
-    assert spare(load()) == math.inf
-    assert spare(load(PromptLoad(100, 0, math.inf), slack_ms=math.inf)) == math.inf
-
-
-def test_decoding_waits_as_long_as_its_slack() -> None:
-    assert spare(load(slack_ms=12.0)) == 12.0
-    assert spare(load(slack_ms=-3.0)) == 0.0
-
-
-def test_prompts_wait_as_long_as_each_of_them_is_still_on_time() -> None:
-    assert spare(load(due_in(50, tokens=300))) == pytest.approx(20)
-    assert spare(load(due_in(50, tokens=100), due_in(60, tokens=300)), (0.0, 9.0)) == pytest.approx(20)
-    assert spare(load(due_in(50, tokens=300), slack_ms=8.0)) == 8.0
-
-
-def test_a_prompt_that_is_late_whatever_is_done_binds_nothing() -> None:
-    assert spare(load(due_in(20, tokens=300), due_in(100, tokens=300))) == pytest.approx(40)
-    assert spare(load(due_in(-1))) == math.inf
-
-
-def test_a_chunk_under_way_and_prompts_in_flight_count() -> None:
-    chunk = ChunkLoad(tokens=400, attention_pairs=0.0, layers_left=5, deadline_s=5.03)
-    assert spare(load(chunk=chunk)) == pytest.approx(10)
-    assert spare(load(due_in(60, tokens=300), chunk=chunk)) == pytest.approx(10)
-    assert spare(load(), (5.010, 5.017)) == pytest.approx(7)
-    assert spare(load(), (5.010, 5.009)) == math.inf
+@pytest.mark.parametrize(
+    ("found", "awaited_s", "spare"),
+    [
+        # Without targets there is all the time.
+        (load(), [], math.inf),
+        (load(PromptLoad(100, 0, math.inf), slack_ms=math.inf), [], math.inf),
+        # Decoding waits as long as its slack, prompts as long as each of them is still on time.
+        (load(slack_ms=12.0), [], 12),
+        (load(slack_ms=-3.0), [], 0),
+        (load(due_in(50, tokens=300)), [], 20),
+        (load(due_in(50, tokens=100), due_in(60, tokens=300)), [(0.0, 9.0)], 20),
+        (load(due_in(50, tokens=300), slack_ms=8.0), [], 8),
+        # A prompt that is late whatever is done does not limit it.
+        (load(due_in(20, tokens=300), due_in(100, tokens=300)), [], 40),
+        (load(due_in(-1)), [], math.inf),
+        # A chunk under way and prompts in flight count.
+        (load(chunk=CHUNK), [], 10),
+        (load(due_in(60, tokens=300), chunk=CHUNK), [], 10),
+        (load(), [(5.010, 5.017)], 7),
+        (load(), [(5.010, 5.009)], math.inf),
+    ],
+)
+def test_time_to_spare_for_a_capture(found: Load, awaited_s: list[tuple[float, float]], spare: float) -> None:
+    assert spare_ms(found, awaited_s, ms_per_token=0.1, layers=10) == pytest.approx(spare)
 
 
 def test_captures_keep_to_their_share_of_the_time() -> None:
