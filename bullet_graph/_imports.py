@@ -22,15 +22,12 @@ def load(module: str, name: str) -> Any:
 
 @contextmanager
 def collector_aside() -> Iterator[None]:
-    """Keep the cyclic garbage collector from running in the block, and from scanning what the block created.
-
-    Modules are not garbage. New objects go straight to the oldest generation, unless the process has frozen objects:
-    those would be released too.
-    """
+    """Keep the cyclic garbage collector from running in the block, and from scanning what the block created."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
+        # Modules are no garbage: they go to the oldest generation, unless that would release what others have frozen.
         if not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()

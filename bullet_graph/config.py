@@ -43,8 +43,7 @@ class Policy:
             ``max_num_batched_tokens``, or, in ``mixed`` under a TPOT target, what the target allows.
         decode_sms: SMs of the decode lane in ``split``; None lets the planner choose.
 
-    Raises:
-        ConfigError: at construction, naming the field.
+    A wrong one raises ConfigError, at construction.
     """
 
     name: PolicyChoice
@@ -136,8 +135,7 @@ def _setting(default: Any, text: str, **details: Any) -> Any:
 class EngineConfig:
     """Settings of one engine: the only place where each is named, described, checked and given its default.
 
-    Raises:
-        ConfigError: at construction, naming the setting.
+    A wrong one raises ConfigError, at construction.
     """
 
     model: str = field(metadata={"setting": Setting("A preset's name, or a Hugging Face model folder.")})
@@ -240,11 +238,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, model: str, **settings: Any) -> "EngineConfig":
-        """Read settings as users give them: as values, or as texts such as ``policy="mixed:2048"``.
-
-        Raises:
-            ConfigError: a name is unknown, or as the class says.
-        """
+        """Read settings as users give them: as values, or as texts such as ``policy="mixed:2048"``."""
         parsed: dict[str, Any] = {}
         for name, value in settings.items():
             setting = SETTINGS.get(name)
@@ -287,9 +281,7 @@ class EngineConfig:
     @property
     def chunk_tokens(self) -> int:
         """Most rows of one forward under the chosen policy."""
-        if self.policy.chunk_tokens is None:
-            return self.max_num_batched_tokens
-        return min(self.policy.chunk_tokens, self.max_num_batched_tokens)
+        return min(self.policy.chunk_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType(

@@ -14,6 +14,7 @@ from rich.table import Table
 from bullet_graph.cli.options import FILE, setting_options
 from bullet_graph.cli.replay_options import (
     burstiness_option,
+    gpu_option,
     num_prompts_option,
     request_rate_option,
     trace_option,
@@ -37,12 +38,7 @@ _GB = 1e9
 @request_rate_option(required=True)
 @burstiness_option
 @setting_options("slo")
-@click.option(
-    "--gpu",
-    default="h200",
-    metavar="NAME|TABLE.json|roofline:NAME",
-    help="Whose times to use, as in `bullet-graph simulate`.",
-)
+@gpu_option
 @setting_options(
     "model",
     "policy",
@@ -239,5 +235,5 @@ def _sizes(plan: CapturePlan, key: GroupKey) -> tuple[int, ...]:
 
 
 def _finite(value: float, infinite: str | None = None) -> float | str | None:
-    """JSON has no infinity."""
+    # JSON has no infinity.
     return infinite if math.isinf(value) else value

@@ -45,9 +45,7 @@ _CAPTURE_COMMANDS = {
 class LazyGroup(click.Group):
     """A group that imports a command's module when the command is used, so that ``--help`` never waits for torch.
 
-    Args:
-        lazy: by a command's name, its ``"module:attribute"`` in this package and the line of the group's help.
-        arguments: those of :class:`click.Group`.
+    ``lazy`` has, by a command's name, its ``"module:attribute"`` in this package and the line of the group's help.
     """
 
     def __init__(self, *, lazy: Mapping[str, tuple[str, str]], **arguments: Any) -> None:

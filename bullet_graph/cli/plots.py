@@ -43,10 +43,10 @@ def encode(figure: Figure, image_format: str) -> bytes:
 def draw_rates(
     curves: Mapping[str, Runs], *, title: str, slo: Slo, attainment: float, image_format: str
 ) -> bytes:
-    """Draw attainment, TTFT and TPOT over the request rate, a curve for each policy or system.
+    """Draw attainment, TTFT and TPOT over the request rate, as ``svg`` or ``png``.
 
     Args:
-        curves: runs by name, at rising finite rates.
+        curves: runs by the name of the policy or system, at rising finite rates.
         title: above the panels.
         slo: the targets.
         attainment: the share of requests that is to meet them.

@@ -82,6 +82,13 @@ trace_option = click.option(
     help="A trace file (Azure CSV, ShareGPT JSON, Mooncake JSONL), or azure:conv, azure:code, synthetic:conv, "
     "synthetic:code, synthetic:longdoc.",
 )
+gpu_option = click.option(
+    "--gpu",
+    default="h200",
+    metavar="NAME|TABLE.json|roofline:NAME",
+    help="Whose times to use: a table that comes with the package, a table of `bullet-graph profile`, or an estimate "
+    "by arithmetic.",
+)
 num_prompts_option = click.option("--num-prompts", type=COUNT, help="Only the first N requests of the trace.")
 burstiness_option = click.option(
     "--burstiness", default=1.0, help="1: Poisson arrivals; less: burstier; more: steadier."

@@ -11,13 +11,18 @@ import click
 
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine
-from bullet_graph.cli.options import engine_options, parse_size
+from bullet_graph.cli.options import Decorator, engine_options, parse_size
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import ConfigError
 from bullet_graph.serve.settings import ServeSettings
 
 _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
+
+
+def _timeout(name: str, default_s: float, text: str) -> Decorator:
+    parameter = f"{name}_timeout_s"
+    return click.option(f"--{name}-timeout", parameter, default=default_s, metavar="SECONDS", help=text)
 
 
 @click.command()
@@ -49,26 +54,14 @@ _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
     default=1024,
     help="Requests get 429 while this many sequences wait for KV blocks.",
 )
-@click.option(
-    "--request-timeout",
-    "request_timeout_s",
-    default=600.0,
-    metavar="SECONDS",
-    help="Longest time from a request's arrival to its last token.",
+@_timeout("request", 600.0, "Longest time from a request's arrival to its last token.")
+@_timeout(
+    "shutdown",
+    30.0,
+    "After SIGTERM, time for requests in progress; then they are aborted. A second signal aborts them at once.",
 )
-@click.option(
-    "--shutdown-timeout",
-    "shutdown_timeout_s",
-    default=30.0,
-    metavar="SECONDS",
-    help="After SIGTERM, time for requests in progress; then they are aborted. A second signal aborts them at once.",
-)
-@click.option(
-    "--watchdog-timeout",
-    "watchdog_timeout_s",
-    default=60.0,
-    metavar="SECONDS",
-    help="After this long without progress on a lane, all requests fail and /health is 503.",
+@_timeout(
+    "watchdog", 60.0, "After this long without progress on a lane, all requests fail and /health is 503."
 )
 @click.option(
     "--warmup/--no-warmup",

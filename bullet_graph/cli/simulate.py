@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from bullet_graph.cli.options import FILE, result_options, setting_options
-from bullet_graph.cli.replay_options import TRACE_TIMES, GoodputCommand, replay_options
+from bullet_graph.cli.replay_options import TRACE_TIMES, GoodputCommand, gpu_option, replay_options
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, emit
 from bullet_graph.cli.simulator import Simulator
 from bullet_graph.cli.tables import ReplayRun, emit_replays, goodput_table, print_line, print_table
@@ -28,13 +28,7 @@ _TOLERANCE = 0.02
 
 
 @click.command(cls=GoodputCommand)
-@click.option(
-    "--gpu",
-    default="h200",
-    metavar="NAME|TABLE.json|roofline:NAME",
-    help="Whose times to use: a table that comes with the package, a table of `bullet-graph profile`, or an estimate "
-    "by arithmetic.",
-)
+@gpu_option
 @setting_options("model", model="llama-3.1-8b")
 @replay_options(default_policy="auto", request_rate_more=" With --sweep, the first rate.")
 @setting_options(

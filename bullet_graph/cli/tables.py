@@ -75,7 +75,7 @@ def emit_replays(
 
     Args:
         title: above the table.
-        runs: by name. The fields of a single one are beside the common ones; several go into the list ``results``.
+        runs: by name. The fields of a single one are beside ``common``; those of several go into the list ``results``.
         common: fields that all runs share.
         path: of the result's file, if any.
         detailed: whether the JSON has the figures of each request.
@@ -145,15 +145,10 @@ def mean_of(device: Fields | None, field: str) -> float | None:
 def goodput_table(
     title: str | None, cells: Mapping[str, tuple[float | None, Sequence[Fields]]], tolerance: float
 ) -> Table:
-    """One search per row: its goodput, and the run at that rate.
+    """Goodput and runs by the name of the system or policy: a row for each, with the run at the goodput.
 
     A goodput has ``≥`` where the search ended before it reached the relative ``tolerance``, ``<`` where no rate was low
     enough.
-
-    Args:
-        title: above the table, if any.
-        cells: goodput and runs by the name of the system or policy.
-        tolerance: of the searches.
     """
     shows_energy = any(run.get("joules_per_token") is not None for _, runs in cells.values() for run in runs)
     columns = ["policy", "requests/s", "TTFT, p50 / p90, ms", "TPOT, p50 / p90, ms", "ITL, p99, ms"]
