@@ -58,26 +58,20 @@ class ReferenceAttention:
         kv_indices: Tensor,
     ) -> None:
         self._cache = cache
-        self._q_indptr = q_indptr
-        self._blocks = [kv_indices[a:b] for a, b in pairwise(kv_indptr)]
-        self._kv_lens = kv_lens
-        self._masks = [
-            torch.ones(stop - start, kv_len, dtype=torch.bool, device=kv_indices.device).tril(
-                kv_len - (stop - start)
-            )
-            for (start, stop), kv_len in zip(pairwise(q_indptr), kv_lens, strict=True)
-        ]
+        self._sequences: list[tuple[slice, Tensor, int, Tensor]] = []
+        for (start, stop), (first, last), kv_len in zip(
+            pairwise(q_indptr), pairwise(kv_indptr), kv_lens, strict=True
+        ):
+            if count := stop - start:
+                mask = torch.ones(count, kv_len, dtype=torch.bool, device=kv_indices.device)
+                blocks = kv_indices[first:last]
+                self._sequences.append((slice(start, stop), blocks, kv_len, mask.tril(kv_len - count)))
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
         keys, values = self._cache.layer(layer)
         q = rows.q
         out = torch.empty_like(q)
-        for i, (blocks, kv_len, mask) in enumerate(
-            zip(self._blocks, self._kv_lens, self._masks, strict=True)
-        ):
-            own = slice(self._q_indptr[i], self._q_indptr[i + 1])
-            if own.start == own.stop:
-                continue
+        for own, blocks, kv_len, mask in self._sequences:
             k = keys[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
             v = values[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
             attended = torch.nn.functional.scaled_dot_product_attention(
@@ -120,11 +114,14 @@ class MixedAttention:
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
         out = torch.empty_like(rows.q)
-        self.bind(rows, out).run(layer)
+        self.bind(rows, out)(layer)
         return out.flatten(1)
 
-    def bind(self, rows: LayerRows, out: Tensor) -> "BoundAttention":
-        """Attention from rows into ``out`` [rows, num_heads, head_dim], both at the same place in all layers."""
+    def bind(self, rows: LayerRows, out: Tensor) -> Callable[[int], None]:
+        """Attention of a layer, from rows into ``out`` [rows, num_heads, head_dim], at the same place in all layers.
+
+        The buffers are sliced once: slicing in each layer costs the host time.
+        """
         cached, fresh, decode = self.cached, self.fresh, self.decode
         parts: list[Callable[[int], None]] = []
         if cached is not None:
@@ -135,15 +132,9 @@ class MixedAttention:
         if decode is not None:
             begin = self.num_prefill_rows
             parts.append(partial(decode.run_into, q=rows.q[begin:], out=out[begin:]))
-        return BoundAttention(tuple(parts))
 
+        def run(layer: int) -> None:
+            for part in parts:
+                part(layer)
 
-@dataclass(frozen=True, slots=True)
-class BoundAttention:
-    """A forward's attention over fixed buffers, which are sliced once: slicing in each layer costs the host time."""
-
-    parts: tuple[Callable[[int], None], ...]
-
-    def run(self, layer: int) -> None:
-        for part in self.parts:
-            part(layer)
+        return run

@@ -222,7 +222,7 @@ class EagerLane:
         for index in range(first, num_layers if last is None else last):
             graphs.replay(index, bucket)
             if index < num_layers - 1:
-                attention.run(index)
+                attention(index)
                 continue
             hidden = self._decoder.finish_last_layer(
                 layer_rows, pieces.residual[:num_rows], forward.sampled, self._functions

@@ -89,8 +89,8 @@ def test_the_last_layer_gives_the_sampled_rows_alone(cuts: tuple[int, ...]) -> N
 def test_a_forward_that_samples_nothing_still_fills_the_cache() -> None:
     whole, pruned = fresh_decoder(), fresh_decoder()
     run(whole)
-    hidden = run(pruned, sampled=SampledRows(torch.empty(0, dtype=torch.long), attention=None))
-    assert logits(pruned, hidden).shape == (0, CONFIG.vocab_size)
+    nothing = SampledRows(torch.empty(0, dtype=torch.long), attention=None)
+    assert logits(pruned, run(pruned, sampled=nothing)).shape == (0, CONFIG.vocab_size)
     assert_same_cache(pruned, whole)
 
 
