@@ -20,13 +20,7 @@ Prompt = str | Sequence[int]
 
 
 class Admission:
-    """Makes requests for one model.
-
-    Args:
-        tokenizer: None if the model has none; it then takes token ids alone.
-        max_model_len: most tokens of a prompt and its output.
-        seed: seeds the requests that have no seed.
-    """
+    """Makes requests for one model; without a tokenizer from token ids alone. ``seed`` is for those that have none."""
 
     def __init__(
         self, model: ModelConfig, tokenizer: Tokenizer | None, *, max_model_len: int, seed: int

@@ -11,11 +11,8 @@ PADDING_BLOCK = 0
 class BlockPool:
     """The free blocks, and the table of each slot's blocks in order of position.
 
-    Args:
-        num_blocks: blocks of the cache, including the padding block.
-        num_slots: most sequences that hold blocks at once.
-        max_blocks_per_seq: most blocks of one sequence.
-        block_tokens: tokens per block.
+    ``num_blocks`` includes the padding block; each of ``num_slots`` sequences at once owns up to
+    ``max_blocks_per_seq``.
     """
 
     def __init__(
@@ -69,14 +66,9 @@ class BlockPool:
         return blocks
 
     def flatten(self, slots: Int32Array, num_tokens: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """The block lists of several sequences, one after the other.
+        """The block lists of several sequences, one after the other: indptr [n + 1] and indices [indptr[-1]].
 
-        Args:
-            slots: [n].
-            num_tokens: [n], tokens to cover in each; the slot must own their blocks.
-
-        Returns:
-            (indptr [n + 1], indices [indptr[-1]]).
+        ``slots`` [n] must own the blocks of ``num_tokens`` [n].
         """
         counts = -(-num_tokens // self.block_tokens)
         indptr = np.zeros(len(slots) + 1, dtype=np.int32)

@@ -64,9 +64,7 @@ class Budget:
 
     def share(self, num_bytes: float, seconds: float) -> float:
         """The larger share of the two limits that a cost takes; seconds where there is no limit."""
-        if math.isinf(self.memory_bytes) and math.isinf(self.time_s):
-            return seconds
-        return max(num_bytes / self.memory_bytes, seconds / self.time_s)
+        return max(num_bytes / self.memory_bytes, seconds / self.time_s) or seconds
 
 
 @dataclass(slots=True)
@@ -117,8 +115,7 @@ class SizeUse:
     """Work of one captured size.
 
     Attributes:
-        num_steps: steps that it serves.
-        num_exact: those of them without padding.
+        num_steps, num_exact: steps that it serves, and those of them without padding.
         worth_ms: time lost without it, also by sizes that may yet come up; infinite where it is required.
     """
 
@@ -136,8 +133,7 @@ class Group:
         name: ``whole GPU``, ``N SMs``, or ``piecewise graphs``.
         demands: the steps, by rising size.
         candidates: sizes to choose from, rising: those that some step would be padded to.
-        num_bytes: device memory of one captured size.
-        seconds: time to capture it.
+        num_bytes, seconds: device memory of one captured size, and time to capture it.
     """
 
     name: str

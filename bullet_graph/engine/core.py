@@ -353,13 +353,7 @@ class EngineCore:
 
 
 def fill(chunk_tokens: int, decode_rows: int, max_rows: int, padded_rows: Callable[[int], int]) -> int:
-    """Prompt rows of a chunk on the decode lane, those that replace padding included.
-
-    Args:
-        chunk_tokens: planned prompt rows; 0 for no chunk.
-        max_rows: most rows of a forward.
-        padded_rows: rows that a forward is padded to.
-    """
+    """Prompt rows of a chunk on the decode lane: those planned, and those that replace padding up to ``max_rows``."""
     if not chunk_tokens:
         return 0
     rows = chunk_tokens + decode_rows

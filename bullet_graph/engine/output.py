@@ -103,9 +103,8 @@ class EngineStats:
         num_waiting: sequences that wait for KV blocks.
         num_decoding: running sequences whose prompts are done.
         num_missing_graphs: CUDA graphs not captured yet (``ready="hot"``).
-        policy_seconds: device time of launches by policy.
-        lane_seconds: device time of launches by lane.
-        lane_sm_seconds: device time × SMs of launches by lane; empty without a GPU.
+        policy_seconds, lane_seconds: device time of launches.
+        lane_sm_seconds: device time × SMs of launches; empty without a GPU.
         lane_sms: SMs of each lane's current launch, 0 if it is idle; empty without a GPU.
         corrections: measured ÷ predicted time by policy and kind of forward, as learned by the planner.
     """

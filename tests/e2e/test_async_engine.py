@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 from async_engines import Gate, collect, engine_threads, idle
 from engines import Model, at_any_depth, make_engine, tokens_of
+from policies import fail_launches
 
 from bullet_graph import (
     AsyncEngine,
@@ -299,15 +300,7 @@ async def test_a_failure_reaches_all_streams_and_later_ones(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = RuntimeError("on fire")
-    launch = CpuExecutor.launch
-    calls = iter(range(4))
-
-    def failing(self: CpuExecutor, step: object, placement: object) -> int:
-        if next(calls, None) is None:
-            raise error
-        return launch(self, step, placement)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(CpuExecutor, "launch", failing)
+    fail_launches(monkeypatch, 4, error)
     engine = AsyncEngine(make_engine(model.folder, max_num_seqs=2))
     async with asyncio.timeout(20):
         results = await asyncio.gather(
