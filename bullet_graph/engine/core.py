@@ -62,7 +62,6 @@ class EngineCore:
             max_model_len=max_model_len,
             pool=self.pool,
             prompt_order=prompt_order,
-            tuning=planner.tuning,
         )
         self.tracker = RequestTracker(self.scheduler, max_model_len=max_model_len)
         self.in_flight = InFlight(executor.num_sms)
@@ -319,7 +318,6 @@ class EngineCore:
             sum([s.num_tokens for s in rows]),
             due_s,
             solo_ms=None if self.planner.model is None else self.planner.decode_ms,
-            tuning=self.planner.tuning,
         )
 
     # ---- retiring ----

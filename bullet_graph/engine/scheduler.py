@@ -11,7 +11,6 @@ from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.partition.masks import Lane
 from bullet_graph.planner.slack import QueuedPrompt, order_prompts
-from bullet_graph.planner.tuning import TUNING, PlannerTuning
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, Step
 
 QUEUE_IN_SIGHT = 64
@@ -23,9 +22,8 @@ _NEVER = float("inf")
 class PromptQueue:
     """Sequences without blocks; a sequence may return after a preemption. ``num_tokens`` adds up their prompts."""
 
-    def __init__(self, prompt_order: PromptOrder, tuning: PlannerTuning) -> None:
+    def __init__(self, prompt_order: PromptOrder) -> None:
         self._prompt_order = prompt_order
-        self._tuning = tuning
         self._waiting: dict[Sequence, QueuedPrompt] = {}
         self._num_with_deadline = 0
         self._num_preempted = 0
@@ -56,7 +54,7 @@ class PromptQueue:
         if self._num_with_deadline or any(s.deadline_s < _NEVER for s in started):
             unordered = [*started, *self._waiting]
             queued = [*(_queued(s) for s in started), *self._waiting.values()]
-            order = order_prompts(queued, now_s, ms_per_token, self._tuning)
+            order = order_prompts(queued, now_s, ms_per_token)
             return (unordered[i] for i in order)
         # Preemption takes the last to come first, so the reverse order is the order of arrival.
         preempted = [s for s in reversed(self._waiting) if s.preempted] if self._num_preempted else []
@@ -95,7 +93,6 @@ class Scheduler:
     Args:
         pool: the KV cache's blocks; it must hold one sequence of ``max_model_len``.
         prompt_order: order of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
-        tuning: the planner's constants, for the order of prompts with targets.
     """
 
     def __init__(
@@ -105,9 +102,8 @@ class Scheduler:
         max_model_len: int,
         pool: BlockPool,
         prompt_order: PromptOrder = "arrival",
-        tuning: PlannerTuning = TUNING,
     ) -> None:
-        self.queue = PromptQueue(prompt_order, tuning)
+        self.queue = PromptQueue(prompt_order)
         self._max_model_len = max_model_len
         self._pool = pool
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, PolicyName
-from bullet_graph.planner.tuning import PlannerTuning
+from bullet_graph.planner.tuning import TUNING
 
 ForwardKind = Literal["step", "slice"]
 """What a prediction was for: a forward with decode rows in it, or one of prompt rows alone."""
@@ -22,24 +22,17 @@ class Corrections(dict[tuple[PolicyName, ForwardKind], float]):
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(product(get_args(PolicyName), get_args(ForwardKind)), 1.0))
 
-    def observe(
-        self,
-        policy: PolicyName,
-        kind: ForwardKind,
-        predicted_ms: float,
-        measured_ms: float,
-        tuning: PlannerTuning,
-    ) -> None:
+    def observe(self, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
         """Include one measurement; its prediction was made with these corrections. Times of 0 are ignored."""
         if predicted_ms <= 0 or measured_ms <= 0:
             return
-        ratio = _limited(measured_ms / predicted_ms, tuning.correction_limit)
-        factor = self[policy, kind] * ratio**tuning.correction_weight
-        self[policy, kind] = _limited(factor, tuning.correction_limit)
+        ratio = _limited(measured_ms / predicted_ms)
+        factor = self[policy, kind] * ratio**TUNING.correction_weight
+        self[policy, kind] = _limited(factor)
 
 
-def _limited(factor: float, limit: float) -> float:
-    return min(max(factor, 1 / limit), limit)
+def _limited(factor: float) -> float:
+    return min(max(factor, 1 / TUNING.correction_limit), TUNING.correction_limit)
 
 
 class Predictor:
@@ -64,7 +57,6 @@ class Predictor:
         self,
         model: PerformanceModel,
         corrections: Corrections,
-        tuning: PlannerTuning,
         *,
         max_chunk_tokens: int,
         decode_sms: Sequence[int],
@@ -72,11 +64,10 @@ class Predictor:
     ) -> None:
         self.model = model
         self.corrections = corrections
-        self.tuning = tuning
         self.max_chunk_tokens = max_chunk_tokens
-        self.slice_layers = tuning.split_launch_ms / eager_layer_ms
+        self.slice_layers = TUNING.split_launch_ms / eager_layer_ms
         self.whole_chunk = model.wave_chunk_tokens(max_chunk_tokens)
-        num_sms, lane = model.num_sms, min(max_chunk_tokens, tuning.lane_chunk_tokens)
+        num_sms, lane = model.num_sms, min(max_chunk_tokens, TUNING.lane_chunk_tokens)
         self.lane_chunks = {
             sms: model.wave_chunk_tokens(lane * (num_sms - sms) // num_sms, num_sms - sms)
             for sms in decode_sms
@@ -125,7 +116,7 @@ class Backlog:
     def chunk_rows(self, size: int) -> int:
         """Rows of a chunk that should have about ``size``; those of the chunk under way, if there is one."""
         predictor = self._predictor
-        whole = min(predictor.tuning.whole_queue_ratio * size, predictor.max_chunk_tokens)
+        whole = min(TUNING.whole_queue_ratio * size, predictor.max_chunk_tokens)
         return self.tokens if self._load.chunk is not None or self.tokens <= whole else size
 
     def alone_ms(self, tokens: int, policy: PolicyName) -> float:
@@ -146,7 +137,7 @@ class Backlog:
             tokens += prompt.tokens_left
             dues.append((tokens, prompt.deadline_s))
         for tokens, deadline_s in dues:
-            ms = (deadline_s - load.now_s) * 1e3 * self._predictor.tuning.ttft_share
+            ms = (deadline_s - load.now_s) * 1e3 * TUNING.ttft_share
             if tokens * ms_per_token > ms:
                 some_late = True
             elif ms < math.inf:
@@ -187,13 +178,12 @@ class Options:
         self._predictor = predictor
         self._model = predictor.model
         self._corrections = predictor.corrections
-        self._tuning = predictor.tuning
         self._batch = decode.batch_size, decode.kv_tokens
         self._step = self._model.decode(*self._batch)
         self._decode_ms = self._step.ms * self._corrections["solo", "step"]
         self.backlog = backlog
         self.batch_size = decode.batch_size
-        self.budget_ms = min(decode.budget_ms, self._tuning.budget_cap * decode.target_ms)
+        self.budget_ms = min(decode.budget_ms, TUNING.budget_cap * decode.target_ms)
         self.infeasible = self._decode_ms > max(decode.budget_ms, decode.target_ms)
         self.limit_ms = math.inf if self.infeasible else self.budget_ms
 
@@ -235,7 +225,7 @@ class Options:
 
     def mixed(self, tokens: int) -> Option:
         """One forward with the decode rows and ``tokens`` prompt rows; fewer if fewer wait or fit."""
-        row_step = self._tuning.row_step
+        row_step = TUNING.row_step
         most = max(self._predictor.max_chunk_tokens - self.batch_size, row_step)
         tokens = min(max(tokens, row_step), most, self.backlog.tokens)
         prediction = self._model.mixed(tokens, self.backlog.pairs(tokens), *self._batch)
@@ -245,14 +235,14 @@ class Options:
     def mixed_sizes(self) -> list[Option]:
         """Mixed forwards to weigh: the largest within the limit; without a limit, all rows, half of them, and so on."""
         if self.limit_ms < math.inf:
-            return [self.largest_mixed() or self.mixed(self._tuning.floor_tokens)]
+            return [self.largest_mixed() or self.mixed(TUNING.floor_tokens)]
         most = min(self._predictor.max_chunk_tokens, self.backlog.tokens)
-        halvings = range(max((most // self._tuning.least_chunk_tokens).bit_length(), 1))
+        halvings = range(max((most // TUNING.least_chunk_tokens).bit_length(), 1))
         return [self.mixed(most >> halving) for halving in halvings]
 
     def largest_mixed(self) -> Option | None:
         """The mixed forward with the most prompt rows within the limit; None if not even the fewest fit."""
-        row_step = self._tuning.row_step
+        row_step = TUNING.row_step
         option = self.mixed(self._predictor.max_chunk_tokens)
         if option.interval_ms <= self.limit_ms:
             return option
@@ -273,11 +263,10 @@ class Options:
         The rest of the longest output then rides along with prompts instead of decoding in a shrinking batch. The
         size is rounded down: one more forward costs less than a decode step without prompts.
         """
-        tuning = self._tuning
         rows = self.batch_size + max(self._load.queued_tokens, self.backlog.tokens) / max(steps, 1)
-        lasting = math.floor(rows / tuning.paced_row_step)
-        growing = math.ceil((self.batch_size + tuning.paced_prompt_rows) / tuning.paced_row_step)
-        whole = max(tuning.paced_row_step * max(lasting, growing), tuning.paced_rows)
+        lasting = math.floor(rows / TUNING.paced_row_step)
+        growing = math.ceil((self.batch_size + TUNING.paced_prompt_rows) / TUNING.paced_row_step)
+        whole = max(TUNING.paced_row_step * max(lasting, growing), TUNING.paced_rows)
         return self.mixed(min(whole, self._predictor.max_chunk_tokens) - self.batch_size)
 
     def split(self, decode_sms: int) -> Option:
@@ -286,7 +275,7 @@ class Options:
         prediction = self._model.split(decode_sms, *self._batch, tokens, self.backlog.pairs(tokens))
         interval_ms = prediction.decode_ms * self._corrections["split", "step"]
         prefill_ms = prediction.prefill_ms * self._corrections["split", "slice"]
-        in_time = self._tuning.split_slice_ms * self._model.num_layers / prefill_ms
+        in_time = TUNING.split_slice_ms * self._model.num_layers / prefill_ms
         layers = round(min(in_time, self._predictor.slice_layers))
         return self._option(
             "split",

@@ -11,7 +11,7 @@ from bullet_graph.partition.masks import partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.planner.options import Backlog, Corrections, ForwardKind, Options, Predictor
 from bullet_graph.planner.plan import Bound, DecodeLoad, Load, Option, Plan, PolicyName
-from bullet_graph.planner.tuning import TUNING, PlannerTuning
+from bullet_graph.planner.tuning import TUNING
 
 
 class Planner:
@@ -43,7 +43,6 @@ class Planner:
         corrections: Corrections | None = None,
         max_batch_sizes: Mapping[int, int] = MappingProxyType({}),
         eager_layer_ms: float = GENERIC.eager_layer_ms,
-        tuning: PlannerTuning = TUNING,
     ) -> None:
         if model is None and policy.name not in ("serial", "mixed"):
             raise ConfigError(
@@ -60,7 +59,6 @@ class Planner:
             )
         self.policy = policy
         self.model = model
-        self.tuning = tuning
         self.max_rows = min(policy.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
         self._decode_sms = tuple(sorted(decode_sms if policy.decode_sms is None else (policy.decode_sms,)))
         self._max_batch_sizes = max_batch_sizes
@@ -71,7 +69,6 @@ class Planner:
             self._predictor = Predictor(
                 model,
                 self._corrections,
-                tuning,
                 max_chunk_tokens=max_chunk_tokens,
                 decode_sms=self._decode_sms,
                 eager_layer_ms=eager_layer_ms,
@@ -105,7 +102,7 @@ class Planner:
             kind: ``step`` for a forward with decode rows, ``slice`` for prompt rows alone, on whichever lane.
             predicted_ms: as in the plan, so already corrected.
         """
-        self._corrections.observe(policy, kind, predicted_ms, measured_ms, self.tuning)
+        self._corrections.observe(policy, kind, predicted_ms, measured_ms)
 
     def limit_batch_sizes(self, max_batch_sizes: Mapping[int, int]) -> None:
         """Replace the limits of batches per lane; see the class."""
@@ -153,7 +150,7 @@ class Planner:
             return Plan("serial", decode=False, chunk_tokens=self.max_rows, bound="forced")
         if decode is None:
             return Plan("solo", decode=False, chunk_tokens=self.max_rows)
-        rows = max(self.max_rows - decode.batch_size, self.tuning.row_step)
+        rows = max(self.max_rows - decode.batch_size, TUNING.row_step)
         return Plan("mixed", decode=True, chunk_tokens=rows, bound="forced")
 
     def _prefill_only(self, load: Load, backlog: Backlog, predictor: Predictor) -> Plan:
@@ -163,7 +160,7 @@ class Planner:
             ms = self._alone_ms(backlog, rows, "solo")
             return Plan("solo", decode=False, chunk_tokens=rows, decode_ms=ms)
         layer_ms = self._alone_ms(backlog, backlog.tokens, "solo") / predictor.model.num_layers
-        layers = min(max(round(self.tuning.solo_slice_ms / layer_ms), 1), backlog.layers_left)
+        layers = min(max(round(TUNING.solo_slice_ms / layer_ms), 1), backlog.layers_left)
         return Plan(
             "solo", decode=False, prefill_lane="prefill", slice_layers=layers, slice_ms=layers * layer_ms
         )
@@ -184,7 +181,7 @@ class Planner:
             return options.mixed(self.max_rows - options.batch_size)
         largest = options.largest_mixed()
         if largest is None:
-            return options.decode_only() if self._may_pause(load) else options.mixed(self.tuning.floor_tokens)
+            return options.decode_only() if self._may_pause(load) else options.mixed(TUNING.floor_tokens)
         return largest
 
     def _splits(self, options: Options) -> list[Option]:
@@ -212,7 +209,7 @@ class Planner:
         if unlimited:
             first = options.prefill_only()
             weighed.append(first)
-            if max(map(self._throughput, beside)) < self.tuning.beside_gain * first.throughput:
+            if max(map(self._throughput, beside)) < TUNING.beside_gain * first.throughput:
                 return self._follow(first, options, load, "throughput", weighed)
         holding = [option for option in beside if option.holds_tpot or options.infeasible]
         on_time = [option for option in holding if option.holds_ttft]
@@ -225,7 +222,7 @@ class Planner:
         elif self._may_pause(load):
             option, bound = pause, "tpot"
         else:
-            least = self.tuning.least_rate * 1e3 / options.prefill_ms_per_token
+            least = TUNING.least_rate * 1e3 / options.prefill_ms_per_token
             fast = [option for option in beside if option.prefill_tokens_per_s >= least]
             option = min(fast, key=_interval) if fast else max(beside, key=self._rate)
         return self._follow(option, options, load, bound, weighed)
@@ -235,21 +232,20 @@ class Planner:
         best = max(options, key=key)
         same = [option for option in options if (option.policy, option.decode_sms) == self._last]
         kept = max(same, key=key, default=best)
-        return kept if self.tuning.stickiness * key(kept) >= key(best) else best
+        return kept if TUNING.stickiness * key(kept) >= key(best) else best
 
     def _rate(self, option: Option) -> float:
         """Prefill rate, discounted on the prefill lane."""
-        return option.prefill_tokens_per_s * (self.tuning.lane_share if option.slice_layers else 1.0)
+        return option.prefill_tokens_per_s * (TUNING.lane_share if option.slice_layers else 1.0)
 
     def _throughput(self, option: Option) -> float:
         """Normalized throughput, discounted on the prefill lane."""
-        return option.throughput * (self.tuning.lane_share if option.slice_layers else 1.0)
+        return option.throughput * (TUNING.lane_share if option.slice_layers else 1.0)
 
     def _may_pause(self, load: Load) -> bool:
         """Whether the prompts can wait for decode to catch up; no pause lasts for ever."""
         overdue = (load.chunk or load.prompts[0]).deadline_s < load.now_s
-        tuning = self.tuning
-        return self._paused_s < (tuning.overdue_patience_s if overdue else tuning.pause_patience_s)
+        return self._paused_s < (TUNING.overdue_patience_s if overdue else TUNING.pause_patience_s)
 
     def _follow(
         self, option: Option, options: Options, load: Load, bound: Bound, weighed: Sequence[Option] = ()
@@ -275,7 +271,7 @@ class Planner:
         )
 
     def _note_rate(self, tokens_per_ms: float) -> None:
-        self._ms_per_token += self.tuning.rate_weight * (1 / tokens_per_ms - self._ms_per_token)
+        self._ms_per_token += TUNING.rate_weight * (1 / tokens_per_ms - self._ms_per_token)
 
 
 def _interval(option: Option) -> float:

@@ -6,7 +6,7 @@ from heapq import heappush, heappushpop
 from typing import NamedTuple
 
 from bullet_graph.planner.plan import DecodeLoad, Load
-from bullet_graph.planner.tuning import TUNING, PlannerTuning
+from bullet_graph.planner.tuning import TUNING
 
 Progress = tuple[float, int, int | None, float | None]
 """A sequence that decodes: when its first token was out (s), output tokens so far with those in flight (at least 1),
@@ -42,7 +42,6 @@ def decode_load(
     now_s: float,
     *,
     solo_ms: Callable[[int, int], float] | None,
-    tuning: PlannerTuning = TUNING,
 ) -> DecodeLoad:
     """Sum up the sequences that decode and the time that their TPOT targets leave.
 
@@ -55,9 +54,9 @@ def decode_load(
         solo_ms: time of a decode step of (batch size, tokens attended to) alone on the whole GPU. With None, no
             sequence is lost, and the slack is the budget.
     """
-    budget_horizon, slack_horizon = tuning.budget_horizon_tokens, tuning.slack_horizon_tokens
-    lost_horizon, reserve_tokens = tuning.lost_horizon_tokens, tuning.reserve_tokens
-    reserve_share, reserve_ms = tuning.reserve_share, tuning.reserve_ms
+    budget_horizon, slack_horizon = TUNING.budget_horizon_tokens, TUNING.slack_horizon_tokens
+    lost_horizon, reserve_tokens = TUNING.lost_horizon_tokens, TUNING.reserve_tokens
+    reserve_share, reserve_ms = TUNING.reserve_share, TUNING.reserve_ms
     solo = None if solo_ms is None else solo_ms(batch_size, kv_tokens)
     budget = slack = target = math.inf
     for first_token_s, num_tokens, left, tpot in rows:
@@ -86,9 +85,7 @@ def decode_load(
     return DecodeLoad(batch_size, kv_tokens, budget, budget if solo is None else slack, target)
 
 
-def order_prompts(
-    prompts: Sequence[QueuedPrompt], now_s: float, ms_per_token: float, tuning: PlannerTuning = TUNING
-) -> list[int]:
+def order_prompts(prompts: Sequence[QueuedPrompt], now_s: float, ms_per_token: float) -> list[int]:
     """Indices of the prompts in the order to serve them.
 
     Resumed prompts go first. Without deadlines, started prompts follow and then the others, first come, first served.
@@ -112,8 +109,8 @@ def order_prompts(
     patient: list[int] = []
     for i in others:
         waited_s, allowance_s = now_s - arrival[i], prompts[i].deadline_s - arrival[i]
-        is_starving = waited_s > tuning.patience_s and (
-            allowance_s == math.inf or waited_s > tuning.patience_allowances * allowance_s
+        is_starving = waited_s > TUNING.patience_s and (
+            allowance_s == math.inf or waited_s > TUNING.patience_allowances * allowance_s
         )
         (starving if is_starving else patient).append(i)
     urgency = [(p.deadline_s, not p.started, p.arrival_s) for p in prompts]
