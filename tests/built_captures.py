@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,25 +59,18 @@ def environment(libraries: Path) -> dict[str, str]:
     }
 
 
-def start_process(libraries: Path, code: str, *arguments: str) -> subprocess.Popen[str]:
-    """Python code in a process of its own."""
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(
-        command, env=environment(libraries), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> Any:
-    """What a process printed, as JSON."""
-    out, err = process.communicate(timeout=900)
-    assert process.returncode == 0, err[-4000:]
-    return json.loads(out)
+def run_process(environment: Mapping[str, str], *arguments: str) -> Any:
+    """What Python prints in a process of its own, as JSON."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
 
 
 def start_engine(libraries: Path, **settings: Any) -> Any:
     """Start an engine in a process of its own and let it serve."""
     chosen = {"model": "tiny", "device": "cpu", "compile": True, **SETTINGS, **settings}
-    return ended(start_process(libraries, START, json.dumps(chosen), json.dumps(PROMPTS)))
+    return run_process(environment(libraries), "-c", START, json.dumps(chosen), json.dumps(PROMPTS))
 
 
 def engine_from(store: CaptureStore, **settings: Any) -> Engine:
@@ -107,10 +100,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[CaptureStore, Any]:
     printed = shared / "printed.json"
     with FileLock(shared / "lock"):
         if not printed.exists():
-            code = "from bullet_graph.cli.main import main; main()"
             arguments = ("capture", "build", *OPTIONS, "--json", "--cache-dir", str(shared / "store"))
-            process = start_process(shared / "libraries", code, *arguments)
-            printed.write_text(json.dumps(ended(process)))
+            told = run_process(environment(shared / "libraries"), "-m", "bullet_graph", *arguments)
+            printed.write_text(json.dumps(told))
     return CaptureStore(shared / "store"), json.loads(printed.read_text())
 
 

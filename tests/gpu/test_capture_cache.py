@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from built_captures import PROMPTS, START
+from built_captures import PROMPTS, START, run_process
 
 pytestmark = pytest.mark.gpu
 
@@ -34,16 +33,7 @@ def run(libraries: Path, *arguments: str) -> Any:
         "TORCHINDUCTOR_CACHE_DIR": str(libraries / "inductor"),
         "TRITON_CACHE_DIR": str(libraries / "triton"),
     }
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return run_process(environment, *arguments)
 
 
 def start(libraries: Path, **settings: Any) -> Any:

@@ -1,13 +1,15 @@
-"""Capture plans, and their files."""
+"""Capture plans, their files, and the order of captures."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.graphs.capture_order import CaptureProgress, PieceKey, capture_order, hot_keys
 from bullet_graph.graphs.capture_plan import (
     DECODE_GRAPH_BYTES,
     DECODE_GRAPH_S,
@@ -22,11 +24,12 @@ from bullet_graph.graphs.capture_plan import (
     load_plan,
     parse_plan,
 )
-from bullet_graph.graphs.key import batch_size_buckets, row_buckets
+from bullet_graph.graphs.key import GraphKey, batch_size_buckets, row_buckets
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.table import load_table
 
+NARROW, WIDE = SmPartition(16, 50), SmPartition(24, 42)
 PLAN = CapturePlan(
     model="m",
     dtype="bfloat16",
@@ -44,7 +47,7 @@ def rising(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def plans(draw: st.DrawFn) -> CapturePlan:
-    num_sms, most = draw(st.integers(2, 200)), draw(st.integers(1, 2000))
+    num_sms, most = draw(st.integers(2, 200)), draw(st.integers(1, 300))
     lanes = draw(st.sets(st.integers(1, 100).map(lambda tpcs: 2 * tpcs), max_size=5))
     whole = (*(size for size in draw(rising(0, most)) if size < most), most)
     return CapturePlan(
@@ -79,9 +82,8 @@ def test_a_batch_is_padded_to_the_smallest_captured_size_that_holds_it(
 
 def test_what_a_plan_says_of_partitions() -> None:
     assert PLAN.decode_sms == (32, 48)
-    narrow, wide = SmPartition(16, 50), SmPartition(24, 42)
-    assert dict(PLAN.batch_sizes) == {WHOLE_GPU: (1, 8, 64), narrow: (4, 16), wide: (8,)}
-    assert dict(PLAN.max_batch_sizes) == {WHOLE_GPU: 64, narrow: 16, wide: 8}
+    assert dict(PLAN.batch_sizes) == {WHOLE_GPU: (1, 8, 64), NARROW: (4, 16), WIDE: (8,)}
+    assert dict(PLAN.max_batch_sizes) == {WHOLE_GPU: 64, NARROW: 16, WIDE: 8}
     assert (PLAN.padded(5, 32), PLAN.padded(17, 32), PLAN.padded(5, 16)) == (16, 17, 5)
 
 
@@ -91,38 +93,22 @@ def test_cost_follows_the_plan() -> None:
     assert PLAN.capture_s(32) == pytest.approx(6 * DECODE_GRAPH_S + 2 * 32 * PIECE_S)
 
 
+def default_of(model: str, **settings: Any) -> CapturePlan:
+    settings = {"max_num_seqs": 256, "max_rows": 8192 + 256, "decode_sms": ()} | settings
+    return default_plan(model=model, dtype="bfloat16", num_sms=132, shape=PRESETS[model], **settings)
+
+
 def test_without_a_plan_every_bucket_is_captured_for_every_partition() -> None:
-    plan = default_plan(
-        model="m",
-        dtype="float16",
-        num_sms=132,
-        max_num_seqs=100,
-        max_rows=300,
-        shape=PRESETS["llama-3.1-8b"],
-        decode_sms=(16, 96),
-    )
+    plan = default_of("llama-3.1-8b", max_num_seqs=100, max_rows=300, decode_sms=(16, 96))
     assert [entry.decode_sms for entry in plan.decode] == [None, 16, 96]
     assert {entry.batch_sizes for entry in plan.decode} == {batch_size_buckets(100)}
     assert plan.piecewise_rows == row_buckets(300, PRESETS["llama-3.1-8b"])
 
 
 def test_small_models_have_longer_forwards_captured() -> None:
-    def rows(model: str) -> tuple[int, ...]:
-        plan = default_plan(
-            model=model,
-            dtype="bfloat16",
-            num_sms=132,
-            max_num_seqs=256,
-            max_rows=8192 + 256,
-            shape=PRESETS[model],
-            decode_sms=(),
-        )
-        return plan.piecewise_rows
-
-    assert len(rows("llama-3.1-8b")) == 32
-    assert rows("llama-3.1-8b")[-1] == 1024
-    assert len(rows("qwen3-0.6b")) == 32 + 8 + 7
-    assert rows("qwen3-0.6b")[-1] == 3840
+    large, small = (default_of(model).piecewise_rows for model in ("llama-3.1-8b", "qwen3-0.6b"))
+    assert (len(large), large[-1]) == (32, 1024)
+    assert (len(small), small[-1]) == (32 + 8 + 7, 3840)
 
 
 def test_shipped_plans() -> None:
@@ -132,15 +118,7 @@ def test_shipped_plans() -> None:
         assert (load_plan(name).model, load_plan(name).dtype) == ("llama-3.1-8b", "bfloat16")
     table = load_table("h200", model="llama-3.1-8b")
     sizes = sorted({point.decode_sms for point in table.points.split})
-    assert load_plan("llama-3.1-8b_bfloat16") == default_plan(
-        model="llama-3.1-8b",
-        dtype="bfloat16",
-        num_sms=table.key.num_sms,
-        max_num_seqs=256,
-        max_rows=8192 + 256,
-        shape=PRESETS["llama-3.1-8b"],
-        decode_sms=sizes,
-    )
+    assert load_plan("llama-3.1-8b_bfloat16") == default_of("llama-3.1-8b", decode_sms=sizes)
 
 
 TEXT = format_plan(PLAN)
@@ -219,3 +197,82 @@ def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
 def test_plans_are_checked_however_they_are_made() -> None:
     with pytest.raises(ConfigError, match="rising multiples of 2"):
         replace(PLAN, decode=(PLAN.decode[0], DecodeSizes(33, (1,))))
+
+
+# ---- the order of captures ----
+
+
+def test_the_order_by_hand() -> None:
+    ordered = replace(
+        PLAN,
+        decode=(
+            DecodeSizes(None, (1, 2, 4, 6, 16, 24, 64)),
+            DecodeSizes(32, (4, 8, 16)),
+            DecodeSizes(48, (2, 32)),
+        ),
+        piecewise_rows=(16, 32, 128),
+    )
+    hot = [GraphKey(size) for size in (64, 1, 4, 6, 24)]
+    assert hot_keys(ordered) == hot
+    assert capture_order(ordered, 2) == [
+        *hot,
+        *(GraphKey(size) for size in (2, 16)),
+        GraphKey(16, NARROW),
+        GraphKey(32, WIDE),
+        *(PieceKey(rows, layer) for rows in (128, 16, 32) for layer in (0, 1)),
+        GraphKey(2, WIDE),
+        GraphKey(4, NARROW),
+        GraphKey(8, NARROW),
+    ]
+
+
+def test_few_of_all_buckets_are_hot() -> None:
+    assert [key.batch_size for key in hot_keys(default_of("tiny"))] == [256, 1, 4, 16, 48, 112]
+
+
+@given(plans(), st.integers(1, 3))
+def test_all_is_captured_once_and_the_largest_before_the_smaller(plan: CapturePlan, layers: int) -> None:
+    order = capture_order(plan, layers)
+    assert len(order) == len(set(order))
+    steps = [key for key in order if isinstance(key, GraphKey)]
+    assert {(key.partition, key.batch_size) for key in steps} == {
+        (partition, size) for partition, found in plan.batch_sizes.items() for size in found
+    }
+    pieces = [key for key in order if isinstance(key, PieceKey)]
+    assert {(key.rows, key.layer) for key in pieces} == {
+        (rows, layer) for rows in plan.piecewise_rows for layer in range(layers)
+    }
+    assert order[0] == GraphKey(plan.max_num_seqs)
+    for partition, found in plan.batch_sizes.items():
+        first = next(key for key in steps if key.partition == partition)
+        assert first.batch_size == found[-1]
+    assert [key.rows for key in pieces[:1]] == list(plan.piecewise_rows[-1:])
+    for rows in plan.piecewise_rows:
+        assert [key.layer for key in pieces if key.rows == rows] == list(range(layers))
+
+
+@given(plans())
+def test_hot_sizes_pad_to_twice_the_planned_rows_at_most(plan: CapturePlan) -> None:
+    captured = sorted(key.batch_size for key in hot_keys(plan))
+    for rows in range(1, plan.max_num_seqs + 1):
+        padded = next(size for size in captured if size >= rows)
+        assert padded <= 2 * plan.padded(rows)
+
+
+@given(plans(), st.integers(1, 2))
+def test_a_part_of_the_gpu_takes_only_batches_padded_as_planned(plan: CapturePlan, layers: int) -> None:
+    progress = CaptureProgress(plan, layers)
+    captured: set[object] = set()
+    assert all(progress.max_batch_size(partition) == 0 for partition in plan.batch_sizes)
+    while (key := progress.next) is not None:
+        progress.note(key)
+        captured.add(key)
+        assert progress.max_batch_size(WHOLE_GPU) == plan.max_num_seqs
+        for entry, partition in zip(plan.decode, plan.batch_sizes, strict=True):
+            if partition == WHOLE_GPU:
+                continue
+            most = progress.max_batch_size(partition)
+            planned = [plan.padded(rows, entry.decode_sms) for rows in range(1, most + 1)]
+            assert all(GraphKey(size, partition) in captured for size in planned)
+    assert progress.num_missing == 0
+    assert {p: progress.max_batch_size(p) for p in plan.batch_sizes} == plan.max_batch_sizes
