@@ -1,5 +1,6 @@
 """The search for a goodput, one run at a time: what it finds, when it ends, and that it can be gone on with."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -35,8 +36,10 @@ def test_the_goodput_of_a_falling_curve_is_within_tolerance(
     threshold: float, first_rate: float, step: float, tolerance: float, steepness: float, attainment: float
 ) -> None:
     def attainment_at(rate: float) -> float:
-        # Falls through the attainment asked for at the threshold.
-        return attainment * (1 if rate <= threshold else (threshold / rate) ** steepness)
+        # Falls through the attainment asked for at the threshold, where rounding would leave it flat.
+        if rate <= threshold:
+            return attainment
+        return min(attainment * (threshold / rate) ** steepness, math.nextafter(attainment, 0))
 
     search = GoodputSearch(
         first_rate=first_rate, step=step, tolerance=tolerance, attainment=attainment, max_runs=100
