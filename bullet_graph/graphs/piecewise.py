@@ -23,21 +23,15 @@ from bullet_graph.models.progress import progress_bar
 _TIMED_REPLAYS = 5
 
 
-def piecewise_buffer_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: int) -> int:
-    """Bytes of a :class:`PiecewiseForward`'s buffers: activations, and int32 positions and cache slots."""
-    columns = 2 * config.hidden_size + (config.q_size + 2 * config.kv_size) + 2 * config.q_size
-    return max_rows * (columns * dtype_bytes + 2 * 4)
-
-
 def piecewise_scratch_bytes(config: ModelConfig, max_rows: int, *, dtype_bytes: int) -> int:
     """Device memory of piecewise graphs in bytes, without the graphs themselves.
 
-    Buffers, and the intermediate results of one piece, in a pool that all pieces share: at most three of
-    [rows, hidden_size] at a time, and gate, up and their product.
+    The buffers of a :class:`PiecewiseForward` hold activations, and int32 positions and cache slots. All pieces share
+    a pool for intermediate results: at most three of [rows, hidden_size] at a time, and gate, up and their product.
     """
-    columns = 3 * config.hidden_size + 3 * config.intermediate_size
-    buffers = piecewise_buffer_bytes(config, max_rows, dtype_bytes=dtype_bytes)
-    return buffers + max_rows * columns * dtype_bytes
+    buffers = 2 * config.hidden_size + (config.q_size + 2 * config.kv_size) + 2 * config.q_size
+    results = 3 * config.hidden_size + 3 * config.intermediate_size
+    return max_rows * ((buffers + results) * dtype_bytes + 2 * 4)
 
 
 class PiecewiseForward:
@@ -68,19 +62,12 @@ class PiecewiseForward:
 
     def clear(self) -> None:
         """Zero the buffers, so that a piece writes only into the cache's padding block until :meth:`load`."""
-        for buffer in (self._x, self.residual, self._qkv, self._queries, self.attended):
+        activations = (self._x, self.residual, self._qkv, self._queries, self.attended)
+        for buffer in (*activations, self._positions, self._kv_slots):
             buffer.zero_()
-        for indices in (self._positions, self._kv_slots):
-            indices.zero_()
 
     def load(self, hidden: Hidden, positions: Tensor, kv_slots: Tensor) -> None:
-        """Take a forward's inputs.
-
-        Args:
-            hidden: activations before the first layer, [rows].
-            positions: of the rows and of padding.
-            kv_slots: likewise; padding's belong to no sequence.
-        """
+        """Take a forward's embeddings, and positions and cache slots of its rows and of padding."""
         rows = len(hidden.x)
         self._x[:rows].copy_(hidden.x)
         self.residual[:rows].copy_(hidden.residual)
