@@ -10,6 +10,8 @@ from bullet_graph.errors import SamplingParamsError
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for at each position."""
 
+_LOGPROBS_FORMS = f"None or between 0 and {MAX_LOGPROBS}"
+
 MAX_MASKED_TOKEN_IDS = 16
 """Most token ids that ``min_tokens`` can keep from being sampled: the room of a device slot."""
 
@@ -59,16 +61,14 @@ class SamplingParams:
         stops = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
         ids = _items(self.stop_token_ids)
         max_tokens = self.max_tokens if _is_int(self.max_tokens) else 0
+        are_stops = stops is not None and all(isinstance(s, str) and s for s in stops)
+        are_ids = ids is not None and all(_is_int(i, 0) for i in ids)
         for name, holds, allowed in (
             ("temperature", _is_real(self.temperature, 0, MAX_TEMPERATURE), f"in [0, {MAX_TEMPERATURE:g}]"),
             ("top_p", _is_real(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
             ("top_k", _is_int(self.top_k, -1), "an integer ≥ 1, or -1 for all"),
             ("min_p", _is_real(self.min_p, 0, 1), "in [0, 1]"),
-            (
-                "seed",
-                self.seed is None or _is_int(self.seed, 0, 2**63 - 1),
-                "None or an integer in [0, 2**63)",
-            ),
+            ("seed", _is_int(self.seed, 0, 2**63 - 1, or_none=True), "None or an integer in [0, 2**63)"),
             ("max_tokens", _is_int(self.max_tokens, 1), "an integer ≥ 1"),
             (
                 "min_tokens",
@@ -77,21 +77,13 @@ class SamplingParams:
             ),
             (
                 "logprobs",
-                self.logprobs is None or _is_int(self.logprobs, 0, MAX_LOGPROBS),
+                _is_int(self.logprobs, 0, MAX_LOGPROBS, or_none=True),
                 f"None or between 0 and {MAX_LOGPROBS}",
             ),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("n", _is_int(self.n, 1), "an integer ≥ 1"),
-            (
-                "stop",
-                stops is not None and all(isinstance(s, str) and s for s in stops),
-                "a non-empty string, or a sequence of them",
-            ),
-            (
-                "stop_token_ids",
-                ids is not None and all(_is_int(i, 0) for i in ids),
-                "a sequence of integers ≥ 0",
-            ),
+            ("stop", are_stops, "a non-empty string, or a sequence of them"),
+            ("stop_token_ids", are_ids, "a sequence of integers ≥ 0"),
         ):
             if not holds:
                 raise SamplingParamsError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
@@ -109,5 +101,9 @@ def _is_real(value: object, least: float, most: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_int(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
+def _is_int(
+    value: object, least: float = -math.inf, most: float = math.inf, *, or_none: bool = False
+) -> bool:
+    if value is None:
+        return or_none
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

@@ -42,28 +42,16 @@ def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, 
     flat = parsed(result)
     assert json.loads(output.read_text()) == flat
     assert isinstance(flat["argv"], list)
-    latencies = {
-        f"{label}_{name}_ms"
-        for label in ("mean", "median", "std", "p90", "p99")
-        for name in ("ttft", "tpot", "itl", "e2el")
-    }
-    assert latencies < set(flat)
-    assert {name: flat[name] for name in ("backend", "model_id", "num_prompts", "completed", "failed")} == {
-        "backend": "bullet-graph simulate",
-        "model_id": "llama-3.1-8b",
-        "num_prompts": 30,
-        "completed": 30,
-        "failed": 0,
-    }
+    labels, names = ("mean", "median", "std", "p90", "p99"), ("ttft", "tpot", "itl", "e2el")
+    assert {f"{label}_{name}_ms" for label in labels for name in names} < set(flat)
+    served = {"num_prompts": 30, "completed": 30, "failed": 0}
+    assert {"backend": "bullet-graph simulate", "model_id": "llama-3.1-8b", **served}.items() <= flat.items()
     assert (flat["request_rate"], flat["burstiness"], flat["max_concurrency"]) == (20, 1, None)
     assert flat["request_throughput"] == pytest.approx(30 / flat["duration"])
     assert 0 < flat["request_goodput"] <= flat["request_throughput"]
     assert 0 < flat["median_tpot_ms"] < flat["median_ttft_ms"] < flat["median_e2el_ms"]
-    assert (flat["policy"], flat["slo"], flat["performance"]) == (
-        "auto",
-        "ttft:500ms tpot:15ms",
-        "measured table",
-    )
+    told = {"policy": "auto", "slo": "ttft:500ms tpot:15ms", "performance": "measured table"}
+    assert told.items() <= flat.items()
     assert flat["prompt_order"] == "arrival"
     assert sum(flat["policy_shares"].values()) == pytest.approx(1)
     assert "ttfts" not in flat
@@ -117,20 +105,7 @@ def test_recorded_arrivals_and_failed_requests() -> None:
     ],
 )
 def test_targets_can_be_written_in_several_ways(targets: tuple[str, ...]) -> None:
-    result = run(
-        *(
-            "simulate",
-            "--gpu",
-            "roofline:h200",
-            "--trace",
-            "azure:conv",
-            *targets,
-            "--num-prompts",
-            "2",
-            "--json",
-        )
-    )
-    assert parsed(result)["slo"] == "ttft:500ms tpot:15ms"
+    assert parsed(simulate(*targets, "--num-prompts", "2", "--json"))["slo"] == "ttft:500ms tpot:15ms"
 
 
 def test_only_targets_follow_the_option() -> None:
