@@ -6,6 +6,7 @@ Each tree gets a process with its own engine. The processes take turns, so both 
 GPU. A figure of the second tree is divided by the same figure of the first.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -182,7 +183,7 @@ def make_tasks(
 )
 @click.option("--rounds", default=3, show_default=True)
 @click.option(
-    "--time-budget-s", default=500.0, show_default=True, help="Begin no further round after this time."
+    "--time-budget-s", default=500.0, show_default=True, help="Begin no further task after this time."
 )
 @click.option("--seed", default=7, show_default=True)
 @click.option("--output-json", type=click.Path(path_type=Path))
@@ -232,41 +233,39 @@ def main(
             runs.append({"round": number, "task": name, "tree": one.name, **figures, **mean})
             print(json.dumps(runs[-1]), file=sys.stderr)
 
-    measure(-1, next(iter(tasks)), workers)  # warms both engines up
-    measure(-1, list(tasks)[len(batches)] if at_once else next(iter(tasks)), workers)
-    for number in range(rounds):
-        if number and time.perf_counter() - began_s > time_budget_s:
+    def result() -> dict[str, Any]:
+        return {
+            "argv": ["-m", "bench.two_trees", *sys.argv[1:]],
+            "settings": settings,
+            "starts": starts,
+            "ratios": ratios(runs, [one.name for one in workers]),
+            "runs": runs,
+        }
+
+    for _ in range(2):
+        measure(-1, f"decode {max(batches)}", workers)  # warms both engines and the card up
+    for number, name in itertools.product(range(rounds), tasks):
+        if time.perf_counter() - began_s > time_budget_s:
             break
-        for name in tasks:
-            measure(number, name, workers if number % 2 == 0 else workers[::-1])
+        measure(number, name, workers if number % 2 == 0 else workers[::-1])
+        if output_json is not None:  # whatever ends the command, what was measured is kept
+            output_json.write_text(json.dumps(result(), indent=1) + "\n", encoding="utf-8")
     for one in workers:
         one.close()
-    result = {
-        "argv": [f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]],
-        "settings": settings,
-        "starts": starts,
-        "ratios": ratios(runs, [one.name for one in workers]),
-        "runs": runs,
-    }
-    if output_json is not None:
-        output_json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for row in result["ratios"]:
-        print(
-            f"{row['task']:22} {row['figure']:12} {row['values'][0]:10.3f} {row['values'][1]:10.3f} {row['ratio']:7.4f}"
-        )
+    for row in result()["ratios"]:
+        before, after = row["values"]
+        print(f"{row['task']:22} {row['figure']:12} {before:10.3f} {after:10.3f} {row['ratio'] or 0:7.4f}")
 
 
 def ratios(runs: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """Second tree over first tree, of the medians over rounds."""
     rows = []
-    keys = {(r["task"], k) for r in runs for k in r if k not in ("round", "task", "tree")}
-    for task, figure in sorted(keys):
-        values = [
-            statistics.median(
-                r[figure] for r in runs if (r["task"], r["tree"]) == (task, name) and r["round"] >= 0
-            )
-            for name in names
-        ]
+    measured = [r for r in runs if r["round"] >= 0]
+    for task, figure in sorted(
+        {(r["task"], k) for r in measured for k in r if k not in ("round", "task", "tree")}
+    ):
+        of_tree = [[r[figure] for r in measured if (r["task"], r["tree"]) == (task, name)] for name in names]
+        values = [statistics.median(found) for found in of_tree]
         ratio = values[1] / values[0] if values[0] else None
         rows.append({"task": task, "figure": figure, "values": values, "ratio": ratio})
     return rows
