@@ -155,9 +155,6 @@ def default_plan(
     Args:
         max_rows: most rows of a forward.
         decode_sms: sizes of the decode lane besides the whole GPU, rising.
-
-    Raises:
-        ConfigError: see :class:`CapturePlan`.
     """
     sizes = batch_size_buckets(max_num_seqs)
     return CapturePlan(
@@ -210,9 +207,8 @@ def parse_plan(text: str) -> CapturePlan:
             f"format and version must be {FORMAT!r} and {VERSION}; found others: make a plan with "
             "`bullet-graph capture plan`"
         )
-    rows = content.pop(_OLD_ROWS, None)
-    if rows is not None:
-        content.setdefault("piecewise_rows", rows)
+    if _OLD_ROWS in content:
+        content.setdefault("piecewise_rows", content.pop(_OLD_ROWS))
     _check_keys(
         "", content, {"model", "dtype", "num_sms", "max_num_seqs", "decode"}, optional={"piecewise_rows"}
     )
@@ -244,13 +240,11 @@ def load_plan(name_or_path: str) -> CapturePlan:
         )
     try:
         return parse_plan(path.read_text(encoding="utf-8"))
-    except OSError as cause:
+    except (OSError, UnicodeDecodeError) as cause:
         raise ConfigError(
-            f"cannot read the capture plan {path} ({cause.strerror}): name an existing file, or a plan that comes "
-            f"with the package ({names})"
+            f"cannot read the capture plan {path} ({cause}): name a text file in UTF-8, or a plan that comes with the "
+            f"package ({names})"
         ) from cause
-    except UnicodeDecodeError as cause:
-        raise ConfigError(f"the capture plan {path} is no text in UTF-8: write it again") from cause
     except ConfigError as error:
         raise ConfigError(f"cannot use the capture plan {path}: {error}") from error
 

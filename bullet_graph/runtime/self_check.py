@@ -50,7 +50,7 @@ class SelfCheckStep:
             self.token_ids[rows],
             self.positions[rows],
             self.kv_slots[rows],
-            np.arange(len(rows) + 1, dtype=np.int32),
+            self.kv_indptr[: len(rows) + 1],
             self.kv_indices[rows],
         )
 

@@ -177,6 +177,10 @@ def test_a_bad_file_is_refused_with_its_name_and_key(
     assert message in str(refused.value)
 
 
+def test_an_earlier_release_s_name_of_the_rows_is_read() -> None:
+    assert parse_plan(TEXT.replace("piecewise_rows =", "short_forward_rows =")) == PLAN
+
+
 def test_decode_must_be_tables() -> None:
     with pytest.raises(ConfigError, match=r"each written \[\[decode\]\]"):
         parse_plan(TEXT[: TEXT.index("[[decode]]")] + "decode = [1]\n")
@@ -190,7 +194,7 @@ def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no capture plan 'nonesuch' comes with the package"):
         load_plan("nonesuch")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="no text in UTF-8"):
+    with pytest.raises(ConfigError, match="name a text file in UTF-8"):
         load_plan(str(tmp_path / "binary.toml"))
 
 
