@@ -308,7 +308,7 @@ def test_a_short_forward_runs_in_pieces_once_its_own_size_is_captured(log: list[
     assert buckets() == [128, 128, 128, 128, None]
 
 
-def test_one_layer_of_a_step_is_run_before_it_is_captured(
+def test_one_layer_of_a_step_is_run_before_it_is_captured_and_the_graph_is_used_from_then_on(
     monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
     stream = SimpleNamespace(wait_stream=lambda _: None)
@@ -318,8 +318,11 @@ def test_one_layer_of_a_step_is_run_before_it_is_captured(
     monkeypatch.setattr(DecodeGraphs, "_functions_for", lambda *_: None)
     monkeypatch.setattr(DecodeGraphs, "_prepare", lambda *_: None)
     monkeypatch.setattr(DecodeGraphs, "_run", lambda *_, last=None: log.append(f"run to {last}"))
-    graphs.capture_one(GraphKey(8), stream)  # type: ignore[arg-type]
-    assert log == ["run to 1", "begin", "run to None", "end"]
+    for key in (GraphKey(16), GraphKey(4), GraphKey(8, NARROW), GraphKey(16)):
+        graphs.capture_one(key, stream)  # type: ignore[arg-type]
+    assert log == ["run to 1", "begin", "run to None", "end"] * 4
+    assert graphs._sizes == {WHOLE_GPU: (4, 16), NARROW: (8,)}
+    assert set(graphs._captured) == {GraphKey(16), GraphKey(4), GraphKey(8, NARROW)}
 
 
 @pytest.mark.parametrize("enabled", [True, False])
