@@ -4,11 +4,12 @@ import dataclasses
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cli_runner import refused, run
+from cli_runner import printed, refused, run
 from fakes.machines import DRIVER, complete_machine
 
 from bullet_graph.cli import doctor
@@ -44,8 +45,7 @@ def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def page(*arguments: str, exit_code: int = 0) -> dict[str, Any]:
     result = run("doctor", "--json", *arguments)
-    assert result.exit_code == exit_code, result.output
-    assert result.stderr == ""
+    assert (result.exit_code, result.stderr) == (exit_code, ""), result.output
     parsed: dict[str, Any] = json.loads(result.stdout)
     assert parsed["works"] == (exit_code == 0)
     return parsed
@@ -91,15 +91,11 @@ def test_what_the_engine_could_not_do_without_a_gpu(arguments: tuple[str, ...], 
     assert "cannot run as asked" in run("doctor", *arguments).stdout
 
 
-def test_the_memory_of_a_model() -> None:
+def test_the_memory_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     found = page("--device", "cpu", "--model", "tiny")
     assert "weights" in line(found, "tiny")["found"]
     assert found["machine"]["ledger"]["kv_cache_bytes"] > 0
-
-
-def test_the_memory_of_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = type("Memory", (), {"total": 10**6, "available": 10**6})
-    monkeypatch.setattr("psutil.virtual_memory", memory)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=10**6, available=10**6))
     found = page("--device", "cpu", "--model", "tiny", exit_code=1)
     assert "short by" in line(found, "tiny")["advice"]
 
@@ -115,7 +111,7 @@ def look_as_if(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "look_around", look_around)
 
 
-def test_a_machine_that_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     look_as_if(complete_machine(), monkeypatch)
     result = run("doctor")
     assert result.exit_code == 0
@@ -125,9 +121,6 @@ def test_a_machine_that_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
     as_json = run("doctor", "--json")
     assert as_json.stderr == "a library greets\n"
     assert json.loads(as_json.stdout)["machine"]["gpu"]["num_tpcs"] == 66
-
-
-def test_what_is_missing_is_told_word_for_word(monkeypatch: pytest.MonkeyPatch) -> None:
     look_as_if(complete_machine(cuda_python=None), monkeypatch)
     result = run("doctor")
     assert result.exit_code == 1
@@ -138,15 +131,12 @@ def test_what_is_missing_is_told_word_for_word(monkeypatch: pytest.MonkeyPatch) 
 # ---- calibration ----
 
 
-def child(attempt: Attempt, *, acting: tuple[int, ...]) -> Outcome:
-    works = not attempt.seeds or attempt.offset in acting
-    return Outcome(attempt, Verdict.HONOURED if works else Verdict.NO_EFFECT)
-
-
 def offsets_act(monkeypatch: pytest.MonkeyPatch, *acting: int, driver: DriverId = DRIVER) -> None:
-    monkeypatch.setattr(
-        doctor, "calibrate", partial(calibrate, driver=driver, run_child=partial(child, acting=acting))
-    )
+    def child(attempt: Attempt) -> Outcome:
+        works = not attempt.seeds or attempt.offset in acting
+        return Outcome(attempt, Verdict.HONOURED if works else Verdict.NO_EFFECT)
+
+    monkeypatch.setattr(doctor, "calibrate", partial(calibrate, driver=driver, run_child=child))
 
 
 UNKNOWN = dataclasses.replace(DRIVER, cuda_version=13990)
@@ -160,23 +150,19 @@ def test_a_calibration_is_remembered_and_can_be_contributed(
     result = run("doctor", "--calibrate")
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
-    assert "580.159.04 keeps stream masks at offset 0x600: proven" in result.stdout
-    assert str(own_caches) in result.stdout
-    assert "To contribute it" in result.stdout
+    for words in (
+        "580.159.04 keeps stream masks at offset 0x600: proven",
+        str(own_caches),
+        "To contribute it",
+    ):
+        assert words in result.stdout
     assert result.stdout.endswith(f"{LINE}\n")
     assert remembered(UNKNOWN) == 0x600
-
-
-def test_a_calibration_as_json(own_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    offsets_act(monkeypatch, 0x600, driver=UNKNOWN)
-    result = run("doctor", "--calibrate", "--json")
-    found = json.loads(result.stdout)
-    assert result.stderr == ""
+    found = printed(run("doctor", "--calibrate", "--json"))
     assert found.pop("seconds") >= 0
-    driver = {"cuda_version": 13990, "release": "580.159.04", "machine": "x86_64"}
+    told = {"offset": 0x600, "table_line": LINE, "remembered_in": str(own_caches)}
     counts = {"tries": 385, "crashed": 0, "timed_out": 0}
-    told = {"driver": driver, "offset": 0x600, "table_line": LINE, "remembered_in": str(own_caches)}
-    assert found == told | counts
+    assert found == {"driver": dataclasses.asdict(UNKNOWN)} | told | counts
 
 
 def test_a_calibration_shows_its_progress_and_may_confirm_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

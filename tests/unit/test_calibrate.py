@@ -2,10 +2,12 @@
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from fakes.fake_streams import FakeDriver, FakeLibcuda, FakeProbe, object_bytes
@@ -71,11 +73,6 @@ def test_the_one_offset_is_found_and_proven() -> None:
     assert children.attempts[386:] == [Attempt(OFFSET, seeds) for seeds in PROOF_SEEDS]
 
 
-def test_the_proof_uses_masks_of_its_own() -> None:
-    assert len({*SEARCH_SEEDS, *PROOF_SEEDS[0], *PROOF_SEEDS[1]}) == 8
-    assert len({trial_mask(seed, 66).bits for seeds in (SEARCH_SEEDS, *PROOF_SEEDS) for seed in seeds}) == 8
-
-
 def test_the_line_to_contribute_is_a_line_of_the_table() -> None:
     found = calibrate(
         driver=DriverId(13000, RELEASE, "x86_64"), run_child=FakeChildren({OFFSET: Verdict.HONOURED})
@@ -126,28 +123,23 @@ def test_what_may_be_another_childs_fault_is_tried_again(verdict: Verdict) -> No
 
 @pytest.mark.parametrize("verdict", NOT_HONOURED)
 def test_nothing_is_tried_where_a_child_cannot_work(verdict: Verdict) -> None:
-    attempts: list[Attempt] = []
-
-    def run(attempt: Attempt) -> Outcome:
-        attempts.append(attempt)
-        return Outcome(attempt, verdict, "no GPU")
-
+    run = Mock(return_value=Outcome(AROUND, verdict, "no GPU"))
     with pytest.raises(PartitionError, match=rf"reach all SMs .* {verdict} \(no GPU\)"):
         calibrate(driver=DRIVER, run_child=run)
-    assert attempts == [AROUND]
+    run.assert_called_once_with(AROUND)
 
 
 def test_an_error_of_our_own_ends_the_search() -> None:
-    def run(attempt: Attempt) -> Outcome:
-        if attempt.seeds:
-            raise OSError("cannot start a process")
-        return Outcome(attempt, Verdict.HONOURED)
-
+    reached = Outcome(AROUND, Verdict.HONOURED)
+    run = Mock(side_effect=chain([reached], repeat(OSError("cannot start a process"))))
     with pytest.raises(OSError, match="cannot start"):
         calibrate(driver=DRIVER, run_child=run)
 
 
 # Child processes
+
+
+PRINTS_ATTEMPT = "import json, sys; print(json.dumps(['crashed', sys.argv[2]]))"
 
 
 @pytest.mark.parametrize(
@@ -162,24 +154,20 @@ def test_an_error_of_our_own_ends_the_search() -> None:
         ("print('[5]')", Verdict.CRASHED, "no verdict"),
         ("""print('["unheard of", ""]')""", Verdict.CRASHED, "no verdict"),
         ("""print('noise\\n["crashed", "x"]')""", Verdict.CRASHED, "x"),
+        (PRINTS_ATTEMPT, Verdict.CRASHED, "[1308, [1, 2]]"),
         ("""print('["honoured the masks", ""]')""", Verdict.HONOURED, ""),
     ],
 )
 def test_how_a_child_ends(program: str, verdict: Verdict, detail: str) -> None:
-    outcome = run_child(AROUND, bootstrap=program)
-    assert (outcome.attempt, outcome.verdict) == (AROUND, verdict)
+    attempt = Attempt(1308, (1, 2))
+    outcome = run_child(attempt, bootstrap=program)
+    assert (outcome.attempt, outcome.verdict) == (attempt, verdict)
     assert detail in outcome.detail
 
 
 def test_a_child_that_hangs_is_killed() -> None:
     outcome = run_child(AROUND, timeout_s=0.2, bootstrap="import time; time.sleep(60)")
     assert outcome == Outcome(AROUND, Verdict.TIMED_OUT, "killed after 0.2 s")
-
-
-def test_a_child_gets_its_attempt() -> None:
-    attempt = Attempt(0x51C, (1, 2))
-    program = "import json, sys; print(json.dumps(['crashed', sys.argv[2]]))"
-    assert json.loads(run_child(attempt, bootstrap=program).detail) == [0x51C, [1, 2]]
 
 
 def test_the_real_child_does_without_torch() -> None:
@@ -196,11 +184,6 @@ def test_the_real_child_reports() -> None:
 
 
 # One try
-
-
-@pytest.fixture(scope="module")
-def libcuda(tmp_path_factory: pytest.TempPathFactory) -> FakeLibcuda:
-    return FakeLibcuda(tmp_path_factory.mktemp("libcuda"))
 
 
 @pytest.fixture
@@ -227,6 +210,10 @@ def test_the_memory_is_left_as_it_was(libcuda: FakeLibcuda, offset: int, fill: i
     before = object_bytes(stream)
     honoured_at(offset, probe, stream)
     assert object_bytes(stream) == before
+
+
+def test_the_proof_uses_masks_of_its_own() -> None:
+    assert len({trial_mask(seed, 66).bits for seeds in (SEARCH_SEEDS, *PROOF_SEEDS) for seed in seeds}) == 8
 
 
 @given(seed=st.integers(0, 1000), num_tpcs=st.integers(1, 128))
@@ -256,57 +243,47 @@ def test_an_sm_may_be_missed_but_not_added(seen: list[set[int]], exactly: bool, 
     assert len(list(script)) == len(seen) - runs
 
 
-def failing_after(runs: int, probe: FakeProbe) -> Callable[[int], frozenset[int]]:
-    remaining = iter(range(runs))
-
-    def run(stream: int) -> frozenset[int]:
-        if next(remaining, None) is None:
-            raise PartitionError("cuLaunchKernel failed")
-        return FakeProbe.run(probe, stream)
-
-    return run
+FAILED = PartitionError("cuLaunchKernel failed")
 
 
 @pytest.mark.parametrize(
     ("offset", "runs", "verdict", "detail"),
     [
-        (OFFSET, 99, Verdict.HONOURED, ""),
-        (OFFSET + 4, 99, Verdict.NO_EFFECT, ""),
-        (OFFSET, 0, Verdict.NOT_TRIED, "cuLaunchKernel failed"),
-        (OFFSET, 1, Verdict.CUDA_ERROR, "cuLaunchKernel failed"),
+        (OFFSET, None, Verdict.HONOURED, ""),
+        (OFFSET + 4, None, Verdict.NO_EFFECT, ""),
+        (OFFSET, [FAILED], Verdict.NOT_TRIED, "cuLaunchKernel failed"),
+        (OFFSET, [DEFAULT, FAILED], Verdict.CUDA_ERROR, "cuLaunchKernel failed"),
+        (
+            OFFSET,
+            [frozenset(range(100))] * 9,
+            Verdict.NOT_TRIED,
+            "a stream without a mask does not reach all of the 132 SMs",
+        ),
     ],
+    ids=["right", "wrong", "no first launch", "a launch fails", "a GPU that others use"],
 )
 def test_verdicts(
     probe: FakeProbe,
     monkeypatch: pytest.MonkeyPatch,
     offset: int,
-    runs: int,
+    runs: list[object] | None,
     verdict: Verdict,
     detail: str,
 ) -> None:
     monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
-    monkeypatch.setattr(probe, "run", failing_after(runs, probe))
+    monkeypatch.setattr(probe, "run", Mock(wraps=probe.run, side_effect=runs))
     assert judge(Attempt(offset, SEARCH_SEEDS)) == (verdict, detail)
     (stream,) = probe.driver.streams
     assert not any(object_bytes(stream))
 
 
-def test_a_gpu_that_others_use_is_not_tried(probe: FakeProbe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
-    monkeypatch.setattr(probe, "run", lambda _: frozenset(range(100)))
-    detail = "a stream without a mask does not reach all of the 132 SMs"
-    assert judge(Attempt(OFFSET, SEARCH_SEEDS)) == (Verdict.NOT_TRIED, detail)
-
-
 def test_the_child_prints_its_verdict_and_leaves(
     probe: FakeProbe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limits: list[object] = []
-    statuses: list[int] = []
     monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
-    monkeypatch.setattr(calibrate_module.resource, "setrlimit", lambda *limit: limits.append(limit))
-    monkeypatch.setattr(calibrate_module.os, "_exit", statuses.append)
+    monkeypatch.setattr(calibrate_module.resource, "setrlimit", limit := Mock())
+    monkeypatch.setattr(calibrate_module.os, "_exit", leave := Mock())
     calibrate_module.child_main(json.dumps([OFFSET, SEARCH_SEEDS]))
     assert json.loads(capsys.readouterr().out) == ["honoured the masks", ""]
-    assert limits == [(calibrate_module.resource.RLIMIT_CORE, (0, 0))]
-    assert statuses == [0]
+    limit.assert_called_once_with(calibrate_module.resource.RLIMIT_CORE, (0, 0))
+    leave.assert_called_once_with(0)

@@ -66,93 +66,80 @@ def test_a_machine_that_has_all() -> None:
     assert sections == sorted(sections, key=list(dict.fromkeys(sections)).index)
 
 
-# What was asked, how the machine differs from a complete one, and level and words of lines; all others are green.
-CASES: dict[str, tuple[Asked, dict[str, Any], dict[str, tuple[Level, str]]]] = {
-    "FlashInfer is missing": (
-        AUTO,
-        flashinfer(None) | {"gpu_path_problem": "ModuleNotFoundError: No module named 'flashinfer'"},
-        {
-            "FlashInfer": (
-                RED,
-                f"not installed release .*pip install flashinfer-python=={FLASHINFER_RELEASE}",
-            ),
-            "GPU path": (RED, "No module named 'flashinfer'"),
-        },
+def case(
+    changes: dict[str, Any], *lines: tuple[str, Level, str], asked: Asked = AUTO
+) -> tuple[Asked, dict[str, Any], dict[str, tuple[Level, str]]]:
+    """How the machine differs from a complete one, and name, level and words of lines; all others are green."""
+    return asked, changes, {name: (level, words) for name, level, words in lines}
+
+
+NO_PATH = {"gpu_path_problem": "ModuleNotFoundError: No module named 'flashinfer'"}
+BUSY = {"gpu": None, "gpu_problem": "CUDA error: device busy", "partitions": None}
+NO_RELEASE = {"driver": None, "driver_problem": "use green", "mask_offset": None}
+DAMAGED = {"mask_offset": None, "mask_offset_problem": "delete the file"}
+CASES = {
+    "FlashInfer is missing": case(
+        flashinfer(None) | NO_PATH,
+        ("FlashInfer", RED, f"not installed release .*pip install flashinfer-python=={FLASHINFER_RELEASE}"),
+        ("GPU path", RED, "No module named 'flashinfer'"),
     ),
-    "another FlashInfer": (AUTO, flashinfer("0.6.11"), {"FlashInfer": (RED, "0.6.11 release")}),
-    "no bindings": (AUTO, {"cuda_python": None}, {"cuda-python": (RED, r"graph\[cuda\]")}),
-    "no compilers": (
-        AUTO,
-        {"missing_compilers": ("nvcc", "ninja")},
-        {"compilers": (YELLOW, "^no nvcc, no ninja")},
+    "another FlashInfer": case(flashinfer("0.6.11"), ("FlashInfer", RED, "0.6.11 release")),
+    "no bindings": case({"cuda_python": None}, ("cuda-python", RED, r"graph\[cuda\]")),
+    "no compilers": case(
+        {"missing_compilers": ("nvcc", "ninja")}, ("compilers", YELLOW, "^no nvcc, no ninja")
     ),
-    "an unknown driver": (
-        AUTO,
+    "an unknown driver": case(
         {"mask_offset": None} | partitions(REFUSED, choice="green"),
-        {"stream masks": (YELLOW, "doctor --calibrate"), "back end smctrl": (YELLOW, "^cannot be opened")},
+        ("stream masks", YELLOW, "doctor --calibrate"),
+        ("back end smctrl", YELLOW, "^cannot be opened"),
     ),
-    "a named back end fails": (
-        Asked(partition_backend="smctrl"),
+    "a named back end fails": case(
         {"partitions": NO_BACKEND},
-        {"back end smctrl": (RED, ""), "--partition-backend smctrl": (RED, "smctrl refused: no")},
+        ("back end smctrl", RED, ""),
+        ("--partition-backend smctrl", RED, "smctrl refused: no"),
+        asked=Asked(partition_backend="smctrl"),
     ),
-    "auto can do without a split": (
-        AUTO,
+    "auto can do without a split": case(
+        {"partitions": WHOLE_GPU_ONLY}, ("--partition-backend auto", YELLOW, "smctrl refused: this")
+    ),
+    "auto cannot where sizes are asked for": case(
         {"partitions": WHOLE_GPU_ONLY},
-        {"--partition-backend auto": (YELLOW, "smctrl refused: this")},
+        ("--partition-backend auto", RED, "smctrl refused: this"),
+        asked=Asked(decode_sms=(16,)),
     ),
-    "auto cannot where sizes are asked for": (
-        Asked(decode_sms=(16,)),
-        {"partitions": WHOLE_GPU_ONLY},
-        {"--partition-backend auto": (RED, "smctrl refused: this")},
-    ),
-    "a calibrated offset": (
-        AUTO,
+    "a calibrated offset": case(
         {"mask_offset": TrustedOffset(0x600, "calibration")},
-        {"stream masks": (GREEN, "offset 0x600 proven on this machine")},
+        ("stream masks", GREEN, "offset 0x600 proven on this machine"),
     ),
-    "a damaged calibration": (
-        AUTO,
-        {"mask_offset": None, "mask_offset_problem": "delete the file"},
-        {"stream masks": (YELLOW, "delete the file")},
-    ),
-    "an old GPU": (AUTO, gpu(compute_capability=(7, 0)), {"GPU": (RED, "need compute capability 7.5")}),
-    "no bfloat16": (AUTO, gpu(compute_capability=(7, 5)), {"GPU": (YELLOW, "--dtype float16")}),
-    "a busy GPU": (AUTO, gpu(free_bytes=60 * 1024**3), {"GPU memory": (YELLOW, "nvidia-smi")}),
-    "one GPU of several": (AUTO, gpu(num_gpus=4), {"GPU": (GREEN, "one of 4")}),
-    "a GPU that cannot be used": (
-        AUTO,
-        {"gpu": None, "gpu_problem": "CUDA error: device busy", "partitions": None},
-        {"GPU": (RED, "device busy")},
-    ),
-    "a driver without a release": (
-        AUTO,
-        {"driver": None, "driver_problem": "use green", "mask_offset": None},
-        {"NVIDIA driver": (YELLOW, "use green$")},
-    ),
-    "no GPU": (AUTO, WITHOUT_GPU, {"GPU": (GREEN, "no NVIDIA GPU: the engine runs on the CPU")}),
-    "no GPU, but asked for": (CUDA, WITHOUT_GPU, {"GPU": (RED, "install the NVIDIA driver")}),
-    "torch without CUDA": (AUTO, NO_GPU_BUT_DRIVER, {"GPU": (YELLOW, "built without CUDA")}),
-    "torch sees no GPU": (
-        CUDA,
+    "a damaged calibration": case(DAMAGED, ("stream masks", YELLOW, "delete the file")),
+    "an old GPU": case(gpu(compute_capability=(7, 0)), ("GPU", RED, "need compute capability 7.5")),
+    "no bfloat16": case(gpu(compute_capability=(7, 5)), ("GPU", YELLOW, "--dtype float16")),
+    "a busy GPU": case(gpu(free_bytes=60 * 1024**3), ("GPU memory", YELLOW, "nvidia-smi")),
+    "one GPU of several": case(gpu(num_gpus=4), ("GPU", GREEN, "one of 4")),
+    "a GPU that cannot be used": case(BUSY, ("GPU", RED, "device busy")),
+    "a driver without a release": case(NO_RELEASE, ("NVIDIA driver", YELLOW, "use green$")),
+    "no GPU": case(WITHOUT_GPU, ("GPU", GREEN, "no NVIDIA GPU: the engine runs on the CPU")),
+    "no GPU, but asked for": case(WITHOUT_GPU, ("GPU", RED, "install the NVIDIA driver"), asked=CUDA),
+    "torch without CUDA": case(NO_GPU_BUT_DRIVER, ("GPU", YELLOW, "built without CUDA")),
+    "torch sees no GPU": case(
         NO_GPU_BUT_DRIVER | {"torch_cuda": "13.1"},
-        {"GPU": (RED, "for CUDA 13.0, but torch, built for 13.1")},
+        ("GPU", RED, "for CUDA 13.0, but torch, built for 13.1"),
+        asked=CUDA,
     ),
-    "the CPU asked for": (CPU, NO_GPU_BUT_DRIVER, {"GPU": (GREEN, "not looked at: --device cpu")}),
-    "no partitions on the CPU": (Asked(partition_backend="none"), WITHOUT_GPU, {}),
-    "a back end on the CPU": (Asked(partition_backend="green"), WITHOUT_GPU, {"SM partitions": (RED, "")}),
-    "sizes on the CPU": (Asked(decode_sms=(16,)), WITHOUT_GPU, {"SM partitions": (RED, "")}),
-    "a cache that cannot be written": (
-        AUTO,
+    "the CPU asked for": case(NO_GPU_BUT_DRIVER, ("GPU", GREEN, "not looked at: --device cpu"), asked=CPU),
+    "no partitions on the CPU": case(WITHOUT_GPU, asked=Asked(partition_backend="none")),
+    "a back end on the CPU": case(
+        WITHOUT_GPU, ("SM partitions", RED, ""), asked=Asked(partition_backend="green")
+    ),
+    "sizes on the CPU": case(WITHOUT_GPU, ("SM partitions", RED, ""), asked=Asked(decode_sms=(16,))),
+    "a cache that cannot be written": case(
         {"caches": (CacheFolder("Triton", "/cache", 3 * 1024**2, False),)},
-        {"cache of Triton": (YELLOW, "^/cache, 3.00 MiB")},
+        ("cache of Triton", YELLOW, "^/cache, 3.00 MiB"),
     ),
-    "a model that does not fit": (
-        TINY,
-        {"model_problem": "short by 3 GiB"},
-        {"tiny": (RED, "short by 3 GiB")},
+    "a model that does not fit": case(
+        {"model_problem": "short by 3 GiB"}, ("tiny", RED, "short by 3 GiB"), asked=TINY
     ),
-    "a model that was not looked at": (TINY, {}, {"tiny": (RED, "red lines above")}),
+    "a model that was not looked at": case({}, ("tiny", RED, "red lines above"), asked=TINY),
 }
 
 

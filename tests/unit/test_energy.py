@@ -5,9 +5,9 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import ClassVar
 
 import pytest
 
@@ -22,10 +22,18 @@ from bullet_graph.perf.energy import (
 
 
 class FakeNvml(ModuleType):
-    """Stands in for the ``pynvml`` module: one GPU, whose calls named in ``refused`` raise NVMLError."""
+    """Stands in for the ``pynvml`` module: one GPU; calls named in ``refused`` raise NVMLError."""
 
     NVML_CLOCK_SM = 1
     NVML_TEMPERATURE_GPU = 0
+    ANSWERS: ClassVar[dict[str, tuple[tuple[object, ...], object]]] = {
+        "nvmlSystemGetDriverVersion": ((), "580.1"),
+        "nvmlDeviceGetHandleByUUID": (("GPU-ab",), "gpu"),
+        "nvmlDeviceGetClockInfo": (("gpu", NVML_CLOCK_SM), 1980),
+        "nvmlDeviceGetPowerUsage": (("gpu",), 345_678),
+        "nvmlDeviceGetTemperature": (("gpu", NVML_TEMPERATURE_GPU), 61),
+        "nvmlDeviceGetTotalEnergyConsumption": (("gpu",), 5_000),
+    }
 
     class NVMLError(Exception):
         pass
@@ -35,37 +43,24 @@ class FakeNvml(ModuleType):
         self.refused: tuple[str, ...] = ()
         self.num_open = 0
 
-    def _call(self, name: str, value: Any) -> Any:
-        if name in self.refused:
-            raise self.NVMLError(name)
-        return value
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        expected, answer = self.ANSWERS[name]
+
+        def call(*arguments: object) -> object:
+            assert arguments == expected
+            if name in self.refused:
+                raise self.NVMLError(name)
+            return answer
+
+        return call
 
     def nvmlInit(self) -> None:
-        self._call("init", None)
+        if "nvmlInit" in self.refused:
+            raise self.NVMLError
         self.num_open += 1
 
     def nvmlShutdown(self) -> None:
         self.num_open -= 1
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return self._call("driver", "580.1")
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        return self._call("handle" if uuid == "GPU-ab" else f"handle of {uuid}", uuid)
-
-    def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:
-        assert (handle, clock) == ("GPU-ab", self.NVML_CLOCK_SM)
-        return self._call("clock", 1980)
-
-    def nvmlDeviceGetPowerUsage(self, _: str) -> int:
-        return self._call("power", 345_678)
-
-    def nvmlDeviceGetTemperature(self, _: str, sensor: int) -> int:
-        assert sensor == self.NVML_TEMPERATURE_GPU
-        return self._call("temperature", 61)
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, _: str) -> int:
-        return self._call("energy", 5_000)
 
 
 @pytest.fixture
@@ -123,10 +118,9 @@ def test_monitor_samples_in_the_background_until_the_end() -> None:
 def test_a_run_shorter_than_the_interval_is_sampled_once() -> None:
     probe = FakeProbe()
     probe.energy_mj = None
-    with DeviceMonitor(probe, interval_s=60) as monitor:
-        pass
-    assert monitor.report.num_samples == 1
-    assert monitor.report.energy_joules is None
+    with DeviceMonitor(probe, interval_s=60) as monitor, pytest.raises(RuntimeError, match="has ended"):
+        _ = monitor.report
+    assert (monitor.report.num_samples, monitor.report.energy_joules) == (1, None)
 
 
 def test_monitor_lets_go_of_the_device_when_the_run_fails() -> None:
@@ -144,11 +138,6 @@ def test_monitor_without_a_device_reports_none() -> None:
     )
 
 
-def test_report_before_the_end_is_an_error() -> None:
-    with DeviceMonitor(FakeProbe(), interval_s=60) as monitor, pytest.raises(RuntimeError, match="has ended"):
-        _ = monitor.report
-
-
 @pytest.mark.parametrize("uuid", ["ab", "GPU-ab"])
 def test_probe_reads_units_of_the_report_and_leaves_out_what_the_gpu_refuses(
     nvml: FakeNvml, uuid: str
@@ -157,13 +146,13 @@ def test_probe_reads_units_of_the_report_and_leaves_out_what_the_gpu_refuses(
     assert probe is not None
     assert probe.sample() == DeviceSample(1980, 345.678, 61)
     assert probe.total_energy_mj() == 5_000
-    nvml.refused = ("power", "energy")
+    nvml.refused = ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetTotalEnergyConsumption")
     assert probe.sample() == DeviceSample(1980, None, 61)
     assert probe.total_energy_mj() is None
     probe.close()
 
 
-@pytest.mark.parametrize("refused", ["init", "handle"])
+@pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
 def test_no_library_or_no_such_gpu_gives_no_probe(nvml: FakeNvml, refused: str) -> None:
     nvml.refused = (refused,)
     assert NvmlProbe.open("ab") is None
@@ -177,5 +166,5 @@ def test_no_python_package_gives_no_probe_and_no_version(monkeypatch: pytest.Mon
 
 def test_driver_version(nvml: FakeNvml) -> None:
     assert nvml_driver_version() == "580.1"
-    nvml.refused = ("driver",)
+    nvml.refused = ("nvmlSystemGetDriverVersion",)
     assert nvml_driver_version() is None

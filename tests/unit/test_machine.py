@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,11 +51,6 @@ class LeakyBackend(MaskBackend):
 
 
 OPENERS: dict[str, BackendOpener] = {"smctrl": LeakyBackend, "green": GreenBackend, "none": NoneBackend}
-
-
-@pytest.fixture
-def gpu() -> FakeDriver:
-    return FakeDriver()
 
 
 @pytest.fixture
@@ -125,13 +121,11 @@ def test_sizes_that_cannot_be(check: Check) -> None:
 
 
 def test_a_library_that_every_back_end_needs(check: Check) -> None:
-    def no_probe(_: int) -> SmidProbe:
-        raise PartitionError("SM partitions need cuda-python 13")
-
-    # Outside the choice of a back end, and inside: neither may get through.
-    found = check("auto", (), make_probe=no_probe)
-    assert [backend.problems for backend in found.backends] == [("SM partitions need cuda-python 13",)] * 3
-    assert (found.choice, found.why) == (None, "SM partitions need cuda-python 13")
+    # Outside the choice of a back end, and inside: the error may not get through.
+    need = "SM partitions need cuda-python 13"
+    found = check("auto", (), make_probe=Mock(side_effect=PartitionError(need)))
+    assert [backend.problems for backend in found.backends] == [(need,)] * 3
+    assert (found.choice, found.why) == (None, need)
     levels = not_green(diagnose(AUTO, complete_machine(partitions=found)))
     assert levels["back end none"] is Level.RED
     assert levels["back end smctrl"] is Level.YELLOW
@@ -140,7 +134,7 @@ def test_a_library_that_every_back_end_needs(check: Check) -> None:
 def test_a_gpu_that_fails_midway_is_told(gpu: FakeDriver) -> None:
     gpu.retained = 1  # by torch
     gpu.fail["cuStreamDestroy"] = CUresult.CUDA_ERROR_INVALID_VALUE
-    found = check_partitions("none", (), num_sms=132, openers=OPENERS, make_probe=lambda _: fake_probe(gpu))
+    found = check_partitions("none", (), num_sms=132, openers=OPENERS, make_probe=partial(probe_of, gpu))
     assert "cuStreamDestroy" in str(found.backends[0].problem)
     assert found.choice is None
 
@@ -182,10 +176,9 @@ def test_cache_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sub" / "a").write_bytes(bytes(1000))
     (tmp_path / "b").write_bytes(bytes(24))
     assert look_at_cache("mine", tmp_path) == CacheFolder("mine", str(tmp_path), 1024, True)
-    assert look_at_cache("new", tmp_path / "x" / "y") == CacheFolder(
-        "new", str(tmp_path / "x" / "y"), 0, True
-    )
-    assert not (tmp_path / "x").exists()
+    new = tmp_path / "x" / "y"
+    assert look_at_cache("new", new) == CacheFolder("new", str(new), 0, True)
+    assert not new.parent.exists()
     assert not look_at_cache("a file in its place", tmp_path / "b" / "c").is_writable
     monkeypatch.setattr("os.access", lambda *_: False)
     assert not look_at_cache("mine", tmp_path).is_writable
@@ -232,12 +225,10 @@ def test_looking_at_a_gpu(gpu: FakeDriver) -> None:
 
 @pytest.mark.usefixtures("torch_gpu")
 def test_looking_at_a_gpu_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: int) -> None:
-        raise RuntimeError("CUDA error: all devices are busy")
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    problem = "CUDA error: all devices are busy"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(side_effect=RuntimeError(problem)))
     machine = look_around(AUTO, openers={}, make_probe=lambda _: pytest.fail("the GPU was used"))
-    assert (machine.gpu, machine.gpu_problem) == (None, "CUDA error: all devices are busy")
+    assert (machine.gpu, machine.gpu_problem) == (None, problem)
     assert not diagnose(AUTO, machine).works
 
 

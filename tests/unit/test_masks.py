@@ -47,11 +47,6 @@ def test_a_mask_disables_exactly_the_tpcs_it_leaves_out(mask: TpcMask) -> None:
     assert len(mask.sms) == 2 * mask.bits.bit_count()
 
 
-def test_32_sms_in_the_order_of_green_contexts() -> None:
-    lanes = lane_masks(SmPartition(16, 50), num_tpcs=NUM_TPCS, layout=H200_LAYOUT)
-    assert sm_ranges(lanes["decode"].sms) == "0-7, 16-23, 32-39, 48-55"
-
-
 @given(st.data(), layouts())
 def test_lanes_are_disjoint_or_overlap_by_the_excess(data: st.DataObject, layout: GpcLayout) -> None:
     num_tpcs = sum(map(len, layout))

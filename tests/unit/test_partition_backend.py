@@ -1,6 +1,6 @@
 """Verification, green contexts, no partitions, and the choice between back ends, on a fake GPU."""
 
-from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from fakes.fake_driver import CUresult, FakeDriver, MaskBackend, fake_probe
@@ -14,11 +14,6 @@ from bullet_graph.partition.probe import SmidProbe
 ALL = frozenset(range(132))
 PARTITION = SmPartition(8, 58)
 SPLITS = [SmPartition(tpcs, 66 - tpcs) for tpcs in (8, 12, 16, 24, 32, 48)]
-
-
-@pytest.fixture
-def gpu() -> FakeDriver:
-    return FakeDriver()
 
 
 @pytest.fixture
@@ -176,8 +171,8 @@ def test_green_partitions_verify(green: GreenBackend, probe: SmidProbe, partitio
 def test_a_green_stream_is_made_once(gpu: FakeDriver, green: GreenBackend) -> None:
     stream = green.stream("decode", SmPartition(16, 50))
     live = len(gpu.live)
-    assert green.stream("decode", SmPartition(16, 50)) == stream
-    assert green.stream("decode", SmPartition(16, None)) == stream
+    for prefill_tpcs in (50, None):
+        assert green.stream("decode", SmPartition(16, prefill_tpcs)) == stream
     assert len(gpu.live) == live
     assert green.stream("decode", PARTITION) != stream
 
@@ -271,18 +266,6 @@ def test_none_has_the_whole_gpu_only(gpu: FakeDriver, probe: SmidProbe) -> None:
             ask("decode", SmPartition(16, 50))
 
 
-@pytest.mark.parametrize("backend_type", [GreenBackend, NoneBackend])
-def test_close_frees_everything(
-    gpu: FakeDriver, backend_type: Callable[[SmidProbe], PartitionBackend]
-) -> None:
-    backend = backend_type(fake_probe(gpu))
-    backend.stream("decode", WHOLE_GPU)
-    if backend.name == "green":
-        backend.stream("prefill", SPLITS[0])
-    backend.close()
-    assert (gpu.live, gpu.retained) == ({}, 0)
-
-
 # The choice
 
 
@@ -355,41 +338,35 @@ def test_auto_passes_over_one_that_does_not_hold(openers: Openers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "messages"),
+    ("name", "message"),
     [
         (
             "auto",
-            [
-                "auto has to hold SmPartition(decode_tpcs=7, prefill_tpcs=59), but smctrl refused: there is no offset",
-                "green refused: green contexts split this GPU's 132 SMs in steps of 8",
-                "none refused: partition back end none has the whole GPU only",
-            ],
+            r"auto has to hold SmPartition\(decode_tpcs=7, prefill_tpcs=59\), but smctrl refused: there is no offset"
+            ".*green refused: green contexts split this GPU's 132 SMs in steps of 8"
+            ".*none refused: partition back end none has the whole GPU only",
         ),
         (
             "smctrl",
-            ["--partition-backend smctrl has to hold SmPartition", "but smctrl refused: there is no offset"],
+            "--partition-backend smctrl has to hold SmPartition.*but smctrl refused: there is no offset",
         ),
-        ("none", ["but none refused: partition back end none has the whole GPU only"]),
-        ("mps", ["one of auto, smctrl, green, none, but found 'mps'"]),
+        ("none", "but none refused: partition back end none has the whole GPU only"),
+        ("mps", "one of auto, smctrl, green, none, but found 'mps'"),
     ],
 )
 def test_every_reason_is_named_where_none_is_left(
-    gpu: FakeDriver, openers: Openers, name: str, messages: list[str]
+    gpu: FakeDriver, openers: Openers, name: str, message: str
 ) -> None:
     openers.broken = True
-    with pytest.raises(PartitionError) as caught:
+    with pytest.raises(PartitionError, match=f"(?s){message}"):
         openers.open(name, SmPartition(7, 59))
-    assert all(message in str(caught.value) for message in messages), caught.value
     assert (gpu.live, gpu.retained) == ({}, 0)
 
 
 def test_a_failure_that_is_no_refusal_still_closes(
     gpu: FakeDriver, openers: Openers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("bullet_graph.partition.backend.verify", interrupted)
+    monkeypatch.setattr("bullet_graph.partition.backend.verify", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         openers.open("auto", *SPLITS)
     assert (gpu.live, gpu.retained) == ({}, 0)

@@ -4,7 +4,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 from fakes.fake_driver import PRIMARY_CONTEXT, CUresult, FakeDriver, Stream
@@ -12,11 +12,6 @@ from fakes.fake_driver import PRIMARY_CONTEXT, CUresult, FakeDriver, Stream
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.driver import CudaDriver
 from bullet_graph.partition.probe import MAX_TOGETHER, PTX, THREADS_PER_BLOCK, SmidProbe
-
-
-@pytest.fixture
-def gpu() -> FakeDriver:
-    return FakeDriver()
 
 
 @pytest.fixture
@@ -42,9 +37,7 @@ def test_a_graph_shows_the_sms_of_its_capture(gpu: FakeDriver, probe: SmidProbe)
     assert probe.run_captured(masked) == probe.run_captured(masked, unmasked) == {6, 7}
     assert probe.run_captured(unmasked, masked) == frozenset(range(132))
     gpu.graphs_ignore_masks = True
-    assert probe.run_captured(masked, unmasked) == frozenset(range(132)), (
-        "one that obeys its launch stream shows"
-    )
+    assert probe.run_captured(masked, unmasked) == frozenset(range(132)), "it obeys its launch stream"
 
 
 def test_launches_on_several_streams(gpu: FakeDriver, probe: SmidProbe) -> None:
@@ -121,14 +114,8 @@ def test_a_call_that_fails_when_the_probe_is_made(gpu: FakeDriver, name: str) ->
 @pytest.mark.parametrize(
     "name",
     [
-        "cuMemsetD32Async",
-        "cuStreamBeginCapture",
-        "cuLaunchKernel",
-        "cuStreamEndCapture",
-        "cuGraphInstantiate",
-        "cuGraphLaunch",
-        "cuMemcpyDtoHAsync",
-        "cuStreamSynchronize",
+        *("cuMemsetD32Async", "cuStreamBeginCapture", "cuLaunchKernel", "cuStreamEndCapture"),
+        *("cuGraphInstantiate", "cuGraphLaunch", "cuMemcpyDtoHAsync", "cuStreamSynchronize"),
     ],
 )
 def test_a_call_that_fails_in_a_run(gpu: FakeDriver, probe: SmidProbe, name: str) -> None:
@@ -151,13 +138,15 @@ def test_no_gpu_no_libcuda_or_an_old_one(gpu: FakeDriver) -> None:
         CudaDriver(gpu)
 
 
-def fake_bindings(monkeypatch: pytest.MonkeyPatch, version: str, driver: object) -> None:
-    package, bindings = ModuleType("cuda"), ModuleType("cuda.bindings")
-    package.__path__, bindings.__path__ = [], []  # type: ignore[attr-defined]
-    bindings.__version__ = version  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cuda", package)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)  # type: ignore[arg-type]
+def fake_bindings(monkeypatch: pytest.MonkeyPatch, version: str, driver: FakeDriver | None) -> None:
+    bindings = SimpleNamespace(__version__=version, __path__=[])
+    modules = {
+        "cuda": SimpleNamespace(__path__=[]),
+        "cuda.bindings": bindings,
+        "cuda.bindings.driver": driver,
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
 
 
 def test_cuda_python(monkeypatch: pytest.MonkeyPatch, gpu: FakeDriver) -> None:

@@ -2,16 +2,11 @@
 
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes.fake_streams import (
-    OBJECT_BYTES,
-    FakeLibcuda,
-    object_address,
-    object_bytes,
-    point_to,
-)
+from fakes.fake_streams import OBJECT_BYTES, FakeLibcuda, object_address, object_bytes, point_to
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,13 +16,9 @@ U64_MAX = 2**64 - 1
 LAST_OFFSET = OBJECT_BYTES - 20
 
 mask_access = pytest.mark.parametrize(
-    "access", [pytest.param(lambda *where: _smctrl.set_mask(*where, 0, 0), id="set"), _smctrl.get_mask]
+    "access", [partial(_smctrl.set_mask, disable_low=0, disable_high=0), _smctrl.get_mask], ids=["set", "get"]
 )
-
-
-@pytest.fixture(scope="module")
-def libcuda(tmp_path_factory: pytest.TempPathFactory) -> FakeLibcuda:
-    return FakeLibcuda(tmp_path_factory.mktemp("libcuda"))
+NO_INTEGERS = (("5", TypeError), (None, TypeError), (-1, OverflowError), (2**64, OverflowError))
 
 
 # Reading and writing
@@ -45,33 +36,46 @@ def test_a_mask_is_written_as_the_driver_reads_it(libcuda: FakeLibcuda, offset: 
 @given(low=st.integers(0, U64_MAX), high=st.integers(0, U64_MAX), enabled=st.integers(0, 2**32 - 1))
 def test_a_mask_is_read_back(libcuda: FakeLibcuda, low: int, high: int, enabled: int) -> None:
     stream = libcuda.stream()
-    _smctrl.set_mask(stream, 0x51C, low, high, enabled=enabled)
-    assert _smctrl.get_mask(stream, 0x51C) == (enabled, low, high)
-
-
-def test_names_of_arguments(libcuda: FakeLibcuda) -> None:
-    stream = libcuda.stream()
-    _smctrl.set_mask(stream=stream, offset=4, disable_low=1, disable_high=2, enabled=3)
-    assert _smctrl.get_mask(stream=stream, offset=4) == (3, 1, 2)
+    _smctrl.set_mask(stream=stream, offset=0x51C, disable_low=low, disable_high=high, enabled=enabled)
+    assert (
+        _smctrl.get_mask(stream, 0x51C)
+        == _smctrl.get_mask(stream=stream, offset=0x51C)
+        == (enabled, low, high)
+    )
 
 
 # Refused arguments: nothing may be written
 
 
 @mask_access
-@pytest.mark.parametrize("offset", [LAST_OFFSET + 4, LAST_OFFSET - 2, U64_MAX - 3])
-def test_offset_out_of_the_object(libcuda: FakeLibcuda, access: Callable[..., object], offset: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        *(
+            ("offset", offset, ValueError, f"multiple of 4 and at most {LAST_OFFSET}, got {offset}")
+            for offset in (LAST_OFFSET + 4, LAST_OFFSET - 2, U64_MAX - 3)
+        ),
+        *(("stream", n, ValueError, f"handle of a created CUstream, got {n}") for n in (0, 1, 2)),
+        *((name, *wrong, None) for name in ("stream", "offset") for wrong in NO_INTEGERS),
+    ],
+)
+def test_wrong_arguments(
+    libcuda: FakeLibcuda,
+    access: Callable[..., object],
+    name: str,
+    value: object,
+    error: type[Exception],
+    message: str | None,
+) -> None:
     stream = libcuda.stream(fill=0xAB)
-    with pytest.raises(ValueError, match=f"multiple of 4 and at most {LAST_OFFSET}, got {offset}"):
-        access(stream, offset)
+    with pytest.raises(error, match=message):
+        access(**({"stream": stream, "offset": 0x51C} | {name: value}))
     assert object_bytes(stream) == b"\xab" * OBJECT_BYTES
 
 
-@mask_access
-@pytest.mark.parametrize("stream", [0, 1, 2])
-def test_the_drivers_special_streams(access: Callable[..., object], stream: int) -> None:
-    with pytest.raises(ValueError, match=f"handle of a created CUstream, got {stream}"):
-        access(stream, 0x51C)
+def test_enabled_is_one_word(libcuda: FakeLibcuda) -> None:
+    with pytest.raises(ValueError, match="enabled must fit 32 bits, got 4294967296"):
+        _smctrl.set_mask(libcuda.stream(), 0x51C, 0, 0, 2**32)
 
 
 @mask_access
@@ -83,31 +87,6 @@ def test_a_handle_without_an_object(
     point_to(stream, 0 if shift is None else object_address(stream) + shift)
     with pytest.raises(ValueError, match=f"stream {stream} does not point to a driver object"):
         access(stream, 0x51C)
-
-
-@mask_access
-@pytest.mark.parametrize("position", [0, 1])
-@pytest.mark.parametrize(
-    ("value", "error"), [("5", TypeError), (None, TypeError), (-1, OverflowError), (2**64, OverflowError)]
-)
-def test_arguments_that_are_no_unsigned_integers(
-    libcuda: FakeLibcuda,
-    access: Callable[..., object],
-    position: int,
-    value: object,
-    error: type[Exception],
-) -> None:
-    where: list[object] = [libcuda.stream(), 0x51C]
-    where[position] = value
-    with pytest.raises(error):
-        access(*where)
-
-
-def test_enabled_is_one_word(libcuda: FakeLibcuda) -> None:
-    stream = libcuda.stream(fill=0xAB)
-    with pytest.raises(ValueError, match="enabled must fit 32 bits, got 4294967296"):
-        _smctrl.set_mask(stream, 0x51C, 0, 0, 2**32)
-    assert object_bytes(stream) == b"\xab" * OBJECT_BYTES
 
 
 # The library

@@ -22,11 +22,6 @@ EMPTY = bytes(OBJECT_BYTES)
 Open = Callable[..., SmctrlBackend]
 
 
-@pytest.fixture(scope="module")
-def libcuda(tmp_path_factory: pytest.TempPathFactory) -> FakeLibcuda:
-    return FakeLibcuda(tmp_path_factory.mktemp("libcuda"))
-
-
 @pytest.fixture(autouse=True)
 def on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bullet_graph.partition.smctrl.machine", lambda: "x86_64")
@@ -125,19 +120,14 @@ def test_a_calibrated_driver_is_trusted(
     probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, opened: Open
 ) -> None:
     remember(DRIVER, 0x604, cache)
-    assert opened().offset == 0x604, "a calibration goes before the table"
+    backend = opened()
+    assert backend.offset == 0x604, "a calibration goes before the table"
+    with pytest.raises(PartitionError, match=r"exactly SMs 0-31, but .* ran on SMs"):
+        verify(backend, PARTITION, cast(SmidProbe, probe))
     libcuda.answer(13990)
     probe.offset = 0x600
     remember(DriverId(13990, RELEASE, "x86_64"), 0x600, cache)
     assert probe.run(opened().stream("decode", PARTITION)) == frozenset(range(32))
-
-
-def test_a_wrong_offset_shows_when_partitions_are_verified(
-    probe: FakeProbe, cache: Path, opened: Open
-) -> None:
-    remember(DRIVER, 0x520, cache)
-    with pytest.raises(PartitionError, match=r"exactly SMs 0-31, but .* ran on SMs"):
-        verify(opened(), PARTITION, cast(SmidProbe, probe))
 
 
 def test_streams_that_share_a_mask_are_refused(libcuda: FakeLibcuda, opened: Open) -> None:
