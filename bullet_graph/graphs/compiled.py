@@ -125,17 +125,16 @@ def exported(part: LayerPart) -> torch.export.ExportedProgram:
     # A dimension of one size is none.
     rows = {0: torch.export.Dim("rows", min=2, max=part.max_rows)} if part.max_rows > 2 else None
     shapes = [rows] * len(part.rows) + [None] * (len(tensors) - len(part.rows))
-    module = torch.nn.Module()
 
-    def forward(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        given = iter(tensors)
-        return part.function(
-            *(next(given) if isinstance(value, Tensor) else value for value in part.arguments)
-        )
+    class OfTensors(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+            given = iter(tensors)
+            return part.function(
+                *(next(given) if isinstance(value, Tensor) else value for value in part.arguments)
+            )
 
-    module.forward = forward
     # strict=True would only have Dynamo trace the function a second time.
-    return torch.export.export(module, tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=False)
+    return torch.export.export(OfTensors(), tuple(tensors), dynamic_shapes=(tuple(shapes),), strict=False)
 
 
 def load_package(package: Path, part: LayerPart) -> CompiledPart:
