@@ -2,8 +2,10 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -11,12 +13,10 @@ from checkpoints import BOS_TOKEN_ID, write_checkpoint
 from engines import Model, make_engine
 from servers import MODEL, Served, serving
 
-from bullet_graph import Engine, SamplingParams
+from bullet_graph import Engine, RequestOutput, SamplingParams
 
-MESSAGES = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Why is the sea salt?"},
-]
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sea salt?"}]
+Create = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +38,35 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def answer(engine: Engine, prompt: str | list[int], **params: object) -> str:
+@pytest.fixture
+def complete(client: openai.OpenAI) -> Create:
+    return partial(client.completions.create, model=MODEL)
+
+
+@pytest.fixture
+def chat(client: openai.OpenAI) -> Create:
+    return partial(client.chat.completions.create, model=MODEL, messages=MESSAGES)
+
+
+def answer(engine: Engine, prompt: str | list[int], **params: object) -> RequestOutput:
     (output,) = engine.generate(prompt, SamplingParams(**({"temperature": 0} | params)), use_tqdm=False)
-    return output.outputs[0].text
+    return output
 
 
 # ---- completions ----
 
 
 @pytest.mark.parametrize("prompt", ["The sea", [5, 17, 300, 8]], ids=["text", "ids"])
-def test_a_completion_is_the_engines(client: openai.OpenAI, alone: Engine, prompt: str | list[int]) -> None:
-    completion = client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, temperature=0)
+def test_a_completion_is_the_engines(complete: Create, alone: Engine, prompt: str | list[int]) -> None:
+    completion = complete(prompt=prompt, max_tokens=12, temperature=0, extra_body={"return_token_ids": True})
     (choice,) = completion.choices
-    assert choice.text == answer(alone, prompt, max_tokens=12)
-    assert choice.finish_reason == "length"
-    assert completion.model == MODEL
-    assert completion.usage is not None
-    tokens = alone.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt  # type: ignore[union-attr]
-    assert completion.usage.prompt_tokens == len(tokens)
-    assert completion.usage.total_tokens == len(tokens) + 12
+    expected = answer(alone, prompt, max_tokens=12)
+    assert choice.text == expected.outputs[0].text
+    assert tuple(choice.token_ids) == expected.outputs[0].token_ids
+    assert tuple(choice.prompt_token_ids) == expected.prompt_token_ids
+    assert (choice.finish_reason, completion.model) == ("length", MODEL)
+    assert completion.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert completion.usage.total_tokens == len(expected.prompt_token_ids) + 12
 
 
 def test_without_max_tokens_a_completion_has_sixteen_or_ends_at_the_models_limit(served: Served) -> None:
@@ -65,20 +75,14 @@ def test_without_max_tokens_a_completion_has_sixteen_or_ends_at_the_models_limit
         assert usage["completion_tokens"] == output_tokens
 
 
-def test_several_prompts_and_samples_are_numbered_in_order(client: openai.OpenAI, alone: Engine) -> None:
-    prompts = ["The sea", "A dog", "Nobody"]
-    whole = client.completions.create(model=MODEL, prompt=prompts, max_tokens=5, n=2, seed=4, temperature=1)
-    assert [choice.index for choice in whole.choices] == list(range(6))
-    expected = []
-    for prompt in prompts:
-        (output,) = alone.generate(prompt, SamplingParams(max_tokens=5, n=2, seed=4), use_tqdm=False)
-        expected += [sample.text for sample in output.outputs]
-    assert [choice.text for choice in whole.choices] == expected
+def test_several_prompts_and_samples_are_numbered_in_order(complete: Create, alone: Engine) -> None:
+    prompts, sampling = ["The sea", "A dog", "Nobody"], {"max_tokens": 5, "n": 2, "seed": 4, "temperature": 1}
+    expected = [sample.text for prompt in prompts for sample in answer(alone, prompt, **sampling).outputs]
+    whole = complete(prompt=prompts, **sampling)
+    assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(expected))
     pieces = dict.fromkeys(range(6), "")
     reasons = []
-    for chunk in client.completions.create(
-        model=MODEL, prompt=prompts, max_tokens=5, n=2, seed=4, temperature=1, stream=True
-    ):
+    for chunk in complete(prompt=prompts, **sampling, stream=True):
         (choice,) = chunk.choices
         pieces[choice.index] += choice.text
         reasons += [choice.index] * (choice.finish_reason is not None)
@@ -86,24 +90,19 @@ def test_several_prompts_and_samples_are_numbered_in_order(client: openai.OpenAI
     assert sorted(reasons) == list(range(6))
 
 
-def test_a_stream_has_an_event_a_token_and_its_usage(
-    served: Served, client: openai.OpenAI, alone: Engine
-) -> None:
+def test_a_stream_has_an_event_a_token_and_its_usage(served: Served, complete: Create, alone: Engine) -> None:
     options = {"include_usage": True}
-    chunks = list(
-        client.completions.create(
-            model=MODEL, prompt="The sea", max_tokens=9, temperature=0, stream=True, stream_options=options
-        )
+    *tokens, last = complete(
+        prompt="The sea", max_tokens=9, temperature=0, stream=True, stream_options=options
     )
-    assert "".join(c.text for chunk in chunks for c in chunk.choices) == answer(
-        alone, "The sea", max_tokens=9
+    choices = [choice for chunk in tokens for choice in chunk.choices]
+    assert (
+        "".join(choice.text for choice in choices) == answer(alone, "The sea", max_tokens=9).outputs[0].text
     )
-    assert [len(chunk.choices) for chunk in chunks] == [1] * 9 + [0]
-    assert [chunk.usage is None for chunk in chunks] == [True] * 9 + [False]
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 9
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 8 + ["length"]
-    assert len({chunk.id for chunk in chunks}) == 1
+    assert [choice.finish_reason for choice in choices] == [None] * 8 + ["length"]
+    assert [(len(chunk.choices), chunk.usage) for chunk in tokens] == [(1, None)] * 9
+    assert (last.choices, last.usage.completion_tokens) == ([], 9)
+    assert {chunk.id for chunk in tokens} == {last.id}
     body = {"prompt": [1, 2], "max_tokens": 3, "stream": True}
     body["stream_options"] = options | {"continuous_usage_stats": True}
     text = served.post("/v1/completions", **body).text
@@ -112,111 +111,78 @@ def test_a_stream_has_an_event_a_token_and_its_usage(
     assert [json.loads(event)["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3]
 
 
-def test_stop_strings_end_the_text_before_them(client: openai.OpenAI, alone: Engine) -> None:
-    whole = answer(alone, "The sea", max_tokens=30)
-    stop = whole[10:12]
-    options = {"model": MODEL, "prompt": "The sea", "max_tokens": 30, "temperature": 0}
-    options["stop"] = [stop, "\x00never"]
-    for stream in (False, True):
-        result = client.completions.create(**options, stream=stream)  # type: ignore[call-overload]
-        chunks = list(result) if stream else [result]
-        text = "".join(chunk.choices[0].text for chunk in chunks)
-        assert text == whole[: whole.index(stop)]
-        assert chunks[-1].choices[0].finish_reason == "stop"
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_the_text_before_them(complete: Create, alone: Engine, stream: bool) -> None:
+    whole = answer(alone, "The sea", max_tokens=30).outputs[0].text
+    stop = [whole[10:12], "\x00never"]
+    result = complete(prompt="The sea", max_tokens=30, temperature=0, stop=stop, stream=stream)
+    chunks = list(result) if stream else [result]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: whole.index(stop[0])]
+    assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_the_same_seed_gives_the_same_text(client: openai.OpenAI) -> None:
-    def text(seed: int) -> str:
-        return client.completions.create(model=MODEL, prompt="x", max_tokens=12, seed=seed).choices[0].text
-
-    assert text(3) == text(3)
-    assert text(3) != text(4)
-    assert text(-5)
-
-
-def test_log_probabilities_of_a_completion(client: openai.OpenAI, alone: Engine) -> None:
-    completion = client.completions.create(
-        model=MODEL, prompt="The sea", max_tokens=4, temperature=0, logprobs=3
+def test_the_same_seed_gives_the_same_text(complete: Create) -> None:
+    first, again, other, negative = (
+        complete(prompt="x", max_tokens=12, seed=seed).choices[0].text for seed in (3, 3, 4, -5)
     )
-    told = completion.choices[0].logprobs
-    assert told is not None
-    assert told.tokens is not None
-    (output,) = alone.generate(
-        "The sea", SamplingParams(temperature=0, max_tokens=4, logprobs=3), use_tqdm=False
-    )
-    expected = output.outputs[0].logprobs
-    assert expected is not None
-    assert told.token_logprobs == pytest.approx([entry.logprob for entry in expected])
-    tokenizer = alone.tokenizer
-    assert tokenizer is not None
+    assert first == again != other
+    assert negative
+
+
+def test_log_probabilities_of_a_completion(complete: Create, alone: Engine) -> None:
+    told = complete(prompt="The sea", max_tokens=4, temperature=0, logprobs=3).choices[0].logprobs
+    expected = answer(alone, "The sea", max_tokens=4, logprobs=3).outputs[0]
+    assert expected.logprobs is not None
+    assert alone.tokenizer is not None
+    assert told.token_logprobs == pytest.approx([entry.logprob for entry in expected.logprobs])
     # A token may be a part of a character, which alone is shown as a replacement character.
-    assert told.tokens == [tokenizer.decode([i]) for i in output.outputs[0].token_ids]
+    assert told.tokens == [alone.tokenizer.decode([i]) for i in expected.token_ids]
     assert told.text_offset == [sum(map(len, told.tokens[:i])) for i in range(4)]
-    assert told.top_logprobs is not None
-    for token, chosen, top in zip(told.tokens, told.token_logprobs or [], told.top_logprobs, strict=True):
+    for token, chosen, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
         assert top[token] == max(top.values()) == chosen  # greedy
         assert len(top) <= 3
-
-
-def test_token_ids_on_request(served: Served, alone: Engine) -> None:
-    body = {"prompt": "The sea", "max_tokens": 5, "temperature": 0, "return_token_ids": True}
-    (output,) = alone.generate("The sea", SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
-    (choice,) = served.complete(**body)["choices"]
-    assert tuple(choice["token_ids"]) == output.outputs[0].token_ids
-    assert tuple(choice["prompt_token_ids"]) == output.prompt_token_ids
 
 
 # ---- chats ----
 
 
-def test_a_chat_is_put_into_the_template(client: openai.OpenAI, alone: Engine) -> None:
-    options = {"model": MODEL, "temperature": 0}
-    chat = client.chat.completions.create(**options, messages=MESSAGES, max_completion_tokens=12)  # type: ignore[call-overload]
+def test_a_chat_is_put_into_the_template(chat: Create, alone: Engine) -> None:
+    found = chat(temperature=0, max_completion_tokens=12)
     tokenizer = alone.tokenizer
     assert tokenizer is not None
     ids = tokenizer.encode(tokenizer.apply_chat_template(MESSAGES), add_special_tokens=False)
-    (choice,) = chat.choices
-    assert (choice.message.role, choice.message.content) == ("assistant", answer(alone, ids, max_tokens=12))
-    assert chat.usage is not None
-    assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (len(ids), 12)
+    message, text = found.choices[0].message, answer(alone, ids, max_tokens=12).outputs[0].text
+    assert (message.role, message.content) == ("assistant", text)
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(ids), 12)
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
     in_parts = [{"role": "developer", "content": parts}, MESSAGES[1]]
-    again = client.chat.completions.create(**options, messages=in_parts, max_tokens=12)  # type: ignore[call-overload]
-    assert again.choices[0].message.content == choice.message.content
+    assert chat(temperature=0, messages=in_parts, max_tokens=12).choices[0].message.content == text
     # Without max_tokens, a chat goes on to the model's limit.
-    longest = client.chat.completions.create(**options, messages=MESSAGES)  # type: ignore[call-overload]
-    assert longest.usage.total_tokens == 256
+    assert chat(temperature=0).usage.total_tokens == 256
 
 
-def test_a_chat_streams(client: openai.OpenAI) -> None:
-    options = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 8, "n": 2, "seed": 6}
-    whole = client.chat.completions.create(**options)  # type: ignore[call-overload]
+def test_a_chat_streams(chat: Create) -> None:
+    options = {"max_completion_tokens": 8, "n": 2, "seed": 6}
     pieces = {0: "", 1: ""}
     roles = []
-    with client.chat.completions.create(
-        **options, stream=True, stream_options={"include_usage": True}
-    ) as stream:  # type: ignore[call-overload]
-        for chunk in stream:
-            for choice in chunk.choices:
-                pieces[choice.index] += choice.delta.content or ""
-                roles += [choice.delta.role] if choice.delta.role else []
-            usage = chunk.usage
+    for chunk in chat(**options, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.delta.content or ""
+            roles += [choice.delta.role] if choice.delta.role else []
     assert roles == ["assistant"] * 2
-    assert list(pieces.values()) == [choice.message.content for choice in whole.choices]
-    assert usage.completion_tokens == 16
+    assert list(pieces.values()) == [choice.message.content for choice in chat(**options).choices]
+    assert chunk.usage.completion_tokens == 16
 
 
-def test_log_probabilities_of_a_chat(client: openai.OpenAI) -> None:
-    options = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 3, "temperature": 0}
-    chat = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)  # type: ignore[call-overload]
-    entries = chat.choices[0].logprobs.content
+def test_log_probabilities_of_a_chat(chat: Create) -> None:
+    create = partial(chat, max_completion_tokens=3, temperature=0, logprobs=True)
+    entries = create(top_logprobs=2).choices[0].logprobs.content
     assert len(entries) == 3
     for entry in entries:
         assert len(entry.top_logprobs) == 2
         assert entry.top_logprobs[0].logprob == entry.logprob
         assert bytes(entry.bytes).decode() == entry.token
-    none = client.chat.completions.create(**options, logprobs=True)  # type: ignore[call-overload]
-    assert [entry.top_logprobs for entry in none.choices[0].logprobs.content] == [[]] * 3
+    assert [entry.top_logprobs for entry in create().choices[0].logprobs.content] == [[]] * 3
 
 
 def test_end_of_sequence_ends_a_chat_unless_ignored(model: Model) -> None:
@@ -224,19 +190,21 @@ def test_end_of_sequence_ends_a_chat_unless_ignored(model: Model) -> None:
 
     Its tokenizer begins each text with id 0, which the chat template writes itself: once is enough.
     """
-    with serving(model.folder, max_model_len=512) as served, served.client() as client:
-        body = {"messages": MESSAGES, "max_completion_tokens": 1, "return_token_ids": True}
-        assert served.post("/v1/chat/completions", **body).json()["prompt_token_ids"].count(BOS_TOKEN_ID) == 1
-        plain = served.complete(prompt="The sea", max_tokens=1, return_token_ids=True)
-        assert plain["choices"][0]["prompt_token_ids"].count(BOS_TOKEN_ID) == 1
-        options = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 400, "seed": 6}
-        ended = client.chat.completions.create(**options, temperature=1000)  # type: ignore[call-overload]
-        assert ended.choices[0].finish_reason == "stop"
-        assert ended.usage.completion_tokens < 400
-        extra = {"ignore_eos": True}
-        whole = client.chat.completions.create(**options, temperature=1000, extra_body=extra)  # type: ignore[call-overload]
-        assert whole.choices[0].finish_reason == "length"
-        assert whole.usage.completion_tokens == 400
+    with serving(model.folder, max_model_len=512) as served:
+        ask = {"max_tokens": 1, "return_token_ids": True}
+        answer = served.post("/v1/chat/completions", messages=MESSAGES, **ask).json()
+        assert answer["prompt_token_ids"].count(BOS_TOKEN_ID) == 1
+        (choice,) = served.complete(prompt="The sea", **ask)["choices"]
+        assert choice["prompt_token_ids"].count(BOS_TOKEN_ID) == 1
+        ends = []
+        for ignore_eos in (False, True):
+            options = {"max_tokens": 400, "seed": 6, "temperature": 1000, "ignore_eos": ignore_eos}
+            answer = served.post("/v1/chat/completions", messages=MESSAGES, **options).json()
+            ends.append((answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]))
+        (ended, num_tokens), whole = ends
+        assert ended == "stop"
+        assert num_tokens < 400
+        assert whole == ("length", 400)
 
 
 # ---- other paths ----
@@ -275,16 +243,19 @@ def test_metrics_have_vllms_names_and_count(served: Served) -> None:
     served.wait_until_idle()
     after = served.metrics()
     grown = {name: value - before[name] for name, value in after.items() if name in before}
-    assert grown["prompt_tokens_total"] == 10
-    assert grown["generation_tokens_total"] == 9
-    assert grown['request_success_total{finished_reason="length"}'] == 2
-    assert grown["time_to_first_token_seconds_count"] == 2
-    assert grown["inter_token_latency_seconds_count"] == 4 + 3
-    assert grown["e2e_request_latency_seconds_count"] == 2
-    assert 0 < grown["inter_token_latency_seconds_sum"] < grown["e2e_request_latency_seconds_sum"]
+    expected = {
+        "prompt_tokens_total": 10,
+        "generation_tokens_total": 9,
+        'request_success_total{finished_reason="length"}': 2,
+        "time_to_first_token_seconds_count": 2,
+        "inter_token_latency_seconds_count": 4 + 3,
+        "e2e_request_latency_seconds_count": 2,
+    }
+    assert grown | expected == grown
     # The two requests came one after the other.
-    assert 0 < grown["time_to_first_token_seconds_sum"] < grown["e2e_request_latency_seconds_sum"]
-    assert grown["e2e_request_latency_seconds_sum"] < time.monotonic() - begin_s
+    whole_s = grown["e2e_request_latency_seconds_sum"]
+    for name in ("inter_token_latency", "time_to_first_token"):
+        assert 0 < grown[f"{name}_seconds_sum"] < whole_s < time.monotonic() - begin_s
     first_tokens = after["time_to_first_token_seconds_count"]
     assert after['time_to_first_token_seconds_bucket{le="+Inf"}'] == first_tokens
     assert after["num_requests_running"] == after["num_requests_waiting"] == after["kv_cache_usage_perc"] == 0
@@ -295,21 +266,17 @@ def test_metrics_have_vllms_names_and_count(served: Served) -> None:
 # ---- errors, as the client raises them ----
 
 
-def test_errors_have_the_clients_classes(client: openai.OpenAI) -> None:
+def test_errors_have_the_clients_classes(complete: Create, chat: Create) -> None:
     with pytest.raises(openai.NotFoundError, match="'gpt-4' is not served here") as missing:
-        client.completions.create(model="gpt-4", prompt="x")
+        complete(model="gpt-4", prompt="x")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match=r"at most 256 tokens, found 2 \+ 255") as long:
-        client.completions.create(model=MODEL, prompt=[1, 2], max_tokens=255)
+        complete(prompt=[1, 2], max_tokens=255)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="`tools` is not supported"):
-        client.chat.completions.create(
-            model=MODEL,
-            messages=MESSAGES,  # type: ignore[arg-type]
-            tools=[{"type": "function", "function": {"name": "f"}}],
-        )
+        chat(tools=[{"type": "function", "function": {"name": "f"}}])
     with pytest.raises(openai.BadRequestError, match="outside the vocabulary of 512") as stream:
-        list(client.completions.create(model=MODEL, prompt=[600], stream=True))
+        list(complete(prompt=[600], stream=True))
     assert stream.value.status_code == 400
 
 

@@ -7,16 +7,18 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
 from engines import make_engine
-from servers import MODEL, Served, serving
+from servers import MODEL, Served, before_launch, serving
 
 from bullet_graph import AsyncEngine, ConfigError, EngineDeadError
 from bullet_graph.runtime.cpu import CpuExecutor
-from bullet_graph.runtime.step import Placement, Step
+from bullet_graph.runtime.step import Step
 from bullet_graph.serve.lifecycle import bind, warm_up
 from bullet_graph.serve.settings import ServeSettings
 
@@ -26,36 +28,22 @@ LONG = {"prompt": [1, 2, 3], "max_tokens": 60, "temperature": 0}
 class Stuck:
     """Keeps launches from returning, as a device does that hangs."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.entered = threading.Event()
         self.release = threading.Event()
-        launch = CpuExecutor.launch
 
-        def stuck(executor: CpuExecutor, step: Step, placement: Placement) -> int:
-            if not self.release.is_set() and step.decode is not None:
-                self.entered.set()
-                assert self.release.wait(60)
-            return launch(executor, step, placement)
-
-        monkeypatch.setattr(CpuExecutor, "launch", stuck)
+    def wait(self, step: Step) -> None:
+        if not self.release.is_set() and step.decode is not None:
+            self.entered.set()
+            assert self.release.wait(60)
 
 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
-    stuck = Stuck(monkeypatch)
+    stuck = Stuck()
+    before_launch(monkeypatch, stuck.wait)
     yield stuck
     stuck.release.set()
-
-
-def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Make each step take so long."""
-    launch = CpuExecutor.launch
-
-    def slow(executor: CpuExecutor, step: Step, placement: Placement) -> int:
-        time.sleep(seconds)
-        return launch(executor, step, placement)
-
-    monkeypatch.setattr(CpuExecutor, "launch", slow)
 
 
 def error_of(response: httpx.Response) -> dict[str, str]:
@@ -96,16 +84,14 @@ def test_all_but_health_asks_for_the_key() -> None:
 
 
 def test_a_request_that_takes_too_long_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(monkeypatch, 0.02)
+    before_launch(monkeypatch, lambda _: time.sleep(0.02))
     with serving(max_model_len=64, request_timeout_s=0.6) as served:
         whole = served.post("/v1/completions", **LONG)
         assert whole.status_code == 504
         assert "--request-timeout" in error_of(whole)["message"]
         stream = served.post("/v1/completions", **LONG, stream=True)
         assert stream.status_code == 200
-        *_, last, done = [line for line in stream.text.splitlines() if line]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
-        assert done == "data: [DONE]"
+        assert last_error(stream)["code"] == "timeout"
         served.wait_until_idle()
         assert served.complete(prompt=[1], max_tokens=2)
 
@@ -126,25 +112,32 @@ def test_a_client_that_does_not_send_its_body_is_not_waited_for() -> None:
 # ---- the end ----
 
 
-async def stream_to_its_end(served: Served) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=served.url, timeout=30) as client:
-        return await client.post("/v1/completions", json=LONG | {"stream": True})
+async def begin_stream(served: Served, stuck: Stuck) -> asyncio.Task[httpx.Response]:
+    """A stream that is stuck in a decode step."""
+
+    async def to_its_end() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=served.url, timeout=30) as client:
+            return await client.post("/v1/completions", json=LONG | {"stream": True})
+
+    stream = asyncio.create_task(to_its_end())
+    await asyncio.to_thread(stuck.entered.wait, 20)
+    return stream
 
 
-def last_words(response: httpx.Response) -> str:
+def last_error(response: httpx.Response) -> dict[str, str]:
     """The error of a stream, which comes with its status where it has not begun, and else at its end."""
-    if response.status_code == 200:
-        *_, last, done = [line for line in response.text.splitlines() if line]
-        assert done == "data: [DONE]"
-        return str(json.loads(last.removeprefix("data: "))["error"]["message"])
-    assert response.status_code == 503
-    return error_of(response)["message"]
+    if response.status_code != 200:
+        assert response.status_code == 503
+        return error_of(response)
+    *_, last, done = [line for line in response.text.splitlines() if line]
+    assert done == "data: [DONE]"
+    error: dict[str, str] = json.loads(last.removeprefix("data: "))["error"]
+    return error
 
 
 async def test_requests_under_way_may_end_before_the_server_does(stuck: Stuck) -> None:
     with serving(max_model_len=64, shutdown_timeout_s=20.0) as served:
-        stream = asyncio.create_task(stream_to_its_end(served))
-        await asyncio.to_thread(stuck.entered.wait, 20)
+        stream = await begin_stream(served, stuck)
         served.stop()
         await asyncio.sleep(0.3)
         with pytest.raises(httpx.ConnectError):
@@ -157,8 +150,7 @@ async def test_requests_under_way_may_end_before_the_server_does(stuck: Stuck) -
 
 async def test_what_does_not_end_in_time_is_aborted_and_told(stuck: Stuck) -> None:
     with serving(max_model_len=64, shutdown_timeout_s=0.2, idle=False) as served:
-        streams = [asyncio.create_task(stream_to_its_end(served)) for _ in range(3)]
-        await asyncio.to_thread(stuck.entered.wait, 20)
+        streams = [await begin_stream(served, stuck) for _ in range(3)]
         async with asyncio.timeout(15):
             while served.server.gate.num_inside < 3:
                 await asyncio.sleep(0.005)
@@ -166,17 +158,16 @@ async def test_what_does_not_end_in_time_is_aborted_and_told(stuck: Stuck) -> No
         responses = await asyncio.gather(*streams)
         assert {response.status_code for response in responses} >= {200}
         for response in responses:
-            assert "had not ended within 0.2 s (--shutdown-timeout)" in last_words(response)
+            assert "had not ended within 0.2 s (--shutdown-timeout)" in last_error(response)["message"]
         stuck.release.set()
 
 
 async def test_a_second_signal_ends_at_once(stuck: Stuck) -> None:
     with serving(max_model_len=64, shutdown_timeout_s=60.0, idle=False) as served:
-        stream = asyncio.create_task(stream_to_its_end(served))
-        await asyncio.to_thread(stuck.entered.wait, 20)
+        stream = await begin_stream(served, stuck)
         served.stop()
         served.stop()
-        assert "told to stop at once" in last_words(await stream)
+        assert "told to stop at once" in last_error(await stream)["message"]
         stuck.release.set()
 
 
@@ -187,10 +178,7 @@ def test_a_dead_engine_is_told_in_health_and_to_every_request(monkeypatch: pytes
     with serving(max_model_len=64, idle=False) as served:
         assert served.complete(**LONG)
 
-        def failing(*_: object) -> int:
-            raise RuntimeError("on fire")
-
-        monkeypatch.setattr(CpuExecutor, "launch", failing)
+        monkeypatch.setattr(CpuExecutor, "launch", Mock(side_effect=RuntimeError("on fire")))
         for _ in range(2):
             response = served.post("/v1/completions", **LONG)
             assert response.status_code == 503
@@ -206,17 +194,9 @@ def test_a_stuck_lane_fails_all_requests_and_turns_health_red(
     stuck: Stuck, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(max_model_len=64, max_num_seqs=2, watchdog_timeout_s=0.4, idle=False) as served:
-        answers: list[httpx.Response] = []
-
-        def ask() -> None:
-            answers.append(httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=30))
-
         # More than can run: some wait, and some the engine's thread has not even seen.
-        clients = [threading.Thread(target=ask) for _ in range(5)]
-        for client in clients:
-            client.start()
-        for client in clients:
-            client.join(30)
+        with ThreadPoolExecutor(5) as clients:
+            answers = list(clients.map(lambda _: served.post("/v1/completions", **LONG), range(5)))
         assert [answer.status_code for answer in answers] == [503] * 5
         for answer in answers:
             message = error_of(answer)["message"]
@@ -233,7 +213,7 @@ def test_a_stuck_lane_fails_all_requests_and_turns_health_red(
 
 
 def test_a_slow_but_moving_engine_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(monkeypatch, 0.1)
+    before_launch(monkeypatch, lambda _: time.sleep(0.1))
     with serving(max_model_len=64, watchdog_timeout_s=0.8) as served:
         assert served.complete(prompt=[1], max_tokens=12)
         time.sleep(1.1)  # idle is no lack of progress

@@ -3,18 +3,18 @@
 import asyncio
 import json
 import random
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
 
 import aiohttp
 import pytest
 from engines import make_engine
-from servers import Served, serving
+from servers import Served, before_launch, serving
 
 from bullet_graph import SamplingParams
-from bullet_graph.runtime.cpu import CpuExecutor
-from bullet_graph.runtime.step import Placement, Step
+from bullet_graph.runtime.step import Step
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -36,6 +36,12 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, ob
 def body(prompt: object, max_tokens: int, **more: object) -> dict[str, object]:
     fixed = {"temperature": 0, "stream": True, "return_token_ids": True}
     return {"prompt": prompt, "max_tokens": max_tokens} | fixed | more
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(15):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 async def tokens_of_stream(
@@ -96,17 +102,14 @@ async def test_of_five_hundred_requests_a_third_disconnects_midway() -> None:
     with serving(max_model_len=64, max_num_seqs=32, kv_cache_bytes=1 << 20, max_queue_len=1000) as served:
         async with session(served) as client:
             tasks = []
-            stayed = []
             for n in range(500):
                 prompt = [rng.randrange(512) for _ in range(1 + n % 3)]
                 if n % 3:
-                    stayed.append(asyncio.create_task(tokens_of_stream(client, prompt, 3)))
-                elif n % 2:
-                    tasks.append(asyncio.create_task(leave_whole(client, prompt)))
+                    tasks.append(tokens_of_stream(client, prompt, 3))
                 else:
-                    tasks.append(asyncio.create_task(leave(client, prompt, n % 5)))
-            done = await asyncio.gather(*stayed, *tasks)
-        assert all(len(ids) == 3 for ids in done[: len(stayed)])
+                    tasks.append(leave_whole(client, prompt) if n % 2 else leave(client, prompt, n % 5))
+            stayed = [ids for ids in await asyncio.gather(*tasks) if ids is not None]
+        assert [len(ids) for ids in stayed] == [3] * 333
         served.wait_until_idle()
         assert served.engine.stats.kv_blocks_used == 0
         ended = served.metrics()
@@ -119,23 +122,20 @@ async def test_of_five_hundred_requests_a_third_disconnects_midway() -> None:
 async def test_who_leaves_a_request_of_several_prompts_leaves_all_of_them(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    launch, running = CpuExecutor.launch, asyncio.Event()
-    loop = asyncio.get_running_loop()
+    running = threading.Event()
 
-    def slow(executor: CpuExecutor, step: Step, placement: Placement) -> int:
+    def slow(step: Step) -> None:
         time.sleep(0.01)
         if step.decode is not None and len(step.decode.slots) == 3:
-            loop.call_soon_threadsafe(running.set)
-        return launch(executor, step, placement)
+            running.set()
 
-    monkeypatch.setattr(CpuExecutor, "launch", slow)
+    before_launch(monkeypatch, slow)
     with serving(max_model_len=512) as served:
         async with session(served) as client:
             request = asyncio.create_task(
                 client.post(URL, json=body([[1], [2, 3], [4]], 500, stream=stream, ignore_eos=True))
             )
-            async with asyncio.timeout(20):
-                await running.wait()
+            assert await asyncio.to_thread(running.wait, 20)
             request.cancel()
             if stream:
                 with suppress(asyncio.CancelledError):
@@ -148,23 +148,14 @@ async def test_who_leaves_a_request_of_several_prompts_leaves_all_of_them(
 
 async def test_a_full_queue_is_told_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one sequence running and five that may wait, forty come at once."""
-    release = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    launch = CpuExecutor.launch
-
-    def held(self: CpuExecutor, step: Step, placement: Placement) -> int:
-        asyncio.run_coroutine_threadsafe(release.wait(), loop).result(30)
-        return launch(self, step, placement)
-
+    release = threading.Event()
     with serving(max_model_len=64, max_num_seqs=1, max_queue_len=5) as served:
-        monkeypatch.setattr(CpuExecutor, "launch", held)
+        before_launch(monkeypatch, lambda _: release.wait(30))
         # However the test ends, the engine must be able to.
         async with session(served) as client, AsyncExitStack() as stack:
             stack.callback(release.set)
             first = asyncio.create_task(tokens_of_stream(client, [1], 3))
-            async with asyncio.timeout(15):
-                while served.engine.engine.num_running() == 0:
-                    await asyncio.sleep(0.005)
+            await until(lambda: served.engine.engine.num_running() > 0)
             refused = []
 
             async def try_one(n: int) -> tuple[int, ...] | None:
@@ -179,9 +170,7 @@ async def test_a_full_queue_is_told_and_loses_nothing(monkeypatch: pytest.Monkey
                     return None
 
             others = [asyncio.create_task(try_one(n)) for n in range(40)]
-            async with asyncio.timeout(15):
-                while len(refused) < 35:
-                    await asyncio.sleep(0.005)
+            await until(lambda: len(refused) == 35)
             assert served.metrics()["num_requests_waiting"] == 5
             release.set()
             answers = [answer for answer in await asyncio.gather(*others) if answer is not None]

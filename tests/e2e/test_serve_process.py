@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -19,11 +20,7 @@ COMMAND = (sys.executable, "-m", "bullet_graph", "serve", *TINY, "--no-warmup")
 
 
 class Process:
-    """A server process that listens.
-
-    Attributes:
-        url: of it.
-    """
+    """A server process that listens at ``url``."""
 
     def __init__(self, *options: str) -> None:
         self.process = subprocess.Popen((*COMMAND, *options), stderr=subprocess.PIPE, text=True)
@@ -56,37 +53,29 @@ class Process:
 
 
 class Load:
-    """Streams that run until their server goes away.
-
-    Attributes:
-        endings: of each stream: the last line that came, or the name of the error.
-    """
+    """Streams that run until their server goes away."""
 
     def __init__(self, url: str, num_streams: int) -> None:
-        self.endings: list[str] = []
-        self._url = url
         self._begun = threading.Semaphore(0)
-        self._threads = [threading.Thread(target=self._stream) for _ in range(num_streams)]
-        for thread in self._threads:
-            thread.start()
-        for _ in self._threads:
-            assert self._begun.acquire(timeout=30)
+        pool = ThreadPoolExecutor(num_streams)
+        self._streams = [pool.submit(self._stream, url) for _ in range(num_streams)]
+        assert all(self._begun.acquire(timeout=30) for _ in self._streams)
 
-    def _stream(self) -> None:
+    def _stream(self, url: str) -> str:
         try:
             body = REQUEST | {"stream": True, "max_tokens": 500}
-            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=30) as response:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
                 lines = filter(None, response.iter_lines())
                 next(lines)
                 self._begun.release()
                 *_, line = lines
+                return line
         except httpx.HTTPError as error:
-            line = type(error).__name__
-        self.endings.append(line)
+            return type(error).__name__
 
-    def join(self) -> None:
-        for thread in self._threads:
-            thread.join(30)
+    def endings(self) -> list[str]:
+        """Of each stream: the last line that came, or the name of the error."""
+        return [stream.result(30) for stream in self._streams]
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +86,7 @@ def killed() -> Iterator[tuple[Process, str]]:
     load = Load(first.url, 20)
     first.process.send_signal(signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
-    load.join()
-    assert set(load.endings) <= {"RemoteProtocolError", "ReadError"}
+    assert set(load.endings()) <= {"RemoteProtocolError", "ReadError"}
     again = Process("--port", first.port, "--shutdown-timeout", "0.3")
     yield again, text
     again.process.kill()
@@ -121,8 +109,7 @@ def test_told_to_stop_it_aborts_what_does_not_end_and_exits_in_good_order(
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     assert time.monotonic() - begin_s < 20
-    load.join()
-    assert load.endings == ["data: [DONE]"] * 3
+    assert load.endings() == ["data: [DONE]"] * 3
     assert "Traceback" not in "".join(server.stderr)
 
 

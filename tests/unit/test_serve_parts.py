@@ -3,6 +3,7 @@
 import asyncio
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -10,13 +11,7 @@ from hypothesis import strategies as st
 
 from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, PromptError, TokenLogprobs
 from bullet_graph.serve.errors import ApiError
-from bullet_graph.serve.formats import (
-    ChatFormat,
-    CompletionFormat,
-    to_json_text,
-    token_texts,
-    usage_of,
-)
+from bullet_graph.serve.formats import ChatFormat, CompletionFormat, to_json_text, token_texts, usage_of
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import PREFIX, EnergyMeter, Histogram, percentiles
 from bullet_graph.serve.protocol import CompletionRequest
@@ -112,30 +107,16 @@ def test_percentiles() -> None:
 
 
 async def test_energy_is_what_was_used_since_the_start() -> None:
-    class Probe:
-        total_mj: int | None = 5_000
-        closed = False
-
-        def total_energy_mj(self) -> int | None:
-            return self.total_mj
-
-        def sample(self) -> object:
-            raise NotImplementedError
-
-        def close(self) -> None:
-            self.closed = True
-
-    probe = Probe()
-    meter = EnergyMeter(probe)  # type: ignore[arg-type]
+    probe = Mock()
+    # The last: the driver failed for once.
+    probe.total_energy_mj.side_effect = [5_000, 7_500, None]
+    meter = EnergyMeter(probe)
     assert meter.joules == 0
-    probe.total_mj = 7_500
-    await meter.read()
-    assert meter.joules == 2.5
-    probe.total_mj = None  # the driver failed for once
-    await meter.read()
-    assert meter.joules == 2.5
+    for _ in range(2):
+        await meter.read()
+        assert meter.joules == 2.5
     meter.close()
-    assert probe.closed
+    probe.close.assert_called_once_with()
     nothing = EnergyMeter(None)
     await nothing.read()
     assert nothing.joules is None
