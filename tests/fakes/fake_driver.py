@@ -56,10 +56,9 @@ class Graph:
     sms: frozenset[int]
 
 
-def _destroyer(kind: type) -> Callable[["FakeDriver", int], tuple[()]]:
-    def destroy(gpu: "FakeDriver", handle: int) -> tuple[()]:
+def _destroyer(kind: type) -> Callable[["FakeDriver", int], None]:
+    def destroy(gpu: "FakeDriver", handle: int) -> None:
         assert isinstance(gpu.live.pop(handle), kind)
-        return ()
 
     return destroy
 
@@ -112,7 +111,7 @@ class FakeDriver:
             if name in self.fail:
                 return lambda *_: (self.fail[name],)
             function = object.__getattribute__(self, name)
-            return lambda *arguments: (CUresult.CUDA_SUCCESS, *function(*arguments))
+            return lambda *arguments: (CUresult.CUDA_SUCCESS, *(function(*arguments) or ()))
         return object.__getattribute__(self, name)
 
     def _create(self, thing: Any) -> int:
@@ -121,9 +120,8 @@ class FakeDriver:
         return handle
 
     # Devices and contexts.
-    def cuInit(self, flags: int) -> tuple[()]:
+    def cuInit(self, flags: int) -> None:
         assert flags == 0
-        return ()
 
     def cuDeviceGet(self, ordinal: int) -> tuple[int]:
         return (ordinal,)
@@ -135,9 +133,8 @@ class FakeDriver:
     def cuCtxGetCurrent(self) -> tuple[int]:
         return (self.current_context,)
 
-    def cuCtxSetCurrent(self, context: int) -> tuple[()]:
+    def cuCtxSetCurrent(self, context: int) -> None:
         self.current_context = context
-        return ()
 
     def cuCtxGetDevice(self) -> tuple[int]:
         return (self.current_device,)
@@ -150,12 +147,11 @@ class FakeDriver:
         self.retained += 1
         return (PRIMARY_CONTEXT,)
 
-    def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[()]:
+    def cuDevicePrimaryCtxRelease(self, device: int) -> None:
         assert device == 0
         self.retained -= 1
         # What lives in it would go with it.
         assert self.retained > 0 or not self.live
-        return ()
 
     # Code and memory.
     def cuLibraryLoadData(self, image: bytes, *options: Any) -> tuple[int]:
@@ -176,16 +172,14 @@ class FakeDriver:
 
     cuMemFree = _destroyer(ctypes.Array)
 
-    def cuMemsetD32Async(self, address: int, value: int, num_words: int, stream: int) -> tuple[()]:
+    def cuMemsetD32Async(self, address: int, value: int, num_words: int, stream: int) -> None:
         assert stream in self.live
         words = (ctypes.c_uint32 * num_words).from_address(address)
         words[:] = [value] * num_words
-        return ()
 
-    def cuMemcpyDtoHAsync(self, host: Any, address: int, num_bytes: int, stream: int) -> tuple[()]:
+    def cuMemcpyDtoHAsync(self, host: Any, address: int, num_bytes: int, stream: int) -> None:
         assert stream in self.live
         ctypes.memmove(host.buffer_info()[0], address, num_bytes)
-        return ()
 
     # Streams, kernels, graphs.
     def _stream(self, handle: int) -> Stream:
@@ -200,11 +194,10 @@ class FakeDriver:
 
     cuStreamDestroy = _destroyer(Stream)
 
-    def cuStreamSynchronize(self, stream: int) -> tuple[()]:
+    def cuStreamSynchronize(self, stream: int) -> None:
         assert self._stream(stream).captured is None
-        return ()
 
-    def cuLaunchKernel(self, function: int, *arguments: Any) -> tuple[()]:
+    def cuLaunchKernel(self, function: int, *arguments: Any) -> None:
         *sizes, shared_bytes, handle, (values, types), extra = arguments
         assert function - 1 in self.live
         assert (sizes[1:], shared_bytes, extra) == ([1, 1, 1024, 1, 1], 0, 0)
@@ -224,13 +217,11 @@ class FakeDriver:
             run(stream.sms)
         else:
             stream.captured.append(run)
-        return ()
 
-    def cuStreamBeginCapture(self, handle: int, mode: IntEnum) -> tuple[()]:
+    def cuStreamBeginCapture(self, handle: int, mode: IntEnum) -> None:
         assert mode == CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         stream = self._stream(handle)
         stream.captured, stream.captured_sms = [], stream.sms
-        return ()
 
     def cuStreamEndCapture(self, handle: int) -> tuple[int]:
         stream = self._stream(handle)
@@ -243,25 +234,19 @@ class FakeDriver:
         assert flags == 0
         return (self._create(self.live[graph]),)
 
-    def cuGraphLaunch(self, executable: int, stream: int) -> tuple[()]:
+    def cuGraphLaunch(self, executable: int, stream: int) -> None:
         graph = self.live[executable]
         for kernel in graph.kernels:
             kernel(self._stream(stream).sms if self.graphs_ignore_masks else graph.sms)
-        return ()
 
     cuGraphExecDestroy = _destroyer(Graph)
     cuGraphDestroy = _destroyer(Graph)
 
     # Green contexts.
     def _resource(self, sms: tuple[int, ...]) -> DevResource:
-        return DevResource(
-            sms,
-            SimpleNamespace(
-                smCount=len(sms),
-                minSmPartitionSize=self.granularity,
-                smCoscheduledAlignment=self.granularity,
-            ),
-        )
+        step = self.granularity
+        sm = SimpleNamespace(smCount=len(sms), minSmPartitionSize=step, smCoscheduledAlignment=step)
+        return DevResource(sms, sm)
 
     def cuDeviceGetDevResource(self, device: int, kind: IntEnum) -> tuple[DevResource]:
         assert (device, kind) == (0, CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)

@@ -46,24 +46,11 @@ class FakeFlashInfer:
         monkeypatch.setattr(flashinfer_attention, "_loaded", {})
         return fake
 
-    def specification(
-        self,
-        backend: str,
-        dtype_q: torch.dtype,
-        dtype_kv: torch.dtype,
-        dtype_o: torch.dtype,
-        dtype_idx: torch.dtype,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        pos_encoding_mode: int,
-        use_sliding_window: bool,
-        use_logits_soft_cap: bool,
-        use_fp16_qk_reduction: bool,
-    ) -> "FakeJitSpec":
-        assert dtype_q == dtype_kv == dtype_o
-        assert (dtype_idx, head_dim_vo, pos_encoding_mode) == (torch.int32, head_dim_qk, 0)
-        assert (use_sliding_window, use_logits_soft_cap, use_fp16_qk_reduction) == (False, False, False)
-        return FakeJitSpec(f"prefill_{backend}_{head_dim_qk}", self)
+    def specification(self, backend: str, *settings: object) -> "FakeJitSpec":
+        """The settings: three dtypes, that of indices, two head dimensions, positions, window, soft cap, FP16 QK."""
+        dtype, head_dim = settings[0], settings[4]
+        assert settings == (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False)
+        return FakeJitSpec(f"prefill_{backend}_{head_dim}", self)
 
     def load(self, path: str) -> Any:
         library = Path(path)

@@ -4,12 +4,11 @@ As there, a plan lies in the integer workspace that it was made with, until anot
 all of a batch in the plan; fa2's read ``indptr`` and the last page's length from the device.
 """
 
-# ruff: noqa: ARG002 - the arguments are FlashInfer's
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ class FakeModule:
         self._plans: dict[int, _Plan] = {}
         self.runs = runs
 
-    def _scale(self, settings: tuple[object, ...]) -> float:
+    def _scale(self, settings: Sequence[object]) -> float:
         """The scale of the scores; all else must be off, in the kind it is told in."""
         expected = _SETTINGS[self._backend]
         (scale,) = (value for value, told in zip(settings, expected, strict=True) if told == "scale")
@@ -49,65 +48,38 @@ class FakeModule:
         assert isinstance(scale, float)
         return scale
 
-    def plan(
-        self,
-        float_workspace_buffer: Tensor,
-        int_workspace_buffer: Tensor,
-        page_locked_int_workspace_buffer: Tensor,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        kv_len_arr: Tensor,
-        total_num_rows: int,
-        batch_size: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        page_size: int,
-        enable_cuda_graph: bool,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        causal: bool,
-        window_left: int,
-        *fa2_only: object,
-    ) -> list[int]:
+    def plan(self, *arguments: Any) -> list[int]:
+        _, workspace, page_locked, qo_indptr, kv_indptr, kv_lens, num_rows, batch_size, *others = arguments
+        num_qo_heads, num_kv_heads, page_size, enable_cuda_graph, head_dim_qk, head_dim_vo, *others = others
+        causal, window_left, *fa2_only = others
         if self._backend == "fa2":
             fixed_split_size, disable_split_kv, num_colocated_ctas = fa2_only
             assert (fixed_split_size, disable_split_kv) == (-1, False)
             assert isinstance(num_colocated_ctas, int)
         else:
             assert not fa2_only
-        assert len(page_locked_int_workspace_buffer) >= len(int_workspace_buffer) > 0
-        for array in (qo_indptr, kv_indptr, kv_len_arr):
+        assert len(page_locked) >= len(workspace) > 0
+        for array in (qo_indptr, kv_indptr, kv_lens):
             assert array.dtype == torch.int32
             assert array.is_contiguous()
-        assert batch_size == len(kv_len_arr) == len(qo_indptr) - 1 == len(kv_indptr) - 1
-        assert total_num_rows == int(qo_indptr[-1] - qo_indptr[0])
+        assert batch_size == len(kv_lens) == len(qo_indptr) - 1 == len(kv_indptr) - 1
+        assert num_rows == int(qo_indptr[-1] - qo_indptr[0])
         assert num_qo_heads % num_kv_heads == 0 < page_size
         assert head_dim_qk == head_dim_vo
         assert (enable_cuda_graph, causal, window_left) == (False, True, -1)
-        plan = _Plan(qo_indptr.tolist(), kv_indptr.tolist(), kv_len_arr.tolist())
-        self._plans[int_workspace_buffer.data_ptr()] = plan
+        plan = _Plan(qo_indptr.tolist(), kv_indptr.tolist(), kv_lens.tolist())
+        self._plans[workspace.data_ptr()] = plan
         return [0] * 9
 
-    def ragged_run(
-        self,
-        float_workspace_buffer: Tensor,
-        int_workspace_buffer: Tensor,
-        plan_info_vec: Sequence[int],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        o: Tensor,
-        *settings: object,
-    ) -> None:
+    def ragged_run(self, *arguments: Any) -> None:
+        _, workspace, _, q, k, v, qo_indptr, kv_indptr, o, *settings = arguments
         sm_scale = self._scale(settings)
         for tensor in (k, v):
             # What TMA asks for.
             assert tensor.stride(-1) == 1
             assert all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
             assert tensor.data_ptr() % 16 == 0
-        plan = self._plans[int_workspace_buffer.data_ptr()]
+        plan = self._plans[workspace.data_ptr()]
         starts, kv_starts = plan.q_indptr, plan.kv_indptr
         assert qo_indptr.tolist() == starts
         assert kv_indptr.tolist() == kv_starts
@@ -116,34 +88,22 @@ class FakeModule:
             kv = slice(kv_starts[i], kv_starts[i] + kv_len)
             _attend(q, k[kv], v[kv], o, slice(starts[i], starts[i + 1]), sm_scale)
 
-    def paged_run(
-        self,
-        float_workspace_buffer: Tensor,
-        int_workspace_buffer: Tensor,
-        plan_info_vec: Sequence[int],
-        q: Tensor,
-        paged_k_cache: Tensor,
-        paged_v_cache: Tensor,
-        qo_indptr: Tensor,
-        paged_kv_indptr: Tensor,
-        paged_kv_indices: Tensor,
-        paged_kv_last_page_len: Tensor,
-        o: Tensor,
-        *settings: object,
-    ) -> None:
+    def paged_run(self, *arguments: Any) -> None:
+        _, workspace, _, q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, *others = arguments
+        last_page_len, o, *settings = others
         sm_scale = self._scale(settings)
-        plan = self._plans[int_workspace_buffer.data_ptr()]
-        page_tokens = paged_k_cache.shape[1]
+        plan = self._plans[workspace.data_ptr()]
+        page_tokens = k_cache.shape[1]
         if self._backend == "fa2":
-            starts, pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
-            held = paged_kv_indptr.diff() * page_tokens - page_tokens + paged_kv_last_page_len
+            starts, pages = qo_indptr.tolist(), kv_indptr.tolist()
+            held = kv_indptr.diff() * page_tokens - page_tokens + last_page_len
             assert held.tolist() == plan.kv_lens
         else:
             starts, pages = plan.q_indptr, plan.kv_indptr
         self.runs.append((self._backend, "paged", len(plan.kv_lens)))
         for i, kv_len in enumerate(plan.kv_lens):
-            blocks = paged_kv_indices[pages[i] :][: -(-kv_len // page_tokens)].long()
-            k, v = (cache[blocks].flatten(0, 1)[:kv_len] for cache in (paged_k_cache, paged_v_cache))
+            blocks = kv_indices[pages[i] :][: -(-kv_len // page_tokens)].long()
+            k, v = (cache[blocks].flatten(0, 1)[:kv_len] for cache in (k_cache, v_cache))
             _attend(q, k, v, o, slice(starts[i], starts[i + 1]), sm_scale)
 
 

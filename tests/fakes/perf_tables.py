@@ -6,7 +6,10 @@ The formulas are fitted to ``bench/results/h200/sm_scaling_smctrl.json`` and to 
 
 import random
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.table import (
@@ -21,6 +24,7 @@ from bullet_graph.perf.table import (
 )
 
 NUM_SMS = 132
+Point = TypeVar("Point")
 
 
 @dataclass(frozen=True)
@@ -108,38 +112,27 @@ def h200_table(
     noise: float = 0.0,
     seed: int = 0,
 ) -> PerfTable:
-    """The table.
+    """The table for ``key``, without mixed forwards if so asked; each time is off by at most a share ``noise``.
 
-    Args:
-        key: what it holds for.
-        decode_sms: partitions measured, of 16, 24, 32, 48, 64, 80, 96 and 112; none gives a table without
-            partitions.
-        mixed: with mixed forwards.
-        noise: each time is off by a factor between 1 − noise and 1 + noise.
-        seed: of the noise.
+    ``decode_sms``: the partitions measured, of those above; none gives a table without partitions.
     """
     factor = random.Random(seed)
 
     def noisy(ms: float) -> float:
         return ms * (1 + factor.uniform(-noise, noise))
 
-    def decode(batch_size: int, context_tokens: int, sms: int | None) -> DecodePoint:
-        ms = noisy(decode_ms(batch_size, context_tokens, sms))
-        return DecodePoint(batch_size, context_tokens, sms, ms, (ms,))
+    def point(kind: Callable[..., Point], ms_of: Callable[..., float], *where: int | None) -> Point:
+        ms = noisy(ms_of(*where))
+        return kind(*where, ms, (ms,))
 
-    def prefill(tokens: int, cached_tokens: int, sms: int | None) -> PrefillPoint:
-        ms = noisy(prefill_ms(tokens, cached_tokens, sms))
-        return PrefillPoint(tokens, cached_tokens, sms, ms, (ms,))
-
-    def mixed_point(tokens: int, batch_size: int, context_tokens: int) -> MixedPoint:
-        ms = noisy(mixed_ms(tokens, batch_size, context_tokens))
-        return MixedPoint(tokens, batch_size, context_tokens, ms, (ms,))
+    decode = partial(point, DecodePoint, decode_ms)
+    prefill = partial(point, PrefillPoint, prefill_ms)
+    mixed_point = partial(point, MixedPoint, mixed_ms)
 
     def split(sms: int, batch_size: int, context_tokens: int, tokens: int) -> SplitPoint:
         beside_ms, forward_ms = map(noisy, split_ms(sms, batch_size, context_tokens, tokens))
-        return SplitPoint(
-            sms, batch_size, context_tokens, tokens, beside_ms, forward_ms, (beside_ms,), (forward_ms,)
-        )
+        where = (sms, batch_size, context_tokens, tokens)
+        return SplitPoint(*where, beside_ms, forward_ms, (beside_ms,), (forward_ms,))
 
     lanes = (None, *decode_sms)
     prefill_lanes = (None, *(NUM_SMS - sms for sms in decode_sms))
@@ -181,12 +174,9 @@ def h200_table(
         split=tuple(split(sms, 96, 1200, 2048) for sms in decode_sms),
     )
     provenance = {"driver_version": "580.159.04", "note": "made by formulas, for tests"}
+    num_layers = key.shape["num_layers"]
     return PerfTable(
-        key=key,
-        num_layers=key.shape["num_layers"],
-        points=points,
-        held_back=held_back,
-        provenance=provenance,
+        key=key, num_layers=num_layers, points=points, held_back=held_back, provenance=provenance
     )
 
 
@@ -197,8 +187,7 @@ def interrupted_table() -> PerfTable:
 
 
 def _step_ms(batch_size: int) -> float:
-    sizes = [size for size, _ in _STEP_MS]
-    index = min(max(bisect_left(sizes, batch_size), 1), len(sizes) - 1)
+    index = min(max(bisect_left(_STEP_MS, (batch_size,)), 1), len(_STEP_MS) - 1)
     (low, low_ms), (high, high_ms) = _STEP_MS[index - 1 : index + 1]
     return low_ms + (high_ms - low_ms) * (batch_size - low) / (high - low)
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -154,21 +155,15 @@ def test_verification_is_quick(backend: PartitionBackend, probe: SmidProbe, reco
 class Planted:
     """A back end behind whose back one lane's stream is bound to other SMs, or is another stream."""
 
-    name = "planted"
+    def __init__(self, real: PartitionBackend, lane: Lane, plant: Callable[[int], int]) -> None:
+        self._real, self._lane, self._plant = real, lane, plant
 
-    def __init__(self, real: PartitionBackend, lane: Lane, stream: Callable[[int], int]) -> None:
-        self.num_sms, self.granularity_sms = real.num_sms, real.granularity_sms
-        self._real, self._lane, self._plant = real, lane, stream
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
         stream = self._real.stream(lane, partition)
         return self._plant(stream) if lane == self._lane and partition != WHOLE_GPU else stream
-
-    def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
-        return self._real.expected_sms(lane, partition)
-
-    def close(self) -> None:
-        self._real.close()
 
 
 @pytest.mark.parametrize("lane", LANES)
