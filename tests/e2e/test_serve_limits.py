@@ -224,8 +224,7 @@ def test_a_slow_but_moving_engine_is_let_be(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_address_in_use_is_told_before_anything_is_loaded() -> None:
-    with bind(ServeSettings(served_model_name="x", port=0)) as taken:
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be had .*another --port"):
             bind(ServeSettings(served_model_name="x", port=port))

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -38,23 +39,20 @@ def probe() -> Iterator[SmidProbe]:
     # As in the engine: PyTorch's context is there first, and the GPU is idle.
     torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
-    probe = SmidProbe()
-    yield probe
-    probe.close()
+    with closing(SmidProbe()) as probe:
+        yield probe
 
 
 @pytest.fixture(scope="module", params=["smctrl", "green"])
 def backend(request: pytest.FixtureRequest, probe: SmidProbe) -> Iterator[PartitionBackend]:
-    backend = OPENERS[request.param](SmidProbe(driver=probe.driver))
-    yield backend
-    backend.close()
+    with closing(OPENERS[request.param](SmidProbe(driver=probe.driver))) as backend:
+        yield backend
 
 
 @pytest.fixture
 def smctrl(probe: SmidProbe) -> Iterator[SmctrlBackend]:
-    backend = SmctrlBackend(SmidProbe(driver=probe.driver))
-    yield backend
-    backend.close()
+    with closing(SmctrlBackend(SmidProbe(driver=probe.driver))) as backend:
+        yield backend
 
 
 def split(decode_sms: int, num_sms: int) -> SmPartition:

@@ -1,5 +1,6 @@
 """Verification, green contexts, no partitions, and the choice between back ends, on a fake GPU."""
 
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
@@ -269,32 +270,20 @@ def test_none_has_the_whole_gpu_only(gpu: FakeDriver, probe: SmidProbe) -> None:
 # The choice
 
 
-class Openers:
-    """The real back ends, but for stream masks a fake one, on one fake GPU."""
-
-    def __init__(self, gpu: FakeDriver) -> None:
-        self.gpu = gpu
-        self.made: list[MaskBackend] = []
-        self.planted: frozenset[int] | None = None
-        self.broken = False
-
-    def open(self, name: str, *partitions: SmPartition) -> tuple[PartitionBackend, str]:
-        openers = {"smctrl": self._smctrl, "green": GreenBackend, "none": NoneBackend}
-        return open_backend(name, partitions, openers=openers, make_probe=lambda _: fake_probe(self.gpu))
-
-    def _smctrl(self, probe: SmidProbe) -> PartitionBackend:
-        if self.broken:
-            probe.close()
-            raise PartitionError("there is no offset for this driver")
-        self.made.append(MaskBackend(probe))
-        if self.planted is not None:
-            self.made[0].planted["decode"] = self.planted
-        return self.made[0]
+Opener = Callable[[SmidProbe], PartitionBackend]
 
 
-@pytest.fixture
-def openers(gpu: FakeDriver) -> Openers:
-    return Openers(gpu)
+def opened(
+    gpu: FakeDriver, name: str, *partitions: SmPartition, smctrl: Opener
+) -> tuple[PartitionBackend, str]:
+    """A choice between the real back ends, but for stream masks this one, on one fake GPU."""
+    openers = {"smctrl": smctrl, "green": GreenBackend, "none": NoneBackend}
+    return open_backend(name, partitions, openers=openers, make_probe=lambda _: fake_probe(gpu))
+
+
+def no_offset(probe: SmidProbe) -> PartitionBackend:
+    probe.close()
+    raise PartitionError("there is no offset for this driver")
 
 
 @pytest.mark.parametrize(
@@ -310,31 +299,23 @@ def openers(gpu: FakeDriver) -> Openers:
     ],
 )
 def test_the_first_that_verifies_is_taken(
-    gpu: FakeDriver, openers: Openers, name: str, partitions: tuple[SmPartition, ...], why: str
+    gpu: FakeDriver, name: str, partitions: tuple[SmPartition, ...], why: str
 ) -> None:
     assert list(OPENERS) == ["smctrl", "green", "none"]
-    backend, found = openers.open(name, *partitions)
+    masks = Mock(side_effect=MaskBackend)
+    backend, found = opened(gpu, name, *partitions, smctrl=masks)
     assert found == why
-    assert bool(openers.made) == why.startswith("smctrl")
+    assert masks.called == why.startswith("smctrl")
     assert backend.name == why.partition(":")[0].replace("smctrl", "fake")
     assert backend.stream("decode", (*partitions, WHOLE_GPU)[0])
     backend.close()
     assert (gpu.live, gpu.retained) == ({}, 0)
 
 
-def test_auto_passes_over_one_that_cannot_be_opened(openers: Openers, probe: SmidProbe) -> None:
-    openers.broken = True
-    backend, why = openers.open("auto", *SPLITS)
+def test_auto_passes_over_one_that_cannot_be_opened(gpu: FakeDriver, probe: SmidProbe) -> None:
+    backend, why = opened(gpu, "auto", *SPLITS, smctrl=no_offset)
     assert why == "green: 6 partitions verified; smctrl refused: there is no offset for this driver"
     verify(backend, SPLITS[0], probe)
-
-
-def test_auto_passes_over_one_that_does_not_hold(openers: Openers) -> None:
-    openers.planted = frozenset(range(20))
-    backend, why = openers.open("auto", PARTITION)
-    assert backend.name == "green"
-    assert "smctrl refused: the decode lane of SmPartition(decode_tpcs=8, prefill_tpcs=58)" in why
-    assert openers.made[0].closed
 
 
 @pytest.mark.parametrize(
@@ -354,19 +335,14 @@ def test_auto_passes_over_one_that_does_not_hold(openers: Openers) -> None:
         ("mps", "one of auto, smctrl, green, none, but found 'mps'"),
     ],
 )
-def test_every_reason_is_named_where_none_is_left(
-    gpu: FakeDriver, openers: Openers, name: str, message: str
-) -> None:
-    openers.broken = True
+def test_every_reason_is_named_where_none_is_left(gpu: FakeDriver, name: str, message: str) -> None:
     with pytest.raises(PartitionError, match=f"(?s){message}"):
-        openers.open(name, SmPartition(7, 59))
+        opened(gpu, name, SmPartition(7, 59), smctrl=no_offset)
     assert (gpu.live, gpu.retained) == ({}, 0)
 
 
-def test_a_failure_that_is_no_refusal_still_closes(
-    gpu: FakeDriver, openers: Openers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_that_is_no_refusal_still_closes(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bullet_graph.partition.backend.verify", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        openers.open("auto", *SPLITS)
+        opened(gpu, "auto", *SPLITS, smctrl=MaskBackend)
     assert (gpu.live, gpu.retained) == ({}, 0)
