@@ -208,6 +208,7 @@ def main(
         return
     if len(trees) != 2:
         raise click.UsageError("--tree is given twice, each as NAME=FOLDER")
+    from bullet_graph.cli.result_file import command_line  # noqa: PLC0415
     from bullet_graph.perf.energy import DeviceMonitor  # noqa: PLC0415
 
     began_s = time.perf_counter()
@@ -235,7 +236,7 @@ def main(
 
     def result() -> dict[str, Any]:
         return {
-            "argv": ["-m", "bench.two_trees", *sys.argv[1:]],
+            "argv": command_line(),
             "settings": settings,
             "starts": starts,
             "ratios": ratios(runs, [one.name for one in workers]),
