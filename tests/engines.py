@@ -1,7 +1,7 @@
 """Small engines on the CPU, and ways to steer them, for the end-to-end tests."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from bullet_graph import Engine, RequestOutput, SamplingParams
 from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.runtime.cpu import CpuExecutor
+from bullet_graph.runtime.step import Placement, Step
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -80,3 +82,14 @@ def force_tokens(monkeypatch: pytest.MonkeyPatch, token_ids: Sequence[int], prom
         return chosen
 
     monkeypatch.setattr("bullet_graph.runtime.cpu.sample", scripted)
+
+
+def before_launch(monkeypatch: pytest.MonkeyPatch, act: Callable[[Step, Placement], object]) -> None:
+    """Call ``act`` before each launch on the CPU."""
+    launch = CpuExecutor.launch
+
+    def acting(executor: CpuExecutor, step: Step, placement: Placement) -> int:
+        act(step, placement)
+        return launch(executor, step, placement)
+
+    monkeypatch.setattr(CpuExecutor, "launch", acting)

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from engines import Model, make_engine
+from engines import Model, before_launch, make_engine
 
 from bullet_graph import Engine, Slo
-from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.step import Placement, Step
 
 POLICIES = ("serial", "mixed", "mixed:16", "auto")
@@ -36,12 +35,10 @@ def fail_launches(
     monkeypatch: pytest.MonkeyPatch, num_good: int, error: BaseException, lane: str | None = None
 ) -> None:
     """Let the executor refuse the launch, on a lane or on any, that follows so many good ones."""
-    launch = CpuExecutor.launch
     calls = iter(range(num_good))
 
-    def failing(self: CpuExecutor, step: Step, placement: Placement) -> int:
+    def fail(_: Step, placement: Placement) -> None:
         if lane in (None, placement.lane) and next(calls, None) is None:
             raise error
-        return launch(self, step, placement)
 
-    monkeypatch.setattr(CpuExecutor, "launch", failing)
+    before_launch(monkeypatch, fail)

@@ -4,19 +4,16 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-import pytest
 from engines import make_engine
 
 from bullet_graph import AsyncEngine
-from bullet_graph.runtime.cpu import CpuExecutor
-from bullet_graph.runtime.step import Placement, Step
 from bullet_graph.serve.lifecycle import DrainingServer, bind, url_of
 from bullet_graph.serve.settings import ServeSettings
 
@@ -83,17 +80,6 @@ class Served:
             assert time.monotonic() < deadline, (gate.num_inside, self.engine.stats)
             time.sleep(0.005)
         assert not self.engine.engine.has_unfinished_requests()
-
-
-def before_launch(monkeypatch: pytest.MonkeyPatch, act: Callable[[Step], object]) -> None:
-    """Call ``act`` with each step that an executor is about to launch."""
-    launch = CpuExecutor.launch
-
-    def acting(executor: CpuExecutor, step: Step, placement: Placement) -> int:
-        act(step)
-        return launch(executor, step, placement)
-
-    monkeypatch.setattr(CpuExecutor, "launch", acting)
 
 
 @contextmanager

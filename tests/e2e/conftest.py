@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 from async_engines import Gate
 from checkpoints import write_checkpoint
-from engines import Model, make_engine
+from engines import Model, before_launch, make_engine
 from policies import PROMPTS, Launches
 
 from bullet_graph import Engine
 from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.cpu import CpuExecutor
-from bullet_graph.runtime.step import Placement, Step
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -61,13 +60,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
     To be asked for after an engine that must be able to stop.
     """
-    gate, launch = Gate(10), CpuExecutor.launch
-
-    def gated(self: CpuExecutor, step: Step, placement: Placement) -> int:
-        gate.wait()
-        return launch(self, step, placement)
-
-    monkeypatch.setattr(CpuExecutor, "launch", gated)
+    gate = Gate(10)
+    before_launch(monkeypatch, lambda *_: gate.wait())
     yield gate
     gate.open()
 
@@ -82,13 +76,7 @@ def expected(model: Model) -> list[tuple[int, ...]]:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """What was launched so far."""
     seen: Launches = []
-    launch = CpuExecutor.launch
-
-    def note(self: CpuExecutor, step: Step, placement: Placement) -> int:
-        seen.append((step, placement))
-        return launch(self, step, placement)
-
-    monkeypatch.setattr(CpuExecutor, "launch", note)
+    before_launch(monkeypatch, lambda *launched: seen.append(launched))
     return seen
 
 

@@ -13,12 +13,12 @@ from unittest.mock import Mock
 import httpx
 import openai
 import pytest
-from engines import make_engine
-from servers import MODEL, Served, before_launch, serving
+from engines import before_launch, make_engine
+from servers import MODEL, Served, serving
 
 from bullet_graph import AsyncEngine, ConfigError, EngineDeadError
 from bullet_graph.runtime.cpu import CpuExecutor
-from bullet_graph.runtime.step import Step
+from bullet_graph.runtime.step import Placement, Step
 from bullet_graph.serve.lifecycle import bind, warm_up
 from bullet_graph.serve.settings import ServeSettings
 
@@ -32,7 +32,7 @@ class Stuck:
         self.entered = threading.Event()
         self.release = threading.Event()
 
-    def wait(self, step: Step) -> None:
+    def wait(self, step: Step, _: Placement) -> None:
         if not self.release.is_set() and step.decode is not None:
             self.entered.set()
             assert self.release.wait(60)
@@ -84,7 +84,7 @@ def test_all_but_health_asks_for_the_key() -> None:
 
 
 def test_a_request_that_takes_too_long_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    before_launch(monkeypatch, lambda _: time.sleep(0.02))
+    before_launch(monkeypatch, lambda *_: time.sleep(0.02))
     with serving(max_model_len=64, request_timeout_s=0.6) as served:
         whole = served.post("/v1/completions", **LONG)
         assert whole.status_code == 504
@@ -213,7 +213,7 @@ def test_a_stuck_lane_fails_all_requests_and_turns_health_red(
 
 
 def test_a_slow_but_moving_engine_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    before_launch(monkeypatch, lambda _: time.sleep(0.1))
+    before_launch(monkeypatch, lambda *_: time.sleep(0.1))
     with serving(max_model_len=64, watchdog_timeout_s=0.8) as served:
         assert served.complete(prompt=[1], max_tokens=12)
         time.sleep(1.1)  # idle is no lack of progress

@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack, suppress
 
 import aiohttp
 import pytest
-from engines import make_engine
-from servers import Served, before_launch, serving
+from engines import before_launch, make_engine
+from servers import Served, serving
 
 from bullet_graph import SamplingParams
-from bullet_graph.runtime.step import Step
+from bullet_graph.runtime.step import Placement, Step
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -124,7 +124,7 @@ async def test_who_leaves_a_request_of_several_prompts_leaves_all_of_them(
 ) -> None:
     running = threading.Event()
 
-    def slow(step: Step) -> None:
+    def slow(step: Step, _: Placement) -> None:
         time.sleep(0.01)
         if step.decode is not None and len(step.decode.slots) == 3:
             running.set()
@@ -150,7 +150,7 @@ async def test_a_full_queue_is_told_and_loses_nothing(monkeypatch: pytest.Monkey
     """With one sequence running and five that may wait, forty come at once."""
     release = threading.Event()
     with serving(max_model_len=64, max_num_seqs=1, max_queue_len=5) as served:
-        before_launch(monkeypatch, lambda _: release.wait(30))
+        before_launch(monkeypatch, lambda *_: release.wait(30))
         # However the test ends, the engine must be able to.
         async with session(served) as client, AsyncExitStack() as stack:
             stack.callback(release.set)

@@ -55,11 +55,9 @@ OPENERS: dict[str, BackendOpener] = {"smctrl": LeakyBackend, "green": GreenBacke
 
 @pytest.fixture
 def check(gpu: FakeDriver) -> Check:
-    def check(*arguments: Any, **changes: Any) -> PartitionChecks:
-        make_probe = partial(probe_of, gpu)
-        found = check_partitions(
-            *arguments, **{"num_sms": 132, "openers": OPENERS, "make_probe": make_probe, **changes}
-        )
+    def check(name: str, decode_sms: tuple[int, ...], **changes: Any) -> PartitionChecks:
+        settings = {"openers": OPENERS, "make_probe": partial(probe_of, gpu)} | changes
+        found = check_partitions(name, decode_sms, num_sms=132, **settings)
         # Everything is closed, and the page can be printed.
         assert gpu.live == {}
         assert gpu.retained == 0
