@@ -16,14 +16,14 @@ GPU := $(shell { nvidia-smi -L | grep -q '^GPU ' && echo yes; } 2>/dev/null)
 ifeq ($(GPU),yes)
 # The newest torch that pyproject.toml allows, unless TORCH names one.
 TORCH ?=
-RUNTIME := .[cuda]
+RUNTIME := .[cuda,serve]
 DEV := .[cuda,dev]
 DEMO := --model llama-3.1-8b --load-format dummy --trace azure:conv --num-prompts 600
 else
 # Installed first, and pinned: it is the release that the CPU path is tested with. Where the package index
 # has CPU builds under a version of their own, `make TORCH=torch==2.13.0+cpu` saves gigabytes of CUDA libraries.
 TORCH ?= torch==2.13.0
-RUNTIME := .
+RUNTIME := .[serve]
 DEV := .[dev]
 DEMO := --model tiny --device cpu --trace azure:conv --num-prompts 64
 endif

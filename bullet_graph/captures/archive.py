@@ -43,18 +43,24 @@ def export_entry(entry: Entry, file: Path, *, sign_key: Path | None = None) -> N
     draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     with file_errors(f"cannot export entry {entry.entry_id} to {file}"):
         try:
-            with (
-                gzip.open(draft, "wb", compresslevel=_LEVEL) as packed,
-                tarfile.open(fileobj=packed, mode="w|", format=tarfile.USTAR_FORMAT) as tar,
-            ):
-                _add(tar, MANIFEST_MEMBER, BytesIO(text), len(text))
-                if signature is not None:
-                    _add(tar, SIGNATURE_MEMBER, BytesIO(signature), len(signature))
-                for index, stored in enumerate(entry.manifest.files):
-                    with open_regular(entry.files / stored.path) as source:
-                        if os.fstat(source.fileno()).st_size != stored.num_bytes:
-                            raise CacheError(f"{stored.path} changed while it was exported: export it again")
-                        _add(tar, _member(index), source, stored.num_bytes)
+            with draft.open("wb") as raw:
+                # Without a name and a time: the same entry always gives the same bytes.
+                with (
+                    gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) as packed,
+                    tarfile.open(fileobj=packed, mode="w|", format=tarfile.USTAR_FORMAT) as tar,
+                ):
+                    _add(tar, MANIFEST_MEMBER, BytesIO(text), len(text))
+                    if signature is not None:
+                        _add(tar, SIGNATURE_MEMBER, BytesIO(signature), len(signature))
+                    for index, stored in enumerate(entry.manifest.files):
+                        with open_regular(entry.files / stored.path) as source:
+                            if os.fstat(source.fileno()).st_size != stored.num_bytes:
+                                raise CacheError(
+                                    f"{stored.path} changed while it was exported: export it again"
+                                )
+                            _add(tar, _member(index), source, stored.num_bytes)
+                raw.flush()
+                os.fsync(raw.fileno())
             draft.replace(file)
         finally:
             draft.unlink(missing_ok=True)
@@ -113,10 +119,9 @@ def _import(
             header = _next(packed)
         if header is not None:
             raise CacheError(f"{header.name!r:.100} is not listed in the manifest")
-        # The blocks of zeros that end a tar.
-        while rest := packed.read(_CHUNK_BYTES):
-            if rest.strip(b"\0"):
-                raise CacheError("there is something after its end")
+        # The zeros that fill the last record of a tar; more of them would only keep this process busy.
+        if packed.read(tarfile.RECORDSIZE).strip(b"\0") or packed.read(1):
+            raise CacheError("there is something after its end")
         entry = store.whole(manifest.entry_id)
         is_new = entry is None or entry.manifest != manifest
         if entry is None or is_new:

@@ -356,8 +356,9 @@ def _printable(text: str) -> str:
 @contextmanager
 def _use_lock(manifest: Path, operation: int, refusal: str) -> Iterator[None]:
     """Hold a lock (flock) on an entry's manifest; a CacheError that begins with ``refusal`` where that fails."""
-    # Some network file systems give an exclusive lock to writers only.
-    mode = os.O_RDONLY if operation == fcntl.LOCK_SH else os.O_RDWR
+    # Some network file systems give an exclusive lock to writers only; a manifest may be read-only all the same.
+    exclusive = operation != fcntl.LOCK_SH and os.access(manifest, os.W_OK)
+    mode = os.O_RDWR if exclusive else os.O_RDONLY
     with file_errors(refusal):
         descriptor = os.open(manifest, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:

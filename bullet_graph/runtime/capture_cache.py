@@ -22,7 +22,13 @@ from torch import Tensor
 
 from bullet_graph.captures.store import CaptureStore, Entry, Lookup, default_root, file_errors
 from bullet_graph.config import EngineConfig
-from bullet_graph.errors import CacheError, CaptureCacheWarning, DeviceError, PerfTableError
+from bullet_graph.errors import (
+    CacheError,
+    CaptureCacheWarning,
+    DeviceError,
+    PartitionError,
+    PerfTableError,
+)
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart, compile_ahead, compile_now, load_package
@@ -231,7 +237,7 @@ def open_capture_entry(
             copy_kernels(entry.files / TRITON, folder / TRITON)
             if runtime.device.type == "cuda":
                 restore_mask_offset(entry.files / MASK_OFFSET)
-        except (CacheError, DeviceError) as error:
+        except (CacheError, DeviceError, PartitionError) as error:
             problem = f"everything is compiled: {error}"
             _warn(problem)
             yield CapturedStart(problems=[problem])

@@ -113,6 +113,13 @@ def test_it_comes_back_as_it_was(entry: Entry, file: Path, target: CaptureStore)
     assert target.find(FINGERPRINT, PLAN).hit is not None
 
 
+def test_the_same_entry_gives_the_same_bytes(source: CaptureStore, entry: Entry, file: Path) -> None:
+    again = file.with_name("again.tgz")
+    with source.open(entry) as opened:
+        export_entry(opened, again)
+    assert again.read_bytes() == file.read_bytes()
+
+
 def test_other_tools_can_list_it(entry: Entry, file: Path) -> None:
     with tarfile.open(file) as tar:
         members = tar.getmembers()
@@ -213,6 +220,7 @@ def test_a_member_too_many_or_too_few_is_refused(entry: Entry, file: Path, tmp_p
         (tar_of(text, [files[0], files[1][::-1], *files[2:]]), "another checksum"),
         (member(FIRST, b"x") + END, "must begin with manifest.json"),
         (tar_of(text, files) + b"x" * 512, "something after its end"),
+        (tar_of(text, files) + bytes(1 << 20), "something after its end"),
         (member(MANIFEST_NAME, size=MAX_MANIFEST_BYTES + 1), "of at most"),
     ):
         assert message in refusal(tmp_path, tar)
