@@ -131,6 +131,26 @@ def _setting(default: Any, text: str, **details: Any) -> Any:
     return field(default=default, metadata={"setting": Setting(text, **details)})
 
 
+RENAMED: Mapping[str, str] = MappingProxyType({"arm": "policy", "canary": "self_check", "Arm": "Policy"})
+"""Former names of settings and of the class, and the current ones. The former still work, with a warning."""
+
+
+def former_names_too(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function take settings by former names, with a warning; ConfigError for one given under both."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for old in RENAMED.keys() & kwargs.keys():
+            new = RENAMED[old]
+            if new in kwargs:
+                raise ConfigError(f"{old} and {new} are one setting: give {new}, the current name")
+            warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=2)
+            kwargs[new] = kwargs.pop(old)
+        return function(*args, **kwargs)
+
+    return call
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine: the only place where each is named, described, checked and given its default.
@@ -237,6 +257,7 @@ class EngineConfig:
     seed: int = _setting(0, "Seed of dummy weights, synthetic prompts and sampling.", minimum=0)
 
     @classmethod
+    @former_names_too
     def of(cls, model: str, **settings: Any) -> "EngineConfig":
         """Read settings as users give them: as values, or as texts such as ``policy="mixed:2048"``."""
         parsed: dict[str, Any] = {}
@@ -301,24 +322,7 @@ EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nSettings:\n" + "\n".join(
     f"    {name}: {setting.help}" for name, setting in SETTINGS.items()
 )
 
-RENAMED: Mapping[str, str] = MappingProxyType({"arm": "policy", "canary": "self_check", "Arm": "Policy"})
-"""Former names of settings and of the class, and the current ones. The former still work, with a warning."""
-
-
-def former_names_too(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function take settings by former names, with a warning; ConfigError for one given under both."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for old in RENAMED.keys() & kwargs.keys():
-            new = RENAMED[old]
-            if new in kwargs:
-                raise ConfigError(f"{old} and {new} are one setting: give {new}, the current name")
-            warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=2)
-            kwargs[new] = kwargs.pop(old)
-        return function(*args, **kwargs)
-
-    return call
+EngineConfig.__init__ = former_names_too(EngineConfig.__init__)  # type: ignore[method-assign]
 
 
 def _require_count(name: str, value: object, minimum: int = 1) -> None:

@@ -7,6 +7,7 @@ streams its outputs, such as an HTTP server.
 import asyncio
 import importlib
 import importlib.util
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -16,7 +17,7 @@ from datetime import datetime
 from typing import Protocol
 
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.errors import EngineDeadError, PromptError, RequestError
+from bullet_graph.errors import ConfigError, EngineDeadError, PromptError, RequestError
 from bullet_graph.perf.metrics import ReplayResult, RequestMetrics, ServedRequest, summarize_replay
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -159,8 +160,10 @@ def replay(
         id_prefix: of the requests' ids in the engine, before their index.
 
     Raises:
+        ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
         EngineDeadError: the engine failed.
     """
+    _require_replayable(requests, max_concurrency)
     served: dict[int, ServedRequest] = {}
     start_s = let_in_s = engine.now()
     pending = deque(enumerate(requests))
@@ -225,6 +228,13 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+def _require_replayable(requests: Sequence[TimedRequest], max_concurrency: int | None) -> None:
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ConfigError(f"max_concurrency must be at least 1, or None for no limit, got {max_concurrency}")
+    if any(later.arrival_s < earlier.arrival_s for earlier, later in itertools.pairwise(requests)):
+        raise ConfigError("a replay needs its requests in order of arrival: sort them by arrival_s")
+
+
 async def replay_async(
     system: StreamingSystem,
     requests: Sequence[TimedRequest],
@@ -247,8 +257,10 @@ async def replay_async(
         clock: seconds, monotonic; ``sleep`` waits a number of them.
 
     Raises:
+        ConfigError: as for :func:`replay`.
         EngineDeadError: the system failed as a whole.
     """
+    _require_replayable(requests, max_concurrency)
     places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     start_s = clock()
 

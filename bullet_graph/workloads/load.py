@@ -119,14 +119,13 @@ def _azure_requests(path: Path) -> Iterator[WorkloadRequest]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
-    reader = csv.reader((line for _, line in _lines(path)), strict=True)
-    try:
-        for row in reader:
-            fields = [field.strip() for field in row]
-            if fields not in ([], [""]):
-                yield f"{path}, line {reader.line_num}", fields
-    except csv.Error as error:
-        raise WorkloadError(f"{path}, line {reader.line_num}: a row of CSV is required ({error})") from error
+    # Line by line: an open quote is an error of its own line, and does not swallow those after it.
+    for where, line in _lines(path):
+        if line.strip():
+            try:
+                yield where, [field.strip() for field in next(csv.reader([line], strict=True))]
+            except csv.Error as error:
+                raise _wrong(where, f"a row of CSV is required ({error})", line) from error
 
 
 def _mooncake_requests(path: Path) -> Iterator[WorkloadRequest]:

@@ -94,6 +94,8 @@ def test_bad_input(served: Served, other: CompletionsServer, trace: Path, tmp_pa
     too_long = write_trace(tmp_path, (600, 2))
     message = refused(bench(served.url, too_long, "--api-key", "k", "--num-warmups", "0"))
     assert "none of the 1 requests" in message
+    message = refused(bench(served.url, too_long, "--api-key", "k"))  # already by the warm-up
+    assert "none of the 2 requests" in message
 
 
 def test_counters_are_read_from_prometheus_text() -> None:

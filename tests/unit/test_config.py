@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import PurePosixPath
 from typing import Any
@@ -157,3 +158,9 @@ def test_former_names_still_work_with_a_warning() -> None:
     assert caught[0].filename == __file__
     with pytest.raises(ConfigError, match="arm and policy are one setting: give policy"):
         take(arm="auto", policy="split")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("make", [EngineConfig, EngineConfig.of])
+def test_the_configuration_takes_former_names(make: Callable[..., EngineConfig]) -> None:
+    with pytest.warns(DeprecationWarning, match="canary is now called self_check"):
+        assert make(model="tiny", canary="off").self_check == "off"

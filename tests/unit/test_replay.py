@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
 from bullet_graph.engine.replay import Replay, TimedRequest, replay, timed_requests
-from bullet_graph.errors import EngineDeadError, PromptError
+from bullet_graph.errors import ConfigError, EngineDeadError, PromptError
 from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -169,6 +169,17 @@ def test_targets_reach_engine_and_result() -> None:
         NO_TARGETS,
         True,
     )
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "limit", "message"),
+    [((0, 1), 0, "max_concurrency must be at least 1"), ((1, 0), None, "in order")],
+)
+def test_a_replay_that_could_not_end_well_is_refused(
+    arrivals: tuple[float, ...], limit: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replay(FakeEngine(), [request(arrival_s) for arrival_s in arrivals], max_concurrency=limit)
 
 
 def test_a_dead_engine_ends_the_replay() -> None:

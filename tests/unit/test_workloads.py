@@ -104,6 +104,7 @@ class TestAzure:
             (f"{HEADER}\n2023-11-16 18:17:03,1,0", 2, "GeneratedTokens"),
             (f"{HEADER}\n2023-11-16 18:17:03,1,", 2, "GeneratedTokens"),
             (f'{HEADER}\n"2023-11-16 18:17:03,1,1', 2, "CSV"),
+            (f'{HEADER}\n"{ROW}\n{ROW}\n{ROW}', 2, "CSV"),
             (b"\x7fELF\x00\xff\xfe\x80", 1, "UTF-8"),
             (f"{HEADER}\n".encode() + ROW.encode("utf-16"), 2, "UTF-8"),
         ],

@@ -204,11 +204,7 @@ def measure(
         replayed = client.replay(
             requests, max_concurrency=arrivals.max_concurrency, on_done=lambda _: advance(1)
         )
-    errors = [request.error for request in replayed.served if request.error is not None]
-    if len(errors) == len(requests):
-        raise WorkloadError(
-            f"none of the {len(errors)} requests of {workload.name} could be served; the first: {errors[0]}"
-        )
+    _require_some_served(replayed, workload)
     result = replayed.result(arrivals, started=started, backend=client.backend, model_id=client.model_id)
     return ReplayRun(result, {"slo": str(slo), **client.usage(result)})
 
@@ -231,7 +227,19 @@ def warm_up(client: Client, workload: Workload, num_warmups: int, *, slo: Slo, s
         slo=slo,
         seed=seed + 1,
     )
-    client.replay(requests, is_warmup=True)
+    warmed = client.replay(requests, is_warmup=True)
+    if isinstance(
+        client, StreamClient
+    ):  # a server that refuses everything is found out before the workload's minutes
+        _require_some_served(warmed, workload)
+
+
+def _require_some_served(replayed: Replay, workload: Workload) -> None:
+    errors = [request.error for request in replayed.served if request.error is not None]
+    if len(errors) == len(replayed.served):
+        raise WorkloadError(
+            f"none of the {len(errors)} requests of {workload.name} could be served; the first: {errors[0]}"
+        )
 
 
 def require_fit(workload: Workload, max_model_len: int, share: float = 0.0) -> None:
