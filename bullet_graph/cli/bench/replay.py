@@ -228,9 +228,7 @@ def warm_up(client: Client, workload: Workload, num_warmups: int, *, slo: Slo, s
         seed=seed + 1,
     )
     warmed = client.replay(requests, is_warmup=True)
-    if isinstance(
-        client, StreamClient
-    ):  # a server that refuses everything is found out before the workload's minutes
+    if isinstance(client, ServerClient):  # one that refuses everything is found out early
         _require_some_served(warmed, workload)
 
 
