@@ -6,6 +6,7 @@ Each tree gets a process with its own engine. The processes take turns, so both 
 GPU. A figure of the second tree is divided by the same figure of the first.
 """
 
+import dataclasses
 import itertools
 import json
 import os
@@ -86,7 +87,7 @@ def serve_tasks() -> None:
     )
     start = {
         "start_s": time.perf_counter() - start_s,
-        "provenance": vars_of(collect_provenance(engine.device_name)),
+        "provenance": dataclasses.asdict(collect_provenance(engine.device_name)),
     }
     print(json.dumps(start), file=answers, flush=True)
     for line in sys.stdin:
@@ -96,11 +97,6 @@ def serve_tasks() -> None:
         figures = run(engine, task["requests"], targets, decode=task["kind"] == "decode")
         print(json.dumps(figures), file=answers, flush=True)
     engine.shutdown()
-
-
-def vars_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass with slots."""
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
 def run(engine: Any, requests: Sequence[Request], slo: Any, *, decode: bool) -> dict[str, Any]:
