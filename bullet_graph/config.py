@@ -304,6 +304,11 @@ class EngineConfig:
         """Most rows of one forward under the chosen policy."""
         return min(self.policy.chunk_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
+    @property
+    def max_forward_rows(self) -> int:
+        """Most rows of a forward, prompt and decode rows together."""
+        return self.chunk_tokens + self.max_num_seqs
+
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {each.name: each.metadata["setting"] for each in fields(EngineConfig)}

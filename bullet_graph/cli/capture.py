@@ -1,6 +1,7 @@
 """``bullet-graph capture``: builds capture caches, and lists, explains, ships and prunes them."""
 
 import contextlib
+import dataclasses
 import json
 import re
 import sys
@@ -22,7 +23,6 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError
 from bullet_graph.graphs.capture_plan import load_plan
 from bullet_graph.runtime.capture_build import build_entry
-from bullet_graph.runtime.capture_plan import plan_mapping
 from bullet_graph.runtime.fingerprint import fingerprint_of, on_this_machine
 from bullet_graph.runtime.memory import format_bytes
 from bullet_graph.runtime.resolve import resolve
@@ -189,7 +189,7 @@ def explain(plan_name: str | None, store: CaptureStore, as_json: bool, **setting
     """
     with contextlib.redirect_stdout(sys.stderr):
         here = fingerprint_of(resolve(EngineConfig(**settings)))
-    plan = None if plan_name is None else plan_mapping(load_plan(plan_name))
+    plan = None if plan_name is None else dataclasses.asdict(load_plan(plan_name))
     lookup = store.find(here, plan)
     entry = lookup.hit
     differences: tuple[Difference, ...] = ()

@@ -11,7 +11,7 @@ from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings, simulate
 from bullet_graph.engine.trace import DecisionTrace, TraceHeader
 from bullet_graph.errors import ConfigError, PerfTableError
-from bullet_graph.graphs.capture_plan import CapturePlan, load_plan
+from bullet_graph.graphs.capture_plan import CapturePlan, named_plan
 from bullet_graph.hardware import KNOWN_GPUS, GpuSpec, gpu_spec
 from bullet_graph.models.config import DTYPE_BYTES
 from bullet_graph.models.presets import resolve_model
@@ -20,7 +20,6 @@ from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline, kv_cache_bytes_per_token
 from bullet_graph.perf.table import gpu_nickname, load_table
-from bullet_graph.runtime.capture_plan import check_plan
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.runtime.simulated import StepRecord
@@ -101,11 +100,8 @@ class Simulator:
             self.unpadded = TableModel(table, self.model)
             self.performance = table_model(table, config.max_num_seqs, self.model)
         self.kv_cache_tokens = self._kv_cache_tokens(memory_bytes)
-        self.capture_plan: CapturePlan | None = None
-        if config.capture_plan is not None:
-            num_sms = self.unpadded.num_sms
-            self.capture_plan = load_plan(config.capture_plan)
-            check_plan(self.capture_plan, config, name=config.capture_plan, dtype=self.dtype, num_sms=num_sms)
+        self.capture_plan = named_plan(config, dtype=self.dtype, num_sms=self.unpadded.num_sms)
+        if self.capture_plan is not None:
             self.performance = PaddedModel(self.unpadded, self.capture_plan.padded)
         tokenizer = None if folder is None else Tokenizer.from_folder(folder)
         tokenize = None if tokenizer is None else tokenizer.encode

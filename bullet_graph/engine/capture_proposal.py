@@ -69,7 +69,7 @@ class Budget:
 
 @dataclass(slots=True)
 class StepSums:
-    """Sums over steps with the same number of rows; ``pairs`` are (query, key) pairs of their prefill attention."""
+    """Sums over steps with the same number of rows."""
 
     num_steps: int = 0
     tokens: int = 0
@@ -111,48 +111,25 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class SizeUse:
-    """Work of one captured size.
-
-    Attributes:
-        num_steps, num_exact: steps that it serves, and those of them without padding.
-        worth_ms: time lost without it, also by sizes that may yet come up; infinite where it is required.
-    """
-
-    size: int
-    num_steps: int
-    num_exact: int
-    worth_ms: float
-
-
-@dataclass(frozen=True, slots=True)
 class Group:
     """Steps that share their captured sizes.
 
     Attributes:
-        name: ``whole GPU``, ``N SMs``, or ``piecewise graphs``.
-        demands: the steps, by rising size.
         candidates: sizes to choose from, rising: those that some step would be padded to.
         num_bytes, seconds: device memory of one captured size, and time to capture it.
     """
 
-    name: str
     demands: tuple[Demand, ...]
     candidates: tuple[int, ...]
     num_bytes: float = DECODE_GRAPH_BYTES
     seconds: float = DECODE_GRAPH_S
 
     @classmethod
-    def of(cls, name: str, demands: Sequence[Demand], grid: Sequence[int], layers: int = 0) -> "Group":
+    def of(cls, demands: Sequence[Demand], grid: Sequence[int], layers: int = 0) -> "Group":
         """A group whose candidates are the sizes of a rising grid that steps reach; ``layers`` of piecewise graphs."""
         reached = {smallest_holding(demand.size, grid) for demand in demands}
         candidates = tuple(size for size in grid if size in reached)
-        ordered = tuple(sorted(demands, key=lambda demand: demand.size))
-        return cls(name, ordered, candidates, *((layers * PIECE_BYTES, layers * PIECE_S) if layers else ()))
-
-    def lost_ms(self, sizes: Sequence[int], *, seen: bool = False) -> float:
-        """Time lost with these sizes captured; ``seen`` leaves out steps that only may come up."""
-        return math.fsum(demand.lost_ms(sizes) for demand in self.demands if demand.num_steps or not seen)
+        return cls(tuple(demands), candidates, *((layers * PIECE_BYTES, layers * PIECE_S) if layers else ()))
 
     def saved_ms(self, size: int, sizes: Sequence[int]) -> float:
         """Time that one more size saves beside ``sizes``, which rise."""
@@ -164,17 +141,6 @@ class Group:
             if below < demand.size <= size
         )
 
-    def uses(self, sizes: Sequence[int]) -> tuple[SizeUse, ...]:
-        """What each captured size does for the steps."""
-        total_ms = self.lost_ms(sizes)
-        found = []
-        for size in sizes:
-            served = [demand for demand in self.demands if smallest_holding(demand.size, sizes) == size]
-            num_exact = sum(demand.num_steps for demand in served if demand.size == size)
-            worth_ms = self.lost_ms([other for other in sizes if other != size]) - total_ms
-            found.append(SizeUse(size, sum(demand.num_steps for demand in served), num_exact, worth_ms))
-        return tuple(found)
-
 
 @dataclass(slots=True)
 class CaptureUsage:
@@ -182,14 +148,12 @@ class CaptureUsage:
 
     Attributes:
         model: predicts the device's times; pads nothing.
-        decode: decode steps by SMs of the decode lane (None: the whole GPU), then by batch size.
-        forwards: whole forwards with prompt tokens on the decode lane, by rows.
+        steps: by what would capture them, then by rows; piecewise graphs are of forwards with prompt tokens.
         beside_ms: by SMs of the decode lane: time of prefill on the other SMs, and its time on the whole GPU.
     """
 
     model: PerformanceModel
-    decode: dict[int | None, dict[int, StepSums]] = field(default_factory=dict)
-    forwards: dict[int, StepSums] = field(default_factory=dict)
+    steps: dict[GroupKey, dict[int, StepSums]] = field(default_factory=dict)
     beside_ms: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def note(self, record: StepRecord) -> None:
@@ -198,7 +162,7 @@ class CaptureUsage:
         tpcs = placement.partition.decode_tpcs
         decode_sms = None if tpcs is None else SMS_PER_TPC * tpcs
         if placement.lane == "decode":
-            sizes = self.forwards if work.tokens else self.decode.setdefault(decode_sms, {})
+            sizes = self.steps.setdefault(PIECEWISE if work.tokens else decode_sms, {})
             sizes.setdefault(work.tokens + work.batch_size, StepSums()).add(record)
         elif decode_sms is not None:
             num_layers = self.model.num_layers
@@ -208,11 +172,17 @@ class CaptureUsage:
             beside_ms, whole_ms = self.beside_ms.get(decode_sms, (0.0, 0.0))
             self.beside_ms[decode_sms] = beside_ms + record.device_ms, whole_ms + alone_ms
 
-    @property
-    def device_ms(self) -> float:
-        """Time of all steps on the decode lane."""
-        decode = (sums for sizes in self.decode.values() for sums in sizes.values())
-        return math.fsum(sums.device_ms for sums in (*decode, *self.forwards.values()))
+    def lost_percent(self, groups: dict[GroupKey, Group], plan: CapturePlan) -> float:
+        """Share of the steps' time that padding and missing sizes cost under a plan."""
+        device_ms = math.fsum(sums.device_ms for sizes in self.steps.values() for sums in sizes.values())
+        sizes_of = {entry.decode_sms: entry.batch_sizes for entry in plan.decode}
+        lost_ms = math.fsum(
+            demand.lost_ms(plan.piecewise_rows if key == PIECEWISE else sizes_of.get(key, ()))
+            for key, group in groups.items()
+            for demand in group.demands
+            if demand.num_steps
+        )
+        return 100 * lost_ms / device_ms if device_ms else 0.0
 
     def groups(self, like: CapturePlan) -> dict[GroupKey, Group]:
         """The steps by what captures them; ``like`` is a plan of the same model and engine.
@@ -221,18 +191,20 @@ class CaptureUsage:
         """
         most = like.max_num_seqs
         grid = [size for size in (1, 2, 4) if size < most] + [*range(BATCH_STEP, most, BATCH_STEP), most]
-        found: dict[GroupKey, Group] = {None: Group.of("whole GPU", self._whole_gpu(most), grid)}
-        for sms in sorted(sms for sms in self.decode if sms is not None):
-            demands = [self._beside_prefill(sms, *item) for item in self.decode[sms].items()]
-            found[sms] = Group.of(f"{sms} SMs", demands, grid)
+        found: dict[GroupKey, Group] = {None: Group.of(self._whole_gpu(most), grid)}
+        for sms in sorted(key for key in self.steps if isinstance(key, int)):
+            found[sms] = Group.of(
+                [self._beside_prefill(sms, *item) for item in self.steps[sms].items()], grid
+            )
         rows = range(ROW_STEP, max(like.piecewise_rows, default=0) + 1, ROW_STEP)
-        forwards = [self._forward(*item) for item in self.forwards.items() if rows and item[0] <= rows[-1]]
-        found[PIECEWISE] = Group.of("piecewise graphs", forwards, rows, self.model.num_layers)
+        forwards = self.steps.get(PIECEWISE, {}).items()
+        fitting = [self._forward(*item) for item in forwards if rows and item[0] <= rows[-1]]
+        found[PIECEWISE] = Group.of(fitting, rows, self.model.num_layers)
         return found
 
     def _whole_gpu(self, max_num_seqs: int) -> list[Demand]:
         """Decode steps on the whole GPU, which must be served, and sizes that may yet come up."""
-        seen = self.decode.get(None, {})
+        seen = self.steps.get(None, {})
         demands = [Demand(n, s.num_steps, self._padded_decode(None, n, s), math.inf) for n, s in seen.items()]
         num_steps = sum(sums.num_steps for sums in seen.values())
         depth = sum(s.kv_tokens for s in seen.values()) // max(sum(s.batch_size for s in seen.values()), 1)

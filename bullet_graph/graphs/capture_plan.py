@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from bullet_graph.config import DtypeName
+from bullet_graph.config import DtypeName, EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.key import batch_size_buckets, row_buckets
 from bullet_graph.partition.masks import SMS_PER_TPC, SmPartition, partition_of
@@ -247,6 +247,41 @@ def load_plan(name_or_path: str) -> CapturePlan:
         ) from cause
     except ConfigError as error:
         raise ConfigError(f"cannot use the capture plan {path}: {error}") from error
+
+
+def named_plan(config: EngineConfig, *, dtype: str, num_sms: int) -> CapturePlan | None:
+    """The plan that the configuration names, checked against engine and GPU; None where it names none.
+
+    Raises:
+        ConfigError: it cannot be read, or was made for something else; names the key, both values, and what to do.
+    """
+    if config.capture_plan is None:
+        return None
+    plan, name = load_plan(config.capture_plan), f"the capture plan {config.capture_plan}"
+    for key, found, required in (
+        ("model", plan.model, Path(config.model).name),
+        ("dtype", plan.dtype, dtype),
+        ("num_sms", plan.num_sms, num_sms),
+        ("max_num_seqs", plan.max_num_seqs, config.max_num_seqs),
+    ):
+        if found != required:
+            raise ConfigError(
+                f"{name} was made for {key}={found}, but the engine has {key}={required}: set the engine's to that of "
+                "the plan, or make another plan with `bullet-graph capture plan`"
+            )
+    max_rows = config.max_forward_rows
+    if plan.piecewise_rows and plan.piecewise_rows[-1] > max_rows:
+        raise ConfigError(
+            f"{name} captures forwards of {plan.piecewise_rows[-1]} rows in piecewise_rows, but the longest of "
+            f"this engine has {max_rows} (chunk and max_num_seqs): remove the larger sizes, or allow longer chunks"
+        )
+    sms = config.policy.decode_sms
+    if sms is not None and sms not in plan.decode_sms:
+        raise ConfigError(
+            f"{name} has no decode lane of {sms} SMs, which the policy {config.policy} needs, but "
+            f"{', '.join(map(str, plan.decode_sms)) or 'the whole GPU only'}: choose one of these, or add a [[decode]]"
+        )
+    return plan
 
 
 def list_plans() -> tuple[Path, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.graphs.capture_order import CaptureReport
-from bullet_graph.graphs.capture_plan import CapturePlan, default_plan
+from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, named_plan
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounts
 from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
@@ -36,7 +36,6 @@ from bullet_graph.runtime.capture_cache import (
     start_with_captures,
     triton_hashed_meanwhile,
 )
-from bullet_graph.runtime.capture_plan import cpu_entry_plan, gpu_entry_plan, max_forward_rows, named_plan
 from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory, workspace_bytes
@@ -114,8 +113,11 @@ def artifact_plan(
 ) -> dict[str, Any]:
     """What this engine's entry in a capture cache is named by, besides machine and model; raises ConfigError."""
     if runtime.device.type == "cpu":
-        return cpu_entry_plan(config, runtime)
-    return gpu_entry_plan(capture_plan_of(config, runtime, performance), config)
+        model, dtype = Path(config.model).name, str(runtime.dtype).removeprefix("torch.")
+        return {"model": model, "dtype": dtype, "compiled_rows": config.max_forward_rows}
+    plan = asdict(capture_plan_of(config, runtime, performance))
+    # Without graphs nothing is compiled for them.
+    return plan if config.cuda_graphs else plan | {"cuda_graphs": False}
 
 
 def plan_ledger(
@@ -158,15 +160,16 @@ def capture_plan_of(
 
     Raises ConfigError where the plan cannot be read or is another engine's, PartitionError where a size is odd.
     """
-    if (plan := named_plan(config, runtime)) is not None:
+    dtype, num_sms = str(runtime.dtype).removeprefix("torch."), runtime.num_sms
+    if (plan := named_plan(config, dtype=dtype, num_sms=num_sms)) is not None:
         return plan
     partitions = partitions_of(config, runtime, performance)
     return default_plan(
         model=Path(config.model).name,
-        dtype=str(runtime.dtype).removeprefix("torch."),
-        num_sms=runtime.num_sms,
+        dtype=dtype,
+        num_sms=num_sms,
         max_num_seqs=config.max_num_seqs,
-        max_rows=max_forward_rows(config),
+        max_rows=config.max_forward_rows,
         shape=runtime.model,
         decode_sms=[SMS_PER_TPC * p.decode_tpcs for p in partitions if p.decode_tpcs is not None],
     )
@@ -232,7 +235,7 @@ def _build_cpu(
         functions = None
         if config.compile:
             with clock.phase("kernels"):
-                functions = compiled_for_cpu(decoder, max_forward_rows(config), captured.compiler)
+                functions = compiled_for_cpu(decoder, config.max_forward_rows, captured.compiler)
         executor = CpuExecutor(decoder, max_num_seqs=config.max_num_seqs, functions=functions)
         join_weights()
     hook = None
@@ -271,7 +274,7 @@ def _build_cuda(
         executor = CudaExecutor(
             decoder,
             max_num_seqs=config.max_num_seqs,
-            max_rows=max_forward_rows(config),
+            max_rows=config.max_forward_rows,
             num_kv_blocks=ledger.num_kv_blocks,
             backend=backend,
             plan=plan,

@@ -38,7 +38,6 @@ from bullet_graph.runtime.capture_cache import (
     library_caches,
     library_name,
 )
-from bullet_graph.runtime.capture_plan import max_forward_rows
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.performance import ROOFLINE, find_performance, table_file
@@ -132,7 +131,7 @@ def _fill(
             try:
                 exercise(
                     built.executor,
-                    max_rows=max_forward_rows(config),
+                    max_rows=config.max_forward_rows,
                     max_num_seqs=config.max_num_seqs,
                     max_model_len=runtime.max_model_len,
                     num_kv_blocks=built.memory.num_kv_blocks,

@@ -218,7 +218,7 @@ def open_capture_entry(
     Where nothing fits or files are damaged, a warning says why, and everything is compiled.
 
     Args:
-        plan: see :mod:`bullet_graph.runtime.capture_plan`.
+        plan: see :func:`~bullet_graph.runtime.build.artifact_plan`.
     """
     store = _store_of(config)
     if store is None:

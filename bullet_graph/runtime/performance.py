@@ -8,6 +8,7 @@ from platformdirs import user_data_path
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import PerfTableError
+from bullet_graph.graphs.capture_plan import named_plan
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
@@ -23,7 +24,6 @@ from bullet_graph.perf.table import (
     shape_numbers,
     table_file_name,
 )
-from bullet_graph.runtime.capture_plan import named_plan
 
 if TYPE_CHECKING:
     # It imports torch, and the simulator does without.
@@ -75,7 +75,8 @@ def find_performance(
             f"{config.model}` once, or pass perf_table='roofline' for an estimate"
         )
     require_match(table, table_key(runtime, config.model))
-    plan = named_plan(config, runtime)
+    dtype = str(runtime.dtype).removeprefix("torch.")
+    plan = named_plan(config, dtype=dtype, num_sms=runtime.num_sms)
     if plan is not None:
         return PaddedModel(TableModel(table, runtime.model), plan.padded)
     return table_model(table, config.max_num_seqs, runtime.model)

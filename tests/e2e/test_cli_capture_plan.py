@@ -30,15 +30,6 @@ def test_the_json_tells_what_was_seen_and_what_is_proposed(proposed: dict[str, A
     assert proposed["time_s"] <= 2
     assert 0 < proposed["lost_percent"] < 10
     assert 0 < proposed["lost_percent_without_plan"] < 10
-    whole, *_, pieces = proposed["groups"]
-    assert (whole["name"], pieces["name"]) == ("whole GPU", "piecewise graphs")
-    assert whole["sizes"][-1] | {"num_steps": 0} == {
-        "size": 256,
-        "num_steps": 0,
-        "num_exact": 0,
-        "worth_ms": None,
-    }
-    assert all(size["worth_ms"] >= 0 for size in whole["sizes"][:-1])
     assert parse_plan(proposed["toml"]).max_num_seqs == 256
     assert [list(entry["batch_sizes"]) for entry in proposed["plan"]["decode"]] == [
         list(entry.batch_sizes) for entry in parse_plan(proposed["toml"]).decode
@@ -49,18 +40,20 @@ def test_the_same_arguments_give_the_same_plan(proposed: dict[str, Any]) -> None
     assert plan("--memory-gb", "0.3", "--time-s", "2").stdout == proposed["toml"]
 
 
-def test_the_plan_goes_to_stdout_or_a_file_and_the_tables_beside_it(tmp_path: Path) -> None:
+def test_the_plan_goes_to_stdout_or_a_file(tmp_path: Path) -> None:
     shown = plan("--max-num-seqs", "64")
     assert shown.exit_code == 0
     assert parse_plan(shown.stdout).max_num_seqs == 64
     path = tmp_path / "conv.toml"
     written = plan("--max-num-seqs", "64", "--output", str(path))
     assert path.read_text() == shown.stdout
-    for text in ("worth, ms", "required", "Padding and missing sizes cost", "wrote"):
+    for text in (
+        "azure:conv, ttft:500ms tpot:15ms, policy auto, at 18 requests/s",
+        "Padding and missing sizes cost",
+        "wrote",
+    ):
         assert text in written.stdout
-    assert "worth, ms" in shown.stderr
-    assert path.read_text().startswith("# What an engine captures at its start")
-    assert "azure:conv at 18 requests/s, ttft:500ms tpot:15ms" in path.read_text()
+        assert (text in shown.stdout) == (text != "wrote")
     assert "add --overwrite" in refused(plan("--output", str(path)))
 
 

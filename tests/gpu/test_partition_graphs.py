@@ -16,7 +16,6 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.calibrate import calibrate
 from bullet_graph.partition.offsets import lookup
 from bullet_graph.partition.smctrl import identify_driver
-from bullet_graph.runtime.capture_plan import max_forward_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +59,7 @@ def test_capture_of_a_whole_plan(backend: str, record_property: Record) -> None:
         report = engine.capture
         assert report is not None
         model = PRESETS["llama-3.1-8b"]
-        pieces = len(row_buckets(max_forward_rows(engine.config), model)) * model.num_layers
+        pieces = len(row_buckets(engine.config.max_forward_rows, model)) * model.num_layers
         assert report.num_graphs == 24 * (1 + len(DECODE_SMS)) + pieces
         decode_s = sum(
             phase.end_s - phase.start_s

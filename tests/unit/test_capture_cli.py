@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from cli_runner import refused, run
 from bullet_graph.captures.store import MANIFEST_NAME, CaptureStore, Entry
 from bullet_graph.graphs.capture_plan import default_plan, format_plan
 from bullet_graph.models.presets import PRESETS
-from bullet_graph.runtime.capture_plan import plan_mapping
 from bullet_graph.runtime.fingerprint import machine_components, model_components
 
 EXPLAIN = ("explain", "--model", "tiny", "--device", "cpu")
@@ -117,7 +117,7 @@ def test_explain_compares_the_plan(store: CaptureStore, tmp_path: Path) -> None:
     shape = PRESETS["tiny"]
     common: dict[str, Any] = {"model": "tiny", "dtype": "float32", "num_sms": 132, "max_rows": 64}
     plans = [default_plan(**common, shape=shape, max_num_seqs=most, decode_sms=()) for most in (4, 8)]
-    entry = build(store, here(), plan=plan_mapping(plans[0]))
+    entry = build(store, here(), plan=asdict(plans[0]))
     for index, plan in enumerate(plans):
         (tmp_path / f"{index}.toml").write_text(format_plan(plan))
     assert page(store, *EXPLAIN, "--plan", str(tmp_path / "0.toml"))["hit"] == entry.entry_id

@@ -10,10 +10,8 @@ from caches import FINGERPRINT
 from torch._inductor import cpp_builder
 
 from bullet_graph.errors import DeviceError
-from bullet_graph.graphs.capture_plan import default_plan
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime import fingerprint as runtime_fingerprint
-from bullet_graph.runtime.capture_plan import plan_mapping
 from bullet_graph.runtime.fingerprint import (
     SOURCES,
     machine_components,
@@ -91,18 +89,3 @@ def test_sources_are_there_and_change_the_digest(tmp_path: Path, monkeypatch: py
         (tmp_path / "models" / f"{name}.py").write_text("2")
         assert (source_digest() not in seen) == counts, name
         seen.add(source_digest())
-
-
-def test_a_plan_is_plain_json() -> None:
-    plan = default_plan(
-        model="tiny",
-        dtype="bfloat16",
-        num_sms=132,
-        max_num_seqs=4,
-        max_rows=64,
-        shape=PRESETS["tiny"],
-        decode_sms=(32,),
-    )
-    mapping = plan_mapping(plan)
-    assert mapping["model"] == "tiny"
-    assert mapping["decode"][1]["batch_sizes"] == [1, 2, 4]

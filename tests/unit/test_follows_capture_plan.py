@@ -16,7 +16,7 @@ from planner_loads import chosen, chunk_of, decoding, load_of
 from bullet_graph import Engine
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import ConfigError, PartitionError
-from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes, format_plan
+from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes, format_plan, named_plan
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
 from bullet_graph.graphs.key import GraphKey, smallest_holding
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
@@ -28,7 +28,6 @@ from bullet_graph.planner.plan import Load, Plan
 from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime import resolve
 from bullet_graph.runtime.build import capture_plan_of, plan_ledger
-from bullet_graph.runtime.capture_plan import check_plan
 from bullet_graph.runtime.memory import GIB
 from bullet_graph.runtime.resolve import Runtime
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -93,14 +92,12 @@ def test_without_one_all_buckets_are_captured_for_all_partitions(h200: Runtime) 
         ),
     ],
 )
-def test_a_plan_for_another_engine_is_refused(change: dict[str, Any], message: str) -> None:
+def test_a_plan_for_another_engine_is_refused(plan_file: str, change: dict[str, Any], message: str) -> None:
     device = {"dtype": "bfloat16", "num_sms": 132}
-    check_plan(PLAN, CONFIG, name="p.toml", **device)
-    device |= {name: change[name] for name in device.keys() & change.keys()}
-    config = replace(CONFIG, **{name: value for name, value in change.items() if name not in device})
+    device |= {name: change.pop(name) for name in device.keys() & change.keys()}
     with pytest.raises(ConfigError) as refused:
-        check_plan(PLAN, config, name="p.toml", **device)
-    assert str(refused.value).startswith("the capture plan p.toml ")
+        named_plan(replace(CONFIG, capture_plan=plan_file, **change), **device)
+    assert str(refused.value).startswith(f"the capture plan {plan_file} ")
     assert message in str(refused.value)
 
 
