@@ -238,7 +238,7 @@ class CoreLoop:
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_tokens)
         sequence = Sequence(name, 0, prompt, params, 100 + index, frozenset(), slo=slo, arrival_s=arrival)
         self.sequences[name] = sequence
-        self.core.add(Request(name, prompt, [Sample(sequence, None)], OutputKind.FINAL_ONLY, arrival, slo))
+        self.core.add(Request([Sample(sequence, None)], OutputKind.FINAL_ONLY))
         return name
 
     def abort(self, name: str) -> None:
@@ -267,7 +267,7 @@ class CoreLoop:
         self.check_end()
 
     def check_books(self) -> None:
-        check_blocks(self.core.pool, self.max_num_seqs, self.sequences.values())
+        check_blocks(self.core.scheduler.pool, self.max_num_seqs, self.sequences.values())
 
     def check_end(self) -> None:
         """Each request has the tokens it would have alone, and nothing is left behind."""

@@ -6,9 +6,9 @@ import numpy as np
 from paged_device import PagedDevice, check_blocks, generate_alone
 
 from bullet_graph.config import PromptOrder
-from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.scheduler import Scheduler
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
+from bullet_graph.partition.masks import Lane
 from bullet_graph.sampling_params import SamplingParams
 
 BLOCK_TOKENS = 4
@@ -36,21 +36,16 @@ class Loop:
         max_model_len: int = MAX_MODEL_LEN,
         prompt_order: PromptOrder = "arrival",
     ) -> None:
-        blocks_per_seq = -(-max_model_len // BLOCK_TOKENS)
         self.policy, self.chunk_tokens, self.depth = policy, chunk_tokens, depth
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
-        self.pool = BlockPool(
-            num_blocks=1 + blocks_per_seq + spare_blocks,
-            num_slots=max_num_seqs,
-            max_blocks_per_seq=blocks_per_seq,
-            block_tokens=BLOCK_TOKENS,
-        )
         self.scheduler = Scheduler(
+            num_blocks=1 + -(-max_model_len // BLOCK_TOKENS) + spare_blocks,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            pool=self.pool,
             prompt_order=prompt_order,
+            block_tokens=BLOCK_TOKENS,
         )
+        self.pool = self.scheduler.pool
         self.device = PagedDevice(BLOCK_TOKENS)
         self.in_flight: deque[tuple[int, ScheduledStep]] = deque()
         self.sequences: list[Sequence] = []
@@ -85,8 +80,11 @@ class Loop:
         for sequence, init in zip(scheduled.admitted, scheduled.step.admitted, strict=True):
             assert (sequence.slot, sequence.seed) == (init.slot, init.seed)
             assert sequence in scheduled.touched, "admitted without a chunk"
-        self.in_flight.append((self.device.launch(scheduled.step, scheduled.lane), scheduled))
+        self.in_flight.append((self.device.launch(scheduled.step, self.lane_of(scheduled)), scheduled))
         return scheduled
+
+    def lane_of(self, scheduled: ScheduledStep) -> Lane:
+        return "prefill" if self.policy == LANES_AT_ONCE and scheduled.step.prefill else "decode"
 
     def schedule(self) -> ScheduledStep | None:
         prompts = self.scheduler.prompts(now_s=0.0, ms_per_token=0.0)
@@ -94,7 +92,7 @@ class Loop:
         if self.policy == LANES_AT_ONCE:
             # The lane with less in flight; the other where that has nothing to do.
             steps = [lambda: schedule(decode=decoding), lambda: self.schedule_prefill(prompts)]
-            if sum(s.lane == "decode" for _, s in self.in_flight) > len(self.in_flight) / 2:
+            if sum(self.lane_of(s) == "decode" for _, s in self.in_flight) > len(self.in_flight) / 2:
                 steps.reverse()
             return steps[0]() or steps[1]()
         if self.policy == "serial" and prompts:
@@ -109,7 +107,7 @@ class Loop:
 
     def retire(self, lane: str | None = None) -> None:
         """Retire the oldest step, of all or of a lane."""
-        index = next((i for i, (_, s) in enumerate(self.in_flight) if lane in (None, s.lane)), 0)
+        index = next((i for i, (_, s) in enumerate(self.in_flight) if lane in (None, self.lane_of(s))), 0)
         ticket, scheduled = self.in_flight[index]
         del self.in_flight[index]
         tokens = self.device.wait(ticket).token_ids.tolist()

@@ -59,7 +59,7 @@ class Admission:
             )
             for i in range(params.n)
         ]
-        return Request(request_id, token_ids, samples, output_kind, arrival_s, slo)
+        return Request(samples, output_kind)
 
     def _token_ids(self, prompt: Prompt) -> Int32Array:
         if isinstance(prompt, str):

@@ -6,22 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from bullet_graph.config import KV_BLOCK_TOKENS, PromptOrder
-from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.config import PromptOrder
 from bullet_graph.engine.in_flight import InFlight, Launch, other_lane
 from bullet_graph.engine.output import EngineStats, RequestOutput
-from bullet_graph.engine.request import Request, RequestTracker
-from bullet_graph.engine.scheduler import Scheduler
-from bullet_graph.engine.sequence import ScheduledStep, Sequence
+from bullet_graph.engine.request import Request, row_logprobs
+from bullet_graph.engine.scheduler import Scheduler, prompt_load
+from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, lane_tpcs
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.planner.options import ForwardKind
-from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Plan, PolicyName, PromptLoad
+from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Plan, PolicyName
 from bullet_graph.planner.planner import Planner
-from bullet_graph.planner.slack import PREPARE_MS, PreparationPace, decode_load, spare_ms
+from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, decode_load, spare_ms
 from bullet_graph.runtime.executor import Executor, max_batch_sizes
-from bullet_graph.runtime.step import Placement
+from bullet_graph.runtime.step import Placement, StepResult
 
 
 class EngineCore:
@@ -50,26 +49,22 @@ class EngineCore:
     ) -> None:
         self.executor = executor
         self.planner = planner
+        self.planner.max_batch_sizes = max_batch_sizes(executor)
         self.trace = trace
-        self.pool = BlockPool(
-            num_blocks=num_kv_blocks,
-            num_slots=max_num_seqs,
-            max_blocks_per_seq=-(-max_model_len // KV_BLOCK_TOKENS),
-            block_tokens=KV_BLOCK_TOKENS,
-        )
         self.scheduler = Scheduler(
+            num_blocks=num_kv_blocks,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            pool=self.pool,
             prompt_order=prompt_order,
         )
-        self.tracker = RequestTracker(self.scheduler, max_model_len=max_model_len)
+        self.requests: dict[str, Request] = {}
         self.in_flight = InFlight(executor.num_sms)
         self.first_token_s: float | None = None
+        self._max_model_len = max_model_len
         self._num_layers = num_layers
         self._num_sms = executor.num_sms
         self._num_missing_graphs = executor.num_missing_graphs
-        self._pace = PreparationPace()
+        self._no_capture_before_s = 0.0
         self._num_steps = 0
         self._policy_seconds: dict[PolicyName, float] = defaultdict(float)
         self._lane_seconds: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
@@ -80,19 +75,28 @@ class EngineCore:
         self._decoding: list[Sequence] = []
 
     def add(self, request: Request) -> None:
-        self.tracker.add(request)
+        self.requests[request.request_id] = request
+        for sample in request.samples:
+            self.scheduler.add(sample.sequence)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and return its last output; None for an unknown id."""
-        output = self.tracker.abort(request_id)
-        if output is not None and self.trace is not None:
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        for sample in request.samples:
+            if sample.finish_reason is None:
+                sample.finish("abort")
+                self.scheduler.finish(sample.sequence)
+        output = request.output()
+        if self.trace is not None:
             self.trace.finished(output)
         return output
 
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do."""
         # A chunk whose prompts were all aborted runs to its last layer: only then are their blocks free.
-        return len(self.tracker) > 0 or bool(self.in_flight) or self._chunk is not None
+        return bool(self.requests or self.in_flight) or self._chunk is not None
 
     def step(self, until_s: float | None = None) -> list[RequestOutput]:
         """Launch work, wait until one launch is over or ``until_s`` of the executor's clock, and return the outputs.
@@ -105,19 +109,19 @@ class EngineCore:
             self._prepare_between()
         heads = self.in_flight.heads()
         if not heads:
-            if len(self.tracker):
+            if self.requests:
                 raise RuntimeError(
-                    f"{len(self.tracker)} requests are under way, but the planner found nothing to launch"
+                    f"{len(self.requests)} requests are under way, but the planner found nothing to launch"
                 )
             return []
-        ticket = self.executor.wait_any(heads, until_s)
-        return [] if ticket is None else self._retire(self.in_flight.lane_of(ticket))
+        ticket = self.executor.wait_any(list(heads), until_s)
+        return [] if ticket is None else self._retire(heads[ticket])
 
     def prepare_next(self) -> bool:
         """Capture the next missing graph, whatever waits; see :meth:`Executor.prepare_next`."""
         more = self.executor.prepare_next()
         self._num_missing_graphs = self.executor.num_missing_graphs
-        self.planner.limit_batch_sizes(max_batch_sizes(self.executor))
+        self.planner.max_batch_sizes = max_batch_sizes(self.executor)
         return more
 
     def drain(self) -> None:
@@ -127,13 +131,13 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counters and state now."""
-        scheduler, pool, num_sms, heads = self.scheduler, self.pool, self._num_sms, self.in_flight.oldest
+        scheduler, num_sms, heads = self.scheduler, self._num_sms, self.in_flight.oldest
         return EngineStats(
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
-            kv_blocks_total=pool.num_usable,
-            kv_blocks_used=pool.num_used,
-            kv_blocks_peak=pool.peak_used,
+            kv_blocks_total=scheduler.pool.num_usable,
+            kv_blocks_used=scheduler.pool.num_used,
+            kv_blocks_peak=scheduler.pool.peak_used,
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.queue),
             num_decoding=len(scheduler.decoding()),
@@ -144,12 +148,12 @@ class EngineCore:
             lane_sms={}
             if num_sms is None
             else {lane: _sms(head[0].placement, num_sms) if head else 0 for lane, head in heads.items()},
-            corrections=self.planner.corrections,
+            corrections=dict(self.planner.corrections),
         )
 
     def close(self) -> None:
         """Forget all requests and the executor; the counters stay."""
-        self.tracker.clear()
+        self.requests.clear()
         self.in_flight.clear()
         self._chunk = None
         del self.executor
@@ -208,7 +212,7 @@ class EngineCore:
 
     def _prefill_slice(self, plan: Plan, decision: int) -> bool:
         """Launch the next layers of the current chunk, or of a new one, if the plan says so."""
-        if plan.prefill_lane != "prefill":
+        if plan.prefill_lane != "prefill" or not plan.slice_layers:
             return False
         if self._chunk is None:
             if not plan.chunk_tokens:
@@ -221,8 +225,6 @@ class EngineCore:
             self._chunk = scheduled, _chunk_load(scheduled, self._num_layers)
         scheduled, chunk = self._chunk
         layers = min(plan.slice_layers, chunk.layers_left)
-        if layers <= 0:
-            return False
         first, layers_left = self._num_layers - chunk.layers_left, chunk.layers_left - layers
         self._chunk = (scheduled, replace(chunk, layers_left=layers_left)) if layers_left else None
         placement = Placement("prefill", plan.partition, first, first + layers if layers_left else None)
@@ -242,7 +244,10 @@ class EngineCore:
         takes_turns = not self.in_flight.fit_beside(lane, partition)
         placement = replace(placement, takes_turns=takes_turns)
         now = self.executor.now()
-        self.tracker.note_scheduled(scheduled, now)
+        if placement.first_layer == 0:
+            for request in (self.requests[sequence.request_id] for sequence in scheduled.admitted):
+                if request.first_scheduled_s is None:
+                    request.first_scheduled_s = now
         self.in_flight.launching = scheduled.step, placement, now
         ticket = self.executor.launch(scheduled.step, placement)
         self.in_flight.launching = None
@@ -255,7 +260,7 @@ class EngineCore:
     def _prepare_between(self) -> None:
         """Capture a missing graph while the device is busy, if no latency target suffers from the delay."""
         start_s = self.executor.now()
-        if not self._pace.may_begin(start_s):
+        if start_s < self._no_capture_before_s:
             return
         spare = spare_ms(
             self._load(timed=True),
@@ -265,7 +270,8 @@ class EngineCore:
         )
         if spare >= PREPARE_MS:
             self.prepare_next()
-            self._pace.note(start_s, self.executor.now())
+            end_s = self.executor.now()
+            self._no_capture_before_s = end_s + (end_s - start_s) * (1 / PREPARE_SHARE - 1)
 
     # ---- what there is to do ----
 
@@ -284,9 +290,7 @@ class EngineCore:
         return Load(
             now_s=now_s,
             decode=self._decode_load(rows, bound, now_s) if rows else None,
-            prompts=tuple(
-                PromptLoad(s.num_tokens - s.num_cached, s.num_cached, s.deadline_s) for s in prompts
-            ),
+            prompts=tuple(map(prompt_load, prompts)),
             queued_tokens=queue.num_tokens,
             chunk=None if self._chunk is None else self._chunk[1],
             steps_left=steps_left,
@@ -302,7 +306,7 @@ class EngineCore:
 
     def _decode_load(self, rows: list[Sequence], bound: Iterable[Sequence], now_s: float) -> DecodeLoad:
         """The sequences that decode; only the targets of ``bound`` count."""
-        due_s = self.in_flight.decode_due_s(now_s)
+        due_s = self.in_flight.due_s("decode", now_s)
         return decode_load(
             [
                 (
@@ -317,7 +321,7 @@ class EngineCore:
             len(rows),
             sum([s.num_tokens for s in rows]),
             due_s,
-            solo_ms=None if self.planner.model is None else self.planner.decode_ms,
+            solo_ms=None if self.planner.predictor is None else self.planner.predictor.decode_ms,
         )
 
     # ---- retiring ----
@@ -337,16 +341,44 @@ class EngineCore:
         alone = launch.policy == "split" and not (launch.beside and self.in_flight[other_lane(lane)])
         if launch.predicted_ms is not None and not alone:
             kind: ForwardKind = "slice" if launch.scheduled.step.decode is None else "step"
-            self.planner.observe(launch.policy, kind, launch.predicted_ms, result.device_ms)
+            self.planner.corrections.observe(launch.policy, kind, launch.predicted_ms, result.device_ms)
         if not launch.ends_chunk:
             return []
         self._num_steps += 1
         if self.first_token_s is None and launch.scheduled.sampled:
             self.first_token_s = now
-        outputs = self.tracker.retire(launch.scheduled, result, now)
+        return self._hand_out(launch.scheduled, result, now)
+
+    def _hand_out(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
+        """Give a finished step's tokens to their samples; returns one output per request that has one to report."""
+        self.scheduler.retire(scheduled)
+        touched: dict[Request, None] = {}
+        has_logprobs = result.logprobs is not None
+        for row, (sequence, token_id) in enumerate(
+            zip(scheduled.sampled, result.token_ids.tolist(), strict=True)
+        ):
+            if sequence.status is Status.FINISHED:
+                continue  # it ended while this step was in flight
+            request = self.requests[sequence.request_id]
+            sample = request.samples[sequence.index]
+            sample.append(token_id, row_logprobs(result, row, token_id, sequence) if has_logprobs else None)
+            num_tokens = sequence.num_tokens - sequence.num_in_flight
+            if sample.finish_reason is None and num_tokens >= self._max_model_len:
+                sample.finish("length")
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now
+            if sequence.index == 0:
+                request.token_times_s.append(now)
+            if sample.finish_reason is not None:
+                self.scheduler.finish(sequence)
+            if sample.finish_reason is not None or request.reports_progress:
+                touched[request] = None
+        outputs = [request.output() for request in touched if request.reports_progress or request.finished]
         for output in outputs:
-            if output.finished and self.trace is not None:
-                self.trace.finished(output)
+            if output.finished:
+                del self.requests[output.request_id]
+                if self.trace is not None:
+                    self.trace.finished(output)
         return outputs
 
 

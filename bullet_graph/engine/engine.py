@@ -25,7 +25,7 @@ from bullet_graph.planner.options import Corrections
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.slack import PREPARE_MS
 from bullet_graph.runtime.build import build_executor
-from bullet_graph.runtime.executor import Executor, max_batch_sizes
+from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger
 from bullet_graph.runtime.resolve import load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
@@ -142,7 +142,6 @@ class Engine:
             decode_sms=[
                 SMS_PER_TPC * p.decode_tpcs for p in executor.partitions if p.decode_tpcs is not None
             ],
-            max_batch_sizes=max_batch_sizes(executor),
             model=self._performance,
             corrections=self._corrections,
             eager_layer_ms=self._eager_layer_ms,
@@ -187,7 +186,7 @@ class Engine:
         executor = self._alive()
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a str, got {request_id!r:.80}")
-        if request_id in self._core.tracker:
+        if request_id in self._core.requests:
             raise RequestError(f"request id {request_id!r} is in use")
         arrival = executor.now() if arrival_s is None else arrival_s
         request = self._admission.request(
@@ -284,9 +283,9 @@ class Engine:
             RequestError: a single prompt is invalid, or requests added one by one are still under way.
         """
         self._alive()
-        if len(self._core.tracker):
+        if self._core.requests:
             raise RequestError(
-                f"generate needs the engine to itself, but {len(self._core.tracker)} requests are under way: "
+                f"generate needs the engine to itself, but {len(self._core.requests)} requests are under way: "
                 "finish them with step(), or abort them"
             )
         batch, params, single = normalise_batch(prompts, sampling_params)

@@ -58,15 +58,9 @@ class InFlight:
     def __bool__(self) -> bool:
         return any(self._lanes.values())
 
-    def heads(self) -> list[int]:
+    def heads(self) -> dict[int, Lane]:
         """The oldest ticket of each lane that has work."""
-        return [launches[0].ticket for launches in self._lanes.values() if launches]
-
-    def lane_of(self, ticket: int) -> Lane:
-        """The lane whose oldest launch has this ticket."""
-        return next(
-            lane for lane, launches in self._lanes.items() if launches and launches[0].ticket == ticket
-        )
+        return {launches[0].ticket: lane for lane, launches in self._lanes.items() if launches}
 
     def add(self, launch: Launch, now_s: float) -> None:
         lane = launch.placement.lane
@@ -92,15 +86,11 @@ class InFlight:
 
     # ---- when it will be done ----
 
-    def decode_due_s(self, now_s: float) -> float:
-        """When the tokens in flight on the decode lane are expected, turns of the other lane included."""
-        return self._due_s("decode", now_s)
-
     def awaited_s(self, now_s: float) -> list[tuple[float, float]]:
         """(expected, due) times of the first and last tokens in flight; slack covers the tokens between them."""
         awaited = []
         for lane, launches in self._lanes.items():
-            due_s = self._due_s(lane, now_s)
+            due_s = self.due_s(lane, now_s)
             for sequence in (s for launch in launches if launch.ends_chunk for s in launch.scheduled.sampled):
                 if sequence.first_token_s is None:
                     awaited.append((due_s, sequence.deadline_s))
@@ -109,7 +99,8 @@ class InFlight:
                     awaited.append((due_s, sequence.first_token_s + gaps * sequence.slo.tpot_ms / 1e3))
         return awaited
 
-    def _due_s(self, lane: Lane, now_s: float) -> float:
+    def due_s(self, lane: Lane, now_s: float) -> float:
+        """When the lane's tokens in flight are expected, turns of the other lane included."""
         due_s = now_s + self._left_s(lane, now_s)
         prefill = self._lanes["prefill"]
         if any(p.takes_turns or p.partition.prefill_tpcs is None for p in (x.placement for x in prefill)):

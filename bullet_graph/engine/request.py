@@ -9,11 +9,9 @@ from bullet_graph.engine.output import (
     RequestOutput,
     TokenLogprobs,
 )
-from bullet_graph.engine.scheduler import Scheduler
-from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
+from bullet_graph.engine.sequence import Sequence
 from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.runtime.step import Int32Array, StepResult
-from bullet_graph.slo import NO_TARGETS, Slo
+from bullet_graph.runtime.step import StepResult
 
 
 class TextStream(Protocol):
@@ -98,26 +96,20 @@ class Sample:
 
 
 class Request:
-    """A prompt and its ``n`` samples."""
+    """A prompt and its ``n`` samples, by index."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Int32Array,
-        samples: list[Sample],
-        output_kind: OutputKind,
-        arrival_s: float,
-        slo: Slo = NO_TARGETS,
-    ) -> None:
-        self.request_id = request_id
+    def __init__(self, samples: list[Sample], output_kind: OutputKind) -> None:
         self.samples = samples
         self.reports_progress = output_kind is not OutputKind.FINAL_ONLY
         self.first_scheduled_s: float | None = None
         self.token_times_s: list[float] = []
-        self._prompt_token_ids = tuple(prompt_token_ids.tolist())
+        self._first = samples[0].sequence
+        self._prompt_token_ids = tuple(self._first.prompt_token_ids.tolist())
         self._output_kind = output_kind
-        self._arrival_s = arrival_s
-        self._slo = slo
+
+    @property
+    def request_id(self) -> str:
+        return self._first.request_id
 
     @property
     def finished(self) -> bool:
@@ -132,10 +124,10 @@ class Request:
             tuple([sample.report(self._output_kind) for sample in self.samples]),
             self.finished,
             RequestMetrics(
-                self._arrival_s, self.first_scheduled_s, self.token_times_s, len(self.token_times_s)
+                self._first.arrival_s, self.first_scheduled_s, self.token_times_s, len(self.token_times_s)
             ),
             None,
-            self._slo,
+            self._first.slo,
         )
 
 
@@ -147,75 +139,3 @@ def row_logprobs(result: StepResult, row: int, token_id: int, sequence: Sequence
     top_ids = result.logprobs.top_ids[row, :count].tolist()
     top = result.logprobs.top[row, :count].tolist()
     return TokenLogprobs(token_id, float(result.logprobs.chosen[row]), tuple(zip(top_ids, top, strict=True)))
-
-
-class RequestTracker:
-    """Running requests by id; hands new tokens to their samples, and tells the scheduler which sequences end."""
-
-    def __init__(self, scheduler: Scheduler, *, max_model_len: int) -> None:
-        self._scheduler = scheduler
-        self._max_model_len = max_model_len
-        self._requests: dict[str, Request] = {}
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    def add(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        for sample in request.samples:
-            self._scheduler.add(sample.sequence)
-
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now and return its last output; None for an unknown id."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return None
-        for sample in request.samples:
-            if sample.finish_reason is None:
-                sample.finish("abort")
-                self._scheduler.finish(sample.sequence)
-        return request.output()
-
-    def clear(self) -> None:
-        self._requests.clear()
-
-    def note_scheduled(self, scheduled: ScheduledStep, now: float) -> None:
-        """Note when requests were first launched."""
-        for sequence in scheduled.admitted:
-            request = self._requests.get(sequence.request_id)
-            if request is not None and request.first_scheduled_s is None:
-                request.first_scheduled_s = now
-
-    def retire(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
-        """Hand out a finished step's tokens; returns one output for each request with something to report."""
-        self._scheduler.retire(scheduled)
-        touched: dict[Request, None] = {}
-        has_logprobs = result.logprobs is not None
-        for row, (sequence, token_id) in enumerate(
-            zip(scheduled.sampled, result.token_ids.tolist(), strict=True)
-        ):
-            if sequence.status is Status.FINISHED:
-                continue  # it ended while this step was in flight
-            request = self._requests[sequence.request_id]
-            sample = request.samples[sequence.index]
-            sample.append(token_id, row_logprobs(result, row, token_id, sequence) if has_logprobs else None)
-            num_tokens = sequence.num_tokens - sequence.num_in_flight
-            if sample.finish_reason is None and num_tokens >= self._max_model_len:
-                sample.finish("length")
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now
-            if sequence.index == 0:
-                request.token_times_s.append(now)
-            if sample.finish_reason is not None:
-                self._scheduler.finish(sequence)
-                touched[request] = None
-            elif request.reports_progress:
-                touched[request] = None
-        outputs = [request.output() for request in touched if request.reports_progress or request.finished]
-        for output in outputs:
-            if output.finished:
-                del self._requests[output.request_id]
-        return outputs

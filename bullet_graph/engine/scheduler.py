@@ -6,11 +6,12 @@ from itertools import islice
 
 import numpy as np
 
-from bullet_graph.config import PromptOrder
+from bullet_graph.config import KV_BLOCK_TOKENS, PromptOrder
 from bullet_graph.engine.block_pool import BlockPool
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.partition.masks import Lane
-from bullet_graph.planner.slack import QueuedPrompt, order_prompts
+from bullet_graph.planner.plan import PromptLoad
+from bullet_graph.planner.slack import order_prompts
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, Step
 
 QUEUE_IN_SIGHT = 64
@@ -24,7 +25,7 @@ class PromptQueue:
 
     def __init__(self, prompt_order: PromptOrder) -> None:
         self._prompt_order = prompt_order
-        self._waiting: dict[Sequence, QueuedPrompt] = {}
+        self._waiting: dict[Sequence, PromptLoad] = {}
         self._num_with_deadline = 0
         self._num_preempted = 0
         self.num_tokens = 0
@@ -38,7 +39,7 @@ class PromptQueue:
         return self._prompt_order == "longest-output" and not self._num_with_deadline
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting[sequence] = _queued(sequence)
+        self._waiting[sequence] = prompt_load(sequence)
         self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
@@ -53,7 +54,7 @@ class PromptQueue:
         """
         if self._num_with_deadline or any(s.deadline_s < _NEVER for s in started):
             unordered = [*started, *self._waiting]
-            queued = [*(_queued(s) for s in started), *self._waiting.values()]
+            queued = [*(prompt_load(s) for s in started), *self._waiting.values()]
             order = order_prompts(queued, now_s, ms_per_token)
             return (unordered[i] for i in order)
         # Preemption takes the last to come first, so the reverse order is the order of arrival.
@@ -69,12 +70,13 @@ class PromptQueue:
         self._num_preempted += change * sequence.preempted
 
 
-def _queued(sequence: Sequence) -> QueuedPrompt:
-    """The numbers that decide the order of prompts; constant while the sequence waits for blocks."""
-    return QueuedPrompt(
+def prompt_load(sequence: Sequence) -> PromptLoad:
+    """What the planner knows of a prompt; constant while the sequence waits for blocks."""
+    return PromptLoad(
         sequence.num_tokens - sequence.num_cached,
-        sequence.arrival_s,
+        sequence.num_cached,
         sequence.deadline_s,
+        sequence.arrival_s,
         started=sequence.status is Status.RUNNING,
         resumed=sequence.preempted,
     )
@@ -91,21 +93,27 @@ class Scheduler:
     sequence ends, its blocks are released only after all launched steps that touch them have been retired.
 
     Args:
-        pool: the KV cache's blocks; it must hold one sequence of ``max_model_len``.
+        num_blocks: blocks of the KV cache, including the padding block; they must hold a sequence of ``max_model_len``.
         prompt_order: order of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
     """
 
     def __init__(
         self,
         *,
+        num_blocks: int,
         max_num_seqs: int,
         max_model_len: int,
-        pool: BlockPool,
         prompt_order: PromptOrder = "arrival",
+        block_tokens: int = KV_BLOCK_TOKENS,
     ) -> None:
         self.queue = PromptQueue(prompt_order)
         self._max_model_len = max_model_len
-        self._pool = pool
+        self.pool = BlockPool(
+            num_blocks=num_blocks,
+            num_slots=max_num_seqs,
+            max_blocks_per_seq=-(-max_model_len // block_tokens),
+            block_tokens=block_tokens,
+        )
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._running: dict[Sequence, None] = {}
         self._admitted: list[Sequence] = []
@@ -164,13 +172,13 @@ class Scheduler:
 
     def _admissible(self, queue: Iterable[Sequence]) -> Iterator[Sequence]:
         """Started prompts, and waiting ones up to the first without a slot or blocks."""
-        slots, blocks, running = len(self._free_slots), self._pool.num_free, len(self._running)
+        slots, blocks, running = len(self._free_slots), self.pool.num_free, len(self._running)
         blocked = False
         for sequence in queue:
             if sequence.status is Status.RUNNING:
                 yield sequence
             elif not blocked:
-                need = self._pool.blocks_for(sequence.num_tokens)
+                need = self.pool.blocks_for(sequence.num_tokens)
                 # One block per running sequence is kept back, so that the newcomer is not preempted at once.
                 if slots and need + running <= blocks:
                     slots, blocks, running = slots - 1, blocks - need, running + 1
@@ -218,7 +226,7 @@ class Scheduler:
         wanted = [s.params.logprobs for s in sampled if s.params.logprobs is not None]
         inits = tuple(s.slot_init() for s in admitted)
         step = Step(inits, prefill, batch, max(wanted) if wanted else None)
-        return ScheduledStep(step, lane, admitted, touched, sampled)
+        return ScheduledStep(step, admitted, touched, sampled)
 
     # ---- decode rows ----
 
@@ -248,9 +256,9 @@ class Scheduler:
         return sequence.status is Status.RUNNING
 
     def _grow(self, sequence: Sequence) -> bool:
-        if not self._pool.grow(sequence.slot, sequence.num_tokens):
+        if not self.pool.grow(sequence.slot, sequence.num_tokens):
             return False
-        sequence.kv_capacity = self._pool.blocks_for(sequence.num_tokens) * self._pool.block_tokens
+        sequence.kv_capacity = self.pool.blocks_for(sequence.num_tokens) * self.pool.block_tokens
         return True
 
     def _is_held(self, sequence: Sequence) -> bool:
@@ -259,7 +267,7 @@ class Scheduler:
     def _decode_batch(self, sequences: list[Sequence]) -> DecodeBatch:
         slots = np.array([s.slot for s in sequences], dtype=np.int32)
         kv_lens = np.array([s.num_tokens for s in sequences], dtype=np.int32)
-        indptr, indices = self._pool.flatten(slots, kv_lens)
+        indptr, indices = self.pool.flatten(slots, kv_lens)
         return DecodeBatch(slots, kv_lens - 1, indptr, indices)
 
     # ---- prefill chunks ----
@@ -281,8 +289,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if a slot and blocks for all its tokens are free."""
-        need = self._pool.blocks_for(sequence.num_tokens)
-        if not self._free_slots or need + len(self._running) > self._pool.num_free:
+        need = self.pool.blocks_for(sequence.num_tokens)
+        if not self._free_slots or need + len(self._running) > self.pool.num_free:
             return False
         self.queue.remove(sequence)
         sequence.slot = self._free_slots.pop()
@@ -298,7 +306,7 @@ class Scheduler:
         stops = np.array([stop for _, stop in chunks], dtype=np.int32)
         q_indptr: Int32Array = np.zeros(len(chunks) + 1, dtype=np.int32)
         np.cumsum(stops - starts, out=q_indptr[1:])
-        kv_indptr, kv_indices = self._pool.flatten(slots, stops)
+        kv_indptr, kv_indices = self.pool.flatten(slots, stops)
         return PrefillBatch(
             slots=slots,
             token_ids=np.concatenate([s.known_token_ids(s.num_cached, stop) for s, stop in chunks]),
@@ -329,7 +337,7 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._pool.clear(sequence.slot)
+        self.pool.clear(sequence.slot)
         sequence.kv_capacity = 0
         self._free_slots.append(sequence.slot)
         sequence.slot = -1

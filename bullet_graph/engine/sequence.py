@@ -5,7 +5,6 @@ from enum import Enum
 
 import numpy as np
 
-from bullet_graph.partition.masks import Lane
 from bullet_graph.runtime.step import Int32Array, SlotInit, Step
 from bullet_graph.sampling_params import GREEDY_BELOW_TEMPERATURE, SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -112,7 +111,6 @@ class ScheduledStep:
     """
 
     step: Step
-    lane: Lane
     admitted: tuple[Sequence, ...]
     touched: tuple[Sequence, ...]
     sampled: tuple[Sequence, ...]

@@ -19,7 +19,6 @@ from bullet_graph.partition.masks import partition_of
 from bullet_graph.perf.metrics import ServedRequest
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.planner.planner import Planner
-from bullet_graph.runtime.executor import max_batch_sizes
 from bullet_graph.runtime.simulated import SimulatedExecutor, StepRecord
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -120,7 +119,6 @@ class SimulatedEngine:
             max_chunk_tokens=settings.max_num_batched_tokens,
             decode_sms=decode_sms,
             model=model,
-            max_batch_sizes=max_batch_sizes(self._executor),
         )
         self._core = EngineCore(
             self._executor,
@@ -155,7 +153,7 @@ class SimulatedEngine:
         sequence = EngineSequence(
             request_id, 0, token_ids, sampling_params, 0, frozenset(), slo=slo, arrival_s=arrival
         )
-        self._core.add(Request(request_id, token_ids, [Sample(sequence, None)], output_kind, arrival, slo))
+        self._core.add(Request([Sample(sequence, None)], output_kind))
 
     def has_unfinished_requests(self) -> bool:
         return self._core.has_work()

@@ -1,7 +1,7 @@
 """The values between the engine loop and its planner: the load, the options, and the plan."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 
@@ -31,18 +31,22 @@ class DecodeLoad:
     target_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLoad:
-    """A prompt, or the rest of one, that is in no launched step.
+class PromptLoad(NamedTuple):
+    """A prompt, or the rest of one, that is in no launched step; times are on the engine's clock.
 
     Attributes:
         tokens_cached: tokens before them, which are in the KV cache or in launched steps.
-        deadline_s: when its first token is due, on the engine's clock; infinite without a target.
+        deadline_s: when its first token is due; infinite without a target.
+        started: part of it is prefilled.
+        resumed: it has emitted tokens before and is recomputed after a preemption.
     """
 
     tokens_left: int
     tokens_cached: int
     deadline_s: float
+    arrival_s: float = 0.0
+    started: bool = False
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

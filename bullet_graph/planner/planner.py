@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.hardware import GENERIC
 from bullet_graph.partition.masks import partition_of
 from bullet_graph.perf.performance import PerformanceModel
-from bullet_graph.planner.options import Backlog, Corrections, ForwardKind, Options, Predictor
+from bullet_graph.planner.options import Backlog, Corrections, Options, Predictor
 from bullet_graph.planner.plan import Bound, DecodeLoad, Load, Option, Plan, PolicyName
 from bullet_graph.planner.tuning import TUNING
 
@@ -23,10 +22,14 @@ class Planner:
         decode_sms: sizes of the decode lane, in SMs, that have captured graphs and that the model knows.
         model: of the device; ``serial`` and ``mixed`` do without.
         corrections: learned before; None begins with none.
-        max_batch_sizes: most rows of a decode step on a lane, by its SMs; a lane that is not in it takes any.
         eager_layer_ms: host time to launch one layer kernel by kernel.
 
     Attributes:
+        predictor: None without a model.
+        prefill_ms_per_token: prefill time per token at the recently planned rate, beside decode as it is; 0 without a
+            model.
+        corrections: measured ÷ predicted time for each policy and kind of forward; the loop adds its measurements.
+        max_batch_sizes: most rows of a decode step on a lane, by its SMs; a lane that is not in it takes any.
         max_rows: most rows of a forward with prompt tokens in it under the policy; see ``max_chunk_tokens``.
 
     Raises:
@@ -41,7 +44,6 @@ class Planner:
         decode_sms: Sequence[int],
         model: PerformanceModel | None,
         corrections: Corrections | None = None,
-        max_batch_sizes: Mapping[int, int] = MappingProxyType({}),
         eager_layer_ms: float = GENERIC.eager_layer_ms,
     ) -> None:
         if model is None and policy.name not in ("serial", "mixed"):
@@ -58,55 +60,26 @@ class Planner:
                 "it to decode_sms and to the performance table"
             )
         self.policy = policy
-        self.model = model
         self.max_rows = min(policy.chunk_tokens or max_chunk_tokens, max_chunk_tokens)
         self._decode_sms = tuple(sorted(decode_sms if policy.decode_sms is None else (policy.decode_sms,)))
-        self._max_batch_sizes = max_batch_sizes
-        self._corrections = Corrections() if corrections is None else corrections
-        self._predictor: Predictor | None = None
-        self._ms_per_token = 0.0
+        self.max_batch_sizes: Mapping[int, int] = {}
+        self.corrections = Corrections() if corrections is None else corrections
+        self.predictor: Predictor | None = None
+        self.prefill_ms_per_token = 0.0
         if model is not None:
-            self._predictor = Predictor(
+            self.predictor = Predictor(
                 model,
-                self._corrections,
+                self.corrections,
                 max_chunk_tokens=max_chunk_tokens,
                 decode_sms=self._decode_sms,
                 eager_layer_ms=eager_layer_ms,
             )
-            rows = self._predictor.whole_chunk
-            self._ms_per_token = model.prefill(rows, rows * rows / 2).ms / rows
+            rows = self.predictor.whole_chunk
+            self.prefill_ms_per_token = model.prefill(rows, rows * rows / 2).ms / rows
         self._last: tuple[PolicyName, int | None] | None = None
         self._now_s = 0.0
         self._paused = False
         self._paused_s = 0.0
-
-    @property
-    def corrections(self) -> Mapping[tuple[PolicyName, ForwardKind], float]:
-        """Measured ÷ predicted time for each policy and kind of forward; 1 before anything was measured."""
-        return dict(self._corrections)
-
-    @property
-    def prefill_ms_per_token(self) -> float:
-        """Prefill time per token at the recently planned rate, beside decode as it is; 0 without a model."""
-        return self._ms_per_token
-
-    def decode_ms(self, batch_size: int, kv_tokens: int) -> float:
-        """Predicted time of a decode step alone on the whole GPU; requires a model."""
-        assert self._predictor is not None
-        return self._predictor.decode_ms(batch_size, kv_tokens)
-
-    def observe(self, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
-        """Correct later predictions by one measurement on the device; times of 0 are ignored.
-
-        Args:
-            kind: ``step`` for a forward with decode rows, ``slice`` for prompt rows alone, on whichever lane.
-            predicted_ms: as in the plan, so already corrected.
-        """
-        self._corrections.observe(policy, kind, predicted_ms, measured_ms)
-
-    def limit_batch_sizes(self, max_batch_sizes: Mapping[int, int]) -> None:
-        """Replace the limits of batches per lane; see the class."""
-        self._max_batch_sizes = max_batch_sizes
 
     def plan(self, load: Load) -> Plan:
         """How the next launches share the GPU; the same loads in the same order give the same plans."""
@@ -120,7 +93,7 @@ class Planner:
         return plan
 
     def _choose(self, load: Load) -> Plan:
-        decode, predictor = load.decode, self._predictor
+        decode, predictor = load.decode, self.predictor
         if not load.prompts and load.chunk is None:
             if decode is None or predictor is None:
                 return Plan("solo", decode=decode is not None)
@@ -189,13 +162,13 @@ class Planner:
 
     def _lanes_for(self, rows: int) -> list[int]:
         """Sizes of the decode lane that have a graph for this batch, in SMs."""
-        return [sms for sms in self._decode_sms if rows <= self._max_batch_sizes.get(sms, rows)]
+        return [sms for sms in self._decode_sms if rows <= self.max_batch_sizes.get(sms, rows)]
 
     # ---- the best of all policies ----
 
     def _best(self, options: Options, load: Load) -> Plan:
         """``auto``: the highest throughput among the options that hold the targets; README.md tells it in full."""
-        assert self._predictor is not None
+        assert self.predictor is not None
         pause = options.decode_only()
         unlimited = load.chunk is None and options.budget_ms == math.inf
         if unlimited and load.steps_left is not None:
@@ -203,7 +176,7 @@ class Planner:
             return self._follow(paced, options, load, "throughput", [pause, paced])
         # A chunk on the prefill lane stays there.
         beside = options.mixed_sizes() if load.chunk is None else []
-        if load.chunk is not None or not self._predictor.lane_waits_for_host:
+        if load.chunk is not None or not self.predictor.lane_waits_for_host:
             beside += self._splits(options)
         weighed = [pause, *beside]
         if unlimited:
@@ -251,7 +224,7 @@ class Planner:
         self, option: Option, options: Options, load: Load, bound: Bound, weighed: Sequence[Option] = ()
     ) -> Plan:
         """The plan that carries out an option."""
-        assert self._predictor is not None
+        assert self.predictor is not None
         self._last = option.policy, option.decode_sms
         if option.prefill_tokens_per_s:
             self._note_rate(option.prefill_tokens_per_s / 1e3)
@@ -263,7 +236,7 @@ class Planner:
             prefill_lane="prefill" if on_prefill_lane else "decode",
             chunk_tokens=0 if load.chunk is not None else option.chunk_tokens,
             slice_layers=option.slice_layers,
-            partition=partition_of(option.decode_sms, num_sms=self._predictor.model.num_sms),
+            partition=partition_of(option.decode_sms, num_sms=self.predictor.model.num_sms),
             decode_ms=decode_ms,
             slice_ms=slice_ms,
             bound=bound,
@@ -271,7 +244,7 @@ class Planner:
         )
 
     def _note_rate(self, tokens_per_ms: float) -> None:
-        self._ms_per_token += TUNING.rate_weight * (1 / tokens_per_ms - self._ms_per_token)
+        self.prefill_ms_per_token += TUNING.rate_weight * (1 / tokens_per_ms - self.prefill_ms_per_token)
 
 
 def _interval(option: Option) -> float:

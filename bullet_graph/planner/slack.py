@@ -3,36 +3,19 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappush, heappushpop
-from typing import NamedTuple
 
-from bullet_graph.planner.plan import DecodeLoad, Load
+from bullet_graph.planner.plan import DecodeLoad, Load, PromptLoad
 from bullet_graph.planner.tuning import TUNING
 
-Progress = tuple[float, int, int | None, float | None]
+Progress = tuple[float, int, int, float]
 """A sequence that decodes: when its first token was out (s), output tokens so far with those in flight (at least 1),
-most tokens that may follow (None: unknown), and its TPOT target (ms, or None)."""
+most tokens that may follow, and its TPOT target (ms)."""
 
 PREPARE_MS = 20.0
 """Longest time to capture one graph of 32 layers on an H200."""
 
 PREPARE_SHARE = 0.25
 """Largest share of the time that captures may take while there is work."""
-
-
-class QueuedPrompt(NamedTuple):
-    """A prompt, or the rest of one, that waits; times are on the engine's clock.
-
-    Attributes:
-        deadline_s: when its first token is due; infinite without a target.
-        started: part of it is prefilled.
-        resumed: it has emitted tokens before and is recomputed after a preemption.
-    """
-
-    tokens_left: int
-    arrival_s: float
-    deadline_s: float
-    started: bool
-    resumed: bool
 
 
 def decode_load(
@@ -49,7 +32,7 @@ def decode_load(
     would miss its target even if nothing but decode ran is lost: it limits neither budget nor slack.
 
     Args:
-        rows: at least the sequences with a target; ``batch_size`` and ``kv_tokens`` are of all that decode.
+        rows: the sequences with a target; ``batch_size`` and ``kv_tokens`` are of all that decode.
         now_s: when the interval to the next token begins: now, or when the tokens in flight are expected.
         solo_ms: time of a decode step of (batch size, tokens attended to) alone on the whole GPU. With None, no
             sequence is lost, and the slack is the budget.
@@ -60,9 +43,7 @@ def decode_load(
     solo = None if solo_ms is None else solo_ms(batch_size, kv_tokens)
     budget = slack = target = math.inf
     for first_token_s, num_tokens, left, tpot in rows:
-        if tpot is None:
-            continue
-        far = lost_horizon if left is None or left > lost_horizon else left
+        far = lost_horizon if left > lost_horizon else left
         if far < 1:
             continue
         done = num_tokens - 1
@@ -85,7 +66,7 @@ def decode_load(
     return DecodeLoad(batch_size, kv_tokens, budget, budget if solo is None else slack, target)
 
 
-def order_prompts(prompts: Sequence[QueuedPrompt], now_s: float, ms_per_token: float) -> list[int]:
+def order_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: float) -> list[int]:
     """Indices of the prompts in the order to serve them.
 
     Resumed prompts go first. Without deadlines, started prompts follow and then the others, first come, first served.
@@ -158,17 +139,3 @@ def spare_ms(
         end_ms += prompt.tokens_left * ms_per_token
         ends.append((prompt.deadline_s - load.now_s) * 1e3 - end_ms)
     return max(min([spare, *(left_ms for left_ms in ends if left_ms >= 0)]), 0.0)
-
-
-class PreparationPace:
-    """Keeps captures to ``PREPARE_SHARE`` of the time."""
-
-    def __init__(self) -> None:
-        self._not_before_s = 0.0
-
-    def may_begin(self, now_s: float) -> bool:
-        return now_s >= self._not_before_s
-
-    def note(self, start_s: float, end_s: float) -> None:
-        """A capture took this time."""
-        self._not_before_s = end_s + (end_s - start_s) * (1 / PREPARE_SHARE - 1)

@@ -13,7 +13,7 @@ from bullet_graph.config import Policy
 from bullet_graph.engine.core import fill
 from bullet_graph.engine.in_flight import other_lane
 from bullet_graph.partition.masks import WHOLE_GPU, partition_of
-from bullet_graph.planner.options import ForwardKind
+from bullet_graph.planner.options import Corrections, ForwardKind
 from bullet_graph.planner.plan import Load, Plan, PolicyName
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.tuning import TUNING
@@ -283,11 +283,11 @@ def test_a_split_learns_nothing_from_a_step_that_ran_alone_for_a_while(
     ratios: dict[tuple[PolicyName, ForwardKind], list[float]] = defaultdict(list)
 
     def observe(
-        _: Planner, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float
+        _: Corrections, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float
     ) -> None:
         ratios[policy, kind].append(measured_ms / predicted_ms)
 
-    monkeypatch.setattr(Planner, "observe", observe)
+    monkeypatch.setattr(Corrections, "observe", observe)
     executor = _Biased(max_in_flight=depth, is_slow=lambda x, beside: x.step.prefill is None and not beside)
     both_phases("split:48", executor=executor)
     assert sum(launch.placement.partition != WHOLE_GPU for launch in executor.launches) > len(
@@ -305,12 +305,13 @@ class _Scripted(Planner):
         super().__init__(Policy("mixed"), max_chunk_tokens=8192, decode_sms=(), model=None)
         self.script = list(script)
         self.observed: list[tuple[PolicyName, ForwardKind, float]] = []
+        self.corrections.observe = self.note  # type: ignore[method-assign]
 
     def plan(self, load: Load) -> Plan:
         del load
         return self.script.pop(0) if self.script else Plan("solo", decode=True)
 
-    def observe(self, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
+    def note(self, policy: PolicyName, kind: ForwardKind, predicted_ms: float, measured_ms: float) -> None:
         assert measured_ms > 0
         self.observed.append((policy, kind, predicted_ms))
 

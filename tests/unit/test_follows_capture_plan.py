@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_loop import MODEL, CheckedExecutor, CoreLoop
+from core_loop import MODEL, CheckedExecutor, CoreLoop, make_planner
 from fakes.perf_tables import LLAMA_8B, h200_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -176,18 +176,14 @@ def test_a_step_replays_the_smallest_graph_of_its_partition(monkeypatch: pytest.
 # ---- where steps may be placed ----
 
 
-def make_planner(policy: str, limits: dict[int, int]) -> Planner:
-    return Planner(
-        Policy.parse(policy),
-        max_chunk_tokens=8192,
-        decode_sms=MODEL.decode_sms,
-        model=MODEL,
-        max_batch_sizes=limits,
-    )
+def limited_planner(policy: str, limits: dict[int, int]) -> Planner:
+    planner = make_planner(policy)
+    planner.max_batch_sizes = limits
+    return planner
 
 
 def test_a_split_is_weighed_only_where_a_graph_holds_the_batch() -> None:
-    planner = make_planner("auto", {sms: 16 for sms in MODEL.decode_sms if sms != 48})
+    planner = limited_planner("auto", {sms: 16 for sms in MODEL.decode_sms if sms != 48})
     plan = planner.plan(load_of(decoding(17, tpot=20.0), 2048, 2048))
     assert {option.decode_sms for option in plan.options} == {None, 48}
     plan = planner.plan(load_of(decoding(16, tpot=20.0), 2048, 2048))
@@ -195,13 +191,13 @@ def test_a_split_is_weighed_only_where_a_graph_holds_the_batch() -> None:
 
 
 def test_a_forced_split_mixes_while_no_graph_holds_the_batch() -> None:
-    planner = make_planner("split", dict.fromkeys(MODEL.decode_sms, 8))
+    planner = limited_planner("split", dict.fromkeys(MODEL.decode_sms, 8))
     assert chosen(planner.plan(load_of(decoding(8), 2048))).policy == "split"
     plan = planner.plan(load_of(decoding(9), 2048))
     assert (plan.policy, plan.partition, plan.prefill_lane) == ("mixed", WHOLE_GPU, "decode")
     # A chunk that is on the prefill lane ends there, and decode waits for it.
     for policy in ("split", "auto"):
-        planner = make_planner(policy, dict.fromkeys(MODEL.decode_sms, 8))
+        planner = limited_planner(policy, dict.fromkeys(MODEL.decode_sms, 8))
         plan = planner.plan(load_of(decoding(9, tpot=20.0), 500, chunk=chunk_of(2048, 30)))
         assert (plan.policy, plan.decode, plan.prefill_lane) == ("solo", False, "prefill")
         assert plan.partition == WHOLE_GPU
@@ -225,7 +221,7 @@ def test_no_batch_is_placed_where_no_graph_holds_it(
     """The executor refuses such a launch, and checks all others as ever."""
     by_partition = {partition_of(sms, num_sms=MODEL.num_sms): most for sms, most in limits.items()}
     executor = CheckedExecutor(max_in_flight=depth, max_batch_sizes=by_partition)
-    loop = CoreLoop(make_planner(policy, limits), executor=executor)
+    loop = CoreLoop(make_planner(policy), executor=executor)
     now_s, arrivals = 0.0, []
     for gap_s, prompt, output in gaps:
         now_s += gap_s
@@ -267,7 +263,8 @@ def test_a_step_stays_beside_the_slices_in_flight_only_where_a_graph_holds_it(mo
 
 def test_a_device_refuses_a_batch_that_no_graph_holds() -> None:
     executor = CheckedExecutor(max_batch_sizes={partition_of(48, num_sms=132): 2})
-    loop = CoreLoop(make_planner("split:48", {}), executor=executor)
+    loop = CoreLoop(make_planner("split:48"), executor=executor)
+    loop.core.planner.max_batch_sizes = {}
     arrivals = [(0.0, 100, 50, NO_TARGETS)] * 4 + [(0.1, 900, 5, NO_TARGETS)]
     with pytest.raises(PartitionError, match="where at most 2 are captured: place it on the whole GPU"):
         loop.run(arrivals=arrivals)

@@ -37,7 +37,7 @@ def launch(
     sampled: tuple[Sequence, ...] = (),
 ) -> Launch:
     placement = Placement(lane, partition, 0, last_layer, takes_turns=takes_turns)
-    scheduled = ScheduledStep(Step((), None, None, None), lane, (), sampled, sampled)
+    scheduled = ScheduledStep(Step((), None, None, None), (), sampled, sampled)
     return Launch(ticket, scheduled, placement, "split", predicted_ms, beside=False)
 
 
@@ -52,8 +52,7 @@ def test_launches_of_a_lane_end_in_order() -> None:
     first, second, other = launch(1, "decode"), launch(3, "decode"), launch(2, "prefill")
     launches = in_flight(first, other)
     launches.add(second, 2.0)
-    assert launches.heads() == [1, 2]
-    assert (launches.lane_of(1), launches.lane_of(2)) == ("decode", "prefill")
+    assert launches.heads() == {1: "decode", 2: "prefill"}
     assert launches.oldest["decode"] == (first, 1.0)
     assert launches.pop("decode", 5.0) is first
     # It has been the oldest since the one before it ended.
@@ -152,9 +151,9 @@ def test_decode_waits_for_slices_whose_sms_it_shares_or_that_take_turns() -> Non
         for one in slices:
             launches.add(one, 19.997)
         # 3 ms of each have passed.
-        assert launches.decode_due_s(20.0) == pytest.approx(due_s), slices
-    assert in_flight().decode_due_s(20.0) == 20.0
-    assert in_flight(step, now_s=5.0).decode_due_s(20.0) == 20.0, "late is not in the past"
+        assert launches.due_s("decode", 20.0) == pytest.approx(due_s), slices
+    assert in_flight().due_s("decode", 20.0) == 20.0
+    assert in_flight(step, now_s=5.0).due_s("decode", 20.0) == 20.0, "late is not in the past"
 
 
 def test_first_and_last_tokens_are_awaited() -> None:

@@ -107,7 +107,7 @@ class TestSerialAndMixed:
     def test_a_chunk_is_cut_across_prompts_with_their_contexts(self) -> None:
         prompts = (PromptLoad(300, 700, math.inf), PromptLoad(5000, 0, math.inf))
         load = Load(0.0, decoding(16), prompts, 5300, None)
-        backlog = Backlog(load, planner()._predictor)
+        backlog = Backlog(load, planner().predictor)
         assert backlog.pairs(200) == attention_pairs(200, 700)
         assert backlog.pairs(300) == attention_pairs(300, 700)
         assert backlog.pairs(1000) == attention_pairs(300, 700) + attention_pairs(700)
@@ -155,7 +155,7 @@ class TestSplit:
         option = plan.options[0]
 
         def step_ms(sms: int) -> float:
-            rows = planner("split")._predictor.lane_chunks[sms]
+            rows = planner("split").predictor.lane_chunks[sms]
             return model().split(sms, batch_size, decode.kv_tokens, rows, attention_pairs(rows)).decode_ms
 
         smaller = [sms for sms in model().decode_sms if sms < option.decode_sms]
@@ -171,7 +171,7 @@ class TestSplit:
         assert plan.prefill_lane == "prefill"
 
     def test_a_small_rest_joins_the_chunk(self) -> None:
-        rows = planner("split:48")._predictor.lane_chunks[48]
+        rows = planner("split:48").predictor.lane_chunks[48]
         assert planner("split:48").plan(load_of(decoding(8), int(1.2 * rows))).chunk_tokens == int(1.2 * rows)
         assert planner("split:48").plan(load_of(decoding(8), 2 * rows)).chunk_tokens == rows
 
@@ -191,17 +191,17 @@ class TestCorrections:
     def test_they_follow_measurements_slowly_within_limits(self) -> None:
         auto = planner()
         assert set(auto.corrections.values()) == {1.0}
-        auto.observe("split", "step", 10.0, 12.0)
+        auto.corrections.observe("split", "step", 10.0, 12.0)
         # One extreme measurement counts no further than the limit.
-        auto.observe("solo", "step", 1.0, 1000.0)
+        auto.corrections.observe("solo", "step", 1.0, 1000.0)
         for predicted_ms, measured_ms in ((0.0, 5.0), (5.0, 0.0)):  # times of nothing say nothing
-            auto.observe("solo", "slice", predicted_ms, measured_ms)
+            auto.corrections.observe("solo", "slice", predicted_ms, measured_ms)
         assert auto.corrections["split", "step"] == pytest.approx(1.2**0.05)
         assert auto.corrections["solo", "step"] == pytest.approx(2.0**0.05)
         assert auto.corrections["split", "slice"] == auto.corrections["solo", "slice"] == 1.0
         for _ in range(1000):
-            auto.observe("split", "step", 10.0, 1000.0)
-            auto.observe("mixed", "step", 10.0, 0.001)
+            auto.corrections.observe("split", "step", 10.0, 1000.0)
+            auto.corrections.observe("mixed", "step", 10.0, 0.001)
         assert auto.corrections["split", "step"] == 2.0
         assert auto.corrections["mixed", "step"] == 0.5
 
@@ -209,15 +209,15 @@ class TestCorrections:
         """Every predicted time takes the factor of its policy and kind, and no other."""
         plain, corrected = planner("split:48"), planner("split:48")
         for kind, factor in (("step", 1.5), ("slice", 0.75)):
-            corrected._corrections["split", kind] = factor
+            corrected.corrections["split", kind] = factor
         load = load_of(decoding(64), 8000)
         (before,), (after,) = plain.plan(load).options, corrected.plan(load).options
         assert after.interval_ms == pytest.approx(1.5 * before.interval_ms)
         assert after.prefill_tokens_per_s == pytest.approx(before.prefill_tokens_per_s / 0.75)
         mixed = planner("mixed:512")
         before_ms = mixed.plan(load).decode_ms
-        mixed._corrections["mixed", "step"] = 1.5
-        mixed._corrections["mixed", "slice"] = 0.75
+        mixed.corrections["mixed", "step"] = 1.5
+        mixed.corrections["mixed", "slice"] = 0.75
         assert mixed.plan(load).decode_ms == pytest.approx(1.5 * before_ms)
 
     def test_they_converge_on_the_ratio(self) -> None:
@@ -225,16 +225,16 @@ class TestCorrections:
         for _ in range(300):
             predicted = auto.plan(load_of(decoding(64))).decode_ms
             assert predicted is not None
-            auto.observe("solo", "step", predicted, 9.0)
+            auto.corrections.observe("solo", "step", predicted, 9.0)
         assert auto.plan(load_of(decoding(64))).decode_ms == pytest.approx(9.0, rel=0.01)
-        assert auto.decode_ms(64, 64000) == pytest.approx(9.0, rel=0.01)
+        assert auto.predictor.decode_ms(64, 64000) == pytest.approx(9.0, rel=0.01)
 
     def test_a_slow_mixed_step_gets_fewer_rows(self) -> None:
         mixed = planner("mixed")
         load = load_of(decoding(64, tpot=15.0), 8000)
         before = mixed.plan(load)
         for _ in range(5):
-            mixed.observe("mixed", "step", 10.0, 14.0)
+            mixed.corrections.observe("mixed", "step", 10.0, 14.0)
         after = mixed.plan(load)
         assert after.chunk_tokens < before.chunk_tokens
         assert after.decode_ms <= 15.0

@@ -83,7 +83,7 @@ class TestAuto:
     def test_where_no_mixed_step_holds_the_target_another_policy_must(self) -> None:
         slow = planner()
         for _ in range(20):  # mixed steps take twice as long as the table says
-            slow.observe("mixed", "step", 10.0, 20.0)
+            slow.corrections.observe("mixed", "step", 10.0, 20.0)
         plan = slow.plan(load_of(decoding(64, tpot=12.0), 2000))
         assert not next(o for o in plan.options if o.policy == "mixed").holds_tpot
         assert plan.policy == "split"
@@ -190,10 +190,10 @@ class TestAuto:
         # Bring the rival, a lane policy, some per cent ahead, all things counted.
         gap = chosen(first).throughput * 1.06 / (rival.throughput * TUNING.lane_share)
         for kind in ("step", "slice"):
-            auto._corrections[rival.policy, kind] = 1 / gap
+            auto.corrections[rival.policy, kind] = 1 / gap
         assert auto.plan(load).policy == first.policy
         fresh = planner()
-        fresh._corrections.update(auto._corrections)
+        fresh.corrections.update(auto.corrections)
         assert fresh.plan(load).policy == rival.policy
 
     def test_the_policy_that_stays_takes_its_best_chunk_not_its_largest(self) -> None:
@@ -218,7 +218,7 @@ class TestAuto:
             beside = max((o for o in paid.options if o.policy == policy), key=lambda o: o.throughput)
             slower = 1.01 * beside.throughput / (TUNING.beside_gain * first.throughput)
             for kind in ("step", "slice"):
-                auto._corrections[policy, kind] = slower
+                auto.corrections[policy, kind] = slower
         plan = auto.plan(load)
         assert (plan.policy, plan.decode, plan.bound) == ("solo", False, "throughput")
         assert plan.chunk_tokens == first.chunk_tokens > 2000

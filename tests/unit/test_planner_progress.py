@@ -50,7 +50,9 @@ class Device:
         progress = [(r.first_token_s, r.num_tokens, r.tokens_left, self.tpot_ms) for r in running]
         batch = len(running), 1000 * len(running)
         decode = (
-            decode_load(progress, *batch, self.now_s, solo_ms=self.planner.decode_ms) if running else None
+            decode_load(progress, *batch, self.now_s, solo_ms=self.planner.predictor.decode_ms)
+            if running
+            else None
         )
         tokens = sum(n for _, n in self.chunk)
         under_way = ChunkLoad(tokens, attention_pairs(tokens), self.layers_left, math.inf)

@@ -12,7 +12,7 @@ from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, captu
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.partition.masks import WHOLE_GPU
 from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, PromptLoad
-from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, PreparationPace, spare_ms
+from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, spare_ms
 from bullet_graph.slo import NO_TARGETS, Slo
 
 SIZES = (1, 2, 4, 8, 16)
@@ -73,11 +73,7 @@ class PreparingExecutor(CheckedExecutor):
 
 def make_loop(policy: str, **settings: float) -> tuple[CoreLoop, PreparingExecutor]:
     executor = PreparingExecutor(**settings)  # type: ignore[arg-type]
-    loop = CoreLoop(make_planner(policy), executor=executor)
-    loop.core.planner.limit_batch_sizes(
-        {2 * p.decode_tpcs: rows for p, rows in executor.max_batch_sizes.items() if p.decode_tpcs is not None}
-    )
-    return loop, executor
+    return CoreLoop(make_planner(policy), executor=executor), executor
 
 
 # ---- the rule ----
@@ -121,14 +117,6 @@ CHUNK = ChunkLoad(tokens=400, attention_pairs=0.0, layers_left=5, deadline_s=5.0
 )
 def test_time_to_spare_for_a_capture(found: Load, awaited_s: list[tuple[float, float]], spare: float) -> None:
     assert spare_ms(found, awaited_s, ms_per_token=0.1, layers=10) == pytest.approx(spare)
-
-
-def test_captures_keep_to_their_share_of_the_time() -> None:
-    pace = PreparationPace()
-    assert pace.may_begin(0.0)
-    pace.note(10.0, 10.1)
-    assert not pace.may_begin(10.39)
-    assert pace.may_begin(10.41)
 
 
 # ---- the loop ----
@@ -192,7 +180,6 @@ def test_no_target_is_missed_for_a_capture() -> None:
     assert executor.captures, "there was time for some, once the sequences were ahead"
     # The same captures whenever they may begin would be too many.
     hasty = make_loop("mixed")[0]
-    hasty.core._pace.note = lambda *_: None  # type: ignore[method-assign]
     hasty_step = hasty.core._prepare_between
     hasty.core._prepare_between = lambda: (hasty_step(), hasty.core.prepare_next())  # type: ignore[method-assign]
     assert max(decode_tpots_ms(hasty)) > TPOT_MS

@@ -192,8 +192,12 @@ def test_logprobs_come_in_deltas_too() -> None:
 
 
 def test_a_request_is_finished_when_all_its_samples_are() -> None:
-    samples = [make_sample(["a", "b"], SamplingParams(max_tokens=count, n=2)) for count in (1, 2)]
-    request = Request("r", np.array([7, 8], dtype=np.int32), samples, OutputKind.CUMULATIVE, 1.5)
+    prompt = np.array([7, 8], dtype=np.int32)
+    params = [SamplingParams(max_tokens=count, n=2) for count in (1, 2)]
+    samples = [
+        Sample(Sequence("r", i, prompt, params[i], 0, frozenset(), arrival_s=1.5), None) for i in (0, 1)
+    ]
+    request = Request(samples, OutputKind.CUMULATIVE)
     samples[0].append(0, None)
     samples[1].append(0, None)
     assert not request.finished

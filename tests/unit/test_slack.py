@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.planner.slack import QueuedPrompt, decode_load, order_prompts
+from bullet_graph.planner.plan import PromptLoad
+from bullet_graph.planner.slack import decode_load, order_prompts
 from bullet_graph.planner.tuning import TUNING
 
 
@@ -17,11 +18,12 @@ class RowProgress(NamedTuple):
 
     first_token_s: float
     num_tokens: int
-    tokens_left: int | None
-    tpot_ms: float | None
+    tokens_left: int
+    tpot_ms: float
 
 
 SOLO_MS = 5.0
+MANY = 10**6
 
 
 def solo(_batch_size: int, _kv_tokens: int) -> float:
@@ -42,8 +44,7 @@ class TestDecodeLoad:
     @pytest.mark.parametrize(
         "row",
         [
-            RowProgress(9.0, 5, 10, None),  # no target
-            RowProgress(10.0, 1, None, 4.0),  # below the solo step, so lost from the start
+            RowProgress(10.0, 1, MANY, 4.0),  # below the solo step, so lost from the start
             RowProgress(10.0, 5, 0, 15.0),  # wants no more tokens
         ],
     )
@@ -53,20 +54,20 @@ class TestDecodeLoad:
         assert load.budget_ms == load.slack_ms == load.target_ms == math.inf
 
     def test_a_fresh_row_has_its_target_less_the_margin(self) -> None:
-        load = load_of(RowProgress(10.0, 1, None, 15.0))
+        load = load_of(RowProgress(10.0, 1, MANY, 15.0))
         reserve_ms = TUNING.reserve_ms / TUNING.budget_horizon_tokens
         assert load.budget_ms == pytest.approx(15.0 * (1 - TUNING.reserve_share) - reserve_ms)
         assert load.target_ms == 15.0
 
     def test_a_lead_and_a_lag_are_spread_over_the_horizon(self) -> None:
-        level = load_of(RowProgress(10.0 - 0.15, 11, None, 15.0)).budget_ms
-        ahead = load_of(RowProgress(10.0 - 0.15 + 0.064, 11, None, 15.0)).budget_ms
-        behind = load_of(RowProgress(10.0 - 0.15 - 0.064, 11, None, 15.0)).budget_ms
+        level = load_of(RowProgress(10.0 - 0.15, 11, MANY, 15.0)).budget_ms
+        ahead = load_of(RowProgress(10.0 - 0.15 + 0.064, 11, MANY, 15.0)).budget_ms
+        behind = load_of(RowProgress(10.0 - 0.15 - 0.064, 11, MANY, 15.0)).budget_ms
         assert ahead - level == pytest.approx(64 / TUNING.budget_horizon_tokens)
         assert level - behind == pytest.approx(64 / TUNING.budget_horizon_tokens)
 
     def test_the_reserve_stops_growing(self) -> None:
-        level = load_of(RowProgress(10.0 - 0.015 * 999, 1000, None, 15.0))
+        level = load_of(RowProgress(10.0 - 0.015 * 999, 1000, MANY, 15.0))
         reserve_ms = TUNING.reserve_share * TUNING.reserve_tokens * 15.0 + TUNING.reserve_ms
         assert level.budget_ms == pytest.approx(15.0 - reserve_ms / TUNING.budget_horizon_tokens)
 
@@ -75,7 +76,7 @@ class TestDecodeLoad:
         assert load_of(row).slack_ms == pytest.approx(
             10 * 15.0 * (1 - TUNING.reserve_share) - TUNING.reserve_ms - 9 * SOLO_MS
         )
-        far = load_of(RowProgress(10.0, 1, None, 15.0)).slack_ms
+        far = load_of(RowProgress(10.0, 1, MANY, 15.0)).slack_ms
         reach, reserve_ms = (
             TUNING.slack_horizon_tokens,
             TUNING.budget_horizon_tokens * 15.0 * TUNING.reserve_share + TUNING.reserve_ms,
@@ -83,7 +84,7 @@ class TestDecodeLoad:
         assert far == pytest.approx(reach * 15.0 - reserve_ms - (reach - 1) * SOLO_MS)
 
     def test_the_tightest_row_binds(self) -> None:
-        rows = [RowProgress(10.0, 1, None, tpot) for tpot in (30.0, 12.0, 20.0)]
+        rows = [RowProgress(10.0, 1, MANY, tpot) for tpot in (30.0, 12.0, 20.0)]
         load = load_of(*rows)
         assert load.target_ms == 12.0
         assert load.budget_ms == pytest.approx(
@@ -93,7 +94,7 @@ class TestDecodeLoad:
     def test_a_lost_row_binds_nothing(self) -> None:
         lost = RowProgress(8.0, 3, 20, 15.0)  # two seconds late, and 20 tokens win back 200 ms at most
         assert load_of(lost).budget_ms == load_of(lost).slack_ms == load_of(lost).target_ms == math.inf
-        kept = RowProgress(10.0, 1, None, 20.0)
+        kept = RowProgress(10.0, 1, MANY, 20.0)
         assert load_of(lost, kept) == decode_load([kept], 2, 2000, 10.0, solo_ms=solo)
 
     def test_without_a_solo_time_no_row_is_lost_and_slack_is_the_budget(self) -> None:
@@ -107,14 +108,14 @@ class TestDecodeLoad:
             asked.append((batch_size, kv_tokens))
             return SOLO_MS
 
-        decode_load([RowProgress(10.0, 1, None, 15.0)] * 3, 7, 7000, 10.0, solo_ms=solo_ms)
+        decode_load([RowProgress(10.0, 1, MANY, 15.0)] * 3, 7, 7000, 10.0, solo_ms=solo_ms)
         assert asked == [(7, 7000)]
 
     rows = st.builds(
         RowProgress,
         first_token_s=st.floats(9.0, 10.0),
         num_tokens=st.integers(1, 300),
-        tokens_left=st.one_of(st.none(), st.integers(1, 500)),
+        tokens_left=st.integers(1, 500),
         tpot_ms=st.floats(1.0, 100.0),
     )
 
@@ -124,13 +125,12 @@ class TestDecodeLoad:
     ) -> None:
         load = load_of(*rows)
         for row in rows:
-            far = min(row.tokens_left or 256, 256)
-            assert row.tpot_ms is not None
+            far = min(row.tokens_left, TUNING.lost_horizon_tokens)
             if average_ms(row, 10.0, [SOLO_MS] * far) > row.tpot_ms:
                 continue
             near = min(far, TUNING.budget_horizon_tokens)
             assert average_ms(row, 10.0, [load.budget_ms] * near) <= row.tpot_ms + 1e-6
-            reach = min(far, 64)
+            reach = min(far, TUNING.slack_horizon_tokens)
             wait = [load.slack_ms] + [SOLO_MS] * (reach - 1)
             assert average_ms(row, 10.0, wait) <= row.tpot_ms + 1e-6
 
@@ -138,8 +138,7 @@ class TestDecodeLoad:
     def test_the_budget_is_no_tighter_than_the_margin_asks(self, row: RowProgress) -> None:
         load = load_of(row)
         if load.budget_ms < math.inf:
-            near = min(row.tokens_left or 256, TUNING.budget_horizon_tokens)
-            assert row.tpot_ms is not None
+            near = min(row.tokens_left, TUNING.budget_horizon_tokens)
             average = average_ms(row, 10.0, [load.budget_ms] * near)
             tokens = row.num_tokens - 1 + near
             assert average >= row.tpot_ms * (1 - TUNING.reserve_share) - TUNING.reserve_ms / tokens - 1e-6
@@ -147,11 +146,11 @@ class TestDecodeLoad:
 
 def prompt(
     tokens: int, arrival: float, allowance: float = math.inf, *, started: bool = False, resumed: bool = False
-) -> QueuedPrompt:
-    return QueuedPrompt(tokens, arrival, arrival + allowance, started, resumed)
+) -> PromptLoad:
+    return PromptLoad(tokens, 0, arrival + allowance, arrival, started, resumed)
 
 
-def num_on_time(prompts: list[QueuedPrompt], order: list[int], now_s: float, ms_per_token: float) -> int:
+def num_on_time(prompts: list[PromptLoad], order: list[int], now_s: float, ms_per_token: float) -> int:
     count, end_s = 0, now_s
     for i in order:
         end_s += prompts[i].tokens_left * ms_per_token / 1e3
@@ -222,7 +221,7 @@ class TestOrderPrompts:
     )
 
     @given(queues, st.floats(0.0, 2.0))
-    def test_every_prompt_once(self, prompts: list[QueuedPrompt], ms_per_token: float) -> None:
+    def test_every_prompt_once(self, prompts: list[PromptLoad], ms_per_token: float) -> None:
         order = order_prompts(prompts, 1.0, ms_per_token)
         assert sorted(order) == list(range(len(prompts)))
         resumed = [prompts[i].resumed for i in order]
@@ -230,7 +229,7 @@ class TestOrderPrompts:
 
     @settings(deadline=None)
     @given(queues, st.floats(0.1, 3.0))
-    def test_no_order_meets_more_deadlines(self, prompts: list[QueuedPrompt], ms_per_token: float) -> None:
+    def test_no_order_meets_more_deadlines(self, prompts: list[PromptLoad], ms_per_token: float) -> None:
         prompts = [p for p in prompts if not p.resumed][:5]
         order = order_prompts(prompts, 1.0, ms_per_token)
         best = max(
