@@ -29,7 +29,7 @@ from bench.kernels.harness import (
 )
 from bench.record import write_report
 from bullet_graph.kernels.attention import LayerRows
-from bullet_graph.kernels.flashinfer_attention import PrefillAttention, prefill_backend
+from bullet_graph.kernels.flashinfer_attention import PrefillAttention, needed_module
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
@@ -59,8 +59,7 @@ def main(model: str, layers: int, output_json: Path) -> None:
     lane = PrefillAttention(
         config,
         random_cache(config, num_blocks),
-        dtype=DTYPE,
-        backend=prefill_backend(Gpu.of(DEVICE)),
+        spec=needed_module(Gpu.of(DEVICE), DTYPE, config.head_dim),
         float_workspace=torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=DEVICE),
     )
     cases: list[dict[str, Any]] = []

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import ClassVar
 
 from bullet_graph.graphs.capture_plan import CapturePlan
@@ -67,7 +68,6 @@ class CaptureProgress:
 
     @property
     def num_missing(self) -> int:
-        """Number of graphs left."""
         return len(self._missing)
 
     @property
@@ -76,7 +76,7 @@ class CaptureProgress:
         return next(iter(self._missing), None)
 
     def note(self, key: CaptureKey) -> None:
-        """Note that this has been captured."""
+        """This has been captured."""
         del self._missing[key]
 
     def max_batch_size(self, partition: SmPartition) -> int:
@@ -88,12 +88,8 @@ class CaptureProgress:
         sizes = self._sizes[partition]
         if partition == WHOLE_GPU:
             return 0 if GraphKey(sizes[-1]) in self._missing else sizes[-1]
-        held = 0
-        for size in sizes:
-            if GraphKey(size, partition) in self._missing:
-                break
-            held = size
-        return held
+        held = takewhile(lambda size: GraphKey(size, partition) not in self._missing, sizes)
+        return max(held, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,7 @@ class CaptureReport:
     """Cost of capturing at a start.
 
     Attributes:
-        compile_seconds: compiling or loading layers, once for all graphs.
+        compile_seconds: compiling or loading layers, once.
         capture_seconds: everything else.
         num_bytes: device memory used, including workspaces allocated on the way.
     """

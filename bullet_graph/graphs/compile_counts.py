@@ -4,7 +4,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 
@@ -35,7 +34,7 @@ class CompileCounts:
 
     @property
     def total(self) -> int:
-        """All of them together; 0: nothing was compiled."""
+        """0: nothing was compiled."""
         return sum(asdict(self).values())
 
 
@@ -45,8 +44,7 @@ NOTHING_COMPILED = CompileCounts()
 class CompileCounter:
     """Counts during its ``with`` block, in all threads of this process; ``counts`` is complete once the block ends.
 
-    Args:
-        gpu: count what is compiled for a GPU, too; imports Triton.
+    ``gpu`` also counts what is compiled for a GPU, and imports Triton.
     """
 
     def __init__(self, *, gpu: bool) -> None:
@@ -65,9 +63,7 @@ class CompileCounter:
             knobs.compilation.listener = self._on_triton
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         after = _torch_counts()
         counts = {name: after[name] - self._before.get(name, 0) for name in after}
         if self._gpu:

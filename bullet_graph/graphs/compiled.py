@@ -38,11 +38,9 @@ CompiledPart = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """A part to compile, and arguments of a call.
+    """A part to compile for 2 to max_rows rows, and the arguments of a call.
 
-    Attributes:
-        rows: the first arguments, each [max_rows, width]; the compiled part takes 2 to max_rows rows.
-        rest: the other arguments: weights, which every layer has, None and numbers.
+    Those are ``rows``, each [max_rows, width], then ``rest``: weights, which every layer has, None and numbers.
     """
 
     name: str
@@ -52,12 +50,10 @@ class LayerPart:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """All arguments, in order."""
         return (*self.rows, *self.rest)
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a call."""
         return len(self.rows[0])
 
 
@@ -192,9 +188,7 @@ def compiled_functions(
 ) -> LayerFunctions:
     """Layer functions whose two parts are compiled once, for 2 to ``max_rows`` rows.
 
-    Args:
-        between: operations between the parts.
-        fused: operations of the parts.
+    ``fused`` are the operations of the parts, ``between`` those between them.
     """
 
     def compiled_input(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -233,12 +227,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tu
     return TritonOps.add_rms_norm(x, residual, weight, eps)
 
 
-def _add_rms_norm_shapes(
-    x: Tensor,
-    residual: Tensor,  # noqa: ARG001 - the operator's
-    weight: Tensor,  # noqa: ARG001
-    eps: float,  # noqa: ARG001
-) -> tuple[Tensor, Tensor]:
+def _add_rms_norm_shapes(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 

@@ -8,11 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
-from bullet_graph.graphs.capturing import captured
 from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_now, compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
 from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
-from bullet_graph.kernels.gpu import Gpu, cublas_sm_count, fitting_blas
+from bullet_graph.kernels.gpu import Gpu, captured, cublas_sm_count, fitting_blas
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import TritonOps, sample
@@ -100,8 +99,7 @@ class DecodeGraphs:
 
     def compile(self) -> None:
         """Compile or load a layer's two parts for steps of all sizes."""
-        for size in self.batch_sizes:
-            self._functions_for(size)
+        self._functions_for(self.batch_sizes[-1])
 
     def capture_one(self, key: GraphKey, stream: torch.cuda.Stream) -> None:
         """Capture one graph on the stream, which is bound to its partition; compiles first if need be."""
@@ -121,24 +119,18 @@ class DecodeGraphs:
         self._captured[key] = graph, token_ids
         self._sizes[key.partition] = tuple(sorted({*self._sizes.get(key.partition, ()), key.batch_size}))
 
-    def run(self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU, *, replay: bool = True) -> Tensor:
+    def run(self, inputs: DecodeInputs, partition: SmPartition = WHOLE_GPU) -> Tensor:
         """Enqueue a decode step on the current stream.
 
-        Args:
-            replay: False launches the graph's kernels one by one, for comparison.
-
-        Returns:
-            [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
+        Returns [n] int32 sampled tokens, valid until the next step runs; their logits are in :meth:`logits`.
         """
         rows = len(inputs.slots)
         key = GraphKey(smallest_holding(rows, self._sizes.get(partition, ())) or rows, partition)
-        if replay and key not in self._captured:
+        if key not in self._captured:
             raise ConfigError(
                 f"no decode graph was captured for {key}; captured: {len(self._captured)} graphs"
             )
-        step = self._prepare(self._pad(inputs, key.batch_size), partition)
-        if not replay:
-            return self._run(step, partition)[:rows]
+        self._prepare(self._pad(inputs, key.batch_size), partition)
         graph, token_ids = self._captured[key]
         graph.replay()
         return token_ids[:rows]

@@ -58,9 +58,7 @@ class EngineGraphs:
     ) -> CaptureReport:
         """Compile, and capture the graphs that an engine needs to be ready; waits for its own launches alone.
 
-        Args:
-            stream_for: binds the decode lane's stream to a partition, and returns it.
-            clock: records compilation, and captures by kind.
+        ``stream_for`` binds the decode lane's stream to a partition, and returns it.
         """
         start_s = time.perf_counter()
         free_before, _ = torch.cuda.mem_get_info()

@@ -11,9 +11,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bullet_graph.graphs.capturing import captured
 from bullet_graph.graphs.key import bucket_for, worthwhile_buckets
 from bullet_graph.kernels.attention import LayerRows
+from bullet_graph.kernels.gpu import captured
 from bullet_graph.kernels.ops import RowInputs, TorchOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, Hidden
@@ -81,8 +81,7 @@ class PiecewiseForward:
     def run(self, layer_index: int, rows: int) -> None:
         """Compute a piece for the first ``rows`` rows."""
         decoder, ops = self._decoder, self._ops
-        config, layers = decoder.config, decoder.weights.layers
-        eps = config.rms_norm_eps
+        config, layers, eps = decoder.config, decoder.weights.layers, decoder.config.rms_norm_eps
         x, residual = self._x[:rows], self.residual[:rows]
         if layer_index > 0:
             layer = layers[layer_index - 1]

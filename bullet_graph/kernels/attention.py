@@ -45,7 +45,7 @@ class ReferenceAttention:
     Args:
         q_indptr: [n + 1], where each sequence's rows start; one may have none.
         kv_lens: [n], tokens each sequence attends to; its rows are the last of them.
-        kv_indptr: [n + 1], where each sequence's blocks start in ``kv_indices``.
+        kv_indptr: [n + 1], where its blocks start in ``kv_indices``.
     """
 
     def __init__(

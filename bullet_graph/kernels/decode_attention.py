@@ -33,7 +33,6 @@ class DecodeKernelSettings:
         kv_heads: key heads of a tile, a divisor of the model's. More heads read longer runs of memory; with more than
             16 query heads they also compute more.
         tile: keys of a tile, tokens times ``kv_heads``, a power of two.
-        num_stages: pipeline stages of the loop over tiles, at least 3.
         ctas_per_sm: programs that an SM holds at once; their registers and shared memory must fit.
         max_registers: of a thread, None for the compiler's choice.
         sequence_cost: cost of starting a sequence, in blocks, when work is divided.
@@ -43,8 +42,6 @@ class DecodeKernelSettings:
 
     kv_heads: int
     tile: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
     ctas_per_sm: int = 2
     max_registers: int | None = None
     sequence_cost: int = 1
@@ -129,9 +126,8 @@ class DecodeBatch:
 class TritonDecodeAttention:
     """Kernels and scratch of one lane; never shared by two lanes that run at the same time.
 
-    The launches depend on the number of rows alone, so a captured graph serves batches of any lengths.
-
-    ``settings`` None takes :func:`default_settings` of the SMs that a plan names.
+    The launches depend on the number of rows alone, so a captured graph serves batches of any lengths. ``settings``
+    None takes :func:`default_settings` of the SMs that a plan names.
 
     Raises:
         ConfigError: a head's size is not one the kernels can take.
@@ -154,17 +150,17 @@ class TritonDecodeAttention:
         self._whole = settings or default_settings(config)
         self._part = settings or default_settings(config, whole_gpu=False)
         self._config = config
-        self._cache = cache
+        self.cache = cache
         self._max_rows = max_rows
         self._num_sms = gpu.num_sms
         self._overlap_launches = gpu.overlaps_launches
         device = cache.layer(0)[0].device
         slots = 2 * max(self._workers(gpu.num_sms, of) for of in (self._whole, self._part))
-        self._partials = torch.empty(
+        self.partials = torch.empty(
             slots, config.num_heads, config.head_dim, dtype=torch.float32, device=device
         )
-        self._partial_lse = torch.empty(slots, config.num_heads, dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(max_rows * config.num_kv_heads, dtype=torch.int32, device=device)
+        self.partial_lse = torch.empty(slots, config.num_heads, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(max_rows * config.num_kv_heads, dtype=torch.int32, device=device)
 
     def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
         """Lay the launches out for a number of SMs, None for all; computes and copies nothing.
@@ -198,23 +194,12 @@ class TritonDecodeAttention:
         head_groups = self._config.num_kv_heads // settings.kv_heads
         return max(1, num_sms * settings.ctas_per_sm // head_groups)
 
-    def launch(self, layer: int, q: Tensor, out: Tensor, planned: "PlannedDecode") -> None:
-        """Enqueue the kernels of a plan on the current stream."""
-        keys, values = self._cache.layer(layer)
-        batch, partials, lse = planned.batch, self._partials, self._partial_lse
-        planned.attention(
-            *(q, keys, values, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens, out),
-            *(partials, lse, self._arrived),
-        )
-        if planned.combination is not None:
-            planned.combination(batch.kv_indptr, partials, lse, out)
-
     def _attention(self, rows: int, workers: int, settings: DecodeKernelSettings) -> RepeatedLaunch:
         config = self._config
         head_groups = config.num_kv_heads // settings.kv_heads
         combines = rows >= settings.combine_rows
         q_heads = settings.kv_heads * (config.num_heads // config.num_kv_heads)
-        block_stride, token_stride, head_stride, _ = self._cache.layer(0)[0].stride()
+        block_stride, token_stride, head_stride, _ = self.cache.layer(0)[0].stride()
         return RepeatedLaunch(
             decode_attention_kernel,
             (workers * head_groups,),
@@ -223,7 +208,7 @@ class TritonDecodeAttention:
                 "NUM_HEADS": config.num_heads,
                 "NUM_KV_HEADS": config.num_kv_heads,
                 "HEAD_DIM": config.head_dim,
-                "BLOCK_TOKENS": self._cache.block_tokens,
+                "BLOCK_TOKENS": self.cache.block_tokens,
                 "BLOCK_STRIDE": block_stride,
                 "TOKEN_STRIDE": token_stride,
                 "HEAD_STRIDE": head_stride,
@@ -232,11 +217,11 @@ class TritonDecodeAttention:
                 "TILE": settings.tile,
                 "ROWS_BLOCK": triton.next_power_of_2(self._max_rows),
                 "SEQUENCE_COST": settings.sequence_cost,
-                "STAGES": settings.num_stages,
+                "STAGES": 3,  # of the loop over tiles, which needs at least these
                 "COMBINE": combines,
                 "PDL": self._overlap_launches and not combines,
             },
-            options={"num_warps": settings.num_warps, "maxnreg": settings.max_registers},
+            options={"num_warps": 4, "maxnreg": settings.max_registers},
         )
 
     def _combination(self, rows: int, workers: int, settings: DecodeKernelSettings) -> RepeatedLaunch:
@@ -284,4 +269,11 @@ class PlannedDecode:
                     f"{name} must be contiguous and have the {self.num_rows} rows that were planned; "
                     f"found shape {tuple(tensor.shape)}, strides {tensor.stride()}"
                 )
-        self.lane.launch(layer, q, out, self)
+        keys, values = self.lane.cache.layer(layer)
+        batch, partials, lse = self.batch, self.lane.partials, self.lane.partial_lse
+        self.attention(
+            *(q, keys, values, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens, out),
+            *(partials, lse, self.lane.arrived),
+        )
+        if self.combination is not None:
+            self.combination(batch.kv_indptr, partials, lse, out)

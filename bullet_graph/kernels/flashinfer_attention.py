@@ -79,14 +79,9 @@ def load_module(spec: ModuleSpec, library: Path | None = None) -> Any:
     return _loaded[spec]
 
 
-def prefill_backend(gpu: Gpu) -> Backend:
-    """fa3 on Hopper, fa2 elsewhere."""
-    return "fa3" if gpu.is_hopper else "fa2"
-
-
 def needed_module(gpu: Gpu, dtype: torch.dtype, head_dim: int) -> ModuleSpec:
-    """The module that an engine on this GPU runs."""
-    return ModuleSpec(prefill_backend(gpu), dtype, head_dim)
+    """The module that an engine on this GPU runs: fa3 on Hopper, fa2 elsewhere."""
+    return ModuleSpec("fa3" if gpu.is_hopper else "fa2", dtype, head_dim)
 
 
 # ---- attention ----
@@ -99,7 +94,7 @@ class PagedBatch:
     Attributes:
         q_indptr: [n + 1], where each sequence's rows start.
         kv_indptr: [n + 1], where its blocks start in ``kv_indices``.
-        last_block_tokens: [n], tokens in each sequence's last block.
+        last_block_tokens: [n].
         host_kv_lens: [n], tokens each sequence attends to.
     """
 
@@ -123,24 +118,18 @@ class PrefillAttention:
     """
 
     def __init__(
-        self,
-        shape: DecoderShape,
-        cache: KVCache,
-        *,
-        dtype: torch.dtype,
-        backend: Backend,
-        float_workspace: Tensor,
+        self, shape: DecoderShape, cache: KVCache, *, spec: ModuleSpec, float_workspace: Tensor
     ) -> None:
         self.cache = cache
         self._shape = shape
-        self._backend = backend
-        self.module = load_module(ModuleSpec(backend, dtype, shape.head_dim))
+        self._backend = spec.backend
+        self.module = load_module(spec)
         self._float_workspace = float_workspace
         self._int_workspace = torch.empty(
             _INT_WORKSPACE_BYTES, dtype=torch.uint8, device=float_workspace.device
         )
         self._staging = PinnedRing(_INT_WORKSPACE_BYTES)
-        self.settings = _run_settings(backend, shape.head_dim)
+        self.settings = _run_settings(spec.backend, shape.head_dim)
 
     def plan(self, batch: PagedBatch) -> "PlannedAttention":
         """Divide the batch over the SMs and enqueue the plan's copy to the device."""
@@ -194,13 +183,8 @@ class PrefillAttention:
 
 def _run_settings(backend: Backend, head_dim: int) -> tuple[Any, ...]:
     """The arguments of a run that follow its output."""
-    common = (
-        None,
-        _CAUSAL_MASK,
-        _NHD_LAYOUT,
-        _NO_WINDOW,
-        True,
-    )  # no log-sum-exp; programmatic dependent launch
+    # No log-sum-exp; programmatic dependent launch.
+    common = (None, _CAUSAL_MASK, _NHD_LAYOUT, _NO_WINDOW, True)
     no_items = (None, None, None)  # no multi-item scoring: prefixes, positions, lengths
     scale = 1.0 / math.sqrt(head_dim)
     if backend == "fa2":

@@ -79,10 +79,9 @@ class TorchOps:
             qkv: [rows, q_size + 2 * kv_size]; its keys are replaced by the rotated ones.
             keys: [num_blocks, block_tokens, num_kv_heads, head_dim]; likewise ``values``.
             norms: applied to each query and key head before RoPE; None where the model has none.
-            out: where to put the queries, or None for new memory.
 
         Returns:
-            Queries, [rows, num_heads, head_dim].
+            Queries, [rows, num_heads, head_dim], in ``out`` or in new memory.
         """
         rows, heads = len(qkv), shape.num_heads
         q, k, v = torch.tensor_split(

@@ -6,6 +6,13 @@
 import triton
 import triton.language as tl
 
+from bullet_graph.kernels import sampler
+from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS
+
+_SETTINGS_COLUMNS = tl.constexpr(sampler.SETTINGS_COLUMNS)
+_MASKED_COLUMN = tl.constexpr(sampler.MASKED_IDS_COLUMN)
+_MASKED_COUNT = tl.constexpr(MAX_MASKED_TOKEN_IDS)
+
 
 @triton.jit
 def add_rms_norm_kernel(
@@ -142,14 +149,12 @@ def rope_and_cache_kernel(
 
 
 @triton.jit
-def _load_scores(
-    row_ptr, ids, vocab_size, settings_ptr, is_masked, MASKED_COLUMN: tl.constexpr, MASKED_COUNT: tl.constexpr
-):
+def _load_scores(row_ptr, ids, vocab_size, settings_ptr, is_masked):
     """Logits of the given token ids in float32, -inf outside the vocabulary and for masked ids."""
     scores = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     if is_masked:
-        for i in tl.static_range(MASKED_COUNT):
-            masked_id = tl.load(settings_ptr + MASKED_COLUMN + i)
+        for i in tl.static_range(_MASKED_COUNT):
+            masked_id = tl.load(settings_ptr + _MASKED_COLUMN + i)
             scores = tl.where(ids == masked_id, -float("inf"), scores)
     return scores
 
@@ -171,9 +176,6 @@ def sample_kernel(
     out_ptr,
     vocab_size,
     row_stride,
-    SETTINGS_COLUMNS: tl.constexpr,
-    MASKED_COLUMN: tl.constexpr,
-    MASKED_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row a program: greedy, or Gumbel-max over what top_k, top_p and min_p leave.
@@ -183,7 +185,7 @@ def sample_kernel(
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     position = tl.load(positions_ptr + row)
-    settings = settings_ptr + slot * SETTINGS_COLUMNS
+    settings = settings_ptr + slot * _SETTINGS_COLUMNS
     temperature = tl.load(settings).to(tl.float32, bitcast=True)
     is_masked = position < tl.load(settings + 6)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
@@ -194,7 +196,7 @@ def sample_kernel(
     best_id = tl.full((BLOCK,), 0, tl.int32)
     for start in range(0, vocab_size, BLOCK):
         ids = start + lanes
-        scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT)
+        scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked)
         better = scores > best
         best = tl.where(better, scores, best)
         best_id = tl.where(better, ids, best_id)
@@ -218,9 +220,7 @@ def sample_kernel(
                 count = tl.full((BLOCK,), 0, tl.int32)
                 for start in range(0, vocab_size, BLOCK):
                     ids = start + lanes
-                    scores = _load_scores(
-                        row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT
-                    )
+                    scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked)
                     kept = (_order_key(scores / divisor) >= middle) & (ids < vocab_size)
                     count += kept.to(tl.int32)
                 enough = tl.sum(count, axis=0) >= top_k
@@ -231,10 +231,7 @@ def sample_kernel(
             mass = tl.full((BLOCK,), 0.0, tl.float32)
             for start in range(0, vocab_size, BLOCK):
                 ids = start + lanes
-                scores = _load_scores(
-                    row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT
-                )
-                scores = scores / divisor
+                scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked) / divisor
                 mass += tl.where(_order_key(scores) >= threshold, tl.exp(scores - peak), 0.0)
             wanted = top_p * tl.sum(mass, axis=0)
             low, high = threshold, high_key
@@ -243,10 +240,7 @@ def sample_kernel(
                 mass = tl.full((BLOCK,), 0.0, tl.float32)
                 for start in range(0, vocab_size, BLOCK):
                     ids = start + lanes
-                    scores = _load_scores(
-                        row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT
-                    )
-                    scores = scores / divisor
+                    scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked) / divisor
                     mass += tl.where(_order_key(scores) >= middle, tl.exp(scores - peak), 0.0)
                 enough = tl.sum(mass, axis=0) >= wanted
                 low = tl.where(enough, middle, low)
@@ -258,8 +252,7 @@ def sample_kernel(
         best_id = tl.full((BLOCK,), 0, tl.int32)
         for start in range(0, vocab_size, BLOCK):
             ids = start + lanes
-            scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked, MASKED_COLUMN, MASKED_COUNT)
-            scores = scores / divisor
+            scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked) / divisor
             counter = ids.to(tl.uint32, bitcast=True)
             zero = counter * 0
             bits, _, _, _ = tl.philox_impl(

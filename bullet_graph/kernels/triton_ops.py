@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import HeadNorms, RowInputs, TorchOps
-from bullet_graph.kernels.sampler import MASKED_IDS_COLUMN, SETTINGS_COLUMNS, SamplingState
+from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_kernels import (
     add_rms_norm_kernel,
     gemv_kernel,
@@ -19,7 +19,6 @@ from bullet_graph.kernels.triton_kernels import (
     swiglu_matmul_kernel,
 )
 from bullet_graph.perf.roofline import DecoderShape
-from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS
 
 _HEADS_BLOCK = 16
 _VOCAB_BLOCK = 4096
@@ -138,7 +137,6 @@ class SwigluTiling:
     """How the fused product is laid out on an SM; the defaults were the fastest of those measured on an H200.
 
     Attributes:
-        block_m: rows of an output tile.
         block_n: columns of an output tile, of gate and of up each.
         block_k: terms of the sums per step; 64 of 16 bits make the widest rows of shared memory that TMA writes.
         group_m: tiles above one another that are computed before those beside them.
@@ -217,9 +215,6 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
             out,
             vocab_size,
             logits.stride(0),
-            SETTINGS_COLUMNS=SETTINGS_COLUMNS,
-            MASKED_COLUMN=MASKED_IDS_COLUMN,
-            MASKED_COUNT=MAX_MASKED_TOKEN_IDS,
             BLOCK=min(_VOCAB_BLOCK, triton.next_power_of_2(vocab_size)),
             num_warps=8,
         )

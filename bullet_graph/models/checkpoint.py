@@ -5,6 +5,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,12 +54,7 @@ class _StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Opened files with the tensors that the config requires.
-
-    Attributes:
-        source: the file that lists the tensors, for messages.
-        tensors: by Hugging Face's names.
-    """
+    """Opened files with the tensors that the config requires, by Hugging Face's names; ``source`` lists them."""
 
     source: Path
     tensors: Mapping[str, _StoredTensor]
@@ -199,13 +195,12 @@ class WeightLoading:
     thread waits for its own stream and events, never for the device or the default stream: another thread may be
     capturing a CUDA graph in the mode ``thread_local``.
 
+    ``started_s`` and ``ended_s`` are by ``time.perf_counter``; the second is None without success.
+
     Args:
         weights: allocated on the current stream.
         fill: runs in the thread: fills them on the current stream, and yields the bytes of each piece.
         advance: called with these bytes, in the thread.
-
-    Attributes:
-        started_s: when the thread began, by ``time.perf_counter``; ``ended_s`` likewise, None without success.
     """
 
     def __init__(
@@ -214,7 +209,6 @@ class WeightLoading:
         self._device = weights.embed.device
         self._fill = fill
         self._advance = advance
-        self._error: BaseException | None = None
         self._stopped = threading.Event()
         self._made = None
         if self._device.type == "cuda":
@@ -222,13 +216,12 @@ class WeightLoading:
             self._made.record()
         self.started_s = time.perf_counter()
         self.ended_s: float | None = None
-        self._thread = threading.Thread(target=self._run, name="bullet-graph-weights")
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1, "bullet-graph-weights")
+        self._done = self._pool.submit(self._run)
 
     def join(self) -> None:
         """Wait until all weights are there, for every stream; raises what filling them raised."""
-        self._thread.join()
-        error, self._error = self._error, None
+        error = self._done.exception()
         if error is not None:
             # Its frames would keep the weights alive with the error.
             traceback.clear_frames(error.__traceback__)
@@ -239,8 +232,7 @@ class WeightLoading:
 
     def __exit__(self, *exc: object) -> None:
         self._stopped.set()
-        self._thread.join()
-        self._error = None
+        self._pool.shutdown()
 
     def _run(self) -> None:
         try:
@@ -251,8 +243,6 @@ class WeightLoading:
                     if self._stopped.is_set():
                         return
             self.ended_s = time.perf_counter()
-        except BaseException as error:
-            self._error = error
         finally:
             del self._fill  # and the files that it holds open
 
@@ -261,10 +251,10 @@ class WeightLoading:
         if self._made is None:
             yield
             return
-        with ExitStack() as stack:
-            stack.enter_context(torch.cuda.device(self._device))
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_event(self._made)
-            stack.enter_context(torch.cuda.stream(stream))
-            stack.callback(stream.synchronize)
-            yield
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_event(self._made)
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                stream.synchronize()

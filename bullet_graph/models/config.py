@@ -9,6 +9,8 @@ from bullet_graph.models.json_files import JsonObject, read_json_object
 from bullet_graph.perf.roofline import decode_weight_bytes
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
+AttentionKind = Literal["full", "window"]
+"""A window is refused where a config is read: no kernel here has one."""
 
 DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element, by dtype."""
@@ -37,7 +39,7 @@ class ModelConfig:
     Attributes:
         architecture: the Hugging Face class name, such as ``LlamaForCausalLM``.
         qk_norm: RMSNorm over each query and key head before RoPE (Qwen3).
-        dtype: the checkpoint's own dtype.
+        dtype: the checkpoint's own.
     """
 
     architecture: str
@@ -57,6 +59,12 @@ class ModelConfig:
     qk_norm: bool = False
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """By layer."""
+        full: AttentionKind = "full"
+        return (full,) * self.num_layers
 
     @property
     def q_size(self) -> int:

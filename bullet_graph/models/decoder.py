@@ -74,11 +74,8 @@ class Decoder:
     ) -> Hidden:
         """Run layers [first, last); None means to the end.
 
-        Args:
-            positions: [rows], position of each row's token.
-            kv_slots: [rows], where its keys and values go: block * block_tokens + offset.
-            attention: planned for these rows.
-            sampled: the rows (and padding) that the last layer returns; None: all rows.
+        ``positions`` and ``kv_slots`` are those of :class:`~bullet_graph.kernels.ops.RowInputs`; ``attention`` is
+        planned for these rows. The last layer returns the rows (and padding) ``sampled``; None means all rows.
         """
         inputs = RowInputs(positions, kv_slots, self.cos_sin)
         eps = self.config.rms_norm_eps
@@ -103,8 +100,7 @@ class Decoder:
     ) -> Hidden:
         """Compute the last layer from its attention on, for the sampled rows alone.
 
-        Args:
-            rows: of all rows, whose keys and values are in the cache; likewise ``residual`` [rows, hidden_size].
+        ``rows`` and ``residual`` [rows, hidden_size] are of all rows, whose keys and values are in the cache.
         """
         rows = LayerRows(rows.q[sampled.rows], rows.k, rows.v)
         residual = residual[sampled.rows]

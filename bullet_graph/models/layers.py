@@ -7,6 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from bullet_graph.kernels.ops import HeadNorms, TorchOps
+from bullet_graph.models.config import AttentionKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,9 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """Projections of attention.
+    """Projections of attention; ``qkv`` gives (num_heads + 2 * num_kv_heads) * head_dim columns: q, then k, then v."""
 
-    Attributes:
-        qkv: to (num_heads + 2 * num_kv_heads) * head_dim columns: q, then k, then v.
-    """
-
+    kind: AttentionKind
     qkv: Linear
     o: Linear
     head_norms: HeadNorms | None = None
@@ -43,8 +41,7 @@ class Layer:
     """One decoder layer.
 
     Attributes:
-        input_norm: [hidden_size], RMSNorm before attention.
-        post_norm: [hidden_size], RMSNorm before the MLP.
+        input_norm: [hidden_size], RMSNorm before attention; ``post_norm`` is the one before the MLP.
         input_weights: those of :func:`attention_input`. Gathered once, because an eager forward waits for Python.
         output_weights: those of :func:`attention_output`.
     """

@@ -1,14 +1,14 @@
-"""Built-in model shapes: with random weights, they run without a file."""
+"""The models there are: folders of a supported architecture, and presets, which run with random weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from bullet_graph.errors import ModelError
+from bullet_graph.errors import ModelError, UnsupportedModelError
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.families import load_model_config
-from bullet_graph.models.families.llama import LLAMA_3_1_8B, LLAMA_3_2_1B, TINY
-from bullet_graph.models.families.qwen import QWEN3_0_6B, QWEN3_8B
+from bullet_graph.models.families.llama import LLAMA, LLAMA_3_1_8B, LLAMA_3_2_1B, TINY, read_llama
+from bullet_graph.models.families.qwen import QWEN2, QWEN3, QWEN3_0_6B, QWEN3_8B, read_qwen2, read_qwen3
+from bullet_graph.models.json_files import JsonObject, read_json_object
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
@@ -22,6 +22,32 @@ PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
 
 PRESETS_OF_BYTES = frozenset({"tiny"})
 """Presets whose text is read and written byte by byte (``byte_tokenizer``); the others take only token ids."""
+
+_READERS: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
+    LLAMA: read_llama,
+    QWEN2: read_qwen2,
+    QWEN3: read_qwen3,
+}
+"""Reader of ``config.json``, by Hugging Face's name of the architecture."""
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Read ``config.json`` of a Hugging Face model folder.
+
+    Raises:
+        UnsupportedModelError: the architecture, or a feature that the file switches on, is not implemented.
+        ModelError: no such folder or file, invalid JSON, or a key that is missing, wrong or contradictory.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder; expected a model folder that holds config.json")
+    config = read_json_object(folder / "config.json")
+    names = config.get("architectures")
+    supported = f"a list naming one of {', '.join(_READERS)}"
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        config.fail("architectures", supported)
+    if names[0] not in _READERS:
+        config.fail("architectures", supported, UnsupportedModelError)
+    return _READERS[names[0]](config)
 
 
 def resolve_model(name_or_path: str) -> tuple[ModelConfig, Path | None]:

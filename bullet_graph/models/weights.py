@@ -22,10 +22,7 @@ def torch_dtype(name: DtypeName) -> torch.dtype:
 class ModelWeights:
     """All weights of a decoder.
 
-    Attributes:
-        embed: [vocab_size, hidden_size].
-        final_norm: [hidden_size].
-        lm_head: [vocab_size, hidden_size]; the same tensor as ``embed`` if the embeddings are tied.
+    ``embed`` and ``lm_head`` are [vocab_size, hidden_size], and one tensor if the embeddings are tied.
     """
 
     embed: Tensor
@@ -69,6 +66,7 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         Layer(
             input_norm=zeros(config.hidden_size),
             attention=SelfAttention(
+                kind=kind,
                 qkv=Linear(zeros(qkv_size, config.hidden_size), zeros(qkv_size) if config.qkv_bias else None),
                 o=Linear(zeros(config.hidden_size, config.q_size)),
                 head_norms=HeadNorms(zeros(config.head_dim), zeros(config.head_dim), config.rms_norm_eps)
@@ -81,7 +79,7 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
                 down=Linear(zeros(config.hidden_size, config.intermediate_size)),
             ),
         )
-        for _ in range(config.num_layers)
+        for kind in config.attention_kinds
     )
     return ModelWeights(
         embed=embed,

@@ -12,11 +12,7 @@ from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.kernels.attention import MixedAttention
 from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
-from bullet_graph.kernels.flashinfer_attention import (
-    PagedBatch,
-    PrefillAttention,
-    prefill_backend,
-)
+from bullet_graph.kernels.flashinfer_attention import PagedBatch, PrefillAttention, needed_module
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
@@ -75,19 +71,18 @@ class EagerLane:
         self._functions = eager_functions(TritonOps(gpu))
         self._partial_functions = eager_functions(TritonOps())
         self._graphs = graphs
-        backend = prefill_backend(gpu)
+        module = needed_module(gpu, decoder.weights.lm_head.dtype, config.head_dim)
         prompt_lane = partial(
             PrefillAttention,
             config,
             decoder.cache,
-            dtype=decoder.weights.lm_head.dtype,
-            backend=backend,
+            spec=module,
             # The two run one after the other, so they share their workspace.
             float_workspace=torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=device),
         )
         self._cached_attention = prompt_lane()
         # Contiguous keys are faster only with TMA, which fa3 uses.
-        self._fresh_attention = prompt_lane() if backend == "fa3" else None
+        self._fresh_attention = prompt_lane() if module.backend == "fa3" else None
         # For decode rows in each layer, and for all sampled rows in the last: one after the other.
         self._decode_attention = TritonDecodeAttention(config, decoder.cache, max_rows=max_num_seqs, gpu=gpu)
         # The batch sizes of captured decode steps: for any other size, cuBLAS may choose a kernel that the device must

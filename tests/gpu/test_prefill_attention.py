@@ -11,7 +11,7 @@ from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAtten
 from bullet_graph.kernels.flashinfer_attention import (
     PagedBatch,
     PrefillAttention,
-    prefill_backend,
+    needed_module,
 )
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
@@ -47,8 +47,7 @@ class Kernels:
             PrefillAttention(
                 config,
                 cache,
-                dtype=dtype,
-                backend=prefill_backend(Gpu.of(DEVICE)),
+                spec=needed_module(Gpu.of(DEVICE), dtype, config.head_dim),
                 float_workspace=scratch,
             )
             for _ in range(2)

@@ -13,10 +13,10 @@ import torch
 
 from bullet_graph.graphs.capture_order import PieceKey, capture_order, hot_keys
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
-from bullet_graph.graphs.capturing import captured
 from bullet_graph.graphs.decode_graph import DecodeGraphs
 from bullet_graph.graphs.key import GraphKey
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
+from bullet_graph.kernels.gpu import captured
 from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime import cuda

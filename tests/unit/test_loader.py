@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from bullet_graph.errors import CheckpointError
 from bullet_graph.models import weights as loader
 from bullet_graph.models.checkpoint import open_checkpoint
-from bullet_graph.models.families import load_model_config
-from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.weights import ModelWeights, weight_shapes, zero_weights
 
 CPU = torch.device("cpu")

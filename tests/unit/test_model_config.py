@@ -11,8 +11,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from bullet_graph.errors import ModelError, UnsupportedModelError
 from bullet_graph.models.config import Llama3RopeScaling, ModelConfig
-from bullet_graph.models.families import load_model_config
-from bullet_graph.models.presets import PRESETS, resolve_model
+from bullet_graph.models.presets import PRESETS, load_model_config, resolve_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

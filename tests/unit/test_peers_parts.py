@@ -23,8 +23,7 @@ from bench.peers.systems import Candidate
 from bench.peers.vllm_system import write_model_folder
 from bullet_graph import ConfigError, RequestError
 from bullet_graph.errors import DeviceError
-from bullet_graph.models.families import load_model_config
-from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.serve.client import TokenCounter
 
 # ---- systems ----

@@ -33,7 +33,7 @@ def zeros() -> ModelWeights:
 
 
 def loader_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == THREAD]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD)]
 
 
 # ---- the thread ----
