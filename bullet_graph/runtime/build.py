@@ -41,7 +41,7 @@ from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory, workspace_bytes
 from bullet_graph.runtime.performance import find_performance
 from bullet_graph.runtime.resolve import Runtime, check_device
-from bullet_graph.runtime.self_check import step_logits
+from bullet_graph.runtime.self_check import reference_logits
 
 CPU_KV_CACHE_BYTES = 1024**3
 """Size of the KV cache on the CPU unless ``kv_cache_bytes`` is set; host memory is left to others."""
@@ -242,7 +242,7 @@ def _build_cpu(
     if functions is not None:
         # Of one row, nothing is compiled.
         sizes = batch_size_buckets(config.max_num_seqs)[1:] or (2,)
-        hook = SelfCheckHook(decoder, partial(step_logits, decoder, functions), sizes)
+        hook = SelfCheckHook(decoder, partial(reference_logits, decoder, functions), sizes)
     return BuiltRuntime(executor, ledger, performance, self_check=hook)
 
 

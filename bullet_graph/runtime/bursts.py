@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bullet_graph.config import KV_BLOCK_TOKENS
-from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs
+from bullet_graph.graphs.decode_graph import DecodeGraphs
 from bullet_graph.graphs.key import GraphKey, bucket_for, row_buckets
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.kernels.gpu import Gpu
@@ -22,7 +22,7 @@ from bullet_graph.partition.backend import PartitionBackend, open_backend
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition, partition_of
 from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S, ProfileLimits, ProfilePoint
 from bullet_graph.runtime.build import build_decoder, partitions_of
-from bullet_graph.runtime.cuda import lane_stream
+from bullet_graph.runtime.cuda import decode_inputs, lane_stream
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.profile import Prepared
 from bullet_graph.runtime.rows import lay_out
@@ -170,7 +170,7 @@ class Workbench:
         partition = self._partition(point)
         lanes: list[FedLane] = []
         if point.kind in ("decode", "split"):
-            inputs = self._decode_inputs(point)
+            inputs = decode_inputs(lay_out(None, self._decode_batch(point), KV_BLOCK_TOKENS))
             lanes.append(
                 FedLane(self._stream("decode", partition), lambda: self._graphs.run(inputs, partition))
             )
@@ -204,10 +204,6 @@ class Workbench:
             kv_indptr=np.arange(rows + 1, dtype=np.int32) * np.int32(blocks_per_seq),
             kv_indices=self._blocks[: rows * blocks_per_seq],
         )
-
-    def _decode_inputs(self, point: ProfilePoint) -> DecodeInputs:
-        rows = lay_out(None, self._decode_batch(point), KV_BLOCK_TOKENS)
-        return DecodeInputs(rows.decode_slots, rows.positions, rows.kv_slots, rows.kv_indptr, rows.kv_indices)
 
     def _chunk(self, point: ProfilePoint) -> PrefillBatch:
         num_blocks = -(-(point.cached_tokens + point.tokens) // KV_BLOCK_TOKENS)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from bullet_graph.captures.store import CaptureStore, Entry, Lookup, default_root, file_errors
 from bullet_graph.config import EngineConfig
@@ -41,7 +40,7 @@ from bullet_graph.perf.start_report import PhaseName, StartClock
 from bullet_graph.perf.table import PerfTable, read_table
 from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.resolve import Runtime
-from bullet_graph.runtime.self_check import SelfCheckPoint, SelfCheckStep, checked_sizes, run_self_check
+from bullet_graph.runtime.self_check import SelfCheckPoint, StepLogits, checked_sizes, run_self_check
 
 if TYPE_CHECKING:
     from bullet_graph.runtime.build import BuiltRuntime  # it imports this module
@@ -300,12 +299,11 @@ class SelfCheckHook:
 
     Attributes:
         decoder: whose uncompiled forward is the reference.
-        logits_of: see :func:`~bullet_graph.runtime.self_check.run_self_check`.
         batch_sizes: that are captured or compiled, rising.
     """
 
     decoder: Decoder
-    logits_of: Callable[[SelfCheckStep], Tensor]
+    logits_of: StepLogits
     batch_sizes: tuple[int, ...]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from bullet_graph.graphs.compiled import PartCompiler, by_rows, compiled_functions
 from bullet_graph.kernels.attention import ReferenceAttention
+from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState, sample, token_logprobs
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
@@ -28,6 +29,17 @@ class _Forward:
     attention: ReferenceAttention
     sampled: SampledRows
     hidden: Hidden
+
+
+def reference_attention(cache: KVCache, rows: Rows, q_indptr: Int32Array) -> ReferenceAttention:
+    """Attention of a forward's rows, or of the sampled ones: ``q_indptr`` [n + 1], where each sequence's start."""
+    return ReferenceAttention(
+        cache,
+        q_indptr=q_indptr.tolist(),
+        kv_lens=rows.kv_lens.tolist(),
+        kv_indptr=rows.kv_indptr.tolist(),
+        kv_indices=torch.from_numpy(rows.kv_indices).long().to(cache.layer(0)[0].device),
+    )
 
 
 @torch.inference_mode()
@@ -99,13 +111,7 @@ class CpuExecutor(WallClock):
             self._state.settings[init.slot] = torch.from_numpy(settings_row(init))
         rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
         attention, sampled_attention = (
-            ReferenceAttention(
-                self._decoder.cache,
-                q_indptr=q_indptr.tolist(),
-                kv_lens=rows.kv_lens.tolist(),
-                kv_indptr=rows.kv_indptr.tolist(),
-                kv_indices=torch.from_numpy(rows.kv_indices).long(),
-            )
+            reference_attention(self._decoder.cache, rows, q_indptr)
             for q_indptr in (rows.q_indptr, rows.sample_indptr)
         )
         sampled = SampledRows(

@@ -29,9 +29,8 @@ from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
 from bullet_graph.runtime.executor import WallClock, clear_frames, keep_for_ever
-from bullet_graph.runtime.rows import lay_out, settings_row
-from bullet_graph.runtime.self_check import SelfCheckStep
-from bullet_graph.runtime.step import Placement, SlotInit, Step, StepLogprobs, StepResult
+from bullet_graph.runtime.rows import Rows, lay_out, settings_row
+from bullet_graph.runtime.step import Int32Array, Placement, SlotInit, Step, StepLogprobs, StepResult
 
 _POLL_S = 20e-6
 """Time between two queries of the device. Sleeping lets other threads run; with work queued, nothing waits for it."""
@@ -42,6 +41,11 @@ def lane_stream(
 ) -> torch.cuda.Stream:
     """The lane's stream, bound to the partition until the next call for the lane; captured graphs keep their SMs."""
     return torch.cuda.ExternalStream(backend.stream(lane, partition), device=device)
+
+
+def decode_inputs(rows: Rows) -> DecodeInputs:
+    """The inputs of a captured step, from rows that all decode."""
+    return DecodeInputs(rows.decode_slots, rows.positions, rows.kv_slots, rows.kv_indptr, rows.kv_indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,18 +219,15 @@ class CudaExecutor(WallClock):
         return () if self._layer_graphs is None else self._layer_graphs.buckets
 
     @torch.inference_mode()
-    def self_check_logits(self, step: SelfCheckStep) -> torch.Tensor:
+    def self_check_logits(self, token_ids: Int32Array, rows: Rows) -> Tensor:
         """Logits of a captured decode step, for the self-check; call it only before the first launch."""
         if self._graphs is None:
             raise RuntimeError("no decode steps were captured")
-        stream = self._stream("decode", WHOLE_GPU)
-        slots = np.arange(len(step.token_ids), dtype=np.int32)
+        stream, num_rows = self._stream("decode", WHOLE_GPU), len(token_ids)
         with torch.cuda.stream(stream):
-            self._state.last_token[: len(slots)] = torch.from_numpy(step.token_ids).to(self._state.last_token)
-            self._graphs.run(
-                DecodeInputs(slots, step.positions, step.kv_slots, step.kv_indptr, step.kv_indices)
-            )
-            logits = self._graphs.logits(len(slots)).clone()
+            self._state.last_token[:num_rows] = torch.from_numpy(token_ids).to(self._state.last_token)
+            self._graphs.run(decode_inputs(rows))
+            logits = self._graphs.logits(num_rows).clone()
         # The reference runs on the default stream.
         stream.synchronize()
         return logits
@@ -297,10 +298,7 @@ class CudaExecutor(WallClock):
                 lane.write_slots(step.admitted, self._state.settings)
             rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
             if step.prefill is None and self._graphs is not None:
-                inputs = DecodeInputs(
-                    rows.decode_slots, rows.positions, rows.kv_slots, rows.kv_indptr, rows.kv_indices
-                )
-                token_ids = self._graphs.run(inputs, placement.partition)
+                token_ids = self._graphs.run(decode_inputs(rows), placement.partition)
                 return self._graphs.logits(len(token_ids)), token_ids
             lane.forward = lane.eager.begin(rows, whole_gpu=whole_gpu)
         if lane.forward is None:

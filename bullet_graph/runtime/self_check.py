@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, eager_functions
-from bullet_graph.runtime.step import Int32Array
+from bullet_graph.runtime.cpu import reference_attention
+from bullet_graph.runtime.rows import Rows, lay_out
+from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch
 
 TOLERANCES = MappingProxyType({torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4})
 """Largest relative error of a row of logits, by dtype.
@@ -31,28 +32,8 @@ _MOST_COMPARED = 8
 """Rows of a batch that the reference computes: it goes through sequences one by one."""
 
 
-@dataclass(frozen=True, slots=True)
-class SelfCheckStep:
-    """One decode step of ``n`` sequences of the same length, each in a block of its own.
-
-    All are int32 and [n], but for ``kv_indptr``, [n + 1].
-    """
-
-    token_ids: Int32Array
-    positions: Int32Array
-    kv_slots: Int32Array
-    kv_indptr: Int32Array
-    kv_indices: Int32Array
-
-    def take(self, rows: Int32Array) -> "SelfCheckStep":
-        """The step of some of the sequences."""
-        return SelfCheckStep(
-            self.token_ids[rows],
-            self.positions[rows],
-            self.kv_slots[rows],
-            self.kv_indptr[: len(rows) + 1],
-            self.kv_indices[rows],
-        )
+StepLogits = Callable[[Int32Array, Rows], Tensor]
+"""Logits of a decode step, [n, vocab_size]: of its n token ids, in its rows, before the next step runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,74 +67,63 @@ def checked_sizes(decoder: Decoder, batch_sizes: Sequence[int], *, sample: bool)
 
 @torch.inference_mode()
 def run_self_check(
-    decoder: Decoder, logits_of: Callable[[SelfCheckStep], Tensor], batch_sizes: Sequence[int]
+    decoder: Decoder, logits_of: StepLogits, batch_sizes: Sequence[int]
 ) -> tuple[SelfCheckPoint, ...]:
-    """Compare for each batch size. Overwrites the KV cache, which must hold nothing of use.
-
-    Args:
-        logits_of: runs one step and gives its logits, [n, vocab_size], before the next one runs.
-    """
+    """Compare for each batch size. Overwrites the KV cache, which must hold nothing of use."""
     tolerance = TOLERANCES[decoder.weights.lm_head.dtype]
     return tuple(
         SelfCheckPoint(size, _relative_error(decoder, logits_of, size), tolerance) for size in batch_sizes
     )
 
 
-def step_logits(decoder: Decoder, functions: LayerFunctions, *steps: SelfCheckStep) -> Tensor:
-    """Logits of the last of consecutive steps, [n, vocab_size], with reference attention and in one forward."""
+def reference_logits(
+    decoder: Decoder, functions: LayerFunctions, token_ids: Int32Array, rows: Rows
+) -> Tensor:
+    """Logits of the rows that are sampled, [s, vocab_size], with reference attention; ``token_ids`` are of all rows."""
     device = decoder.cos_sin.device
-
-    def index(name: str) -> Tensor:
-        """[n * len(steps)], sequence by sequence."""
-        return _indices(np.stack([getattr(step, name) for step in steps], axis=1).ravel(), device)
-
-    last = steps[-1]
-    num_rows = len(last.token_ids) * len(steps)
-    attention = ReferenceAttention(
-        decoder.cache,
-        q_indptr=list(range(0, num_rows + 1, len(steps))),
-        kv_lens=(last.positions + 1).tolist(),
-        kv_indptr=last.kv_indptr.tolist(),
-        kv_indices=_indices(last.kv_indices, device),
-    )
     hidden = decoder.run_layers(
-        decoder.embed(index("token_ids")), index("positions"), index("kv_slots"), attention, functions
+        decoder.embed(_indices(token_ids, device)),
+        _indices(rows.positions, device),
+        _indices(rows.kv_slots, device),
+        reference_attention(decoder.cache, rows, rows.q_indptr),
+        functions,
     )
-    return decoder.logits(hidden, functions.ops)[len(steps) - 1 :: len(steps)]
+    return decoder.logits(hidden, functions.ops)[_indices(rows.sample_rows, device)]
 
 
 def _indices(values: Int32Array, device: torch.device) -> Tensor:
     return torch.from_numpy(values).long().to(device)
 
 
-def _relative_error(decoder: Decoder, logits_of: Callable[[SelfCheckStep], Tensor], batch_size: int) -> float:
-    steps = _steps(batch_size, decoder.config.vocab_size, decoder.cache.block_tokens)
+def _relative_error(decoder: Decoder, logits_of: StepLogits, batch_size: int) -> float:
+    block_tokens = decoder.cache.block_tokens
+    tokens = np.random.default_rng(SEED).integers(
+        0, decoder.config.vocab_size, (batch_size, STEPS), dtype=np.int32
+    )
+    # Each sequence has a block of its own.
+    indptr = np.arange(batch_size + 1, dtype=np.int32)
+    slots, blocks = indptr[:-1], indptr[1:]
+    for position in range(STEPS):
+        step = DecodeBatch(slots, np.full_like(slots, position), indptr, blocks)
+        logits = logits_of(tokens[:, position], lay_out(None, step, block_tokens))
     compared = np.unique(np.linspace(0, batch_size - 1, min(batch_size, _MOST_COMPARED)).astype(np.int32))
-    for step in steps:
-        logits = logits_of(step)
-    found = logits[_indices(compared, logits.device)].float()
+    num_compared = len(compared)
+    prompts = PrefillBatch(
+        slots=compared,
+        token_ids=tokens[compared].ravel(),
+        q_indptr=indptr[: num_compared + 1] * np.int32(STEPS),
+        starts=np.zeros_like(compared),
+        kv_indptr=indptr[: num_compared + 1],
+        kv_indices=blocks[compared],
+        samples=np.ones(num_compared, dtype=np.bool_),
+    )
+    rows = lay_out(prompts, None, block_tokens)
     # In one forward and without a library's attention: else these two would take most of a start's self-check, seconds
     # where cuDNN first builds its kernel.
     with sdpa_kernel(SDPBackend.MATH):
-        expected = step_logits(decoder, eager_functions(TorchOps()), *(step.take(compared) for step in steps))
-    expected = expected.float()
+        expected = reference_logits(decoder, eager_functions(TorchOps()), rows.token_ids, rows).float()
+    found = logits[_indices(compared, logits.device)].float()
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
     worst = float(errors.max())
     # A NaN would compare as no error at all.
     return worst if np.isfinite(worst) else float("inf")
-
-
-def _steps(batch_size: int, vocab_size: int, block_tokens: int) -> list[SelfCheckStep]:
-    tokens = np.random.default_rng(SEED).integers(0, vocab_size, (STEPS, batch_size), dtype=np.int32)
-    blocks = np.arange(1, batch_size + 1, dtype=np.int32)
-    indptr = np.arange(batch_size + 1, dtype=np.int32)
-    return [
-        SelfCheckStep(
-            tokens[index],
-            np.full(batch_size, index, dtype=np.int32),
-            blocks * np.int32(block_tokens) + np.int32(index),
-            indptr,
-            blocks,
-        )
-        for index in range(STEPS)
-    ]

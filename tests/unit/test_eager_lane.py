@@ -12,15 +12,14 @@ from decoders import new_decoder
 from fakes.flashinfer_prefill import Runs, install
 from forward_rows import make_rows
 
-from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.models.decoder import Decoder, SampledRows
+from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime import eager_lane
 from bullet_graph.runtime.eager_lane import EagerLane
-from bullet_graph.runtime.rows import Rows
+from bullet_graph.runtime.self_check import reference_logits
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
@@ -37,28 +36,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 def filled_decoder() -> Decoder:
     return new_decoder(CONFIG, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, random_cache=True)
-
-
-def reference_logits(decoder: Decoder, rows: Rows) -> torch.Tensor:
-    attention, sampled = (
-        ReferenceAttention(
-            decoder.cache,
-            q_indptr=indptr.tolist(),
-            kv_lens=rows.kv_lens.tolist(),
-            kv_indptr=rows.kv_indptr.tolist(),
-            kv_indices=torch.from_numpy(rows.kv_indices).long(),
-        )
-        for indptr in (rows.q_indptr, rows.sample_indptr)
-    )
-    hidden = decoder.run_layers(
-        decoder.embed(torch.from_numpy(np.append(rows.token_ids, np.zeros_like(rows.decode_slots)))),
-        torch.from_numpy(rows.positions).long(),
-        torch.from_numpy(rows.kv_slots).long(),
-        attention,
-        eager_functions(TorchOps()),
-        sampled=SampledRows(torch.from_numpy(rows.sample_rows).long(), sampled),
-    )
-    return decoder.logits(hidden, TorchOps())
 
 
 @pytest.mark.parametrize(
@@ -99,10 +76,12 @@ def test_forward_equals_the_reference(
     )
     rows = make_rows(chunks, decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
     logits, _ = lane.run(rows)
-    torch.testing.assert_close(logits, reference_logits(reference, rows), rtol=1e-4, atol=1e-4)
+    token_ids = np.append(rows.token_ids, np.zeros_like(rows.decode_slots))
+    expected = reference_logits(reference, eager_functions(TorchOps()), token_ids, rows)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     for layer in range(CONFIG.num_layers):
-        for half, expected in zip(decoder.cache.layer(layer), reference.cache.layer(layer), strict=True):
-            torch.testing.assert_close(half, expected, rtol=1e-4, atol=1e-4)
+        for half, wanted in zip(decoder.cache.layer(layer), reference.cache.layer(layer), strict=True):
+            torch.testing.assert_close(half, wanted, rtol=1e-4, atol=1e-4)
 
     # All layers but the last; there only the sampled rows attend, by the kernels of decode rows.
     if capability == (9, 0):

@@ -1,6 +1,5 @@
 """The self-check: logits of decode steps against the uncompiled model's, and the forwards that a build runs."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,9 @@ from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime.capture_build import exercise
 from bullet_graph.runtime.cpu import CpuExecutor
-from bullet_graph.runtime.self_check import (
-    SelfCheckPoint,
-    SelfCheckStep,
-    checked_sizes,
-    run_self_check,
-    step_logits,
-)
-from bullet_graph.runtime.step import Placement, Step
+from bullet_graph.runtime.rows import Rows
+from bullet_graph.runtime.self_check import SelfCheckPoint, checked_sizes, reference_logits, run_self_check
+from bullet_graph.runtime.step import Int32Array, Placement, Step
 
 CPU, CONFIG = torch.device("cpu"), PRESETS["tiny"]
 EAGER = eager_functions(TorchOps())
@@ -42,7 +36,7 @@ def scaled(factor: float) -> LayerFunctions:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_model_itself_holds(dtype: torch.dtype) -> None:
     decoder = tiny_decoder(dtype)
-    points = run_self_check(decoder, partial(step_logits, decoder, EAGER), (1, 2, 33))
+    points = run_self_check(decoder, partial(reference_logits, decoder, EAGER), (1, 2, 33))
     assert [point.batch_size for point in points] == [1, 2, 33]
     assert all(point.holds for point in points)
 
@@ -50,7 +44,7 @@ def test_the_model_itself_holds(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.3)])
 def test_another_model_does_not(dtype: torch.dtype, factor: float) -> None:
     decoder = tiny_decoder(dtype)
-    (point,) = run_self_check(decoder, partial(step_logits, decoder, scaled(factor)), (8,))
+    (point,) = run_self_check(decoder, partial(reference_logits, decoder, scaled(factor)), (8,))
     assert not point.holds
     assert f"batch size 8: relative error {point.relative_error:.2g}, tolerance" in str(point)
 
@@ -58,8 +52,8 @@ def test_another_model_does_not(dtype: torch.dtype, factor: float) -> None:
 def test_every_compared_row_counts() -> None:
     decoder = tiny_decoder()
 
-    def last_row_wrong(step: SelfCheckStep) -> torch.Tensor:
-        logits = step_logits(decoder, EAGER, step)
+    def last_row_wrong(token_ids: Int32Array, rows: Rows) -> torch.Tensor:
+        logits = reference_logits(decoder, EAGER, token_ids, rows)
         logits[-1] *= 1.1
         return logits
 
@@ -70,11 +64,11 @@ def test_every_compared_row_counts() -> None:
 def test_later_steps_read_what_earlier_ones_cached() -> None:
     decoder = tiny_decoder()
 
-    def forgetful(step: SelfCheckStep) -> torch.Tensor:
+    def forgetful(token_ids: Int32Array, rows: Rows) -> torch.Tensor:
         for index in range(CONFIG.num_layers):
             for cache in decoder.cache.layer(index):
                 cache.zero_()
-        return step_logits(decoder, EAGER, step)
+        return reference_logits(decoder, EAGER, token_ids, rows)
 
     (point,) = run_self_check(decoder, forgetful, (4,))
     assert not point.holds
@@ -83,10 +77,8 @@ def test_later_steps_read_what_earlier_ones_cached() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_does_not_hold(value: float) -> None:
     decoder = tiny_decoder()
-    logits: Callable[[SelfCheckStep], torch.Tensor] = lambda step: torch.full(  # noqa: E731
-        (len(step.token_ids), CONFIG.vocab_size), value
-    )
-    (point,) = run_self_check(decoder, logits, (4,))
+    logits = torch.full((4, CONFIG.vocab_size), value)
+    (point,) = run_self_check(decoder, lambda *_: logits, (4,))
     assert point == SelfCheckPoint(4, float("inf"), 1e-4)
 
 
