@@ -19,6 +19,7 @@ from bullet_graph.engine.sequence import Sequence
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, lane_masks, partition_of
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.planner.planner import Planner
+from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.simulated import SimulatedExecutor
 from bullet_graph.runtime.step import Placement, Step, StepResult
 from bullet_graph.sampling_params import SamplingParams
@@ -66,11 +67,11 @@ class Launch:
 
 
 @dataclass
-class CheckedExecutor:
+class CheckedExecutor(Executor):
     """Times of :class:`SimulatedExecutor`, tokens of :class:`PagedDevice`; refuses what no device may be asked for."""
 
     host_overhead_ms: float = 0.1
-    max_in_flight: int = SimulatedExecutor.max_in_flight
+    max_in_flight: int = Executor.max_in_flight
     device: PagedDevice = field(default_factory=lambda: PagedDevice(KV_BLOCK_TOKENS))
     launches: list[Launch] = field(default_factory=list)
     in_flight: dict[Lane, deque[Launch]] = field(default_factory=lambda: {lane: deque() for lane in LANES})
@@ -95,15 +96,8 @@ class CheckedExecutor:
     def max_batch_size(self, partition: SmPartition) -> int | None:
         return self.clock.max_batch_size(partition)
 
-    @property
-    def num_missing_graphs(self) -> int:
-        return 0
-
     def padded_rows(self, rows: int) -> int:
         return -(-rows // self.row_step) * self.row_step
-
-    def prepare_next(self) -> bool:
-        return False
 
     def launch(self, step: Step, placement: Placement) -> int:
         lane = placement.lane
@@ -153,9 +147,6 @@ class CheckedExecutor:
 
     def _sms(self, partition: SmPartition, lane: Lane) -> int:
         return lane_masks(partition, num_tpcs=self.num_sms // SMS_PER_TPC)[lane].bits
-
-    def done(self, ticket: int) -> bool:
-        return self.clock.done(ticket)
 
     def wait_any(self, tickets: Rows[int], until_s: float | None) -> int | None:
         return self.clock.wait_any(tickets, until_s)

@@ -15,8 +15,8 @@ from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState, sample, token_logprobs
 from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import LayerFunctions, eager_functions
-from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
-from bullet_graph.runtime.executor import WallClock, clear_frames
+from bullet_graph.partition.masks import Lane
+from bullet_graph.runtime.executor import Executor, clear_frames
 from bullet_graph.runtime.rows import Rows, lay_out, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, Step, StepLogprobs, StepResult
 
@@ -49,14 +49,10 @@ def compiled_for_cpu(decoder: Decoder, max_rows: int, compiler: PartCompiler) ->
     return by_rows(eager_functions(TorchOps()), compiled)
 
 
-class CpuExecutor(WallClock):
+class CpuExecutor(Executor):
     """Runs a decoder on the CPU; the lanes take turns, launch by launch. ``functions`` None runs a layer eagerly."""
 
     max_in_flight = 1
-    num_sms = None
-    num_missing_graphs = 0
-    has_prefill_lane = True
-    partitions: Sequence[SmPartition] = (WHOLE_GPU,)
 
     def __init__(
         self, decoder: Decoder, *, max_num_seqs: int, functions: LayerFunctions | None = None
@@ -67,15 +63,6 @@ class CpuExecutor(WallClock):
         self._forwards: dict[Lane, _Forward] = {}
         self._results: dict[int, StepResult] = {}
         self._tickets = count()
-
-    def max_batch_size(self, partition: SmPartition) -> int | None:  # noqa: ARG002 - the protocol's
-        return None
-
-    def padded_rows(self, rows: int) -> int:
-        return rows
-
-    def prepare_next(self) -> bool:
-        return False
 
     @torch.inference_mode()
     def launch(self, step: Step, placement: Placement) -> int:
@@ -136,9 +123,6 @@ class CpuExecutor(WallClock):
             chosen, top_ids, top = token_logprobs(logits, token_ids, num_logprobs)
             logprobs = StepLogprobs(chosen.numpy(), top_ids.int().numpy(), top.numpy())
         return token_ids.numpy(), logprobs
-
-    def done(self, ticket: int) -> bool:
-        return ticket in self._results
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
         del until_s  # all launches have finished

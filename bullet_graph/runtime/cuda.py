@@ -28,7 +28,7 @@ from bullet_graph.partition.backend import PartitionBackend
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
-from bullet_graph.runtime.executor import WallClock, clear_frames, keep_for_ever
+from bullet_graph.runtime.executor import Executor, clear_frames, keep_for_ever
 from bullet_graph.runtime.rows import Rows, lay_out, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, SlotInit, Step, StepLogprobs, StepResult
 
@@ -105,7 +105,7 @@ class _Lane:
         settings[device_slots] = device_table.view(len(admitted), -1)
 
 
-class CudaExecutor(WallClock):
+class CudaExecutor(Executor):
     """Runs a decoder on the NVIDIA GPU of its weights and KV cache.
 
     Args:
@@ -117,8 +117,6 @@ class CudaExecutor(WallClock):
         join_weights: waits until the decoder's weights are loaded; they may still be loading when this is called.
         tuned_rows: the plan's rows of piecewise graphs that are known to be worthwhile; None: they are timed.
     """
-
-    max_in_flight = 2
 
     def __init__(
         self,
@@ -312,13 +310,10 @@ class CudaExecutor(WallClock):
         lane.forward = None
         return sampled
 
-    def done(self, ticket: int) -> bool:
-        return bool(self._pending[ticket].finished.query())
-
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
         while True:
             for ticket in tickets:
-                if self.done(ticket):
+                if self._pending[ticket].finished.query():
                     return ticket
             if until_s is not None and time.perf_counter() >= until_s:
                 return None

@@ -4,14 +4,14 @@ import ctypes
 import gc
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
-from bullet_graph.partition.masks import SMS_PER_TPC, SmPartition
+from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition
 from bullet_graph.runtime.step import Placement, Step, StepResult
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """Runs steps on two lanes at the same time, each lane in the order of its launches.
 
     A decode row takes the token that an earlier step sampled for its slot. On the decode lane, a step may be launched
@@ -19,78 +19,68 @@ class Executor(Protocol):
     launched once that prompt's last slice is done.
     """
 
-    @property
-    def max_in_flight(self) -> int:
-        """Most launches worth queueing on each lane: 1 where a launch runs to its end at once."""
+    max_in_flight: int = 2
+    """Most launches worth queueing on each lane: 1 where a launch runs to its end at once."""
+    num_sms: int | None = None
+    """SMs of the GPU; None on the CPU."""
+    has_prefill_lane: bool = True
+    """Steps may be placed on the prefill lane."""
+    partitions: Sequence[SmPartition] = (WHOLE_GPU,)
+    """Partitions that steps may be placed on, the whole GPU among them."""
 
-    @property
-    def num_sms(self) -> int | None:
-        """SMs of the GPU; None on the CPU."""
-
-    @property
-    def has_prefill_lane(self) -> bool:
-        """Steps may be placed on the prefill lane."""
-
-    @property
-    def partitions(self) -> Sequence[SmPartition]:
-        """Partitions that steps may be placed on, the whole GPU among them."""
-
-    def max_batch_size(self, partition: SmPartition) -> int | None:
+    def max_batch_size(self, partition: SmPartition) -> int | None:  # noqa: ARG002 - for executors with graphs
         """Most rows of a decode step on one of :attr:`partitions`; None where only the slots limit them.
 
         A partition smaller than the GPU takes more as :meth:`prepare_next` captures its graphs; 0 means none yet.
         """
+        return None
 
     def padded_rows(self, rows: int) -> int:
         """Rows after padding of a forward with prompt rows on the decode lane; more prompt rows up to it are free."""
+        return rows
 
     @property
     def num_missing_graphs(self) -> int:
         """Graphs that :meth:`prepare_next` still has to capture."""
+        return 0
 
     def prepare_next(self) -> bool:
         """Capture the next missing graph, between launches, in about 20 ms at most; returns False once none is missing.
 
         Does nothing where the device must be idle for it and is not.
         """
+        return False
 
+    @abstractmethod
     def launch(self, step: Step, placement: Placement) -> int:
         """Enqueue a step or its next layers, and return a ticket, without waiting for the device."""
 
-    def done(self, ticket: int) -> bool:
-        """Whether the launch has finished, without waiting."""
-
+    @abstractmethod
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
         """Wait until one launch of at least one has finished, and return the first ticket in the list that has.
 
         Returns None at ``until_s`` on the clock of :meth:`now`; None waits without limit.
         """
 
+    @abstractmethod
     def wait(self, ticket: int) -> StepResult:
         """Wait for a launch and read its tokens; each ticket can be read once."""
 
     def now(self) -> float:
         """Seconds on the clock that request metrics use (virtual in a simulation)."""
+        return time.perf_counter()
 
     def sleep_until(self, time_s: float) -> None:
         """Sleep to this time of :meth:`now`, with no launch under way."""
+        time.sleep(max(time_s - time.perf_counter(), 0.0))
 
+    @abstractmethod
     def shutdown(self, failure: BaseException | None = None) -> None:
         """Free the device memory; no launch may follow. Never raises, even on a failed device.
 
         The frames in the traceback of ``failure``, which ended the engine, may hold device memory. They are cleared,
         but kept for ever if the device has failed: freeing its memory would abort the process.
         """
-
-
-class WallClock:
-    """The clock of executors on real devices."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def sleep_until(self, time_s: float) -> None:
-        time.sleep(max(time_s - time.perf_counter(), 0.0))
 
 
 def keep_for_ever(what: object) -> None:

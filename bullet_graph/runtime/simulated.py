@@ -12,6 +12,7 @@ import numpy as np
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, lane_tpcs
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
+from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.step import Placement, Step, StepResult
 
 
@@ -77,7 +78,7 @@ class _Job:
     start_s: float | None = None
 
 
-class SimulatedExecutor:
+class SimulatedExecutor(Executor):
     """Carries out steps in virtual time, which passes while the caller launches, waits or sleeps.
 
     Each lane runs its launches in order. A launch runs at the predicted speed: alone, or beside the other lane while
@@ -93,10 +94,6 @@ class SimulatedExecutor:
         seed: of the noise.
         on_step: called with every finished launch.
     """
-
-    max_in_flight = 2
-    num_missing_graphs = 0
-    has_prefill_lane = True
 
     def __init__(
         self,
@@ -127,12 +124,6 @@ class SimulatedExecutor:
 
     def max_batch_size(self, partition: SmPartition) -> int | None:
         return self._max_batch_sizes.get(partition)
-
-    def padded_rows(self, rows: int) -> int:
-        return rows  # times rise with rows without steps
-
-    def prepare_next(self) -> bool:
-        return False
 
     def launch(self, step: Step, placement: Placement) -> int:
         """Enqueue a step.
@@ -170,9 +161,6 @@ class SimulatedExecutor:
         share = (stop - placement.first_layer) / num_layers
         self._lanes[lane].append(_Job(ticket, placement, work, alone_ms, factor, share))
         return ticket
-
-    def done(self, ticket: int) -> bool:
-        return ticket in self._results
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
         """See :meth:`Executor.wait_any`; KeyError: none of the tickets is in flight or waits to be read."""
@@ -234,7 +222,7 @@ class SimulatedExecutor:
         rows, prompts = decode.work, prefill.work
         first, second = (
             self._model.split(decode_sms, rows.batch_size, rows.kv_tokens, prompts.tokens, prompts.pairs)
-            for decode_sms in (decode_tpcs * SMS_PER_TPC, self.num_sms - prefill_tpcs * SMS_PER_TPC)
+            for decode_sms in (decode_tpcs * SMS_PER_TPC, self._model.num_sms - prefill_tpcs * SMS_PER_TPC)
         )
         return {"decode": decode.factor * first.decode_ms, "prefill": prefill.factor * second.prefill_ms}
 
