@@ -83,7 +83,7 @@ def load_requests(runtime: Runtime, trace: str, num_prompts: int | None, *, seed
 
 def watch_device(engine: Engine) -> DeviceMonitor:
     """A monitor of the engine's GPU, or of nothing on the CPU."""
-    return DeviceMonitor(open_probe(engine.device_name))
+    return DeviceMonitor(open_probe(engine.device))
 
 
 def describe_config(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def describe_config(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
     return {
         "model": without_home(config.model),
         "load_format": "safetensors" if has_weights else "dummy",
-        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "dtype": runtime.dtype_name,
         "policy": str(config.policy),
         "seed": config.seed,
         "engine": settings | {"max_model_len": runtime.max_model_len, "slo": str(config.slo)},

@@ -72,7 +72,7 @@ def profile(
     """
     config = EngineConfig(**settings, device="cuda")
     prepared = prepare_profile(config)
-    file = output or user_table_file(table_key(prepared.runtime, config.model))
+    file = output or user_table_file(table_key(prepared.runtime))
     with contextlib.suppress(OSError):  # the check says what is wrong
         file.parent.mkdir(parents=True, exist_ok=True)
     check_result_file(file, overwrite=overwrite, option="--output")

@@ -84,6 +84,7 @@ class Engine:
         self.config = config
         self.model_config = runtime.model
         self.max_model_len = runtime.max_model_len
+        self.device = runtime.device
         self.device_name = runtime.device.type
         self._eager_layer_ms = runtime.gpu.eager_layer_ms
         self.memory = built.memory

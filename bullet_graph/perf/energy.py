@@ -8,7 +8,10 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import torch
 
 SAMPLING_INTERVAL_S = 0.1
 
@@ -92,14 +95,14 @@ class NvmlProbe:
             return None
 
 
-def open_probe(device: str) -> NvmlProbe | None:
-    """Probe the current GPU if ``device`` is "cuda"; None on the CPU, or where NVML does not know the GPU."""
+def open_probe(device: "torch.device") -> NvmlProbe | None:
+    """Probe a GPU; None on the CPU, or where NVML does not know the GPU."""
     # Others read versions here without torch.
     import torch  # noqa: PLC0415
 
-    if device != "cuda":
+    if device.type == "cpu":
         return None
-    return NvmlProbe.open(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+    return NvmlProbe.open(str(torch.cuda.get_device_properties(device).uuid))
 
 
 def nvml_driver_version() -> str | None:

@@ -113,7 +113,7 @@ def artifact_plan(
 ) -> dict[str, Any]:
     """What this engine's entry in a capture cache is named by, besides machine and model; raises ConfigError."""
     if runtime.device.type == "cpu":
-        model, dtype = Path(config.model).name, str(runtime.dtype).removeprefix("torch.")
+        model, dtype = Path(config.model).name, runtime.dtype_name
         return {"model": model, "dtype": dtype, "compiled_rows": config.max_forward_rows}
     plan = asdict(capture_plan_of(config, runtime, performance))
     # Without graphs nothing is compiled for them.
@@ -160,7 +160,7 @@ def capture_plan_of(
 
     Raises ConfigError where the plan cannot be read or is another engine's, PartitionError where a size is odd.
     """
-    dtype, num_sms = str(runtime.dtype).removeprefix("torch."), runtime.num_sms
+    dtype, num_sms = runtime.dtype_name, runtime.gpu.num_sms
     if (plan := named_plan(config, dtype=dtype, num_sms=num_sms)) is not None:
         return plan
     partitions = partitions_of(config, runtime, performance)
@@ -304,4 +304,4 @@ def partitions_of(
         sizes = (*sizes, config.policy.decode_sms)
     elif not sizes and config.policy.name in ("auto", "split") and config.partition_backend != "none":
         sizes = () if performance is None else performance.decode_sms
-    return tuple(partition_of(size, num_sms=runtime.num_sms) for size in (None, *sorted(set(sizes))))
+    return tuple(partition_of(size, num_sms=runtime.gpu.num_sms) for size in (None, *sorted(set(sizes))))

@@ -102,7 +102,7 @@ def build_entry(
             self_check=checked,
             created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
             build_seconds=seconds,
-            provenance=dataclasses.asdict(collect_provenance(runtime.device.type)),
+            provenance=dataclasses.asdict(collect_provenance(runtime.device)),
         )
         entry = store.place(manifest, staged)
     return BuildReport(entry, was_there=False, compiles=compiles, seconds=seconds)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -17,9 +16,7 @@ from bullet_graph.errors import DeviceError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.energy import nvml_driver_version
 from bullet_graph.perf.provenance import host_cpu, installed_version
-from bullet_graph.runtime.resolve import Runtime
-
-DeviceType = Literal["cuda", "cpu"]
+from bullet_graph.runtime.resolve import Runtime, find_device
 
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 _NONE = "none"
@@ -43,40 +40,39 @@ def fingerprint_of(runtime: Runtime) -> dict[str, str]:
     Raises:
         DeviceError: the driver's version is unknown.
     """
-    machine = machine_components("cuda" if runtime.device.type == "cuda" else "cpu")
-    return {**machine, **model_components(runtime.model, runtime.dtype)}
+    return {**machine_components(runtime.device), **model_components(runtime.model, runtime.dtype_name)}
 
 
 def on_this_machine(fingerprint: Mapping[str, str]) -> dict[str, str]:
     """The fingerprint of an entry for the same model and dtype, if it were built here; raises likewise."""
-    is_gpu = fingerprint.get("device") != "cpu" and torch.cuda.is_available()
+    device = find_device("cpu" if fingerprint.get("device") == "cpu" else "auto")
     model = {name: fingerprint[name] for name in ("model", "dtype") if name in fingerprint}
-    return {**machine_components("cuda" if is_gpu else "cpu"), **model}
+    return {**machine_components(device), **model}
 
 
-def model_components(model: ModelConfig, dtype: torch.dtype) -> dict[str, str]:
+def model_components(model: ModelConfig, dtype: str) -> dict[str, str]:
     """The components that say what an entry is for; ``dtype`` is that of weights, activations and KV cache."""
     shape = dataclasses.asdict(model)
     # They change no kernel: the tokens that end an output, and the checkpoint's own dtype.
     del shape["eos_token_ids"], shape["dtype"]
     return {
         "model": f"{model.architecture} {model.num_layers}x{model.hidden_size} {digest(shape)}",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype,
     }
 
 
-def machine_components(device: DeviceType) -> dict[str, str]:
+def machine_components(device: torch.device) -> dict[str, str]:
     """The components that say what an entry is built with on this machine; raises as :func:`fingerprint_of`."""
     libc, libc_version = platform.libc_ver()
     components = {
-        "device": device,
+        "device": device.type,
         "platform": f"{platform.system()} {platform.machine()} {libc} {libc_version}".strip(),
         "python": f"{platform.python_implementation()} {'.'.join(platform.python_version_tuple()[:2])}",
         "torch": torch.__version__,
         "triton": installed_version("triton") or _NONE,
         "code": source_digest(),
     }
-    return components | (_gpu_components() if device == "cuda" else _cpu_components())
+    return components | (_cpu_components() if device.type == "cpu" else _gpu_components(device))
 
 
 def source_digest() -> str:
@@ -89,8 +85,8 @@ def source_digest() -> str:
     return digest(hashes)
 
 
-def _gpu_components() -> dict[str, str]:
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+def _gpu_components(device: torch.device) -> dict[str, str]:
+    gpu = torch.cuda.get_device_properties(device)
     driver = nvml_driver_version()
     if driver is None:
         raise DeviceError(

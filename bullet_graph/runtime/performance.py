@@ -67,16 +67,15 @@ def find_performance(
     file = table_file(config, runtime)
     table = cached_table() if file is None else read_table(file)
     if table is None:
-        key = table_key(runtime, config.model)
+        key = table_key(runtime)
         raise PerfTableError(
             f"{what} needs a performance table of {key.model} in {key.dtype} on {key.gpu}, but there is "
             f"none at {user_table_file(key)} nor among those that come with the package "
             f"({', '.join(path.name for path in list_tables()) or 'none'}): run `bullet-graph profile --model "
             f"{config.model}` once, or pass perf_table='roofline' for an estimate"
         )
-    require_match(table, table_key(runtime, config.model))
-    dtype = str(runtime.dtype).removeprefix("torch.")
-    plan = named_plan(config, dtype=dtype, num_sms=runtime.num_sms)
+    require_match(table, table_key(runtime))
+    plan = named_plan(config, dtype=runtime.dtype_name, num_sms=runtime.gpu.num_sms)
     if plan is not None:
         return PaddedModel(TableModel(table, runtime.model), plan.padded)
     return table_model(table, config.max_num_seqs, runtime.model)
@@ -92,7 +91,7 @@ def table_file(config: EngineConfig, runtime: "Runtime") -> Path | None:
     """The named table, or the user's own for this GPU and model, or a shipped one."""
     if config.perf_table is not None:
         return Path(config.perf_table)
-    key = table_key(runtime, config.model)
+    key = table_key(runtime)
     own = user_table_file(key)
     if own.is_file():
         return own
@@ -103,15 +102,15 @@ def table_file(config: EngineConfig, runtime: "Runtime") -> Path | None:
     return None
 
 
-def table_key(runtime: "Runtime", model: str) -> TableKey:
-    """The key of tables that are valid for this runtime, which must be on a GPU; ``model`` is the preset's name."""
+def table_key(runtime: "Runtime") -> TableKey:
+    """The key of tables that are valid for this runtime, which must be on a GPU."""
     versions = {name: installed_version(package) for name, package in _KERNEL_LIBRARIES.items()}
     return TableKey(
         gpu=runtime.gpu.name,
         num_sms=runtime.gpu.num_sms,
-        model=model if runtime.folder is None else runtime.folder.resolve().name,
+        model=runtime.name,
         shape=shape_numbers(runtime.model),
-        dtype=str(runtime.dtype).removeprefix("torch."),
+        dtype=runtime.dtype_name,
         kernels={name: version for name, version in versions.items() if version is not None},
     )
 

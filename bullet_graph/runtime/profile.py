@@ -12,7 +12,7 @@ import torch
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError, PerfTableError
 from bullet_graph.models.progress import progress_bar
-from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
+from bullet_graph.perf.energy import DeviceMonitor, DeviceReport, open_probe
 from bullet_graph.perf.profile_plan import (
     ProfileLimits,
     ProfilePlan,
@@ -80,7 +80,7 @@ def prepare_profile(config: EngineConfig) -> Prepared:
     runtime = resolve(config)
     runtime = dataclasses.replace(runtime, max_model_len=min(runtime.max_model_len, _MAX_MODEL_LEN))
     if not config.decode_sms and config.partition_backend != "none":
-        sizes = tuple(size for size in PROFILED_SMS if size <= _MOST_OF_GPU * runtime.num_sms)
+        sizes = tuple(size for size in PROFILED_SMS if size <= _MOST_OF_GPU * runtime.gpu.num_sms)
         config = dataclasses.replace(config, decode_sms=sizes)
     return Prepared(config, runtime, plan_ledger(config, runtime))
 
@@ -137,7 +137,7 @@ def profile_model(
     from bullet_graph.runtime.bursts import open_workbench  # noqa: PLC0415
 
     config, runtime = prepared.config, prepared.runtime
-    key = table_key(runtime, config.model)
+    key = table_key(runtime)
     plan = plan_profile(
         num_sms=key.num_sms,
         decode_sms=sorted(set(config.decode_sms)),
@@ -158,7 +158,7 @@ def profile_model(
         passes += before.provenance.get("passes", ())
         tell(f"going on with {partial}: {sum(map(len, measured.values()))} bursts are done")
     provenance: dict[str, Any] = {
-        **dataclasses.asdict(collect_provenance("cuda")),
+        **dataclasses.asdict(collect_provenance(runtime.device)),
         "passes": passes,
         "seed": config.seed,
         "load_format": config.load_format,
@@ -182,7 +182,7 @@ def profile_model(
         num_graphs = bench.capture(plan.points, progress=progress)
         tell(f"{num_graphs} decode graphs captured")
         try:
-            for done in _measure(bench, plan, measured, time_budget_s, progress):
+            for done in _measure(bench, runtime.device, plan, measured, time_budget_s, progress):
                 passes.append(dataclasses.asdict(done))
                 tell(str(done))
                 write_table(table(complete=False), partial)
@@ -197,11 +197,15 @@ def profile_model(
 
 
 def _measure(
-    bench: "Workbench", plan: ProfilePlan, measured: Repeats, time_budget_s: float, progress: bool
+    bench: "Workbench",
+    device: torch.device,
+    plan: ProfilePlan,
+    measured: Repeats,
+    time_budget_s: float,
+    progress: bool,
 ) -> Iterator[Pass]:
     """Measure all points in passes; bursts get shorter if they take longer than estimated."""
     num_points, burst_s = len(plan.points), plan.burst_s
-    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     done, total = sum(map(len, measured.values())), plan.num_passes * num_points
     spent_s = time_budget_s * done / total
     if done < total:
@@ -213,7 +217,7 @@ def _measure(
             if not todo:
                 continue
             start_s = time.perf_counter()
-            with DeviceMonitor.for_gpu(uuid) as monitor:
+            with DeviceMonitor(open_probe(device)) as monitor:
                 for point in todo:
                     measured[point].append(bench.measure(point, burst_s))
                     advance(1)

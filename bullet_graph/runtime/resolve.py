@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bullet_graph.config import EngineConfig
+from bullet_graph.config import DeviceName, EngineConfig
 from bullet_graph.errors import ConfigError, DeviceError, UnsupportedModelError
 from bullet_graph.hardware import GENERIC, GpuSpec, gpu_spec
 from bullet_graph.models.config import ModelConfig
@@ -27,16 +27,16 @@ class Runtime:
     """A model on a device: the resolved part of a configuration.
 
     Attributes:
+        name: the preset's, or the folder's.
         folder: the model's files; None for a preset.
-        preset: name of the preset; None for a folder.
         device: with its index where it is a GPU.
         dtype: of weights, activations and KV cache.
         max_model_len: longest sequence, in tokens.
     """
 
     model: ModelConfig
+    name: str
     folder: Path | None
-    preset: str | None
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
@@ -50,9 +50,9 @@ class Runtime:
         return gpu_spec(properties.name, properties.multi_processor_count)
 
     @property
-    def num_sms(self) -> int:
-        """SMs of the GPU."""
-        return torch.cuda.get_device_properties(self.device).multi_processor_count
+    def dtype_name(self) -> str:
+        """Such as ``bfloat16``."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 def resolve(config: EngineConfig) -> Runtime:
@@ -69,7 +69,7 @@ def resolve(config: EngineConfig) -> Runtime:
             f"load_format=safetensors needs a model folder, but {config.model!r} is a preset of shapes only: "
             "use load_format=dummy, or give a folder"
         )
-    device = _resolve_device(config)
+    device = find_device(config.device)
     if config.dtype != "auto":
         dtype = torch_dtype(config.dtype)
     elif device.type == "cpu":
@@ -83,25 +83,26 @@ def resolve(config: EngineConfig) -> Runtime:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the model's own limit of {limit} positions"
         )
-    preset = config.model if folder is None else None
-    return Runtime(model, folder, preset, device, dtype, config.max_model_len or limit)
+    name = config.model if folder is None else folder.resolve().name
+    return Runtime(model, name, folder, device, dtype, config.max_model_len or limit)
 
 
 def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
     """The tokenizer of the model's folder or preset; None where it has none. Raises ModelError for unusable files."""
     if runtime.folder is not None:
         return Tokenizer.from_folder(runtime.folder)
-    return byte_tokenizer(runtime.model.vocab_size) if runtime.preset in PRESETS_OF_BYTES else None
+    return byte_tokenizer(runtime.model.vocab_size) if runtime.name in PRESETS_OF_BYTES else None
 
 
-def _resolve_device(config: EngineConfig) -> torch.device:
+def find_device(name: DeviceName) -> torch.device:
+    """The device that an engine takes; DeviceError where a GPU is asked for and there is none."""
     available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
+    if name == "cuda" and not available:
         raise DeviceError(
             f"device=cuda was asked for, but torch {torch.__version__} sees no CUDA device: "
             "check `nvidia-smi` and that torch is a CUDA build, or pass device=cpu"
         )
-    if config.device == "cpu" or not available:
+    if name == "cpu" or not available:
         return torch.device("cpu")
     # Asking for the current device would make a context; before there is one, it is the first GPU.
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)

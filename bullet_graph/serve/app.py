@@ -64,7 +64,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     Its ``state.gate`` is the :class:`~bullet_graph.serve.limits.Gate` of its requests.
     """
     gate = Gate(engine, settings.max_queue_len)
-    energy = EnergyMeter(open_probe(engine.engine.device_name))
+    energy = EnergyMeter(open_probe(engine.engine.device))
     metrics = ServerMetrics(settings.served_model_name, engine, gate, energy)
     registry = CollectorRegistry()
     registry.register(metrics)

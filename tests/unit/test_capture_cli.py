@@ -33,7 +33,7 @@ def foreign(store: CaptureStore) -> Entry:
 
 
 def here(**changed: str) -> dict[str, str]:
-    return machine_components("cpu") | model_components(PRESETS["tiny"], torch.float32) | changed
+    return machine_components(torch.device("cpu")) | model_components(PRESETS["tiny"], "float32") | changed
 
 
 def capture(store: CaptureStore, *arguments: str) -> Any:

@@ -20,9 +20,11 @@ from bullet_graph.runtime.fingerprint import (
     source_digest,
 )
 
+CPU = torch.device("cpu")
+
 
 def test_this_machine_without_a_gpu() -> None:
-    components = machine_components("cpu")
+    components = machine_components(CPU)
     assert components["torch"] == torch.__version__
     assert components["device"] == "cpu"
     assert {"host_cpu", "cpu_threads", "cxx_compiler"} <= components.keys()
@@ -31,11 +33,11 @@ def test_this_machine_without_a_gpu() -> None:
 
 def test_without_a_compiler_it_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/g++")
-    assert machine_components("cpu")["cxx_compiler"] == "none"
+    assert machine_components(CPU)["cxx_compiler"] == "none"
 
 
 def test_the_compiler_is_the_one_that_inductor_takes() -> None:
-    found, _, version = machine_components("cpu")["cxx_compiler"].partition(": ")
+    found, _, version = machine_components(CPU)["cxx_compiler"].partition(": ")
     assert found == os.path.basename(cpp_builder.get_cpp_compiler())
     assert version
 
@@ -45,16 +47,15 @@ def test_this_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         name = "NVIDIA H200"
         multi_processor_count = 132
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     monkeypatch.setattr(runtime_fingerprint, "nvml_driver_version", lambda: "580.1")
-    components = machine_components("cuda")
+    components = machine_components(torch.device("cuda", 0))
     assert (components["gpu"], components["num_sms"], components["driver"]) == ("NVIDIA H200", "132", "580.1")
     assert "host_cpu" not in components
     assert components["host_isa"] == torch.backends.cpu.get_cpu_capability()
     monkeypatch.setattr(runtime_fingerprint, "nvml_driver_version", lambda: None)
     with pytest.raises(DeviceError, match="NVML"):
-        machine_components("cuda")
+        machine_components(torch.device("cuda", 0))
 
 
 def test_a_cache_of_a_gpu_does_not_fit_a_machine_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,12 +67,12 @@ def test_a_cache_of_a_gpu_does_not_fit_a_machine_without(monkeypatch: pytest.Mon
 
 def test_the_model_is_its_shape_alone() -> None:
     tiny = PRESETS["tiny"]
-    components = model_components(tiny, torch.bfloat16)
+    components = model_components(tiny, "bfloat16")
     assert components["dtype"] == "bfloat16"
     same = dataclasses.replace(tiny, eos_token_ids=(1,), dtype=torch.float16)
-    assert model_components(same, torch.bfloat16) == components
+    assert model_components(same, "bfloat16") == components
     other = dataclasses.replace(tiny, rope_theta=5.0)
-    assert model_components(other, torch.bfloat16)["model"] != components["model"]
+    assert model_components(other, "bfloat16")["model"] != components["model"]
 
 
 def test_sources_are_there_and_change_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

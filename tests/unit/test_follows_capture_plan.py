@@ -54,9 +54,9 @@ def plan_file(tmp_path: Path) -> str:
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """A runtime on a GPU of 132 SMs, as far as anybody asks."""
-    properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    return Runtime(PRESETS["llama-3.1-8b"], None, "llama-3.1-8b", torch.device("cuda"), torch.bfloat16, 4096)
+    return Runtime(PRESETS["llama-3.1-8b"], "llama-3.1-8b", None, torch.device("cuda"), torch.bfloat16, 4096)
 
 
 # ---- which plan ----
