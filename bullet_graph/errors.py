@@ -4,6 +4,11 @@ Errors that the caller can mend also derive from :class:`ValueError`. The comman
 :class:`BulletGraphError` into exit code 2.
 """
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class BulletGraphError(Exception):
     """Base of every error this package raises on purpose."""
@@ -71,3 +76,9 @@ class TraceError(BulletGraphError, ValueError):
 
 class EngineDeadError(BulletGraphError, RuntimeError):
     """The engine was shut down, or failed earlier; the original error is the cause."""
+
+
+def first_problem(error: "ValidationError") -> str:
+    """The first of the problems that pydantic found in a record: the field, what was required and what was found."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}, found {problem['input']!r:.80}"

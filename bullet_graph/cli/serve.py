@@ -17,7 +17,7 @@ from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import ConfigError
 from bullet_graph.serve.settings import ServeSettings
 
-_EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
+_EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def _timeout(name: str, default_s: float, text: str) -> Decorator:

@@ -2,16 +2,18 @@
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from bullet_graph.errors import PerfTableError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from bullet_graph.errors import PerfTableError, first_problem
 from bullet_graph.perf.roofline import DecoderShape
 
 PROFILE_AGAIN = "measure it again with `bullet-graph profile`"
@@ -21,77 +23,63 @@ VERSION = 1
 
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
+Amount = Annotated[int, Field(strict=True, ge=0)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Milliseconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Repeats = tuple[Milliseconds, ...]
 
-class _Checked:
-    """Checks the numbers of a point at construction."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):  # type: ignore[arg-type]
-            name, value = entry.name, getattr(self, entry.name)
-            if name == "ms" or name.endswith("_ms"):
-                times = value if isinstance(value, tuple) else (value,)
-                good, required = all(map(_is_time, times)), "finite and above 0"
-            else:
-                least = 0 if name == "cached_tokens" else 1
-                good = _is_int(value, least) or (value is None and name == "sms")
-                required = f"an integer of at least {least}"
-            if not good:
-                raise PerfTableError(
-                    f"{type(self).__name__}.{name} must be {required}, got {value!r}: {PROFILE_AGAIN}"
-                )
+_CLOSED = ConfigDict(extra="forbid")
 
 
 # Of each point, ``ms`` is the median of its repeats, which are kept in order. ``sms`` is the lane's number of SMs, None
 # for the whole GPU. Decode rows attend to ``context_tokens`` tokens each. Prefill forwards run all layers of one chunk.
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePoint(_Checked):
+@dataclass(frozen=True, slots=True, config=_CLOSED)
+class DecodePoint:
     """One decode step of ``batch_size`` rows, alone."""
 
-    batch_size: int
-    context_tokens: int
-    sms: int | None
-    ms: float
-    repeats_ms: tuple[float, ...]
+    batch_size: Count
+    context_tokens: Count
+    sms: Count | None
+    ms: Milliseconds
+    repeats_ms: Repeats
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillPoint(_Checked):
+@dataclass(frozen=True, slots=True, config=_CLOSED)
+class PrefillPoint:
     """A forward of ``tokens`` prompt rows after ``cached_tokens`` tokens of the same prompt, alone."""
 
-    tokens: int
-    cached_tokens: int
-    sms: int | None
-    ms: float
-    repeats_ms: tuple[float, ...]
+    tokens: Count
+    cached_tokens: Amount
+    sms: Count | None
+    ms: Milliseconds
+    repeats_ms: Repeats
 
 
-@dataclass(frozen=True, slots=True)
-class MixedPoint(_Checked):
+@dataclass(frozen=True, slots=True, config=_CLOSED)
+class MixedPoint:
     """One forward of ``tokens`` prompt rows without a prefix and ``batch_size`` decode rows, on the whole GPU."""
 
-    tokens: int
-    batch_size: int
-    context_tokens: int
-    ms: float
-    repeats_ms: tuple[float, ...]
+    tokens: Count
+    batch_size: Count
+    context_tokens: Count
+    ms: Milliseconds
+    repeats_ms: Repeats
 
 
-@dataclass(frozen=True, slots=True)
-class SplitPoint(_Checked):
+@dataclass(frozen=True, slots=True, config=_CLOSED)
+class SplitPoint:
     """Decode steps on ``decode_sms`` SMs beside forwards of ``tokens`` prompt rows on the others, both lanes busy."""
 
-    decode_sms: int
-    batch_size: int
-    context_tokens: int
-    tokens: int
-    decode_ms: float
-    prefill_ms: float
-    decode_repeats_ms: tuple[float, ...]
-    prefill_repeats_ms: tuple[float, ...]
+    decode_sms: Count
+    batch_size: Count
+    context_tokens: Count
+    tokens: Count
+    decode_ms: Milliseconds
+    prefill_ms: Milliseconds
+    decode_repeats_ms: Repeats
+    prefill_repeats_ms: Repeats
 
 
 POINT_KINDS: Mapping[str, type[Any]] = MappingProxyType(
@@ -100,7 +88,7 @@ POINT_KINDS: Mapping[str, type[Any]] = MappingProxyType(
 """Points by the field of ``Points`` that holds them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CLOSED)
 class Points:
     """Measured points by kind."""
 
@@ -110,51 +98,45 @@ class Points:
     split: tuple[SplitPoint, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CLOSED)
 class TableKey:
     """What a table is valid for: times measured under one key say nothing about another.
 
     Attributes:
         gpu: the device's name, such as ``NVIDIA H200``.
         model: a preset's name, or the name of a model folder; not compared, as the shape decides the times.
-        shape: the model's numbers, see :func:`shape_numbers`.
+        shape: see :func:`shape_numbers`.
         dtype: of weights and KV cache, such as ``bfloat16``.
         kernels: versions of the libraries whose kernels run, by name.
     """
 
     gpu: str
-    num_sms: int
+    num_sms: Count
     model: str
-    shape: Mapping[str, int]
+    shape: Mapping[str, Amount]
     dtype: str
     kernels: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CLOSED)
 class PerfTable:
-    """The measurements of one ``bullet-graph profile``.
+    """The measurements of one ``bullet-graph profile``; predictions are made from ``points`` alone.
 
     Attributes:
-        num_layers: layers of the model, as in the key's shape.
-        points: predictions are made from them.
-        held_back: points that predictions do not use; they serve to judge predictions.
+        held_back: points to judge predictions by.
         provenance: date, driver, versions, commit, and how it was measured.
         complete: False for a profile that was interrupted and can be resumed.
     """
 
     key: TableKey
-    num_layers: int
     points: Points
     held_back: Points
     provenance: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = True
 
-    def __post_init__(self) -> None:
-        if self.key.shape.get("num_layers") != self.num_layers:
-            raise PerfTableError(
-                f"num_layers of a table must be its shape's {self.key.shape.get('num_layers')!r}, "
-                f"got {self.num_layers!r}: {PROFILE_AGAIN}"
-            )
+    @property
+    def num_layers(self) -> int:
+        return self.key.shape["num_layers"]
 
 
 def shape_numbers(shape: DecoderShape) -> dict[str, int]:
@@ -191,14 +173,6 @@ def _differences(required: Mapping[str, Any], found: Mapping[str, Any]) -> list[
     ]
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 # ---- a table's file: versioned JSON with a checksum ----
 
 
@@ -208,9 +182,7 @@ def write_table(table: PerfTable, path: Path) -> None:
     Raises:
         PerfTableError: the file cannot be written.
     """
-    # Through JSON once: tuples become lists, so that the checksum is the same after reading.
-    values = json.loads(json.dumps(asdict(table), allow_nan=False))
-    content = {"format": FORMAT, "version": VERSION, **values}
+    content = {"format": FORMAT, "version": VERSION, "num_layers": table.num_layers, **asdict(table)}
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=1, allow_nan=False) + "\n"
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -250,26 +222,13 @@ def _read_content(content: Any) -> PerfTable:
         _fail(f"version {VERSION} of the format is required, found {content.get('version')!r}")
     if content.pop("checksum", None) != _checksum(content):
         _fail("its checksum does not fit its content: the file was edited or damaged")
-    del content["format"], content["version"]
+    # Of format 1; the key has it, too.
+    for name in ("format", "version", "num_layers"):
+        content.pop(name, None)
     try:
-        content["key"] = TableKey(**content["key"])
-        for name in ("points", "held_back"):
-            content[name] = _read_points(content[name])
-        return PerfTable(**content)
-    except (AttributeError, KeyError, TypeError) as cause:
-        _fail(f"its fields are not those of a table ({cause})")
-
-
-def _read_points(lists: dict[str, list[dict[str, Any]]]) -> Points:
-    return Points(
-        **{
-            kind: tuple(
-                POINT_KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in point.items()})
-                for point in points
-            )
-            for kind, points in lists.items()
-        }
-    )
+        return TypeAdapter(PerfTable).validate_python(content)
+    except ValidationError as error:
+        _fail(f"its fields are not those of a table ({first_problem(error)})")
 
 
 def _fail(problem: str) -> NoReturn:

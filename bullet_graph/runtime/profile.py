@@ -169,7 +169,6 @@ def profile_model(
     def table(*, complete: bool) -> PerfTable:
         return PerfTable(
             key=key,
-            num_layers=runtime.model.num_layers,
             points=to_points(measured, plan.grid),
             held_back=to_points(measured, plan.held_back),
             provenance=provenance,

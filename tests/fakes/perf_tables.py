@@ -174,10 +174,7 @@ def h200_table(
         split=tuple(split(sms, 96, 1200, 2048) for sms in decode_sms),
     )
     provenance = {"driver_version": "580.159.04", "note": "made by formulas, for tests"}
-    num_layers = key.shape["num_layers"]
-    return PerfTable(
-        key=key, num_layers=num_layers, points=points, held_back=held_back, provenance=provenance
-    )
+    return PerfTable(key, points, held_back, provenance)
 
 
 def interrupted_table() -> PerfTable:
