@@ -3,19 +3,27 @@
 import dataclasses
 import json
 import math
-import types
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
-from bullet_graph.errors import TraceError
+from pydantic import Field, TypeAdapter, ValidationError
+
+from bullet_graph.errors import TraceError, first_problem
 
 TRACE_FORMAT = "bullet-graph decision trace"
 TRACE_FORMAT_VERSION = 2
 
 LaneName = Literal["decode", "prefill"]
 LANES: tuple[LaneName, LaneName] = ("decode", "prefill")
+
+# Larger is no count and no time; and beyond it floats no longer hold whole microseconds.
+_LIMIT = 2**53
+Whole = Annotated[int, Field(strict=True, gt=-_LIMIT, lt=_LIMIT)]
+Number = Annotated[float, Field(strict=True, gt=-_LIMIT, lt=_LIMIT)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +32,8 @@ class TraceHeader:
 
     model: str
     device: str
-    num_sms: int | None
-    num_layers: int
+    num_sms: Whole | None
+    num_layers: Whole
     policy: str
     slo: str
     version: str
@@ -50,23 +58,23 @@ class Decision:
         count: consecutive ticks with this decision.
     """
 
-    decision: int
-    time_s: float
-    running: int
-    waiting: int
-    kv_tokens: int
-    queued_tokens: int
-    budget_ms: float | None
-    slack_ms: float | None
+    decision: Whole
+    time_s: Number
+    running: Whole
+    waiting: Whole
+    kv_tokens: Whole
+    queued_tokens: Whole
+    budget_ms: Number | None
+    slack_ms: Number | None
     policy: str
-    decode: bool
-    chunk_tokens: int
-    slice_layers: int
-    decode_sms: int | None
-    prefill_sms: int | None
+    decode: Flag
+    chunk_tokens: Whole
+    slice_layers: Whole
+    decode_sms: Whole | None
+    prefill_sms: Whole | None
     bound: str
     options: tuple[dict[str, Any], ...]
-    count: int = 1
+    count: Whole = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +90,19 @@ class Launch:
         retired_s, device_ms: when the host saw its end, and the measured device time; None if it never ended.
     """
 
-    ticket: int
+    ticket: Whole
     lane: LaneName
-    decision: int
-    time_s: float
+    decision: Whole
+    time_s: Number
     policy: str
-    decode_rows: int
-    prefill_rows: int
-    layers: int
-    decode_sms: int | None
-    prefill_sms: int | None
-    predicted_ms: float | None
-    retired_s: float | None = None
-    device_ms: float | None = None
+    decode_rows: Whole
+    prefill_rows: Whole
+    layers: Whole
+    decode_sms: Whole | None
+    prefill_sms: Whole | None
+    predicted_ms: Number | None
+    retired_s: Number | None = None
+    device_ms: Number | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +119,13 @@ class TracedRequest:
 
     request_id: str
     reason: str
-    prompt_tokens: int
-    output_tokens: int
-    arrival_s: float
-    first_scheduled_s: float | None
-    token_us: tuple[int, ...]
-    ttft_limit_ms: float | None
-    tpot_limit_ms: float | None
+    prompt_tokens: Whole
+    output_tokens: Whole
+    arrival_s: Number
+    first_scheduled_s: Number | None
+    token_us: tuple[Whole, ...]
+    ttft_limit_ms: Number | None
+    tpot_limit_ms: Number | None
 
     @property
     def ttft_ms(self) -> float | None:
@@ -144,34 +152,31 @@ class Trace:
     end_s: float
 
 
-# Larger is no count and no time; and beyond it floats no longer hold whole microseconds.
-_LIMIT = 2**53
-
-_Record = TypeVar("_Record")
-
-
 @dataclass(frozen=True, slots=True)
 class _Repeat:
-    decision: int
-    count: int
-    time_s: float
+    decision: Whole
+    count: Whole
+    time_s: Number
 
 
 @dataclass(frozen=True, slots=True)
 class _Retirement:
-    ticket: int
-    time_s: float
-    device_ms: float
+    ticket: Whole
+    time_s: Number
+    device_ms: Number
 
 
-_AnyRecord = Decision | _Repeat | Launch | _Retirement | TracedRequest
-_RECORDS: dict[str, type[_AnyRecord]] = {
-    "decision": Decision,
-    "repeat": _Repeat,
-    "launch": Launch,
-    "retire": _Retirement,
-    "request": TracedRequest,
-}
+_Record = TraceHeader | Decision | _Repeat | Launch | _Retirement | TracedRequest
+_HEADER: TypeAdapter[_Record] = TypeAdapter(TraceHeader)
+_RECORDS: Mapping[str, TypeAdapter[_Record]] = MappingProxyType(
+    {
+        "decision": TypeAdapter(Decision),
+        "repeat": TypeAdapter(_Repeat),
+        "launch": TypeAdapter(Launch),
+        "retire": TypeAdapter(_Retirement),
+        "request": TypeAdapter(TracedRequest),
+    }
+)
 
 
 def read_trace(path: Path) -> Trace:
@@ -181,157 +186,103 @@ def read_trace(path: Path) -> Trace:
         TraceError: the file cannot be read, is no trace or one of another version, or a line is broken; with the
             file and line.
     """
-    reader = _Reader(path)
+    header: TraceHeader | None = None
+    decisions: dict[int, Decision] = {}
+    launches: list[Launch] = []
+    pending: dict[int, int] = {}  # index of each launch under way, by ticket
+    requests: list[TracedRequest] = []
+    notes: list[str] = []
+    last_s = -math.inf
+    for place, record in _records(path, notes):
+        try:
+            match record:
+                case TraceHeader():
+                    header = record
+                    continue
+                case Decision():
+                    decisions[record.decision] = record
+                case _Repeat(number, count):
+                    decision = decisions[number]
+                    decisions[number] = dataclasses.replace(decision, count=decision.count + count)
+                case Launch():
+                    pending[record.ticket] = len(launches)
+                    launches.append(record)
+                case _Retirement(ticket, time_s, device_ms):
+                    index = pending.pop(ticket)
+                    launches[index] = dataclasses.replace(
+                        launches[index], retired_s=time_s, device_ms=device_ms
+                    )
+                case TracedRequest():
+                    requests.append(record)
+                    if record.token_us:
+                        last_s = max(last_s, record.arrival_s + record.token_us[-1] / 1e6)
+                    continue
+        except KeyError as missing:
+            raise TraceError(
+                f"{place} refers to {missing}, which is on no line before; the file is damaged"
+            ) from None
+        last_s = max(last_s, record.time_s)
+    if header is None:
+        raise TraceError(
+            f"{path}: the file is empty; name a file that bullet-graph's --trace-decisions wrote"
+        )
+    if pending:
+        notes.append(f"launches that were never seen to end, and are left out: {len(pending)}")
+    starts = [d.time_s for d in [*decisions.values()][:1]] + [x.time_s for x in launches[:1]]
+    start_s = min(starts + [r.arrival_s for r in requests], default=0.0)
+    return Trace(
+        header,
+        tuple(decisions.values()),
+        tuple(launches),
+        tuple(requests),
+        tuple(notes),
+        start_s,
+        end_s=max(last_s, start_s),
+    )
+
+
+def _records(path: Path, notes: list[str]) -> Iterator[tuple[str, _Record]]:
+    """The file's records, the header first, each with its place in words."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                reader.take(number, line)
+                place = f"{path}, line {number}:"
+                try:
+                    content = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+                except (ValueError, RecursionError):
+                    if number > 1 and not line.endswith(b"\n"):
+                        notes.append(f"line {number}, the last, was cut short and is left out")
+                        return
+                    raise TraceError(
+                        f"{place} must hold one JSON object, but does not; the file is no trace, or is damaged"
+                    ) from None
+                adapter = _adapter(place, content, is_first=number == 1)
+                try:
+                    yield f"{place} {content.get('type')}", adapter.validate_python(content)
+                except ValidationError as error:
+                    raise TraceError(f"{place} {first_problem(error)}") from None
     except OSError as error:
         raise TraceError(
             f"{path}: cannot be read ({error.strerror}); name a file that --trace-decisions wrote"
         ) from None
-    return reader.trace()
 
 
-class _Reader:
-    """Takes a file's lines one by one."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._number = 0
-        self._header: TraceHeader | None = None
-        self._decisions: dict[int, Decision] = {}
-        self._launches: list[Launch] = []
-        self._pending: dict[int, int] = {}  # index of each launch under way, by ticket
-        self._requests: list[TracedRequest] = []
-        self._notes: list[str] = []
-        self._last_s = -math.inf
-
-    def take(self, number: int, line: bytes) -> None:
-        self._number = number
-        try:
-            content = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
-        except (ValueError, RecursionError):
-            if self._header is not None and not line.endswith(b"\n"):
-                self._notes.append(f"line {number}, the last, was cut short and is left out")
-                return
-            raise self._error(
-                "must hold one JSON object, but does not; the file is no trace, or is damaged"
-            ) from None
-        if self._header is None:
-            self._header = self._read_header(content)
-            return
-        kind = content.get("type") if isinstance(content, dict) else None
-        record_type = _RECORDS.get(kind) if isinstance(kind, str) else None
-        if record_type is None:
-            raise self._error(f"must have a type among {', '.join(_RECORDS)}, but has {kind!r}")
-        record = self._parse(record_type, content)
-        try:
-            self._last_s = max(self._last_s, self._add(record))
-        except KeyError as missing:
-            raise self._error(
-                f"{kind} refers to {missing}, which is on no line before; the file is damaged"
-            ) from None
-
-    def trace(self) -> Trace:
-        if self._header is None:
-            raise TraceError(
-                f"{self._path}: the file is empty; name a file that bullet-graph's --trace-decisions wrote"
-            )
-        if self._pending:
-            self._notes.append(
-                f"launches that were never seen to end, and are left out: {len(self._pending)}"
-            )
-        decisions, launches = tuple(self._decisions.values()), tuple(self._launches)
-        requests = tuple(self._requests)
-        starts = [d.time_s for d in decisions[:1]] + [x.time_s for x in launches[:1]]
-        starts += [r.arrival_s for r in requests]
-        start_s = min(starts, default=0.0)
-        end_s = max(self._last_s, start_s)
-        return Trace(self._header, decisions, launches, requests, tuple(self._notes), start_s, end_s)
-
-    def _read_header(self, content: object) -> TraceHeader:
-        if not isinstance(content, dict) or content.get("format") != TRACE_FORMAT:
-            raise self._error("does not begin a decision trace; name a file that --trace-decisions wrote")
-        if (found := content.get("format_version")) != TRACE_FORMAT_VERSION:
-            raise self._error(
-                f"format version {TRACE_FORMAT_VERSION} is required, but the trace has {found!r}; read it with the "
-                f"bullet-graph that wrote it ({content.get('version')})"
-            )
-        return self._parse(TraceHeader, content)
-
-    def _parse(self, record_type: type[_Record], content: dict[str, object]) -> _Record:
-        fields: dict[str, Any] = {}
-        for name, wanted, fits in _CHECKS[record_type]:
-            value = content.get(name)
-            if not fits(value):
-                raise self._error(f"{name} must be {wanted}, but is {json.dumps(value)[:80]}")
-            fields[name] = tuple(value) if isinstance(value, list) else value
-        return record_type(**fields)
-
-    def _add(self, record: _AnyRecord) -> float:
-        """Keep a record; returns the time of its last event."""
-        match record:
-            case Decision():
-                self._decisions[record.decision] = record
-            case _Repeat():
-                decision = self._decisions[record.decision]
-                count = decision.count + record.count
-                self._decisions[record.decision] = dataclasses.replace(decision, count=count)
-            case Launch():
-                self._pending[record.ticket] = len(self._launches)
-                self._launches.append(record)
-            case _Retirement():
-                index = self._pending.pop(record.ticket)
-                self._launches[index] = dataclasses.replace(
-                    self._launches[index], retired_s=record.time_s, device_ms=record.device_ms
-                )
-            case TracedRequest():
-                self._requests.append(record)
-                return record.arrival_s + record.token_us[-1] / 1e6 if record.token_us else -math.inf
-        return record.time_s
-
-    def _error(self, problem: str) -> TraceError:
-        return TraceError(f"{self._path}, line {self._number}: {problem}")
+def _adapter(place: str, content: object, *, is_first: bool) -> TypeAdapter[_Record]:
+    values = content if isinstance(content, dict) else {}
+    if not is_first:
+        kind = values.get("type")
+        if isinstance(kind, str) and kind in _RECORDS:
+            return _RECORDS[kind]
+        raise TraceError(f"{place} must have a type among {', '.join(_RECORDS)}, but has {kind!r}")
+    if values.get("format") != TRACE_FORMAT:
+        raise TraceError(f"{place} does not begin a decision trace; name a file that --trace-decisions wrote")
+    if (found := values.get("format_version")) != TRACE_FORMAT_VERSION:
+        raise TraceError(
+            f"{place} format version {TRACE_FORMAT_VERSION} is required, but the trace has {found!r}; read it with "
+            f"the bullet-graph that wrote it ({values.get('version')})"
+        )
+    return _HEADER
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(name)
-
-
-def _check(hint: Any) -> tuple[str, Callable[[object], bool]]:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        parts = [_check(argument) for argument in arguments]
-        return " or ".join(wanted for wanted, _ in parts), lambda v: any(fits(v) for _, fits in parts)
-    if origin is Literal:
-        return f"one of {', '.join(arguments)}", lambda v: v in arguments
-    if origin is tuple:
-        wanted, fits = _check(arguments[0])
-        return f"a list, each of it {wanted}", lambda v: isinstance(v, list) and all(map(fits, v))
-    return _PLAIN[origin or hint]
-
-
-_PLAIN: dict[object, tuple[str, Callable[[object], bool]]] = {
-    int: ("an integer", lambda v: isinstance(v, int) and not isinstance(v, bool) and abs(v) < _LIMIT),
-    float: (
-        "a number",
-        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < _LIMIT,
-    ),
-    bool: ("true or false", lambda v: isinstance(v, bool)),
-    str: ("a text", lambda v: isinstance(v, str)),
-    dict: ("an object", lambda v: isinstance(v, dict)),
-    types.NoneType: ("null", lambda v: v is None),
-}
-
-
-def _field_checks(record_type: Any) -> list[tuple[str, str, Callable[[object], bool]]]:
-    """Name, form in words and test of each field that a line of the type must have."""
-    hints = get_type_hints(record_type)
-    required = (f for f in dataclasses.fields(record_type) if f.default is dataclasses.MISSING)
-    return [(f.name, *_check(hints[f.name])) for f in required]
-
-
-_CHECKS: dict[type, list[tuple[str, str, Callable[[object], bool]]]] = {
-    record_type: _field_checks(record_type) for record_type in (TraceHeader, *_RECORDS.values())
-}
