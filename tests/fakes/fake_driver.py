@@ -12,6 +12,8 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+from fakes.fake_streams import FakeLibcuda, honoured_sms, object_address, point_to
+
 from bullet_graph.partition.driver import CudaDriver
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, lane_masks
 from bullet_graph.partition.probe import SmidProbe
@@ -77,6 +79,8 @@ class FakeDriver:
         lost_blocks: how many blocks leave no record.
         green_extra: SMs that a green context has beyond the split's.
         live: what was created and not destroyed.
+        libcuda: makes the streams, whose objects hold a mask at ``mask_offset``; None: streams know no masks.
+        shared: a handle whose object all streams of ``libcuda`` have.
     """
 
     num_sms: int = 132
@@ -92,6 +96,9 @@ class FakeDriver:
     current_device: int = 0
     retained: int = 0
     live: dict[int, Any] = field(default_factory=dict)
+    libcuda: FakeLibcuda | None = None
+    mask_offset: int = 0x51C
+    shared: int | None = None
 
     CUresult = CUresult
     CUdevice_attribute = CUdevice_attribute
@@ -190,7 +197,25 @@ class FakeDriver:
     def cuStreamCreateWithPriority(self, flags: IntEnum, priority: int) -> tuple[int]:
         assert flags == CUstream_flags.CU_STREAM_NON_BLOCKING
         assert self.current_context
-        return (self._create(Stream(frozenset(range(self.num_sms)), priority)),)
+        stream = Stream(frozenset(range(self.num_sms)), priority)
+        if self.libcuda is None:
+            return (self._create(stream),)
+        handle = self.libcuda.stream()
+        if self.shared is not None:
+            point_to(handle, object_address(self.shared))
+        self.live[handle] = stream
+        return (handle,)
+
+    @property
+    def streams(self) -> dict[int, Stream]:
+        """Those of ``live``."""
+        return {handle: thing for handle, thing in self.live.items() if isinstance(thing, Stream)}
+
+    def _sms(self, handle: int) -> frozenset[int]:
+        """The SMs that the stream may use."""
+        if self.libcuda is None:
+            return self._stream(handle).sms
+        return honoured_sms(handle, self.mask_offset, num_sms=self.num_sms)
 
     cuStreamDestroy = _destroyer(Stream)
 
@@ -209,19 +234,19 @@ class FakeDriver:
             free = sorted(sms - self.busy_sms)
             alone = 0x8000_0000 if self.serial and mine != everyone else 0
             words = (ctypes.c_uint32 * sizes[0]).from_address(records)
-            for block in range(sizes[0] - self.lost_blocks):
+            for block in range(sizes[0] - self.lost_blocks if free else 0):
                 words[block] = free[block % len(free)] | alone
 
         stream = self._stream(handle)
         if stream.captured is None:
-            run(stream.sms)
+            run(self._sms(handle))
         else:
             stream.captured.append(run)
 
     def cuStreamBeginCapture(self, handle: int, mode: IntEnum) -> None:
         assert mode == CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         stream = self._stream(handle)
-        stream.captured, stream.captured_sms = [], stream.sms
+        stream.captured, stream.captured_sms = [], self._sms(handle)
 
     def cuStreamEndCapture(self, handle: int) -> tuple[int]:
         stream = self._stream(handle)
@@ -237,7 +262,7 @@ class FakeDriver:
     def cuGraphLaunch(self, executable: int, stream: int) -> None:
         graph = self.live[executable]
         for kernel in graph.kernels:
-            kernel(self._stream(stream).sms if self.graphs_ignore_masks else graph.sms)
+            kernel(self._sms(stream) if self.graphs_ignore_masks else graph.sms)
 
     cuGraphExecDestroy = _destroyer(Graph)
     cuGraphDestroy = _destroyer(Graph)

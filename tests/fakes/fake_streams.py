@@ -3,7 +3,6 @@
 import ctypes
 import struct
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 OBJECT_BYTES = 0x1000
@@ -49,51 +48,3 @@ def honoured_sms(stream: int, offset: int, *, num_sms: int) -> frozenset[int]:
     enabled, *words = struct.unpack_from("<5I", object_bytes(stream), offset)
     disabled = sum(word << 32 * i for i, word in enumerate(words)) if enabled else 0
     return frozenset(sm for sm in range(num_sms) if not disabled >> sm // 2 & 1)
-
-
-class FakeDriver:
-    """Creates streams in a :class:`FakeLibcuda`; with ``shared`` all handles point to one object.
-
-    Attributes:
-        streams: the handles, and whether each is urgent.
-        destroyed: handles.
-    """
-
-    def __init__(self, libcuda: FakeLibcuda, *, shared: bool = False) -> None:
-        self._libcuda = libcuda
-        self._shared = shared
-        self.streams: dict[int, bool] = {}
-        self.destroyed: list[int] = []
-
-    def create_stream(self, *, urgent: bool) -> int:
-        stream = self._libcuda.stream()
-        if self._shared and self.streams:
-            point_to(stream, object_address(next(iter(self.streams))))
-        self.streams[stream] = urgent
-        return stream
-
-    def call(self, name: str, stream: int) -> None:
-        assert name == "cuStreamDestroy"
-        self.destroyed.append(stream)
-
-
-class FakeProbe:
-    """What the probe would see on a GPU whose driver keeps the 128-bit mask at ``offset``."""
-
-    def __init__(self, driver: FakeDriver, *, offset: int = 0x51C, num_sms: int = 132) -> None:
-        self.driver = driver
-        self.offset = offset
-        self.num_sms = num_sms
-        self.closed = False
-
-    def run(self, stream: int) -> frozenset[int]:
-        return honoured_sms(stream, self.offset, num_sms=self.num_sms)
-
-    def run_captured(self, stream: int, launch_stream: int | None = None) -> frozenset[int]:  # noqa: ARG002
-        return self.run(stream)
-
-    def run_together(self, streams: Sequence[int]) -> list[frozenset[int]]:
-        return [self.run(stream) for stream in streams]
-
-    def close(self) -> None:
-        self.closed = True

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import pytest
-from fakes.fake_streams import OBJECT_BYTES, RELEASE, FakeDriver, FakeLibcuda, FakeProbe, object_bytes
+from fakes.fake_driver import CUresult, FakeDriver, fake_probe
+from fakes.fake_streams import OBJECT_BYTES, RELEASE, FakeLibcuda, object_bytes
 
 from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
@@ -28,9 +28,14 @@ def on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def probe(libcuda: FakeLibcuda) -> FakeProbe:
+def gpu(libcuda: FakeLibcuda) -> FakeDriver:
     libcuda.answer(13000)
-    return FakeProbe(FakeDriver(libcuda))
+    return FakeDriver(libcuda=libcuda)
+
+
+@pytest.fixture
+def probe(gpu: FakeDriver) -> SmidProbe:
+    return fake_probe(gpu)
 
 
 @pytest.fixture
@@ -39,25 +44,25 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def opened(probe: FakeProbe, libcuda: FakeLibcuda, cache: Path) -> Open:
-    def open_backend(layout: GpcLayout | None = None, *, probe: FakeProbe = probe) -> SmctrlBackend:
-        return SmctrlBackend(cast(SmidProbe, probe), layout=layout, libcuda=libcuda.path, cache=cache)
+def opened(gpu: FakeDriver, libcuda: FakeLibcuda, cache: Path) -> Open:
+    def open_backend(layout: GpcLayout | None = None) -> SmctrlBackend:
+        return SmctrlBackend(fake_probe(gpu), layout=layout, libcuda=libcuda.path, cache=cache)
 
     return open_backend
 
 
-def test_each_lane_runs_on_its_own_tpcs(probe: FakeProbe, opened: Open) -> None:
+def test_each_lane_runs_on_its_own_tpcs(gpu: FakeDriver, probe: SmidProbe, opened: Open) -> None:
     backend = opened()
     assert (backend.name, backend.num_sms, backend.granularity_sms) == ("smctrl", 132, 2)
     assert backend.offset == 0x51C
     decode, prefill = (backend.stream(lane, PARTITION) for lane in LANES)
     assert probe.run(decode) == backend.expected_sms("decode", PARTITION) == frozenset(range(32))
     assert probe.run(prefill) == backend.expected_sms("prefill", PARTITION) == frozenset(range(32, 132))
-    assert probe.driver.streams == {decode: True, prefill: False}
-    assert verify(backend, PARTITION, cast(SmidProbe, probe)).decode_sms == frozenset(range(32))
+    assert [gpu.streams[stream].priority for stream in (decode, prefill)] == [-5, 0], "decode is urgent"
+    assert verify(backend, PARTITION, probe).decode_sms == frozenset(range(32))
 
 
-def test_a_lane_keeps_its_stream_and_changes_its_mask(probe: FakeProbe, opened: Open) -> None:
+def test_a_lane_keeps_its_stream_and_changes_its_mask(probe: SmidProbe, opened: Open) -> None:
     backend = opened()
     prefill = backend.stream("prefill", PARTITION)
     untouched = object_bytes(prefill)
@@ -70,7 +75,7 @@ def test_a_lane_keeps_its_stream_and_changes_its_mask(probe: FakeProbe, opened: 
     assert object_bytes(prefill) == untouched
 
 
-def test_masks_that_follow_the_gpcs(probe: FakeProbe, opened: Open) -> None:
+def test_masks_that_follow_the_gpcs(probe: SmidProbe, opened: Open) -> None:
     assert probe.run(opened(LAYOUT).stream("decode", SmPartition(4, 62))) == {0, 1, 44, 45, 88, 89, 2, 3}
 
 
@@ -90,59 +95,56 @@ def test_a_partition_that_cannot_be_made(opened: Open, partition: SmPartition, m
             ask("decode", partition)
 
 
-def test_closing_clears_the_masks_and_gives_everything_back(probe: FakeProbe, opened: Open) -> None:
+def test_closing_clears_the_masks_and_gives_everything_back(gpu: FakeDriver, opened: Open) -> None:
     """The driver makes new streams of old ones: whoever gets them next would be confined without knowing it."""
     backend = opened()
     streams = [backend.stream(lane, PARTITION) for lane in LANES]
     assert all(object_bytes(stream) != EMPTY for stream in streams)
     backend.close()
     assert all(object_bytes(stream) == EMPTY for stream in streams)
-    assert sorted(probe.driver.destroyed) == sorted(probe.driver.streams)
-    assert probe.closed
+    assert (gpu.live, gpu.retained) == ({}, 0)
 
 
 @pytest.mark.parametrize(
     "calibrated", [None, DriverId(13990, "999.12.35", "x86_64"), DriverId(13990, RELEASE, "aarch64")]
 )
 def test_an_unknown_driver_is_refused_before_anything_is_written(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, opened: Open, calibrated: DriverId | None
+    gpu: FakeDriver, libcuda: FakeLibcuda, cache: Path, opened: Open, calibrated: DriverId | None
 ) -> None:
+    gpu.fail["cuStreamCreateWithPriority"] = CUresult.CUDA_ERROR_INVALID_VALUE
     libcuda.answer(13990)
     if calibrated is not None:
         remember(calibrated, 0x600, cache)
     with pytest.raises(PartitionError, match=rf"{RELEASE} .*13990.*`bullet-graph doctor --calibrate`"):
         opened()
-    assert probe.driver.streams == {}
-    assert probe.closed
+    assert (gpu.live, gpu.retained) == ({}, 0)
 
 
 def test_a_calibrated_driver_is_trusted(
-    probe: FakeProbe, libcuda: FakeLibcuda, cache: Path, opened: Open
+    gpu: FakeDriver, probe: SmidProbe, libcuda: FakeLibcuda, cache: Path, opened: Open
 ) -> None:
     remember(DRIVER, 0x604, cache)
     backend = opened()
     assert backend.offset == 0x604, "a calibration goes before the table"
     with pytest.raises(PartitionError, match=r"exactly SMs 0-31, but .* ran on SMs"):
-        verify(backend, PARTITION, cast(SmidProbe, probe))
+        verify(backend, PARTITION, probe)
     libcuda.answer(13990)
-    probe.offset = 0x600
+    gpu.mask_offset = 0x600
     remember(DriverId(13990, RELEASE, "x86_64"), 0x600, cache)
     assert probe.run(opened().stream("decode", PARTITION)) == frozenset(range(32))
 
 
-def test_streams_that_share_a_mask_are_refused(libcuda: FakeLibcuda, opened: Open) -> None:
-    libcuda.answer(13000)
-    probe = FakeProbe(FakeDriver(libcuda, shared=True))
+def test_streams_that_share_a_mask_are_refused(gpu: FakeDriver, libcuda: FakeLibcuda, opened: Open) -> None:
+    gpu.shared = libcuda.stream()
     with pytest.raises(PartitionError, match=r"mask of its own, but streams .* share one"):
-        opened(probe=probe)
+        opened()
     # Left as found, and given back.
-    assert object_bytes(next(iter(probe.driver.streams))) == EMPTY
-    assert sorted(probe.driver.destroyed) == sorted(probe.driver.streams)
-    assert probe.closed
+    assert object_bytes(gpu.shared) == EMPTY
+    assert (gpu.live, gpu.retained) == ({}, 0)
 
 
-def test_a_mask_too_short_for_the_gpu(probe: FakeProbe, opened: Open) -> None:
-    probe.num_sms = 2 * 129
+def test_a_mask_too_short_for_the_gpu(gpu: FakeDriver, opened: Open) -> None:
+    gpu.num_sms = 2 * 129
     with pytest.raises(PartitionError, match="mask has 128 bits, but the GPU has 129 TPCs"):
         opened()
 
