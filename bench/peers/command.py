@@ -21,10 +21,9 @@ from bench.peers.residents import group, open_system, require_installed, require
 from bench.peers.systems import Candidate, peer_versions
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.bench.sweep import print_sweep
-from bullet_graph.cli.bench.sweep_file import Sweep, SweepFile
-from bullet_graph.cli.bench.sweep_runner import WorkloadSpec
-from bullet_graph.cli.options import result_options, setting_options
-from bullet_graph.cli.replay_options import search_options
+from bullet_graph.cli.bench.sweep_runner import Sweep, WorkloadSpec
+from bullet_graph.cli.options import setting_options
+from bullet_graph.cli.replay_options import search_options, sweep_file_options
 from bullet_graph.cli.result_file import to_json
 from bullet_graph.cli.tables import figure, mean_of
 from bullet_graph.engine.replay import event_loop_factory
@@ -111,11 +110,11 @@ class _Refusal(click.ClickException):
     type=click.Path(path_type=Path, dir_okay=False),
     help="A new file for every decision of this engine's planner (see `bullet-graph explain`).",
 )
-@result_options
+@sweep_file_options
 def compare(
     systems: tuple[str, ...],
     workloads: tuple[str, ...],
-    output_json: Path | None,
+    output_json: Path,
     overwrite: bool,
     as_json: bool,
     **options: Any,
@@ -134,29 +133,25 @@ def compare(
           --gpu-memory-utilization 0.9 --workload azure:conv=600 --output-json offline.json
     """
     try:
-        if output_json is None:
-            raise ConfigError(
-                "a comparison needs --output-json FILE: runs are kept there, and it resumes from there"
-            )
         candidates = list(dict.fromkeys(map(Candidate.parse, systems)))
         require_installed(candidates)
-        file = _compare(candidates, workloads, output_json, overwrite=overwrite, **options)
+        sweep = _compare(candidates, workloads, output_json, overwrite=overwrite, **options)
     except BulletGraphError as error:
         if isinstance(error, EngineDeadError) and error.__cause__ is not None:
             # The line alone would hide where a device, or the system itself, failed.
             traceback.print_exception(error.__cause__)
         raise _Refusal(str(error)) from error
     if as_json:
-        click.echo(to_json(file.sweep.fields()))
+        click.echo(to_json(sweep.fields()))
         return
-    print_runs(file.sweep)
+    print_runs(sweep)
     if options["rates"] is None and not options["all_at_once"]:
-        print_sweep(file.sweep)
+        print_sweep(sweep)
 
 
 def _compare(
     candidates: Sequence[Candidate], workloads: Sequence[str], path: Path, *, overwrite: bool, **options: Any
-) -> SweepFile:
+) -> Sweep:
     cells = make_peer_cells([WorkloadSpec.parse(text) for text in workloads], candidates, options)
     setup = make_setup(cells, options)
     vllm_options = dict(_parse_option(text) for text in options["vllm_options"])
@@ -175,7 +170,7 @@ def _compare(
         "event_loop": "asyncio" if event_loop_factory() is None else "uvloop",
         "device_name": provenance["device_name"],
     }
-    file = SweepFile.open(path, settings=settings, provenance=provenance, overwrite=overwrite)
+    sweep = Sweep.open(path, settings=settings, provenance=provenance, overwrite=overwrite)
     has_gpu = device == "cuda"
     memory = partial(require_memory, share=setup.gpu_memory_utilization, memory=torch.cuda.mem_get_info)
     start = partial(
@@ -192,7 +187,7 @@ def _compare(
             group(candidates, one_at_a_time=options["one_at_a_time"]),
             cells,
             start,
-            file,
+            sweep,
             runner,
             model=options["model"],
             vocab_size=vocab_size,
@@ -202,31 +197,25 @@ def _compare(
             before_group=memory if has_gpu else lambda _: None,
             device_uuid=provenance["device_uuid"],
         ).run()
-    return file
+    return sweep
 
 
 def print_runs(sweep: Sweep) -> None:
     """Show all runs on stdout: a table for each workload and targets, by rate, systems side by side."""
     # A file, or a narrow terminal, gets long lines rather than unreadable columns.
     console = Console(width=max(Console().width, _LEAST_WIDTH))
-    loads = dict.fromkeys((cell.key.workload, cell.key.num_prompts, cell.key.slo) for cell in sweep.cells)
-    for load in loads:
-        workload, num_prompts, slo = load
+    for task in dict.fromkeys(key.task for key in sweep.cells):
         table = Table(
             *("at, requests/s", "system", "met all targets, %", "requests/s", "output tokens/s"),
             *("TTFT, median / p90, ms", "TPOT, median / p90, ms", "ITL, p99, ms", "failed", "J/token", "W"),
-            title=f"{workload} × {num_prompts:,}, {slo}",
+            title=str(task),
             title_justify="left",
         )
         for column in table.columns:
             column.no_wrap = column.header == "system"
             column.justify = "left" if column.no_wrap else "right"
-        runs = [
-            (run, cell.key.system)
-            for cell in sweep.cells
-            if (cell.key.workload, cell.key.num_prompts, cell.key.slo) == load
-            for run in cell.runs
-        ]
+        cells = [cell for key, cell in sweep.cells.items() if key.task == task]
+        runs = [(run, cell.key.system) for cell in cells for run in cell.runs]
         for rate in sorted({run["request_rate"] for run, _ in runs}):
             for run, system in runs:
                 if run["request_rate"] == rate:

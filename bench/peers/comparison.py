@@ -12,8 +12,7 @@ from typing import Any
 from bench.peers.host import HostClock
 from bench.peers.systems import Candidate, Setup, System, log
 from bullet_graph.cli.bench.replay import StreamClient, collect_garbage, energy_fields, measure, warm_up
-from bullet_graph.cli.bench.sweep_file import SweepFile
-from bullet_graph.cli.bench.sweep_runner import Cell, Rates, SweepRunner, WorkloadSpec, make_cells
+from bullet_graph.cli.bench.sweep_runner import Cell, Sweep, SweepRunner, WorkloadSpec, make_cells
 from bullet_graph.engine.replay import Replay, TimedRequest, replay_async
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.perf.energy import DeviceMonitor
@@ -29,30 +28,16 @@ _MOST_REASONS_KEPT = 3
 # ---- what to run ----
 
 
-class FixedRates:
-    """Given rates, one after the other, and all of them again ``repeats`` times.
+class FixedRates(GoodputSearch):
+    """Given rates, one after the other, and all of them again ``repeats`` times; a rate must serve enough in every run.
 
-    Args:
-        rates: in requests per second.
-        repeats: at least 1.
-        attainment: the share that counts as enough.
+    ``rates`` are in requests per second.
     """
 
     def __init__(self, rates: Sequence[float], repeats: int, attainment: float) -> None:
+        super().__init__(first_rate=rates[0], attainment=attainment)
         self._left = [rate for _ in range(repeats) for rate in rates]
-        self._attainment = attainment
         self._worst: dict[float, float] = {}
-
-    @property
-    def goodput(self) -> float | None:
-        """The highest rate at which every run served enough; None: at none."""
-        return max((rate for rate, share in self._worst.items() if share >= self._attainment), default=None)
-
-    @property
-    def ceiling(self) -> float | None:
-        """The lowest rate above the goodput at which a run served too few; None: at none."""
-        bad = (rate for rate, share in self._worst.items() if share < self._attainment)
-        return min((rate for rate in bad if rate > (self.goodput or 0.0)), default=None)
 
     def next_rate(self) -> float | None:
         """The next rate; None: all are done."""
@@ -61,6 +46,7 @@ class FixedRates:
     def record(self, rate: float, attainment: float) -> None:
         """Mark a run as done."""
         self._worst[rate] = min(attainment, self._worst.get(rate, 1.0))
+        super().record(rate, self._worst[rate])
         if rate in self._left:
             self._left.remove(rate)
 
@@ -82,7 +68,7 @@ def make_peer_cells(
     if options["all_at_once"]:
         rates = (FASTEST_RATE,)
 
-    def new_rates(first_rate: float) -> Rates:
+    def new_rates(first_rate: float) -> GoodputSearch:
         if rates is not None:
             return FixedRates(rates, options["repeats"], attainment)
         search = {name: options[name] for name in ("tolerance", "step", "max_runs")}
@@ -155,7 +141,7 @@ class Comparison:
         groups: candidates that are up at the same time and take turns; the groups follow one another.
         cells: in the order of a round.
         open_system: starts what a group needs, from all the group's candidates that share it.
-        file: keeps the runs.
+        sweep: keeps the runs.
         runner: of the event loop of all systems.
         model: its name.
         vocab_size: of it.
@@ -172,7 +158,7 @@ class Comparison:
         groups: Sequence[Sequence[Candidate]],
         cells: Sequence[Cell[Candidate]],
         open_system: Callable[[Sequence[Candidate]], Awaitable[System]],
-        file: SweepFile,
+        sweep: Sweep,
         runner: asyncio.Runner,
         *,
         model: str,
@@ -186,7 +172,7 @@ class Comparison:
         self._groups = groups
         self._cells = cells
         self._open_system = open_system
-        self._file = file
+        self._sweep = sweep
         self._runner = runner
         self._new_client = partial(
             _PeerClient, runner=runner, model_id=model, vocab_size=vocab_size, device_uuid=device_uuid
@@ -195,7 +181,7 @@ class Comparison:
         self._num_warmups = num_warmups
         self._best_peer_only = best_peer_only
         self._before_group = before_group
-        self._loads = list(dict.fromkeys(_load(cell) for cell in cells))
+        self._tasks = list(dict.fromkeys(cell.key.task for cell in cells))
         self._systems: dict[object, System] = {}
 
     def run(self) -> None:
@@ -205,15 +191,15 @@ class Comparison:
             EngineDeadError: a system failed as a whole.
             WorkloadError: a system could serve none of a run's requests.
         """
-        sweep = SweepRunner(self._cells, self._file, is_given_up=self._is_beaten)
+        runner = SweepRunner(self._cells, self._sweep, is_given_up=self._is_beaten)
         for group in self._groups:
             cells = [cell for cell in self._cells if cell.system in group]
-            if sweep.has_work(cells):
+            if runner.has_work(cells):
                 self._before_group(group)
                 with ExitStack() as stack:
                     self._start(group, stack)
-                    sweep.run(cells, warm_up=self._warm_up, measure=self._measure)
-        sweep.finish()
+                    runner.run(cells, warm_up=self._warm_up, measure=self._measure)
+        runner.finish()
 
     def _start(self, group: Sequence[Candidate], stack: ExitStack) -> None:
         self._systems = {}
@@ -234,13 +220,13 @@ class Comparison:
 
     def _warm_up(self, cell: Cell[Candidate]) -> None:
         # Other prompts than in any run.
-        seed = self._seed + _MOST_RUNS * (len(self._loads) + self._loads.index(_load(cell)))
+        seed = self._seed + _MOST_RUNS * (len(self._tasks) + self._tasks.index(cell.key.task))
         warm_up(self._client(cell), cell.workload, self._num_warmups, slo=cell.slo, seed=seed)
 
     def _measure(self, cell: Cell[Candidate], rate: float) -> dict[str, Any]:
         # Other prompts in each run, the same for every system: a server may have a prefix cache.
-        run = len(self._file.cell(cell.key).runs)
-        prompt_seed = self._seed + _MOST_RUNS * self._loads.index(_load(cell)) + run
+        run = len(self._sweep.cell(cell.key).runs)
+        prompt_seed = self._seed + _MOST_RUNS * self._tasks.index(cell.key.task) + run
         actual_rate = math.inf if rate >= FASTEST_RATE else rate
         measured = measure(
             self._client(cell),
@@ -268,15 +254,11 @@ class Comparison:
         others = (
             other
             for other in self._cells
-            if _load(other) == _load(cell)
+            if other.key.task == cell.key.task
             and other.system.resident == cell.system.resident
             and other.system != cell.system
         )
         return any((other.rates.goodput or 0.0) >= ceiling for other in others)
-
-
-def _load(cell: Cell[Candidate]) -> tuple[str, int, str]:
-    return cell.key.workload, cell.key.num_prompts, cell.key.slo
 
 
 async def _as_coroutine(awaitable: Awaitable[System]) -> System:

@@ -99,7 +99,7 @@ def _draw(trace: Trace, window: Window, image_format: str) -> bytes:
     # matplotlib is an extra.
     from bullet_graph.cli.timeline import draw_timeline  # noqa: PLC0415
 
-    return draw_timeline(trace, window, image_format)
+    return draw_timeline(image_format, trace, window)
 
 
 def _print(summary: TraceSummary) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from click.core import ParameterSource
 
-from bullet_graph.cli.result_file import check_result_file
+from bullet_graph.cli.result_file import Output, check_result_file
 from bullet_graph.config import DEFAULTS, HINTS, SETTINGS, EngineConfig, parse_bytes, parse_counts
 from bullet_graph.errors import ConfigError
 
@@ -100,7 +100,7 @@ def engine_options(
     return decorate
 
 
-def all_of(options: list[Decorator]) -> Decorator:
+def all_of(options: Sequence[Decorator]) -> Decorator:
     """The options together, in this order in the help."""
     return lambda command: functools.reduce(lambda given, option: option(given), reversed(options), command)
 
@@ -118,11 +118,17 @@ def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
     return dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, num_sequences))
 
 
-result_options = all_of(
-    [
+def result_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command ``output: Output``; its file does not exist or may be replaced."""
+
+    @functools.wraps(command)
+    def with_output(output_json: Path | None, overwrite: bool, as_json: bool, **arguments: Any) -> None:
+        check_result_file(output_json, overwrite=overwrite)
+        command(output=Output(output_json, overwrite, as_json), **arguments)
+
+    options = [
         click.option("--output-json", type=FILE, help="Write the result to this file as well."),
         click.option("--overwrite", is_flag=True, help="Replace output files that exist."),
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON and nothing else."),
     ]
-)
-"""Gives a command ``output_json``, ``overwrite`` and ``as_json``: where its result goes."""
+    return all_of(options)(with_output)

@@ -1,16 +1,15 @@
 """Pictures of results. matplotlib is an extra: import this module only where a picture is asked for."""
 
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BytesIO
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import matplotlib
 from matplotlib.figure import Figure
 
-from bullet_graph.cli.bench.sweep_file import CellKey, Sweep, SweepCell
+from bullet_graph.cli.bench.sweep_runner import Sweep, SweepCell, Task
 from bullet_graph.perf.start_report import PhaseName
 from bullet_graph.slo import Slo
 
@@ -24,61 +23,57 @@ Runs = Sequence[Mapping[str, Any]]
 """The fields of runs, as their JSON has them."""
 
 _BAR_WIDTH = 0.8
+_P = ParamSpec("_P")
 
 
-def plot_style() -> AbstractContextManager[None]:
-    """The settings for drawing a picture."""
-    # The same figures give the same picture: no random ids, and in encode() no date.
-    return matplotlib.rc_context({"svg.hashsalt": "bullet_graph", "font.size": 9.5})
+def picture(draw: Callable[_P, Figure]) -> Callable[Concatenate[str, _P], bytes]:
+    """Make a function that draws return the bytes of a file: its first argument is the format, ``svg`` or ``png``."""
+
+    @functools.wraps(draw)
+    def drawn(image_format: str, /, *arguments: _P.args, **settings: _P.kwargs) -> bytes:
+        # The same figures give the same picture: no random ids, and no date.
+        with matplotlib.rc_context({"svg.hashsalt": "bullet_graph", "font.size": 9.5}):
+            figure, image = draw(*arguments, **settings), BytesIO()
+            metadata = {"Date": None} if image_format == "svg" else None
+            figure.savefig(image, format=image_format, dpi=150, metadata=metadata)
+        return image.getvalue()
+
+    return drawn
 
 
-def encode(figure: Figure, image_format: str) -> bytes:
-    """The picture as the bytes of an ``svg`` or ``png`` file; the same figures give the same bytes."""
-    image = BytesIO()
-    metadata = {"Date": None} if image_format == "svg" else None
-    figure.savefig(image, format=image_format, dpi=150, metadata=metadata)
-    return image.getvalue()
-
-
-def draw_rates(
-    curves: Mapping[str, Runs], *, title: str, slo: Slo, attainment: float, image_format: str
-) -> bytes:
-    """Draw attainment, TTFT and TPOT over the request rate, as ``svg`` or ``png``.
+@picture
+def draw_rates(curves: Mapping[str, Runs], *, title: str, slo: Slo, attainment: float) -> Figure:
+    """Draw attainment, TTFT and TPOT over the request rate.
 
     Args:
         curves: runs by the name of the policy or system, at rising finite rates.
-        title: above the panels.
-        slo: the targets.
-        attainment: the share of requests that is to meet them.
-        image_format: ``svg`` or ``png``.
+        attainment: the share of requests that is to meet the targets.
     """
-    with plot_style():
-        figure = Figure(figsize=(13, 4.2), layout="constrained")
-        shares, ttft, tpot = figure.subplots(1, 3)
-        for index, (name, runs) in enumerate(curves.items()):
-            colour = COLOURS[index % len(COLOURS)]
-            rates = [run["request_rate"] for run in runs]
-            met = [100 * (run["slo_attainment"] or 0.0) for run in runs]
-            shares.plot(rates, met, "o-", color=colour, markersize=3, label=name)
-            for axes, field in ((ttft, "ttft"), (tpot, "tpot")):
-                for label, style in (("median", "o-"), ("p90", "s--")):
-                    # None, where nothing was served, leaves a gap.
-                    values = [run[f"{label}_{field}_ms"] for run in runs]
-                    shown = label if index == 0 else None
-                    axes.plot(rates, values, style, color=colour, markersize=3, label=shown)
-        shares.axhline(100 * attainment, color=TARGET_COLOUR, linestyle=":")
-        shares.set(ylabel="requests that met all targets, %", ylim=(0, 104))
-        ttft.set(ylabel="TTFT, ms", yscale="log")
-        tpot.set(ylabel="TPOT, ms", ylim=(0, None))
-        for axes, limit_ms in ((ttft, _ttft_line_ms(slo)), (tpot, slo.tpot_ms)):
-            if limit_ms is not None:
-                axes.axhline(limit_ms, color=TARGET_COLOUR, linestyle=":", label="target")
-        for axes in (shares, ttft, tpot):
-            axes.set(xlabel="requests/s")
-            axes.grid(alpha=0.25)
-            axes.legend(frameon=False, fontsize=8)
-        figure.suptitle(title)
-        return encode(figure, image_format)
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    shares, ttft, tpot = figure.subplots(1, 3)
+    for index, (name, runs) in enumerate(curves.items()):
+        look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "markersize": 3}
+        rates = [run["request_rate"] for run in runs]
+        met = [100 * (run["slo_attainment"] or 0.0) for run in runs]
+        shares.plot(rates, met, "o-", label=name, **look)
+        for axes, field in ((ttft, "ttft"), (tpot, "tpot")):
+            for label, style in (("median", "o-"), ("p90", "s--")):
+                # None, where nothing was served, leaves a gap.
+                values = [run[f"{label}_{field}_ms"] for run in runs]
+                axes.plot(rates, values, style, label=label if index == 0 else None, **look)
+    shares.axhline(100 * attainment, color=TARGET_COLOUR, linestyle=":")
+    shares.set(ylabel="requests that met all targets, %", ylim=(0, 104))
+    ttft.set(ylabel="TTFT, ms", yscale="log")
+    tpot.set(ylabel="TPOT, ms", ylim=(0, None))
+    for axes, limit_ms in ((ttft, _ttft_line_ms(slo)), (tpot, slo.tpot_ms)):
+        if limit_ms is not None:
+            axes.axhline(limit_ms, color=TARGET_COLOUR, linestyle=":", label="target")
+    for axes in (shares, ttft, tpot):
+        axes.set(xlabel="requests/s")
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(title)
+    return figure
 
 
 def _ttft_line_ms(slo: Slo) -> float | None:
@@ -89,30 +84,14 @@ def _ttft_line_ms(slo: Slo) -> float | None:
 # ---- a sweep ----
 
 
-class _Task(NamedTuple):
-    """A cell without its system."""
-
-    workload: str
-    num_prompts: int
-    slo: str
-
-    @classmethod
-    def of(cls, key: CellKey) -> "_Task":
-        return cls(key.workload, key.num_prompts, key.slo)
-
-    def __str__(self) -> str:
-        return f"{self.workload}, {self.num_prompts:,} requests, {self.slo}"
-
-    @property
-    def slug(self) -> str:
-        return re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(map(str, self[:]))).strip("-")
-
-
-def plot_names(keys: Iterable[CellKey], image_format: str) -> list[str]:
-    """The files that :func:`draw_sweep` makes of these cells."""
-    tasks = dict.fromkeys(_Task.of(key) for key in keys)
-    pictures = [f"{kind}_{task.slug}" for task in tasks for kind in ("rates", "throughput")]
+def plot_names(tasks: Iterable[Task], image_format: str) -> list[str]:
+    """The files that :func:`draw_sweep` makes of a sweep with these tasks."""
+    pictures = [f"{kind}_{_slug(task)}" for task in dict.fromkeys(tasks) for kind in ("rates", "throughput")]
     return [f"{name}.{image_format}" for name in ("goodput", *pictures)]
+
+
+def _slug(task: Task) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(map(str, task[:]))).strip("-")
 
 
 def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
@@ -121,56 +100,57 @@ def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
     They are the goodput of all cells; and for each workload and targets, attainment and latencies over the rate, and
     output tokens per second over latencies.
     """
-    cells = sorted((cell for cell in sweep.cells if cell.runs), key=lambda cell: _Task.of(cell.key))
-    tasks = {task: list(of_task) for task, of_task in groupby(cells, key=lambda cell: _Task.of(cell.key))}
+    tasks: dict[Task, dict[str, SweepCell]] = {}
+    for (system, task), cell in sweep.cells.items():
+        if cell.runs:
+            tasks.setdefault(task, {})[system] = cell
+    tasks = dict(sorted(tasks.items()))
     # A system has the same colour in every picture.
-    systems = list(dict.fromkeys(cell.key.system for cell in sweep.cells if cell.runs))
+    systems = list(dict.fromkeys(key.system for key, cell in sweep.cells.items() if cell.runs))
     attainment = float(sweep.settings["attainment"])
-    pictures = {f"goodput.{image_format}": _draw_goodput(tasks, systems, attainment, image_format)}
-    for task, of_task in tasks.items():
-        slo, title = Slo.parse(task.slo.split()), str(task)
-        curves: dict[str, Runs] = {system: [] for system in systems}
-        for cell in of_task:
-            curves[cell.key.system] = sorted(cell.runs, key=lambda run: float(run["request_rate"]))
-        best = {cell.key.system: cell.best for cell in of_task}
-        pictures[f"rates_{task.slug}.{image_format}"] = draw_rates(
-            curves, title=title, slo=slo, attainment=attainment, image_format=image_format
-        )
-        pictures[f"throughput_{task.slug}.{image_format}"] = _draw_throughput(
-            title, slo, curves, best, image_format
-        )
-    return pictures
+    pictures = [_draw_goodput(image_format, tasks, systems, attainment)]
+    for task, cells in tasks.items():
+        slo = Slo.parse(task.slo.split())
+        curves = {
+            system: sorted(cells[system].runs, key=lambda run: float(run["request_rate"]))
+            if system in cells
+            else []
+            for system in systems
+        }
+        best = {system: cell.best for system, cell in cells.items()}
+        pictures += [
+            draw_rates(image_format, curves, title=str(task), slo=slo, attainment=attainment),
+            _draw_throughput(image_format, curves, best, title=str(task), slo=slo),
+        ]
+    return dict(zip(plot_names(tasks, image_format), pictures, strict=True))
 
 
+@picture
 def _draw_goodput(
-    tasks: Mapping[_Task, Sequence[SweepCell]], systems: Sequence[str], attainment: float, image_format: str
-) -> bytes:
+    tasks: Mapping[Task, Mapping[str, SweepCell]], systems: Sequence[str], attainment: float
+) -> Figure:
     """Goodput as bars: a group for each workload and targets, a bar for each system."""
-    with plot_style():
-        figure = Figure(figsize=(max(6.0, 2.0 + 2.4 * len(tasks)), 4.6), layout="constrained")
-        axes = figure.subplots()
-        width = _BAR_WIDTH / len(systems)
-        for index, system in enumerate(systems):
-            offset = (index - (len(systems) - 1) / 2) * width
-            cells = [next((c for c in of_task if c.key.system == system), None) for of_task in tasks.values()]
-            bars = axes.bar(
-                [place + offset for place in range(len(tasks))],
-                [0.0 if cell is None else cell.goodput or 0.0 for cell in cells],
-                width=0.92 * width,
-                color=COLOURS[index % len(COLOURS)],
-                label=system,
-            )
-            axes.bar_label(bars, [_bar_label(cell) for cell in cells], padding=2, fontsize=8)
-        axes.set_xticks(
-            range(len(tasks)),
-            [f"{task.workload}\n{task.num_prompts:,} requests\n{task.slo}" for task in tasks],
+    figure = Figure(figsize=(max(6.0, 2.0 + 2.4 * len(tasks)), 4.6), layout="constrained")
+    axes = figure.subplots()
+    width = _BAR_WIDTH / len(systems)
+    for index, system in enumerate(systems):
+        offset = (index - (len(systems) - 1) / 2) * width
+        cells = [of_task.get(system) for of_task in tasks.values()]
+        bars = axes.bar(
+            [place + offset for place in range(len(tasks))],
+            [0.0 if cell is None else cell.goodput or 0.0 for cell in cells],
+            width=0.92 * width,
+            color=COLOURS[index % len(COLOURS)],
+            label=system,
         )
-        axes.set(ylabel=f"goodput, requests/s ({100 * attainment:g} % meet all targets)")
-        axes.margins(y=0.12)
-        axes.grid(axis="y", alpha=0.25)
-        axes.set_axisbelow(True)
-        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        return encode(figure, image_format)
+        axes.bar_label(bars, [_bar_label(cell) for cell in cells], padding=2, fontsize=8)
+    axes.set_xticks(range(len(tasks)), [f"{t.workload}\n{t.num_prompts:,} requests\n{t.slo}" for t in tasks])
+    axes.set(ylabel=f"goodput, requests/s ({100 * attainment:g} % meet all targets)")
+    axes.margins(y=0.12)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
 
 
 def _bar_label(cell: SweepCell | None) -> str:
@@ -181,13 +161,10 @@ def _bar_label(cell: SweepCell | None) -> str:
     return "none" if cell.goodput is None else f"{cell.goodput:.3g}"
 
 
+@picture
 def _draw_throughput(
-    title: str,
-    slo: Slo,
-    curves: Mapping[str, Runs],
-    best: Mapping[str, Mapping[str, Any] | None],
-    image_format: str,
-) -> bytes:
+    curves: Mapping[str, Runs], best: Mapping[str, Mapping[str, Any] | None], *, title: str, slo: Slo
+) -> Figure:
     """Output tokens per second over latencies: up and to the left is better, a star marks the goodput."""
     panels = (
         ("p90_ttft_ms", "TTFT, p90, ms", "log", _ttft_line_ms(slo)),
@@ -195,56 +172,47 @@ def _draw_throughput(
         # A mean over the request hides single long waits, as for other requests' prompts.
         ("p99_itl_ms", "ITL, p99, ms", "log", None),
     )
-    with plot_style():
-        figure = Figure(figsize=(13, 4.2), layout="constrained")
-        for axes, (field, label, scale, limit_ms) in zip(figure.subplots(1, 3), panels, strict=True):
-            for index, (system, runs) in enumerate(curves.items()):
-                colour = COLOURS[index % len(COLOURS)]
-                served = [run for run in runs if run[field] is not None]
-                axes.plot(
-                    [run[field] for run in served],
-                    [run["output_throughput"] for run in served],
-                    "o-",
-                    color=colour,
-                    markersize=3,
-                    label=system,
-                )
-                star = best.get(system)
-                if star is not None and star[field] is not None:
-                    axes.plot(star[field], star["output_throughput"], "*", color=colour, markersize=12)
-            if limit_ms is not None:
-                axes.axvline(limit_ms, color=TARGET_COLOUR, linestyle=":", label="target")
-            axes.set(xlabel=label, xscale=scale, ylabel="output tokens/s", ylim=(0, None))
-            axes.grid(alpha=0.25)
-            axes.legend(frameon=False, fontsize=8)
-        figure.suptitle(f"{title} (★ at the goodput)")
-        return encode(figure, image_format)
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    for axes, (field, label, scale, limit_ms) in zip(figure.subplots(1, 3), panels, strict=True):
+        for index, (system, runs) in enumerate(curves.items()):
+            colour = COLOURS[index % len(COLOURS)]
+            served = [run for run in runs if run[field] is not None]
+            points = ([run[name] for run in served] for name in (field, "output_throughput"))
+            axes.plot(*points, "o-", color=colour, markersize=3, label=system)
+            star = best.get(system)
+            if star is not None and star[field] is not None:
+                axes.plot(star[field], star["output_throughput"], "*", color=colour, markersize=12)
+        if limit_ms is not None:
+            axes.axvline(limit_ms, color=TARGET_COLOUR, linestyle=":", label="target")
+        axes.set(xlabel=label, xscale=scale, ylabel="output tokens/s", ylim=(0, None))
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{title} (★ at the goodput)")
+    return figure
 
 
 # ---- starts ----
 
 
-def draw_starts(
-    runs: Mapping[str, "StartRun"], phases: Sequence[PhaseName], *, title: str, image_format: str
-) -> bytes:
+@picture
+def draw_starts(runs: Mapping[str, "StartRun"], phases: Sequence[PhaseName], *, title: str) -> Figure:
     """Draw the phases of starts as bars over time: a panel for each kind of start, a row for each phase."""
-    with plot_style():
-        figure = Figure(figsize=(9, 0.8 + (0.5 + 0.28 * len(phases)) * len(runs)), layout="constrained")
-        panels = figure.subplots(len(runs), 1, squeeze=False)[:, 0]
-        for axes, (kind, run) in zip(panels, runs.items(), strict=True):
-            for row, name in enumerate(phases):
-                stretches = [(p.start_s, p.end_s - p.start_s) for p in run.phases if p.name == name]
-                axes.broken_barh(stretches, (row - 0.4, 0.8), color=COLOURS[row % len(COLOURS)])
-                if stretches:
-                    text = f" {run.seconds[name]:.2f} s"
-                    axes.text(sum(stretches[-1]), row, text, va="center", fontsize=7.5)
-            axes.axvline(run.startup_s, color=TARGET_COLOUR, linestyle=":")
-            axes.set_yticks(range(len(phases)), phases)
-            axes.invert_yaxis()
-            axes.set(xlim=(0, 1.12 * run.first_token_s))
-            axes.set_title(f"{kind}: ready after {run.startup_s:.2f} s", loc="left", fontsize=9.5)
-            axes.grid(axis="x", alpha=0.25)
-            axes.set_axisbelow(True)
-        panels[-1].set(xlabel="seconds since the process was started")
-        figure.suptitle(title)
-        return encode(figure, image_format)
+    figure = Figure(figsize=(9, 0.8 + (0.5 + 0.28 * len(phases)) * len(runs)), layout="constrained")
+    panels = figure.subplots(len(runs), 1, squeeze=False)[:, 0]
+    for axes, (kind, run) in zip(panels, runs.items(), strict=True):
+        for row, name in enumerate(phases):
+            stretches = [(p.start_s, p.end_s - p.start_s) for p in run.phases if p.name == name]
+            axes.broken_barh(stretches, (row - 0.4, 0.8), color=COLOURS[row % len(COLOURS)])
+            if stretches:
+                text = f" {run.seconds[name]:.2f} s"
+                axes.text(sum(stretches[-1]), row, text, va="center", fontsize=7.5)
+        axes.axvline(run.startup_s, color=TARGET_COLOUR, linestyle=":")
+        axes.set_yticks(range(len(phases)), phases)
+        axes.invert_yaxis()
+        axes.set(xlim=(0, 1.12 * run.first_token_s))
+        axes.set_title(f"{kind}: ready after {run.startup_s:.2f} s", loc="left", fontsize=9.5)
+        axes.grid(axis="x", alpha=0.25)
+        axes.set_axisbelow(True)
+    panels[-1].set(xlabel="seconds since the process was started")
+    figure.suptitle(title)
+    return figure

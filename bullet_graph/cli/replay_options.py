@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.options import COUNT, Decorator, all_of
+from bullet_graph.cli.options import COUNT, FILE, Decorator, all_of
 from bullet_graph.config import SETTINGS, Policy
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Arrivals
@@ -170,3 +170,22 @@ def search_options(*, default_step: float) -> Decorator:
             click.option("--max-runs", type=COUNT, default=20, help="Most runs of one search."),
         ]
     )
+
+
+sweep_file_options = all_of(
+    [
+        click.option(
+            "--output-json",
+            type=FILE,
+            required=True,
+            help="The sweep's file. If it holds this sweep unfinished, the sweep resumes.",
+        ),
+        click.option(
+            "--overwrite",
+            is_flag=True,
+            help="Replace output files that exist; an unfinished sweep of the same settings resumes all the same.",
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print the sweep's file and nothing else."),
+    ]
+)
+"""Gives a command ``output_json``, ``overwrite`` and ``as_json``."""

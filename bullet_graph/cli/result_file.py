@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -96,15 +97,23 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(value, default=dataclasses.asdict, indent=2, allow_nan=False))
 
 
-def emit(fields: Mapping[str, Any], path: Path | None, *, as_json: bool, show: Callable[[], object]) -> None:
-    """Write a result to its file, if it has one, and print it: as JSON, or as ``show`` does."""
-    text = to_json(fields)
-    if path is not None:
-        write_result_file(path, text)
-    if as_json:
-        click.echo(text)
-    else:
-        show()
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the result of a command goes: into a file, if there is a ``path``, and to stdout as a table or JSON."""
+
+    path: Path | None
+    overwrite: bool
+    as_json: bool
+
+    def emit(self, fields: Mapping[str, Any], show: Callable[[], object]) -> None:
+        """Write a result, and print it: as JSON, or as ``show`` does."""
+        text = to_json(fields)
+        if self.path is not None:
+            write_result_file(self.path, text)
+        if self.as_json:
+            click.echo(text)
+        else:
+            show()
 
 
 def write_result_file(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ import click
 
 from bullet_graph.cli.options import FILE, result_options, setting_options
 from bullet_graph.cli.replay_options import TRACE_TIMES, GoodputCommand, gpu_option, replay_options
-from bullet_graph.cli.result_file import check_plot_file, check_result_file, emit
+from bullet_graph.cli.result_file import Output, check_plot_file
 from bullet_graph.cli.simulator import Simulator
 from bullet_graph.cli.tables import ReplayRun, emit_replays, goodput_table, print_line, print_table
 from bullet_graph.config import EngineConfig, Policy
@@ -72,9 +72,7 @@ def simulate(
     plot: Path | None,
     trace_decisions: Path | None,
     save_detailed: bool,
-    output_json: Path | None,
-    overwrite: bool,
-    as_json: bool,
+    output: Output,
     gpu: str,
     trace: str,
     num_prompts: int | None,
@@ -96,7 +94,6 @@ def simulate(
       bullet-graph simulate --trace azure:conv --goodput ttft:500 tpot:15 --sweep --plot conv.svg
     """
     config = EngineConfig(**settings)
-    check_result_file(output_json, overwrite=overwrite)
     if sweep and config.slo == NO_TARGETS:
         raise ConfigError(
             "--sweep looks for the rate that meets the targets: give some, as --goodput ttft:500 tpot:15"
@@ -107,7 +104,7 @@ def simulate(
         raise ConfigError("--plot draws figures over the rate: add --sweep")
     if trace_decisions is not None and (sweep or len(policies) > 1):
         raise ConfigError("--trace-decisions writes one run: give one --policy, and no --sweep")
-    check_plot_file(plot, overwrite=overwrite)
+    check_plot_file(plot, overwrite=output.overwrite)
     simulator = Simulator(
         gpu=gpu,
         config=config,
@@ -117,7 +114,7 @@ def simulate(
         host_overhead_ms=host_overhead_ms,
         time_noise=time_noise,
     )
-    show_progress = not as_json and sys.stderr.isatty()
+    show_progress = not output.as_json and sys.stderr.isatty()
     title = simulator.title()
     if not sweep:
         runs = {}
@@ -126,11 +123,11 @@ def simulate(
             advance = stack.enter_context(progress_bar(show_progress, total=total, unit="req"))
             decisions = None
             if trace_decisions is not None:
-                decisions = simulator.open_trace(trace_decisions, policies[0], overwrite=overwrite)
+                decisions = simulator.open_trace(trace_decisions, policies[0], overwrite=output.overwrite)
                 stack.enter_context(contextlib.closing(decisions))
             for policy in policies:
                 runs[str(policy)] = simulator.run(policy, trace=decisions, on_done=lambda _: advance(1))
-        emit_replays(title, runs, simulator.describe(), output_json, detailed=save_detailed, as_json=as_json)
+        emit_replays(title, runs, simulator.describe(), output, detailed=save_detailed)
         return
 
     with progress_bar(show_progress, unit="run") as advance:
@@ -141,9 +138,7 @@ def simulate(
         from bullet_graph.cli.plots import draw_rates  # noqa: PLC0415
 
         image_format = plot.suffix[1:].lower()
-        plot.write_bytes(
-            draw_rates(fields, title=title, slo=config.slo, attainment=attainment, image_format=image_format)
-        )
+        plot.write_bytes(draw_rates(image_format, fields, title=title, slo=config.slo, attainment=attainment))
 
     def show() -> None:
         share = f"highest rate at which {100 * attainment:g} % of the requests meet all targets"
@@ -158,7 +153,7 @@ def simulate(
         for policy, (goodput, runs) in found.items()
     }
     common = simulator.describe() | {"attainment": attainment, "policies": searches}
-    emit(common, output_json, as_json=as_json, show=show)
+    output.emit(common, show)
 
 
 def _search(

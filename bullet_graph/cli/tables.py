@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bullet_graph.cli.result_file import emit
+from bullet_graph.cli.result_file import Output
 from bullet_graph.engine.output import EngineStats
 from bullet_graph.perf.metrics import ReplayResult
 
@@ -66,24 +65,17 @@ def emit_replays(
     title: str,
     runs: Mapping[str, ReplayRun],
     common: Fields,
-    path: Path | None,
+    output: Output,
     *,
     detailed: bool,
-    as_json: bool,
 ) -> None:
-    """Write and print replays of the same requests.
+    """Write and print replays of the same requests, by name; ``detailed`` adds the figures of each request to the JSON.
 
-    Args:
-        title: above the table.
-        runs: by name. The fields of a single one are beside ``common``; those of several go into the list ``results``.
-        common: fields that all runs share.
-        path: of the result's file, if any.
-        detailed: whether the JSON has the figures of each request.
-        as_json: print JSON rather than a table.
+    The fields of a single one are beside those that all ``common`` share; those of several go into a list ``results``.
     """
     fields = [run.fields(detailed=detailed) for run in runs.values()]
     whole = {**fields[0], **common} if len(fields) == 1 else {**common, "results": fields}
-    emit(whole, path, as_json=as_json, show=lambda: print_replays(title, runs))
+    output.emit(whole, lambda: print_replays(title, runs))
 
 
 def print_replays(title: str, named: Mapping[str, ReplayRun]) -> None:

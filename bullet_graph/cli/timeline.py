@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from bullet_graph.cli.plots import encode, plot_style
+from bullet_graph.cli.plots import picture
 from bullet_graph.perf.explain import IDLE, FloatArray, Occupancy, Window
 from bullet_graph.perf.trace import LANES, Trace
 
@@ -18,29 +18,29 @@ _NUM_BINS = 1600
 _MANY_DOTS = 5000
 
 
-def draw_timeline(trace: Trace, window: Window, image_format: str) -> bytes:
-    """The picture, as ``svg`` or ``png``; time 0 is the trace's start."""
+@picture
+def draw_timeline(trace: Trace, window: Window) -> Figure:
+    """Draw a decision trace; time 0 is its start."""
     occupancy = Occupancy.of(trace.launches)
     edges_s = np.linspace(window.start_s, window.end_s, _NUM_BINS + 1)
-    with plot_style():
-        figure = Figure(figsize=(13, 6.8))
-        # Room for the legends on the right.
-        margins = {"left": 0.055, "right": 0.85, "top": 0.935, "bottom": 0.075, "hspace": 0.09}
-        policies, sms, queue = figure.subplots(
-            3, 1, sharex=True, gridspec_kw={"height_ratios": (0.3, 3, 2.4), **margins}
-        )
-        _draw_policies(policies, occupancy, edges_s, trace.start_s)
-        _draw_sms(sms, occupancy, edges_s, trace)
-        _draw_queue(queue, trace, window)
-        queue.set(
-            xlabel="s since the trace began",
-            xlim=(window.start_s - trace.start_s, window.end_s - trace.start_s),
-        )
-        header = trace.header
-        figure.suptitle(
-            f"{header.model} on {header.device}, policy {header.policy}, {header.slo}", x=0.055, ha="left"
-        )
-        return encode(figure, image_format)
+    figure = Figure(figsize=(13, 6.8))
+    # Room for the legends on the right.
+    margins = {"left": 0.055, "right": 0.85, "top": 0.935, "bottom": 0.075, "hspace": 0.09}
+    policies, sms, queue = figure.subplots(
+        3, 1, sharex=True, gridspec_kw={"height_ratios": (0.3, 3, 2.4), **margins}
+    )
+    _draw_policies(policies, occupancy, edges_s, trace.start_s)
+    _draw_sms(sms, occupancy, edges_s, trace)
+    _draw_queue(queue, trace, window)
+    queue.set(
+        xlabel="s since the trace began",
+        xlim=(window.start_s - trace.start_s, window.end_s - trace.start_s),
+    )
+    header = trace.header
+    figure.suptitle(
+        f"{header.model} on {header.device}, policy {header.policy}, {header.slo}", x=0.055, ha="left"
+    )
+    return figure
 
 
 def _draw_policies(axes: Any, occupancy: Occupancy, edges_s: FloatArray, origin_s: float) -> None:

@@ -13,7 +13,7 @@ from peers_fakes import CompletionsServer, Telling, completions_server, install_
 
 from bench.peers.command import compare
 from bullet_graph import EngineDeadError
-from bullet_graph.cli.bench.sweep_file import read_sweep
+from bullet_graph.cli.bench.sweep_runner import Sweep
 from bullet_graph.cli.explain import explain
 
 pytestmark = pytest.mark.timeout(180)
@@ -76,12 +76,13 @@ def test_given_rates_with_all_systems_in_turn(
     assert len(set(engines[0].request_ids)) == 2 * (2 + 2 * 5)
     assert "hello" not in result.stdout
 
-    sweep = read_sweep(path)
+    sweep = Sweep.read(path)
     assert sweep.finished
-    assert [cell.key.system for cell in sweep.cells] == labels
-    assert {cell.goodput for cell in sweep.cells} == {100.0}
+    cells = list(sweep.cells.values())
+    assert [cell.key.system for cell in cells] == labels
+    assert {cell.goodput for cell in cells} == {100.0}
     assert sweep.provenance["versions"].keys() >= {"bullet_graph", "vllm", "torch", "aiohttp"}
-    for cell in sweep.cells:
+    for cell in cells:
         assert [r["request_rate"] for r in cell.runs] == [50, 100]
         for fields in cell.runs:
             assert (fields["completed"], fields["failed"], fields["slo_attainment"]) == (5, 0, 1.0)
@@ -89,13 +90,13 @@ def test_given_rates_with_all_systems_in_turn(
             assert 0 < fields["median_ttft_ms"] <= fields["p90_e2el_ms"]
             assert fields["backend"] == cell.key.system
     # Every system had the same prompts in a round, and others in the next: none could come out of a cache.
-    first, second = (r["prompt_seed"] for r in sweep.cells[0].runs)
-    assert {tuple(r["prompt_seed"] for r in cell.runs) for cell in sweep.cells} == {(first, second)}
+    first, second = (r["prompt_seed"] for r in cells[0].runs)
+    assert {tuple(r["prompt_seed"] for r in cell.runs) for cell in cells} == {(first, second)}
     assert first != second
     prompts = [tuple(body["prompt"]) for body in server.bodies]
     assert len(set(prompts)) == len(prompts) == 2 + 2 * 5
     assert {body["model"] for body in server.bodies} == {"tiny-served"}
-    by_system = {cell.key.system: cell.runs[0] for cell in sweep.cells}
+    by_system = {cell.key.system: cell.runs[0] for cell in cells}
     assert by_system[server.url]["system_settings"]["version"] == "1.2.3"
     assert by_system["vllm 0.26.0"]["system_settings"]["engine_args"]["enable_prefix_caching"] is False
     assert by_system["bullet_graph serial"]["system_counters"]["policy_seconds"].keys() == {"serial", "solo"}
@@ -124,18 +125,19 @@ def test_searches_side_by_side_go_on_after_an_interruption(
     monkeypatch.setattr(comparison, "replay_async", dies)
     first = run(f"{trace}@{EASY}", path, *options, systems=systems)
     assert "the device is gone" in refused(first).split("Error: ")[1]
-    before = read_sweep(path)
-    assert [len(cell.runs) for cell in before.cells] == [2, 1]
+    before = Sweep.read(path)
+    cut = [cell.runs for cell in before.cells.values()]
+    assert list(map(len, cut)) == [2, 1]
     assert not before.finished
 
     monkeypatch.setattr(comparison, "replay_async", real)
     again = run(f"{trace}@{EASY}", path, *options, systems=systems)
     assert again.exit_code == 0, again.stderr
     assert len(order_of_runs(again)) == 3
-    sweep = read_sweep(path)
-    assert [[r["request_rate"] for r in cell.runs] for cell in sweep.cells] == [[40, 80, 160]] * 2
-    assert [cell.goodput for cell in sweep.cells] == [160, 160]
-    assert sweep.cells[0].runs[:2] == before.cells[0].runs
+    sweep = Sweep.read(path)
+    assert [[r["request_rate"] for r in cell.runs] for cell in sweep.cells.values()] == [[40, 80, 160]] * 2
+    assert [cell.goodput for cell in sweep.cells.values()] == [160, 160]
+    assert [cell.runs[: len(runs)] for cell, runs in zip(sweep.cells.values(), cut, strict=True)] == cut
     assert "highest rate at which 90 % of the requests meet all targets" in again.stdout
 
     assert "it is finished; add --overwrite" in refused(
@@ -158,7 +160,7 @@ def test_all_at_once_one_system_after_the_other(
     told = [line.split(", ")[-2] for line in order_of_runs(result)]
     assert told == ["bullet_graph mixed:16", "bullet_graph serial"] * 2 + [server.url] * 2
     assert result.stderr.count("starting ") == 2
-    for cell in read_sweep(path).cells:
+    for cell in Sweep.read(path).cells.values():
         assert [run["all_at_once"] for run in cell.runs] == [True, True]
         assert cell.runs[0]["request_throughput"] > 0
     assert "all at once" in result.stdout
@@ -171,7 +173,7 @@ def test_decisions_of_this_engine_go_to_a_file(trace: Path, tmp_path: Path) -> N
     assert result.exit_code == 0, result.stderr
     explained = CliRunner().invoke(explain, [str(decisions), "--json"])
     assert explained.exit_code == 0, explained.output
-    assert "own_decisions" not in read_sweep(path).settings
+    assert "own_decisions" not in Sweep.read(path).settings
     again = run(trace, tmp_path / "other.json", *options)
     assert f"the trace file {decisions} exists" in refused(again)
 
@@ -240,7 +242,8 @@ def test_servers_that_tell_less(trace: Path, tmp_path: Path, telling: Telling) -
     with completions_server(telling) as server:
         result = run(trace, path, "--rates", "50", systems=(f"openai:{server.url}",))
     assert result.exit_code == 0, result.stderr
-    (fields,) = read_sweep(path).cells[0].runs
+    (cell,) = Sweep.read(path).cells.values()
+    (fields,) = cell.runs
     # Of pairs that are not told, only the request of one token can be counted.
     assert (fields["completed"], fields["failed"]) == ((5, 0) if telling == "end" else (1, 4))
     assert all("it must give continuous_usage_stats" in reason for reason in fields["failures"])
@@ -288,4 +291,4 @@ def test_bad_options(trace: Path, tmp_path: Path, options: tuple[str, ...], mess
 
 def test_a_comparison_needs_a_file(trace: Path) -> None:
     arguments = ("--model", "tiny", "--system", "own:serial", "--workload", str(trace), "--rates", "5")
-    assert "needs --output-json" in refused(CliRunner().invoke(compare, arguments))
+    assert "Missing option '--output-json'" in refused(CliRunner().invoke(compare, arguments))

@@ -10,8 +10,7 @@ import pytest
 from bench.peers import comparison
 from bench.peers.comparison import Comparison
 from bench.peers.systems import Candidate
-from bullet_graph.cli.bench.sweep_file import CellKey, SweepFile
-from bullet_graph.cli.bench.sweep_runner import WorkloadSpec, make_cells
+from bullet_graph.cli.bench.sweep_runner import CellKey, Sweep, WorkloadSpec, make_cells
 from bullet_graph.engine.replay import Replay, TimedRequest
 from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
@@ -64,7 +63,7 @@ def compare(
 ) -> dict[str, tuple[float | None, list[float]]]:
     """Goodput and rates of the runs, by setting; of the last workload."""
     request = WorkloadRequest(prompt_tokens=1, output_tokens=2, arrival_s=None)
-    file = SweepFile.open(path, settings={}, provenance={}, overwrite=False)
+    file = Sweep.open(path, settings={}, provenance={}, overwrite=False)
     candidates = [Candidate("own", "auto"), *(Candidate("vllm", chunk) for chunk in ("512", "1024", "2048"))]
     planned = make_cells(
         [WorkloadSpec(name, slo=Slo(tpot_ms=TPOT_MS)) for name in workloads],
@@ -88,7 +87,7 @@ def compare(
             best_peer_only=best_peer_only,
             device_uuid=None,
         ).run()
-    cells = file.sweep.cells
+    cells = file.cells.values()
     assert all(cell.finished for cell in cells)
     return {
         cell.key.system.split()[-1]: (cell.goodput, [run["request_rate"] for run in cell.runs])
@@ -122,13 +121,13 @@ def test_all_loads_are_served_at_one_rate_before_any_at_the_next(
 ) -> None:
     """So that a comparison which is cut has something of each."""
     kept: list[tuple[str, str]] = []
-    add_run = SweepFile.add_run
+    add_run = Sweep.add_run
 
-    def noted(self: SweepFile, key: CellKey, run: dict[str, Any]) -> None:
-        kept.append((key.workload, key.system.split()[-1]))
+    def noted(self: Sweep, key: CellKey, run: dict[str, Any]) -> None:
+        kept.append((key.task.workload, key.system.split()[-1]))
         add_run(self, key, run)
 
-    monkeypatch.setattr(SweepFile, "add_run", noted)
+    monkeypatch.setattr(Sweep, "add_run", noted)
     compare(tmp_path / "peers.json", best_peer_only=True, workloads=("flat", "steep"))
     settings = ["auto", "512", "1024", "2048"]
     assert kept[:8] == [(name, setting) for name in ("flat", "steep") for setting in settings]

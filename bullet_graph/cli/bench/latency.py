@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from bullet_graph.cli.engine_run import describe_run, open_engine, watch_device
 from bullet_graph.cli.options import COUNT, engine_options, fit_max_num_seqs, result_options
-from bullet_graph.cli.result_file import check_result_file, emit
+from bullet_graph.cli.result_file import Output
 from bullet_graph.cli.tables import figure, mean_of, print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
@@ -44,9 +44,7 @@ def latency(
     output_len: int,
     num_iters: int,
     num_iters_warmup: int,
-    output_json: Path | None,
-    overwrite: bool,
-    as_json: bool,
+    output: Output,
     trace_decisions: Path | None,
 ) -> None:
     """Time one batch of equal requests, over and over, and compare its decode step with the memory's bandwidth.
@@ -56,7 +54,6 @@ def latency(
       bullet-graph bench latency --model tiny --batch-size 2 --num-iters 5
       bullet-graph bench latency --model llama-3.1-8b --batch-size 64 --input-len 1000
     """
-    check_result_file(output_json, overwrite=overwrite)
     config = fit_max_num_seqs(config, batch_size)
     if batch_size > config.max_num_seqs:
         raise ConfigError(
@@ -78,13 +75,15 @@ def latency(
         ]
         for number in range(num_iters_warmup + num_iters)
     ]
-    with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
+    with open_engine(config, quiet=output.as_json, trace_decisions=trace_decisions) as engine:
         for prompts in batches[:num_iters_warmup]:
             _run_batch(engine, prompts, output_len)
         before = engine.stats()
         with watch_device(engine) as monitor:
             # disable=None: no bar where stderr is not a terminal.
-            measured = tqdm(batches[num_iters_warmup:], unit="batch", disable=True if as_json else None)
+            measured = tqdm(
+                batches[num_iters_warmup:], unit="batch", disable=True if output.as_json else None
+            )
             runs = [_run_batch(engine, prompts, output_len) for prompts in measured]
         after = engine.stats()
         record = describe_run(config, runtime, engine)
@@ -125,7 +124,7 @@ def latency(
         "energy_joules": monitor.report.energy_joules,
         **record,
     }
-    emit(fields, output_json, as_json=as_json, show=lambda: _print(fields))
+    output.emit(fields, lambda: _print(fields))
 
 
 def prefill_ms(batch: Sequence[RequestMetrics]) -> float:

@@ -16,7 +16,7 @@ import click
 from bullet_graph.cli.engine_run import config_for, describe_run, load_requests, open_engine, watch_device
 from bullet_graph.cli.options import engine_options, result_options
 from bullet_graph.cli.replay_options import GoodputCommand, num_warmups_option, replay_options
-from bullet_graph.cli.result_file import check_result_file, require_extra
+from bullet_graph.cli.result_file import Output, require_extra
 from bullet_graph.cli.tables import ReplayRun, counters, emit_replays
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
@@ -269,9 +269,7 @@ def online(
     policies: tuple[Policy, ...],
     num_warmups: int,
     save_detailed: bool,
-    output_json: Path | None,
-    overwrite: bool,
-    as_json: bool,
+    output: Output,
     trace_decisions: Path | None,
 ) -> None:
     """Serve a trace's requests as they arrive and measure latencies and goodput.
@@ -289,7 +287,6 @@ def online(
       bullet-graph bench online --model llama-3.1-8b --trace azure:code --request-rate trace \\
           --time-scale 0.5 --max-concurrency 128 --policy auto --trace-decisions decisions.jsonl
     """
-    check_result_file(output_json, overwrite=overwrite)
     if trace_decisions is not None and len(policies) > 1:
         raise ConfigError("--trace-decisions writes one run: give one --policy")
     # Errors in the settings, the trace and its arrivals show before the weights are loaded.
@@ -299,14 +296,14 @@ def online(
     arrivals.times(workload)
     require_fit(workload, runtime.max_model_len)
     runs: dict[str, ReplayRun] = {}
-    with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
+    with open_engine(config, quiet=output.as_json, trace_decisions=trace_decisions) as engine:
         for policy in policies:
             # A policy that this engine cannot serve is refused before the first run.
             engine.set_policy(policy, slo)
         for policy in policies:
             client = EngineClient(engine, policy, slo)
             warm_up(client, workload, num_warmups, slo=slo, seed=arrivals.seed)
-            label = None if as_json else str(policy)
+            label = None if output.as_json else str(policy)
             runs[str(policy)] = measure(client, workload, arrivals, slo=slo, label=label)
         record = describe_run(config, runtime, engine)
         partitions = engine.partition_backend
@@ -316,7 +313,7 @@ def online(
     }
     device = record["provenance"]["device_name"]
     title = f"{config.model}, {record['dtype']}, on {device}: {workload.name}, {slo}"
-    emit_replays(title, runs, common, output_json, detailed=save_detailed, as_json=as_json)
+    emit_replays(title, runs, common, output, detailed=save_detailed)
 
 
 @click.command(cls=GoodputCommand)
@@ -347,9 +344,7 @@ def serve(
     num_warmups: int,
     save_detailed: bool,
     seed: int,
-    output_json: Path | None,
-    overwrite: bool,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Send a trace's requests to an OpenAI-compatible server as they arrive and measure latencies and goodput.
 
@@ -365,7 +360,6 @@ def serve(
       bullet-graph bench serve --base-url http://10.0.0.7:8000/v1 --api-key KEY --model ./Qwen3-8B \\
           --trace conversations.json --request-rate 8 --max-concurrency 64
     """
-    check_result_file(output_json, overwrite=overwrite)
     require_extra("aiohttp", "bench serve")
     # aiohttp is an extra.
     from bullet_graph.serve.client import OpenAiServer  # noqa: PLC0415
@@ -387,7 +381,7 @@ def serve(
                 )
             client = ServerClient(server, runner, vocab_size)
             warm_up(client, workload, num_warmups, slo=slo, seed=seed)
-            run = measure(client, workload, arrivals, slo=slo, label=None if as_json else "server")
+            run = measure(client, workload, arrivals, slo=slo, label=None if output.as_json else "server")
         finally:
             runner.run(server.close())
     told = run.fields()
@@ -399,7 +393,7 @@ def serve(
         "server": dict(server.settings),
     }
     title = f"{client.model_id} at {url}: {workload.name}, {slo}"
-    emit_replays(title, {"server": run}, common, output_json, detailed=save_detailed, as_json=as_json)
+    emit_replays(title, {"server": run}, common, output, detailed=save_detailed)
 
 
 def _api_url(base_url: str) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from bullet_graph import errors
 from bullet_graph.cli.engine_run import describe_config
 from bullet_graph.cli.options import COUNT, FILE, engine_options, result_options
-from bullet_graph.cli.result_file import check_plot_file, check_result_file, emit
+from bullet_graph.cli.result_file import Output, check_plot_file
 from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError
@@ -91,9 +91,7 @@ def startup(
     num_iters_cold: int,
     num_iters_warm: int,
     plot: Path | None,
-    output_json: Path | None,
-    overwrite: bool,
-    as_json: bool,
+    output: Output,
 ) -> None:
     """Time an engine's start, from a new process to its first token, phase by phase.
 
@@ -109,8 +107,7 @@ def startup(
           --capture-plan llama-3.1-8b_bfloat16_conv --plot start.svg --output-json start.json
       bullet-graph bench startup --model llama-3.1-8b --capture-cache auto --output-json start.json
     """
-    check_result_file(output_json, overwrite=overwrite)
-    check_plot_file(plot, overwrite=overwrite)
+    check_plot_file(plot, overwrite=output.overwrite)
     runtime = resolve(config)  # errors show before a process is started
     without = dataclasses.replace(config, capture_cache=None)
     kinds = [
@@ -124,7 +121,7 @@ def startup(
             kinds.append(StartKind("cached_hot", hot, num_iters_warm, empty_caches=True))
     provenance = dataclasses.asdict(collect_provenance(runtime.device))
     with DeviceMonitor.for_gpu(provenance["device_uuid"]) as monitor:
-        runs = run_starts(kinds, quiet=as_json)
+        runs = run_starts(kinds, quiet=output.as_json)
     fields: dict[str, Any] = {}
     for kind, of_kind in runs.items():
         fields |= _kind_fields(kind, of_kind)
@@ -142,10 +139,8 @@ def startup(
             kind: sorted(of_kind, key=lambda run: run.startup_s)[(len(of_kind) - 1) // 2]
             for kind, of_kind in runs.items()
         }
-        plot.write_bytes(
-            draw_starts(median, phase_names(runs), title=title, image_format=plot.suffix[1:].lower())
-        )
-    emit(fields, output_json, as_json=as_json, show=lambda: _print(title, runs, fields))
+        plot.write_bytes(draw_starts(plot.suffix[1:].lower(), median, phase_names(runs), title=title))
+    output.emit(fields, lambda: _print(title, runs, fields))
 
 
 def run_starts(kinds: Sequence[StartKind], *, quiet: bool) -> dict[str, tuple[StartRun, ...]]:

@@ -2,14 +2,21 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from bullet_graph.cli.bench.replay import EngineClient, measure, require_fit, warm_up
-from bullet_graph.cli.bench.sweep_file import Sweep, SweepFile
-from bullet_graph.cli.bench.sweep_runner import Cell, SweepRunner, WorkloadSpec, make_cells, parse_targets
+from bullet_graph.cli.bench.sweep_runner import (
+    Cell,
+    Sweep,
+    SweepRunner,
+    WorkloadSpec,
+    make_cells,
+    parse_targets,
+)
 from bullet_graph.cli.engine_run import config_for, describe_config, load_requests, open_engine
 from bullet_graph.cli.options import FILE, engine_options
 from bullet_graph.cli.replay_options import (
@@ -17,6 +24,7 @@ from bullet_graph.cli.replay_options import (
     num_warmups_option,
     policies_option,
     search_options,
+    sweep_file_options,
 )
 from bullet_graph.cli.result_file import IMAGE_FORMATS, check_result_file, require_extra, to_json
 from bullet_graph.cli.tables import goodput_table, print_line, print_table
@@ -55,20 +63,9 @@ _SYSTEM = "bullet_graph "
 @search_options(default_step=1.25)
 @burstiness_option
 @num_warmups_option(4)
-@click.option(
-    "--output-json",
-    type=FILE,
-    required=True,
-    help="The sweep's file. If it holds this sweep unfinished, the sweep resumes.",
-)
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace output files that exist; an unfinished sweep of the same settings resumes all the same.",
-)
 @click.option("--plot-dir", type=FILE, help="Draw pictures into this folder.")
 @click.option("--image-format", type=click.Choice(IMAGE_FORMATS), default="svg")
-@click.option("--json", "as_json", is_flag=True, help="Print the sweep's file and nothing else.")
+@sweep_file_options
 def sweep(
     config: EngineConfig,
     workloads: tuple[str, ...],
@@ -138,10 +135,15 @@ def sweep(
         "num_warmups": num_warmups,
         "device_name": provenance["device_name"],
     }
-    file = SweepFile.open(output_json, settings=settings, provenance=provenance, overwrite=overwrite)
-    runner = SweepRunner(cells, file, quiet=as_json)
+    found = Sweep.open(output_json, settings=settings, provenance=provenance, overwrite=overwrite)
+    runner = SweepRunner(cells, found, quiet=as_json)
     if plot_dir is not None:
-        _check_plots(plot_dir, cells, image_format, overwrite=overwrite)
+        # matplotlib is an extra.
+        from bullet_graph.cli.plots import draw_sweep, plot_names  # noqa: PLC0415
+
+        _check_plots(
+            plot_dir, plot_names((cell.key.task for cell in cells), image_format), overwrite=overwrite
+        )
     try:
         if runner.has_work(cells):
             with open_engine(opened, quiet=as_json) as engine:
@@ -155,7 +157,7 @@ def sweep(
 
                 def run(cell: Cell[Policy], rate: float) -> dict[str, Any]:
                     client = EngineClient(engine, cell.system, cell.slo)
-                    label = f"run {file.num_runs + 1}, {cell.key.workload}, {cell.slo}, {cell.system}, {rate:.4g}/s"
+                    label = f"run {found.num_runs + 1}, {cell.workload.name}, {cell.slo}, {cell.system}, {rate:.4g}/s"
                     at_rate = dataclasses.replace(arrivals, request_rate=rate)
                     shown = None if as_json else label
                     return measure(client, cell.workload, at_rate, slo=cell.slo, label=shown).fields()
@@ -163,18 +165,22 @@ def sweep(
                 runner.run(cells, warm_up=prepare, measure=run)
         runner.finish()
     except (KeyboardInterrupt, BulletGraphError):
-        if file.num_runs:
+        if found.num_runs:
             click.echo(
-                f"{output_json} has all runs so far ({file.num_runs}); the same command resumes from there",
+                f"{output_json} has all runs so far ({found.num_runs}); the same command resumes from there",
                 err=True,
             )
         raise
     if as_json:
-        click.echo(to_json(file.sweep.fields()))
+        click.echo(to_json(found.fields()))
     else:
-        print_sweep(file.sweep)
+        print_sweep(found)
     if plot_dir is not None:
-        _draw(file.sweep, plot_dir, image_format, quiet=as_json)
+        plot_dir.mkdir(exist_ok=True)
+        for name, image in draw_sweep(found, image_format).items():
+            (plot_dir / name).write_bytes(image)
+            if not as_json:
+                click.echo(f"wrote {plot_dir / name}")
 
 
 def print_sweep(sweep: Sweep) -> None:
@@ -182,30 +188,15 @@ def print_sweep(sweep: Sweep) -> None:
     share = 100 * sweep.settings["attainment"]
     print_line(f"highest rate at which {share:g} % of the requests meet all targets")
     tables: dict[str, dict[str, Any]] = {}
-    for cell in sweep.cells:
-        title = f"{cell.key.workload}, {cell.key.num_prompts:,} requests, {cell.key.slo}"
-        tables.setdefault(title, {})[cell.key.system.removeprefix(_SYSTEM)] = (cell.goodput, cell.runs)
+    for (system, task), cell in sweep.cells.items():
+        tables.setdefault(str(task), {})[system.removeprefix(_SYSTEM)] = (cell.goodput, cell.runs)
     for title, rows in tables.items():
         print_table(goodput_table(title, rows, sweep.settings["tolerance"]))
 
 
-def _check_plots(folder: Path, cells: list[Cell[Policy]], image_format: str, *, overwrite: bool) -> None:
-    # matplotlib is an extra.
-    from bullet_graph.cli.plots import plot_names  # noqa: PLC0415
-
+def _check_plots(folder: Path, pictures: Iterable[str], *, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--plot-dir {folder}: this is a file; give a folder")
-    names = plot_names((cell.key for cell in cells), image_format)
     # The folder is made with the first picture.
-    for path in [folder / name for name in names] if folder.exists() else [folder]:
+    for path in [folder / name for name in pictures] if folder.exists() else [folder]:
         check_result_file(path, overwrite=overwrite, option="--plot-dir")
-
-
-def _draw(sweep: Sweep, folder: Path, image_format: str, *, quiet: bool) -> None:
-    from bullet_graph.cli.plots import draw_sweep  # noqa: PLC0415
-
-    folder.mkdir(exist_ok=True)
-    for name, image in draw_sweep(sweep, image_format).items():
-        (folder / name).write_bytes(image)
-        if not quiet:
-            click.echo(f"wrote {folder / name}")

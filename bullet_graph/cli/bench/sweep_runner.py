@@ -1,16 +1,25 @@
-"""The cells of a sweep, and the runner that serves them in rounds: one run of each cell, then the next of each."""
+"""A goodput sweep: its cells, the file that keeps each run, and the runner that serves the cells in rounds."""
 
+import dataclasses
+import itertools
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import click
 
-from bullet_graph.cli.bench.sweep_file import CellKey, SweepFile
+from bullet_graph.cli.result_file import check_result_file, command_line, to_json, write_result_file
 from bullet_graph.errors import ConfigError
+from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload
+
+FORMAT = 1
+KIND = "goodput sweep"
+_MOST_DIFFERENCES_SHOWN = 5
 
 _SHORT_NAMES = {"conv": "azure:conv", "code": "azure:code", "longdoc": "synthetic:longdoc"}
 _FORM = re.compile(r"(?P<name>[^=@][^@]*?)(=(?P<count>[^=~@]*))?(~(?P<rate>[^=~@]*))?(@(?P<slo>[^@]*))?")
@@ -21,15 +30,213 @@ _FORM_SHOWN = (
 S = TypeVar("S")  # what serves a cell: a policy of this engine, or a system of a comparison
 
 
-class Rates(Protocol):
-    """The rates of one cell: a :class:`~bullet_graph.perf.goodput_search.GoodputSearch`, or fixed ones."""
+# ---- the file ----
+
+
+class Task(NamedTuple):
+    """What systems are compared on: the first requests of a workload, and targets as ``str(Slo)`` writes them."""
+
+    workload: str
+    num_prompts: int
+    slo: str
+
+    def __str__(self) -> str:
+        return f"{self.workload}, {self.num_prompts:,} requests, {self.slo}"
+
+
+class CellKey(NamedTuple):
+    """The name of one search; ``system`` has its setting: ``bullet_graph auto``, ``vllm 0.24.0 chunk 512``."""
+
+    system: str
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class SweepCell:
+    """The progress of one search.
+
+    Attributes:
+        goodput: the highest rate that served enough, in requests per second; None: none did, or it is not finished.
+        runs: the fields of each run, in the order of running: those of
+            :class:`~bullet_graph.perf.metrics.ReplayResult`, and what the system adds.
+    """
+
+    key: CellKey
+    goodput: float | None = None
+    finished: bool = False
+    runs: tuple[dict[str, Any], ...] = ()
 
     @property
-    def goodput(self) -> float | None: ...
+    def best(self) -> dict[str, Any] | None:
+        """The last run at the goodput; None where there is none."""
+        return next((run for run in reversed(self.runs) if run["request_rate"] == self.goodput), None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Sweep:
+    """A sweep and its file, which appears with the first run and has each run as soon as it has ended.
+
+    Attributes:
+        settings: everything that decides the runs; ``attainment`` is the share of requests that must meet all targets.
+        provenance: of the machine and the code that began the sweep; ``continued`` has those of later starts on others.
+        argv: the command line that began it.
+        cells: in the order of their first runs.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    provenance: dict[str, Any]
+    argv: list[str]
+    continued: list[dict[str, Any]] = field(default_factory=list)
+    finished: bool = False
+    cells: dict[CellKey, SweepCell] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls, path: Path, *, settings: Mapping[str, Any], provenance: Mapping[str, Any], overwrite: bool
+    ) -> "Sweep":
+        """Begin a sweep, or resume the one in the file if it has these settings and is not finished.
+
+        Args:
+            settings: in values that JSON has.
+            provenance: of this machine and code; its ``date_utc`` may differ when a sweep resumes.
+            overwrite: whether a file that cannot be resumed may be replaced.
+
+        Raises:
+            ConfigError: the file cannot be written; or, without ``overwrite``, it is finished, or of another sweep, or
+                not a sweep's file.
+        """
+        check_result_file(path, overwrite=True)
+        here = _as_json(provenance)
+        new = cls(path=path, settings=_as_json(settings), provenance=here, argv=command_line())
+        if not path.exists():
+            return new
+        try:
+            found = cls.read(path)
+            _require_same(path, found, new.settings)
+        except ConfigError as error:
+            if overwrite:
+                return new
+            raise ConfigError(f"{error}; add --overwrite or give another name") from None
+        undated = [known | {"date_utc": None} for known in (here, found.provenance, *found.continued)]
+        if undated[0] not in undated[1:]:
+            found.continued.append(here)
+        return found
+
+    @classmethod
+    def read(cls, path: Path) -> "Sweep":
+        """Read a sweep's file, finished or not.
+
+        Raises:
+            ConfigError: it cannot be read, or is not a sweep's file of this format.
+        """
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} is no sweep's file, it cannot be read as JSON: {error}") from None
+        found = (fields.get("kind"), fields.get("format")) if isinstance(fields, dict) else (None, None)
+        if found != (KIND, FORMAT):
+            raise ConfigError(
+                f"{path} is no sweep's file: it must have kind {KIND!r} and format {FORMAT}, got {found[0]!r} and "
+                f"{found[1]!r}"
+            )
+        try:
+            cells = [_read_cell(cell) for cell in fields["cells"]]
+            return cls(
+                path=path,
+                settings=dict(fields["settings"]),
+                provenance=dict(fields["provenance"]),
+                argv=list(fields.get("argv", ())),
+                continued=list(fields["continued"]),
+                finished=bool(fields["finished"]),
+                cells={cell.key: cell for cell in cells},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path} is a damaged sweep's file: {type(error).__name__}: {error}") from None
+
+    def fields(self) -> dict[str, Any]:
+        """The sweep as in its file's JSON."""
+        return {
+            "format": FORMAT,
+            "kind": KIND,
+            "finished": self.finished,
+            "argv": self.argv,
+            "settings": self.settings,
+            "provenance": self.provenance,
+            "continued": self.continued,
+            "cells": [
+                {"system": key.system, **key.task._asdict()}
+                | {"goodput": cell.goodput, "finished": cell.finished, "runs": list(cell.runs)}
+                for key, cell in self.cells.items()
+            ],
+        }
+
     @property
-    def ceiling(self) -> float | None: ...
-    def next_rate(self) -> float | None: ...
-    def record(self, rate: float, attainment: float) -> None: ...
+    def num_runs(self) -> int:
+        """Runs in the file."""
+        return sum(len(cell.runs) for cell in self.cells.values())
+
+    def cell(self, key: CellKey) -> SweepCell:
+        """The progress of a search."""
+        return self.cells.get(key, SweepCell(key))
+
+    def add_run(self, key: CellKey, fields: Mapping[str, Any]) -> None:
+        """Append a run, in values that JSON has; ``request_rate`` and ``slo_attainment`` are numbers."""
+        cell = self.cell(key)
+        self.cells[key] = dataclasses.replace(cell, runs=(*cell.runs, _as_json(fields)))
+        self._write()
+
+    def finish_cell(self, key: CellKey, goodput: float | None) -> None:
+        """Store the goodput of a search that is over."""
+        self.cells[key] = dataclasses.replace(self.cell(key), goodput=goodput, finished=True)
+        self._write()
+
+    def finish(self) -> None:
+        """Mark the sweep as finished: it will not be resumed."""
+        self.finished = True
+        self._write()
+
+    def _write(self) -> None:
+        write_result_file(self.path, to_json(self.fields()))
+
+
+def _read_cell(fields: Mapping[str, Any]) -> SweepCell:
+    runs = tuple(dict(run) for run in fields["runs"])
+    for name, run in itertools.product(("request_rate", "slo_attainment"), runs):
+        if not isinstance(run[name], (int, float)):
+            raise TypeError(f"{name} of a run must be a number, got {run[name]!r}")
+    task = Task(*(fields[name] for name in Task._fields))
+    return SweepCell(CellKey(fields["system"], task), fields["goodput"], bool(fields["finished"]), runs)
+
+
+def _require_same(path: Path, found: Sweep, settings: Mapping[str, Any]) -> None:
+    differences = list(_differences(found.settings, settings))
+    if differences:
+        shown = ", ".join(differences[:_MOST_DIFFERENCES_SHOWN])
+        more = len(differences) - _MOST_DIFFERENCES_SHOWN
+        raise ConfigError(
+            f"{path} holds a sweep with other settings: {shown}{f', and {more} more' if more > 0 else ''}"
+        )
+    if found.finished:
+        raise ConfigError(f"{path} holds this sweep, and it is finished")
+
+
+def _differences(found: Mapping[str, Any], asked: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name in {**found, **asked}:
+        there, here = found.get(name), asked.get(name)
+        if isinstance(there, dict) and isinstance(here, dict):
+            yield from _differences(there, here, f"{prefix}{name}.")
+        elif there != here:
+            yield f"{prefix}{name} is {there!r} there and {here!r} here"
+
+
+def _as_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values as a file returns them: a tuple becomes a list."""
+    parsed: dict[str, Any] = json.loads(json.dumps(fields, allow_nan=False))
+    return parsed
+
+
+# ---- the cells ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +297,11 @@ class Cell(Generic[S]):
     slo: Slo
     system: S
     first_rate: float
-    rates: Rates = field(compare=False)
+    rates: GoodputSearch = field(compare=False)
 
     def __str__(self) -> str:
         """As ``--workload`` takes it."""
-        return f"{self.key.workload}={self.key.num_prompts}~{self.first_rate:g}@{self.slo}"
+        return f"{self.workload.name}={len(self.workload.requests)}~{self.first_rate:g}@{self.slo}"
 
 
 def make_cells(
@@ -104,14 +311,12 @@ def make_cells(
     *,
     first_rate: float,
     load: Callable[[WorkloadSpec], Workload],
-    new_rates: Callable[[float], Rates],
+    new_rates: Callable[[float], GoodputSearch],
 ) -> list[Cell[S]]:
     """Make the cells of a sweep: each workload with each of its targets on each system, systems changing fastest.
 
     Args:
-        specs: the workloads; one may come more than once, with other targets.
         slos: the targets of workloads without targets of their own; ``first_rate`` likewise.
-        systems: by their names in the file.
         new_rates: makes the rates of one cell, from its first rate.
 
     Raises:
@@ -127,14 +332,14 @@ def make_cells(
             )
         workload = load(spec)
         for slo in slos if spec.slo is None else (spec.slo,):
+            task = Task(workload.name, len(workload.requests), str(slo))
             for name, system in systems.items():
-                key = CellKey(name, workload.name, len(workload.requests), str(slo))
                 rate = spec.first_rate or first_rate
-                cell = Cell(key, workload, slo, system, rate, new_rates(rate))
-                if cells.setdefault(key, cell) != cell:
+                cell = Cell(CellKey(name, task), workload, slo, system, rate, new_rates(rate))
+                if cells.setdefault(cell.key, cell) != cell:
                     raise ConfigError(
                         f"--workload {spec.name}: two different ones are both called {workload.name} with "
-                        f"{key.num_prompts} requests and {slo}: rename a file, or give one of them only"
+                        f"{task.num_prompts} requests and {slo}: rename a file, or give one of them only"
                     )
     return list(cells.values())
 
@@ -143,29 +348,23 @@ class SweepRunner(Generic[S]):
     """Serves the cells of a sweep, or what is left of them, and appends each run to the file.
 
     The cell with the fewest runs is next. All cells thereby meet the same clocks of a power-capped GPU, and an
-    interrupted sweep has something of each.
-
-    Args:
-        cells: in the order of a round.
-        file: holds the runs; those of an earlier start count.
-        is_given_up: whether a cell's search is not worth finishing.
-        quiet: print nothing about each run.
+    interrupted sweep has something of each. A cell that ``is_given_up`` is not searched to the end.
     """
 
     def __init__(
         self,
         cells: Sequence[Cell[S]],
-        file: SweepFile,
+        sweep: Sweep,
         *,
         is_given_up: Callable[[Cell[S]], bool] = lambda _: False,
         quiet: bool = False,
     ) -> None:
         self.cells = cells
-        self.file = file
+        self.sweep = sweep
         self._is_given_up = is_given_up
         self._quiet = quiet
         for cell in cells:
-            for run in file.cell(cell.key).runs:
+            for run in sweep.cell(cell.key).runs:
                 cell.rates.record(run["request_rate"], run["slo_attainment"])
 
     def has_work(self, cells: Sequence[Cell[S]]) -> bool:
@@ -182,12 +381,12 @@ class SweepRunner(Generic[S]):
         """Serve until these cells are done, after a ``warm_up`` of each; ``measure`` returns a run's fields."""
         warm: set[CellKey] = set()
         while left := [(cell, rate) for cell in cells if (rate := self._next_rate(cell)) is not None]:
-            cell, rate = min(left, key=lambda each: len(self.file.cell(each[0].key).runs))
+            cell, rate = min(left, key=lambda each: len(self.sweep.cell(each[0].key).runs))
             if cell.key not in warm:
                 warm_up(cell)
                 warm.add(cell.key)
             fields = measure(cell, rate)
-            self.file.add_run(cell.key, fields)
+            self.sweep.add_run(cell.key, fields)
             cell.rates.record(rate, fields["slo_attainment"])
             self._finish_cells()
             if not self._quiet:
@@ -196,7 +395,7 @@ class SweepRunner(Generic[S]):
     def finish(self) -> None:
         """Mark the sweep as finished."""
         self._finish_cells()
-        self.file.finish()
+        self.sweep.finish()
 
     def _next_rate(self, cell: Cell[S]) -> float | None:
         return None if self._is_given_up(cell) else cell.rates.next_rate()
@@ -204,16 +403,16 @@ class SweepRunner(Generic[S]):
     def _finish_cells(self) -> None:
         """Store the goodput of searches that are over; a run may end those of other cells, too."""
         for cell in self.cells:
-            if self._next_rate(cell) is None and not self.file.cell(cell.key).finished:
-                self.file.finish_cell(cell.key, cell.rates.goodput)
+            if self._next_rate(cell) is None and not self.sweep.cell(cell.key).finished:
+                self.sweep.finish_cell(cell.key, cell.rates.goodput)
 
     def _print_run(self, cell: Cell[S], fields: Mapping[str, Any]) -> None:
-        found, done = self.file.cell(cell.key), ""
+        found, done = self.sweep.cell(cell.key), ""
         if found.finished:
             done = f"; goodput {'none' if found.goodput is None else f'{found.goodput:.4g}/s'}"
         when = "all at once" if fields.get("all_at_once") else f"at {fields['request_rate']:.4g}/s"
         click.echo(
-            f"{cell.key.workload}, {cell.key.slo}, {cell.key.system}, {when}: "
+            f"{cell.workload.name}, {cell.slo}, {cell.key.system}, {when}: "
             f"{100 * fields['slo_attainment']:.1f} % met, {fields['output_throughput']:,.0f} output tokens/s{done}",
             err=True,
         )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from bullet_graph.cli.bench.replay import EngineClient, measure, warm_up
 from bullet_graph.cli.engine_run import describe_run, load_requests, open_engine
 from bullet_graph.cli.options import engine_options, result_options
 from bullet_graph.cli.replay_options import num_prompts_option, trace_option
-from bullet_graph.cli.result_file import check_result_file, emit
+from bullet_graph.cli.result_file import Output
 from bullet_graph.cli.tables import print_replays
 from bullet_graph.config import EngineConfig
 from bullet_graph.perf.metrics import ReplayResult
@@ -37,9 +36,7 @@ def throughput(
     trace: str,
     num_prompts: int | None,
     warmup: bool,
-    output_json: Path | None,
-    overwrite: bool,
-    as_json: bool,
+    output: Output,
     trace_decisions: Path | None,
 ) -> None:
     """Serve a whole trace at once and measure tokens per second.
@@ -55,22 +52,20 @@ def throughput(
       bullet-graph bench throughput --model llama-3.1-8b --trace azure:conv --num-prompts 600 \\
           --policy auto --trace-decisions decisions.jsonl
     """
-    check_result_file(output_json, overwrite=overwrite)
     # Errors in the settings and the trace show before the weights are loaded.
     runtime = resolve(config)
     workload = load_requests(runtime, trace, num_prompts, seed=config.seed)
     arrivals = Arrivals(request_rate=math.inf, seed=config.seed)
-    with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
+    with open_engine(config, quiet=output.as_json, trace_decisions=trace_decisions) as engine:
         client = EngineClient(engine, config.policy, config.slo)
         if warmup:
             warm_up(client, workload, _WARMUP_REQUESTS, slo=config.slo, seed=config.seed)
-        label = None if as_json else str(config.policy)
+        label = None if output.as_json else str(config.policy)
         run = measure(client, workload, arrivals, slo=config.slo, label=label)
         record = describe_run(config, runtime, engine)
     fields = {**throughput_fields(run.result), "trace": workload.name, **record, **run.usage}
     title = f"{config.model}, {record['dtype']}, on {record['provenance']['device_name']}: {workload.name}"
-    show = partial(print_replays, title, {str(config.policy): run})
-    emit(fields, output_json, as_json=as_json, show=show)
+    output.emit(fields, lambda: print_replays(title, {str(config.policy): run}))
 
 
 def throughput_fields(result: ReplayResult) -> dict[str, Any]:
