@@ -7,6 +7,7 @@ the traces. The traces are in the public data set Azure/AzurePublicDataset.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from bullet_graph.workloads import load_workload
+from bullet_graph.workloads import WorkloadRequest, load_workload
 from bullet_graph.workloads.synthetic import LengthTables
 
 DATA = Path(__file__).resolve().parent.parent / "bullet_graph" / "workloads" / "data"
@@ -46,7 +47,7 @@ def main(conv: Path, code: Path, output: Path) -> None:
     tables = {}
     for name, path in (("conv", conv), ("code", code)):
         requests = load_workload(str(path), num_requests=None).requests
-        tables[name] = LengthTables.fit(requests, PROBABILITIES, NUM_SHARES)
+        tables[name] = fit(requests, PROBABILITIES, NUM_SHARES)
         recorded = np.array([(request.prompt_tokens, request.output_tokens) for request in requests])
         sampled = tables[name].lengths(np.random.default_rng(0).random((200_000, 2)))
         click.echo(f"{name}: {len(requests)} requests")
@@ -54,6 +55,17 @@ def main(conv: Path, code: Path, output: Path) -> None:
             click.echo(f"  {label:7}{describe(lengths)}")
     output.write_text(format_json({name: asdict(table) for name, table in tables.items()}), encoding="utf-8")
     click.echo(f"wrote {output}")
+
+
+def fit(requests: Sequence[WorkloadRequest], probabilities: Sequence[float], num_shares: int) -> LengthTables:
+    """Measure the tables of at least ``num_shares`` recorded requests."""
+    lengths = np.array([(request.prompt_tokens, request.output_tokens) for request in requests])
+    by_prompt = lengths[np.argsort(lengths[:, 0], kind="stable")]
+    prompts, *shares = (
+        tuple(np.rint(np.quantile(column, probabilities)).astype(np.int64).tolist())
+        for column in (lengths[:, 0], *np.array_split(by_prompt[:, 1], num_shares))
+    )
+    return LengthTables(tuple(probabilities), prompts, tuple(shares))
 
 
 def describe(lengths: npt.NDArray[np.int64]) -> str:

@@ -28,7 +28,7 @@ _BENCH_COMMANDS = {
     "serve": ("bench.replay:serve", "Like `online`, against a server by URL."),
     "startup": ("bench.startup:startup", "Time an engine's start, phase by phase."),
     "sweep": ("bench.sweep:sweep", "Find each policy's goodput, by workload."),
-    "throughput": ("bench.throughput:throughput", "Serve a whole trace at once: tokens per second."),
+    "throughput": ("bench.replay:throughput", "Serve a whole trace at once: tokens per second."),
 }
 
 _CAPTURE_COMMANDS = {

@@ -172,7 +172,7 @@ def _sharegpt_requests(path: Path, tokenize: Tokenize) -> Iterator[WorkloadReque
         except UnicodeEncodeError as error:
             raise WorkloadError(f"{where}: text that UTF-8 can hold is required ({error})") from error
         if prompt_ids and output_tokens:
-            yield WorkloadRequest(len(prompt_ids), output_tokens, None, prompt, prompt_ids)
+            yield WorkloadRequest(len(prompt_ids), output_tokens, None, prompt_ids)
 
 
 def _turns(record: object, where: str) -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ Request i depends on the seed and i alone, so a longer workload begins with the 
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
@@ -28,6 +27,7 @@ class LengthTables:
 
     Requests are divided into equal shares by prompt length, and each share has its own table of outputs. This keeps
     any dependence between the two: in the conv trace, prompts of about 1,100 tokens have the longest outputs.
+    ``bench/fit_workloads.py`` measures the tables.
 
     Attributes:
         probabilities: ascending, from 0 to 1; each length is the quantile at one of them.
@@ -37,20 +37,6 @@ class LengthTables:
     probabilities: tuple[float, ...]
     prompt_tokens: tuple[int, ...]
     output_tokens: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def fit(
-        cls, requests: Sequence[WorkloadRequest], probabilities: Sequence[float], num_shares: int
-    ) -> "LengthTables":
-        """Measure the tables of at least ``num_shares`` recorded requests."""
-        lengths = np.array([(request.prompt_tokens, request.output_tokens) for request in requests])
-        by_prompt = lengths[np.argsort(lengths[:, 0], kind="stable")]
-        shares = np.array_split(by_prompt[:, 1], num_shares)
-        return cls(
-            probabilities=tuple(probabilities),
-            prompt_tokens=_quantiles(lengths[:, 0], probabilities),
-            output_tokens=tuple(_quantiles(share, probabilities) for share in shares),
-        )
 
     def lengths(self, uniforms: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """Map points of the unit square, float64 [num_requests, 2], to prompt and output lengths, int64 alike."""
@@ -94,10 +80,6 @@ def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
         lengths = tables.lengths(generator.random((num_requests, 2)))
     requests = tuple(WorkloadRequest(prompt, output, arrival_s=None) for prompt, output in lengths.tolist())
     return Workload(name=f"synthetic:{name}", requests=requests)
-
-
-def _quantiles(lengths: npt.NDArray[np.int64], probabilities: Sequence[float]) -> tuple[int, ...]:
-    return tuple(_round(np.quantile(lengths, probabilities)).tolist())
 
 
 def _round(lengths: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

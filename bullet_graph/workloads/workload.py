@@ -22,13 +22,12 @@ class WorkloadRequest:
         prompt_tokens: length of the prompt, at least 1.
         output_tokens: length of the output, at least 1; a benchmark forces it.
         arrival_s: seconds after the workload's first request, or None where the source has no times.
-        prompt_text: the prompt, where the source has it; ``prompt_token_ids`` are its ``prompt_tokens`` ids.
+        prompt_token_ids: the prompt, where the source has it.
     """
 
     prompt_tokens: int
     output_tokens: int
     arrival_s: float | None
-    prompt_text: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
 
 
@@ -44,9 +43,13 @@ class Workload:
 class Arrivals:
     """How the requests of a workload arrive.
 
+    Random gaps, the first one included, follow a gamma distribution of shape ``burstiness``, as in vLLM's serving
+    benchmark: 1 is a Poisson process, less is burstier, more is steadier, infinite has equal gaps. One factor then
+    scales them so that the last request arrives at exactly ``num_requests / request_rate``. Every seed thus has the
+    same mean rate, and one seed has the same pattern at every rate.
+
     Attributes:
         request_rate: requests per second; infinite lets all arrive at 0, None takes the recorded times.
-        burstiness: shape of random gaps; see :func:`arrival_times`.
         time_scale: factor on recorded times: 0.5 replays at twice the recorded rate.
         max_concurrency: most requests under way at once; None is no limit.
         seed: of random gaps and random prompts, at least 0.
@@ -62,16 +65,16 @@ class Arrivals:
         """Arrival times: float64 [number of requests], seconds after the start, not decreasing.
 
         Raises:
-            ConfigError: a number is out of range.
+            ConfigError: a number is out of range, or the burstiness is so small that every gap vanishes.
             WorkloadError: recorded times are asked for, but the workload (synthetic, ShareGPT) has none.
         """
-        if self.request_rate is not None:
-            return arrival_times(
-                len(workload.requests),
-                request_rate=self.request_rate,
-                burstiness=self.burstiness,
-                seed=self.seed,
-            )
+        return (
+            self._recorded(workload)
+            if self.request_rate is None
+            else self._drawn(workload, self.request_rate)
+        )
+
+    def _recorded(self, workload: Workload) -> Times:
         if not (math.isfinite(self.time_scale) and self.time_scale > 0):
             raise ConfigError(
                 f"the scale of a trace's times must be a finite number above 0, got {self.time_scale}"
@@ -84,42 +87,27 @@ class Arrivals:
             )
         return np.array(times, dtype=np.float64) * self.time_scale
 
-
-def arrival_times(num_requests: int, *, request_rate: float, burstiness: float = 1.0, seed: int = 0) -> Times:
-    """Draw random arrivals at a mean rate, as vLLM's serving benchmark does.
-
-    The gaps, the first one included, follow a gamma distribution of shape ``burstiness``: 1 is a Poisson process, less
-    is burstier, more is steadier, infinite has equal gaps. One factor then scales them so that the last request arrives
-    at exactly ``num_requests / request_rate``. Every seed thus has the same mean rate, and one seed has the same
-    pattern at every rate.
-
-    Returns:
-        float64 [num_requests], seconds after the start, not decreasing; all 0 at an infinite rate.
-
-    Raises:
-        ConfigError: a number is out of range, or the burstiness is so small that every gap vanishes.
-    """
-    if num_requests < 1 or seed < 0:
-        raise ConfigError(
-            f"arrivals need at least 1 request and a seed of at least 0, got {num_requests} requests and seed {seed}"
-        )
-    for name, value in (("request_rate", request_rate), ("burstiness", burstiness)):
-        if math.isnan(value) or value <= 0:
-            raise ConfigError(f"{name} must be a number above 0, or inf, got {value}")
-    if math.isinf(request_rate):
-        return np.zeros(num_requests)
-    if math.isinf(burstiness):
-        gaps = np.ones(num_requests)
-    else:
-        # PCG64 by name: numpy may change its default generator.
-        gaps = np.random.Generator(np.random.PCG64(seed)).gamma(burstiness, size=num_requests)
-    times = np.cumsum(gaps)
-    if times[-1] == 0:
-        raise ConfigError(
-            f"burstiness={burstiness} leaves no gap between {num_requests} requests: raise the burstiness"
-        )
-    scaled: Times = times / times[-1] * (num_requests / request_rate)
-    return scaled
+    def _drawn(self, workload: Workload, request_rate: float) -> Times:
+        num_requests = len(workload.requests)
+        if self.seed < 0:
+            raise ConfigError(f"arrivals need a seed of at least 0, got {self.seed}")
+        for name, value in (("request_rate", request_rate), ("burstiness", self.burstiness)):
+            if math.isnan(value) or value <= 0:
+                raise ConfigError(f"{name} must be a number above 0, or inf, got {value}")
+        if math.isinf(request_rate):
+            return np.zeros(num_requests)
+        if math.isinf(self.burstiness):
+            gaps = np.ones(num_requests)
+        else:
+            # PCG64 by name: numpy may change its default generator.
+            gaps = np.random.Generator(np.random.PCG64(self.seed)).gamma(self.burstiness, size=num_requests)
+        times = np.cumsum(gaps)
+        if times[-1] == 0:
+            raise ConfigError(
+                f"burstiness={self.burstiness} leaves no gap between {num_requests} requests: raise the burstiness"
+            )
+        scaled: Times = times / times[-1] * (num_requests / request_rate)
+        return scaled
 
 
 def make_prompt_token_ids(

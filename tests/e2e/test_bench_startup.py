@@ -134,9 +134,9 @@ def test_cold_starts_have_empty_caches_and_warm_ones_those_of_the_last(
     assert {kind: len(of_kind) for kind, of_kind in runs.items()} == {"cold": 2, "warm": 2, "other": 1}
     assert runs["warm"][0].startup_s == 7.0
     first = {kind: of_kind[0] for kind, of_kind in runs.items()}
-    svgs = [draw_starts(first, phase_names(runs), title="t", image_format="svg") for _ in range(2)]
+    svgs = [draw_starts("svg", first, phase_names(runs), title="t") for _ in range(2)]
     assert svgs[0] == svgs[1]
-    png = draw_starts(first, phase_names(runs), title="t", image_format="png")
+    png = draw_starts("png", first, phase_names(runs), title="t")
     assert png.startswith(b"\x89PNG")
 
 

@@ -23,8 +23,7 @@ from bullet_graph.perf.table import load_table
 from bullet_graph.perf.trace import read_trace
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
-from bullet_graph.workloads import Workload, WorkloadRequest, load_workload
-from bullet_graph.workloads.workload import arrival_times
+from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_workload
 
 POLICIES = ("serial", "serial:512", "mixed", "mixed:256", "split", "split:32", "auto")
 MODEL = Roofline(H200, LLAMA_8B)
@@ -73,7 +72,7 @@ def test_the_hosts_time_is_told_apart_from_the_devices() -> None:
 @pytest.mark.parametrize("slo", [NO_TARGETS, TIGHT], ids=str)
 def test_every_policy_serves_every_request_to_its_end(policy: str, slo: Slo) -> None:
     conv = load_workload("azure:conv", num_requests=60)
-    arrivals = arrival_times(60, request_rate=25)
+    arrivals = Arrivals(request_rate=25).times(conv)
     first, again = (
         simulate(MODEL, conv, arrivals, replace(SETTINGS, policy=Policy.parse(policy)), slo=slo)
         for _ in range(2)
@@ -120,7 +119,7 @@ def test_the_split_runs_on_the_size_that_was_asked_for(tmp_path: Path) -> None:
     header = TraceHeader("m", "d", 132, 32, "split:48", "no targets", "0")
     trace = DecisionTrace.open(tmp_path / "trace.jsonl", header=header, overwrite=False)
     conv = load_workload("azure:conv", num_requests=40)
-    arrivals = arrival_times(40, request_rate=25)
+    arrivals = Arrivals(request_rate=25).times(conv)
     simulate(
         MODEL, conv, arrivals, replace(SETTINGS, policy=Policy.parse("split:48")), slo=TIGHT, trace=trace
     )
@@ -241,7 +240,7 @@ def test_whatever_comes_is_served_within_the_caches_bounds(
     """No request starves, whatever the targets, the policy and the room there is."""
     simulation = run(
         lengths,
-        arrival_times(len(lengths), request_rate=rate, seed=seed).tolist(),
+        Arrivals(request_rate=rate, seed=seed).times(workload(*lengths)).tolist(),
         slo=slo,
         policy=Policy.parse(policy),
         kv_cache_tokens=cache_tokens,

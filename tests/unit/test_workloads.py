@@ -207,8 +207,8 @@ class TestShareGpt:
         ]
         spec = write(tmp_path / "s.json", json.dumps(records, indent=1))
         assert load_workload(spec, num_requests=None, tokenize=tokenize).requests == (
-            WorkloadRequest(2, 3, None, "one two", (3, 3)),
-            WorkloadRequest(2, 1, None, "a question", (1, 8)),
+            WorkloadRequest(2, 3, None, (3, 3)),
+            WorkloadRequest(2, 1, None, (1, 8)),
         )
 
     def test_conversations_without_an_exchange_are_passed_over(self, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ class TestShareGpt:
         ]
         spec = write(tmp_path / "s.json", json.dumps(records))
         requests = load_workload(spec, num_requests=None, tokenize=tokenize).requests
-        assert [request.prompt_text for request in requests] == ["kept"]
+        assert [request.prompt_token_ids for request in requests] == [(4,)]
         with pytest.raises(WorkloadError, match="2 requests were asked for, the file holds 1"):
             load_workload(spec, num_requests=2, tokenize=tokenize)
 
@@ -350,7 +350,7 @@ class TestPromptTokenIds:
         assert len({tuple(prompt[:8].tolist()) for prompt in prompts}) == 40
 
     def test_a_request_with_ids_keeps_them(self) -> None:
-        request = WorkloadRequest(3, 1, None, "a b c", (5, 0, 9))
+        request = WorkloadRequest(3, 1, None, (5, 0, 9))
         ids = make_prompt_token_ids(request, 4, 10, seed=1)
         assert ids.dtype == np.int32
         assert ids.tolist() == [5, 0, 9]

@@ -1,9 +1,10 @@
-"""``bullet-graph bench online`` and ``serve``: one replay, with an engine in this process or a server by URL."""
+"""``bullet-graph bench online``, ``throughput`` and ``serve``: replays by an engine in this process or a server."""
 
 import asyncio
 import dataclasses
 import gc
 import itertools
+import math
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -15,9 +16,15 @@ import click
 
 from bullet_graph.cli.engine_run import config_for, describe_run, load_requests, open_engine, watch_device
 from bullet_graph.cli.options import engine_options, result_options
-from bullet_graph.cli.replay_options import GoodputCommand, num_warmups_option, replay_options
+from bullet_graph.cli.replay_options import (
+    GoodputCommand,
+    num_prompts_option,
+    num_warmups_option,
+    replay_options,
+    trace_option,
+)
 from bullet_graph.cli.result_file import Output, require_extra
-from bullet_graph.cli.tables import ReplayRun, counters, emit_replays
+from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, print_replays
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.replay import (
@@ -39,16 +46,15 @@ from bullet_graph.runtime.resolve import resolve
 from bullet_graph.slo import Slo
 from bullet_graph.workloads import Arrivals, Workload, load_workload
 
-_RECORD_FIELDS = ("model", "load_format", "dtype", "seed", "engine", "start", "provenance")
-
 _WARMUP_OUTPUT_TOKENS = 64
+_WARMUP_REQUESTS = 4
 _WARMUP_GAP_S = 0.02
 """Between warm-up requests, so that some arrive while others decode: this runs other kernels than all at once."""
 
 _ENGINE_FIELDS = (
     "policy", "policy_shares", "num_steps", "num_preemptions", "kv_blocks_peak", "kv_blocks_total", "device",
     "energy_joules", "joules_per_output_token", "joules_per_token", "load_format", "dtype", "engine", "provenance",
-    "partitions",
+    "partitions", "start", "compiles", "cache_use",
 )  # fmt: skip
 """Fields of ``bench online`` that are null against a server, unless it reports them."""
 
@@ -176,13 +182,10 @@ def measure(
     prompt_seed: int | None = None,
     label: str | None = None,
 ) -> ReplayRun:
-    """Replay a workload.
+    """Replay a workload, each request to its recorded length.
 
     Args:
-        client: sends the requests.
-        workload: the requests, with their recorded lengths.
-        arrivals: when they arrive; their seed is that of random prompts, too, without a ``prompt_seed``.
-        slo: targets of every request.
+        arrivals: their seed is that of random prompts, too, without a ``prompt_seed``.
         label: of a progress bar on a terminal; None: no bar.
 
     Raises:
@@ -255,40 +258,19 @@ def require_fit(workload: Workload, max_model_len: int, share: float = 0.0) -> N
 # ---- commands ----
 
 
-@click.command(cls=GoodputCommand)
-@replay_options(default_policy="mixed")
-@num_warmups_option(8)
-@engine_options(max_num_seqs=1024, without=("policy", "slo"))
-@result_options
-def online(
+def _serve_here(
+    policies: Sequence[Policy],
+    output: Output,
+    *,
     config: EngineConfig,
+    slo: Slo,
     trace: str,
     num_prompts: int | None,
     arrivals: Arrivals,
-    slo: Slo,
-    policies: tuple[Policy, ...],
     num_warmups: int,
-    save_detailed: bool,
-    output: Output,
     trace_decisions: Path | None,
-) -> None:
-    """Serve a trace's requests as they arrive and measure latencies and goodput.
-
-    The requests go to an engine in this process, without HTTP, and sample greedily until their recorded output
-    lengths. Latency targets are the planner's as well. With one policy the JSON is flat, as that of vLLM's serving
-    benchmark. With several, served in turn by one engine, the field "results" holds one such object for each. A request
-    that is longer than the model's limit fails alone and is counted.
-
-    \b
-    Examples:
-      bullet-graph bench online --model tiny --trace synthetic:conv --num-prompts 20 --request-rate 20
-      bullet-graph bench online --model llama-3.1-8b --trace azure:conv --num-prompts 600 \\
-          --request-rate 20 --goodput ttft:500 tpot:15 --policy mixed:2048 --policy auto --output-json conv.json
-      bullet-graph bench online --model llama-3.1-8b --trace azure:code --request-rate trace \\
-          --time-scale 0.5 --max-concurrency 128 --policy auto --trace-decisions decisions.jsonl
-    """
-    if trace_decisions is not None and len(policies) > 1:
-        raise ConfigError("--trace-decisions writes one run: give one --policy")
+) -> tuple[str, dict[str, ReplayRun], dict[str, Any]]:
+    """Serve a trace under each policy with an engine in this process: a title, the runs, and the fields they share."""
     # Errors in the settings, the trace and its arrivals show before the weights are loaded.
     config = config_for(config, policies, slo)
     runtime = resolve(config)
@@ -305,15 +287,97 @@ def online(
             warm_up(client, workload, num_warmups, slo=slo, seed=arrivals.seed)
             label = None if output.as_json else str(policy)
             runs[str(policy)] = measure(client, workload, arrivals, slo=slo, label=label)
-        record = describe_run(config, runtime, engine)
-        partitions = engine.partition_backend
-    common = {name: record[name] for name in _RECORD_FIELDS} | {
-        "trace": workload.name,
-        "partitions": partitions,
-    }
-    device = record["provenance"]["device_name"]
-    title = f"{config.model}, {record['dtype']}, on {device}: {workload.name}, {slo}"
+        common = describe_run(config, runtime, engine)
+        common |= {"trace": workload.name, "partitions": engine.partition_backend}
+    del common["policy"]  # each run has its own
+    device = common["provenance"]["device_name"]
+    return f"{config.model}, {common['dtype']}, on {device}: {workload.name}, {slo}", runs, common
+
+
+@click.command(cls=GoodputCommand)
+@replay_options(default_policy="mixed")
+@num_warmups_option(8)
+@engine_options(max_num_seqs=1024, without=("policy", "slo"))
+@result_options
+def online(policies: tuple[Policy, ...], save_detailed: bool, output: Output, **settings: Any) -> None:
+    """Serve a trace's requests as they arrive and measure latencies and goodput.
+
+    The requests go to an engine in this process, without HTTP, and sample greedily until their recorded output
+    lengths. Latency targets are the planner's as well. With one policy the JSON is flat, as that of vLLM's serving
+    benchmark. With several, served in turn by one engine, the field "results" holds one such object for each. A request
+    that is longer than the model's limit fails alone and is counted.
+
+    \b
+    Examples:
+      bullet-graph bench online --model tiny --trace synthetic:conv --num-prompts 20 --request-rate 20
+      bullet-graph bench online --model llama-3.1-8b --trace azure:conv --num-prompts 600 \\
+          --request-rate 20 --goodput ttft:500 tpot:15 --policy mixed:2048 --policy auto --output-json conv.json
+      bullet-graph bench online --model llama-3.1-8b --trace azure:code --request-rate trace \\
+          --time-scale 0.5 --max-concurrency 128 --policy auto --trace-decisions decisions.jsonl
+    """
+    if settings["trace_decisions"] is not None and len(policies) > 1:
+        raise ConfigError("--trace-decisions writes one run: give one --policy")
+    title, runs, common = _serve_here(policies, output, **settings)
     emit_replays(title, runs, common, output, detailed=save_detailed)
+
+
+@click.command()
+@engine_options(max_num_seqs=1024)
+@trace_option
+@num_prompts_option
+@click.option(
+    "--warmup/--no-warmup",
+    default=True,
+    help="Serve a few small requests first, so that the measurement compiles no kernels.",
+)
+@result_options
+def throughput(config: EngineConfig, warmup: bool, output: Output, **settings: Any) -> None:
+    """Serve a whole trace at once and measure tokens per second.
+
+    Every request is there from the start and samples greedily until its recorded output length. A request that is
+    longer than the model's limit fails alone and is counted.
+
+    \b
+    Examples:
+      bullet-graph bench throughput --model tiny --trace synthetic:conv --num-prompts 20
+      bullet-graph bench throughput --model llama-3.1-8b --trace azure:code --num-prompts 400 \\
+          --policy mixed:4096 --output-json code.json
+      bullet-graph bench throughput --model llama-3.1-8b --trace azure:conv --num-prompts 600 \\
+          --policy auto --trace-decisions decisions.jsonl
+    """
+    settings |= {"config": config, "slo": config.slo, "num_warmups": _WARMUP_REQUESTS if warmup else 0}
+    at_once = Arrivals(request_rate=math.inf, seed=config.seed)
+    title, runs, common = _serve_here((config.policy,), output, arrivals=at_once, **settings)
+    (run,) = runs.values()
+    fields = {**throughput_fields(run.result), **common, **run.usage}
+    output.emit(fields, lambda: print_replays(title, runs))
+
+
+def throughput_fields(result: ReplayResult) -> dict[str, Any]:
+    """The figures with the names of vLLM's throughput benchmark.
+
+    Counts, totals and rates are of completed requests; ``tokens_per_second`` counts prompt and output tokens.
+    """
+    summaries = {
+        "ttft_ms": result.ttft,
+        "tpot_ms": result.tpot,
+        "itl_ms": result.itl,
+        "e2e_ms": result.e2el,
+    }
+    reasons = enumerate(result.details.errors)
+    return {
+        "elapsed_time": result.duration,
+        "num_requests": result.completed,
+        "total_num_tokens": result.total_input_tokens + result.total_output_tokens,
+        "requests_per_second": result.request_throughput,
+        "tokens_per_second": result.total_token_throughput,
+        "total_input_tokens": result.total_input_tokens,
+        "total_output_tokens": result.total_output_tokens,
+        "output_tokens_per_second": result.output_throughput,
+        "num_failed": result.failed,
+        "failures": [{"index": index, "reason": reason} for index, reason in reasons if reason],
+        **{name: None if s is None else dataclasses.asdict(s) for name, s in summaries.items()},
+    }
 
 
 @click.command(cls=GoodputCommand)
