@@ -17,7 +17,7 @@ from bullet_graph.cli.replay_options import (
     trace_option,
 )
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
-from bullet_graph.cli.simulator import Simulator
+from bullet_graph.cli.simulate import Simulator
 from bullet_graph.cli.tables import print_line
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.capture_proposal import PIECEWISE, Budget, CaptureUsage, propose

@@ -5,26 +5,223 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
+from bullet_graph._version import __version__
 from bullet_graph.cli.options import FILE, result_options, setting_options
 from bullet_graph.cli.replay_options import TRACE_TIMES, GoodputCommand, gpu_option, replay_options
 from bullet_graph.cli.result_file import Output, check_plot_file
-from bullet_graph.cli.simulator import Simulator
-from bullet_graph.cli.tables import ReplayRun, emit_replays, goodput_table, print_line, print_table
-from bullet_graph.config import EngineConfig, Policy
-from bullet_graph.engine.simulation import HOST_OVERHEAD_MS
-from bullet_graph.errors import ConfigError
+from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, goodput_table, print_line, print_table
+from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
+from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings
+from bullet_graph.engine.simulation import simulate as serve_simulated
+from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.errors import ConfigError, PerfTableError
+from bullet_graph.graphs.capture_plan import CapturePlan, named_plan
+from bullet_graph.hardware import KNOWN_GPUS, GpuSpec, gpu_spec
+from bullet_graph.models.config import DTYPE_BYTES
+from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
+from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.goodput_search import GoodputSearch
+from bullet_graph.perf.performance import PaddedModel, PerformanceModel
+from bullet_graph.perf.predict import TableModel
+from bullet_graph.perf.roofline import Roofline, kv_cache_bytes_per_token
+from bullet_graph.perf.table import gpu_nickname, load_table
+from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
+from bullet_graph.runtime.performance import table_model
 from bullet_graph.slo import NO_TARGETS
-from bullet_graph.workloads import Arrivals
+from bullet_graph.workloads import Arrivals, load_workload
 
 _FIRST_RATE = 8.0
 _TOLERANCE = 0.02
+
+_ROOFLINE_PREFIX = "roofline:"
+_RESERVED_BYTES = 5 * GIB // 2
+"""Workspaces, libraries and graphs of an engine with 1,024 sequences on an H200, by its memory ledger."""
+
+
+class Simulator:
+    """A workload, a GPU and an engine's settings, ready to run at any rate under any policy.
+
+    Args:
+        gpu: a table file of ``bullet-graph profile`` (ending in .json), a GPU's name for a table that comes with the
+            package, or ``roofline:`` and a name for an estimate.
+        config: of the engine; its memory is divided as an engine would.
+        time_noise: relative spread of the device's times around the prediction.
+
+    Attributes:
+        times: where step times come from: ``measured table``, ``roofline``, or ``roofline of an unmeasured GPU``.
+        performance: predicts step times, batches padded as the engine's CUDA graphs pad them; ``unpadded``: not padded.
+
+    Raises:
+        BulletGraphError: errors in workload, model, table or settings.
+    """
+
+    gpu: str
+    times: str
+    performance: PerformanceModel
+    unpadded: PerformanceModel
+
+    def __init__(
+        self,
+        *,
+        gpu: str,
+        config: EngineConfig,
+        trace: str,
+        num_prompts: int | None,
+        arrivals: Arrivals,
+        host_overhead_ms: float = HOST_OVERHEAD_MS,
+        time_noise: float = 0.0,
+    ) -> None:
+        self.config = config
+        self.arrivals = arrivals
+        self._spread = {"host_overhead_ms": host_overhead_ms, "time_noise": time_noise}
+        self.model, folder = resolve_model(config.model)
+        self.dtype = "bfloat16" if self.model.dtype == "float32" else self.model.dtype
+        limit = self.model.max_position_embeddings
+        self.max_model_len = config.max_model_len or limit
+        if self.max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len} is more than the model's own limit of {limit} positions: lower it"
+            )
+        if gpu.startswith(_ROOFLINE_PREFIX):
+            spec = _known_gpu(gpu.removeprefix(_ROOFLINE_PREFIX))
+            self.gpu, memory_bytes = spec.name, spec.memory_bytes
+            self.times = "roofline" if spec.is_measured else "roofline of an unmeasured GPU"
+            self.unpadded = Roofline(spec, self.model, dtype_bytes=DTYPE_BYTES[self.dtype])
+            self.performance = self.unpadded
+        else:
+            table = load_table(gpu, model=config.model, dtype=self.dtype)
+            if table.key.dtype != self.dtype:
+                raise PerfTableError(
+                    f"the table {gpu} was measured in {table.key.dtype}, but {config.model} runs in {self.dtype}: "
+                    "measure one in this dtype with `bullet-graph profile`"
+                )
+            self.gpu, self.times = table.key.gpu, "measured table"
+            known_bytes = gpu_spec(self.gpu, table.key.num_sms).memory_bytes
+            memory_bytes = table.provenance.get("device_memory_bytes", known_bytes)
+            self.unpadded = TableModel(table, self.model)
+            self.performance = table_model(table, config.max_num_seqs, self.model)
+        self.kv_cache_tokens = self._kv_cache_tokens(memory_bytes)
+        self.capture_plan = named_plan(config, dtype=self.dtype, num_sms=self.unpadded.num_sms)
+        if self.capture_plan is not None:
+            self.performance = PaddedModel(self.unpadded, self.capture_plan.padded)
+        tokenizer = None if folder is None else Tokenizer.from_folder(folder)
+        tokenize = None if tokenizer is None else tokenizer.encode
+        self.workload = load_workload(trace, num_requests=num_prompts, seed=config.seed, tokenize=tokenize)
+
+    def _kv_cache_tokens(self, memory_bytes: int | None) -> int:
+        config, dtype_bytes = self.config, DTYPE_BYTES[self.dtype]
+        if memory_bytes is None:
+            if config.kv_cache_bytes is None:
+                raise ConfigError(
+                    f"the memory of {self.gpu} is not known: give the KV cache's size with --kv-cache-bytes"
+                )
+            block_bytes = KV_BLOCK_TOKENS * kv_cache_bytes_per_token(self.model, dtype_bytes=dtype_bytes)
+            return max(config.kv_cache_bytes // block_bytes - 1, 0) * KV_BLOCK_TOKENS
+        return plan_memory(
+            config,
+            self.model,
+            dtype_bytes=dtype_bytes,
+            max_model_len=self.max_model_len,
+            device=DeviceMemory(memory_bytes, memory_bytes),
+            workspaces_bytes=_RESERVED_BYTES,
+            graphs_bytes=0,
+        ).kv_cache_tokens
+
+    def run(
+        self,
+        policy: Policy,
+        arrivals: Arrivals | None = None,
+        *,
+        capture_plan: CapturePlan | None = None,
+        **observers: Any,
+    ) -> ReplayRun:
+        """Serve the workload once.
+
+        Args:
+            arrivals: other than the simulator's; ``capture_plan`` likewise.
+            observers: ``trace``, ``on_done`` and ``on_step`` of :func:`bullet_graph.engine.simulation.simulate`.
+        """
+        config, arrivals = self.config, arrivals or self.arrivals
+        padded = self.performance if capture_plan is None else PaddedModel(self.unpadded, capture_plan.padded)
+        started = datetime.now()
+        settings = SimulationSettings(
+            policy=policy,
+            kv_cache_tokens=self.kv_cache_tokens,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            decode_sms=config.decode_sms or None,
+            prompt_order=config.prompt_order,
+            capture_plan=capture_plan or self.capture_plan,
+            seed=config.seed,
+            **self._spread,
+        )
+        simulation = serve_simulated(
+            padded,
+            self.workload,
+            arrivals.times(self.workload),
+            settings,
+            slo=config.slo,
+            max_concurrency=arrivals.max_concurrency,
+            **observers,
+        )
+        result = simulation.replay.result(
+            arrivals, started=started, backend="bullet-graph simulate", model_id=config.model
+        )
+        return ReplayRun(result, counters(simulation.stats) | {"policy": str(policy)})
+
+    def open_trace(self, path: Path, policy: Policy, *, overwrite: bool) -> DecisionTrace:
+        """Open a file for every decision of a run under this policy."""
+        header = TraceHeader(
+            model=self.config.model,
+            device=f"{self.gpu}, simulated",
+            num_sms=self.performance.num_sms,
+            num_layers=self.performance.num_layers,
+            policy=str(policy),
+            slo=str(self.config.slo),
+            version=__version__,
+        )
+        return DecisionTrace.open(path, header=header, overwrite=overwrite)
+
+    def title(self) -> str:
+        """The simulation in a line."""
+        config, gpu = self.config, f"{self.gpu} (simulated, {self.times})"
+        return f"{config.model} on {gpu}, {self.workload.name}, {config.slo}"
+
+    def describe(self) -> dict[str, Any]:
+        """The fields that all runs share, for a JSON file."""
+        config, plan = self.config, self.capture_plan
+        decode_sms = (config.decode_sms or self.performance.decode_sms) if plan is None else plan.decode_sms
+        own = ("seed", "max_num_seqs", "max_num_batched_tokens", "prompt_order", "capture_plan")
+        return {
+            "gpu": self.gpu,
+            "performance": self.times,
+            "trace": self.workload.name,
+            "slo": str(config.slo),
+            "version": __version__,
+            "max_model_len": self.max_model_len,
+            "kv_cache_tokens": self.kv_cache_tokens,
+            "decode_sms": list(decode_sms),
+            **{name: getattr(config, name) for name in own},
+            **self._spread,
+        }
+
+
+def _known_gpu(name: str) -> GpuSpec:
+    for known, spec in KNOWN_GPUS.items():
+        if gpu_nickname(known) == gpu_nickname(name):
+            return spec
+    raise ConfigError(
+        f"there is no estimate for the GPU {name!r}: use {_ROOFLINE_PREFIX}NAME with NAME one of "
+        f"{', '.join(map(gpu_nickname, KNOWN_GPUS))}"
+    )
 
 
 @click.command(cls=GoodputCommand)
@@ -73,12 +270,7 @@ def simulate(
     trace_decisions: Path | None,
     save_detailed: bool,
     output: Output,
-    gpu: str,
-    trace: str,
-    num_prompts: int | None,
     arrivals: Arrivals,
-    host_overhead_ms: float,
-    time_noise: float,
     **settings: Any,
 ) -> None:
     """Serve a trace on a simulated GPU: the engine's own scheduler and planner in virtual time.
@@ -93,6 +285,9 @@ def simulate(
           --policy mixed:2048 --policy split --policy auto --output-json code.json
       bullet-graph simulate --trace azure:conv --goodput ttft:500 tpot:15 --sweep --plot conv.svg
     """
+    simulated = {
+        name: settings.pop(name) for name in ("gpu", "trace", "num_prompts", "host_overhead_ms", "time_noise")
+    }
     config = EngineConfig(**settings)
     if sweep and config.slo == NO_TARGETS:
         raise ConfigError(
@@ -105,15 +300,7 @@ def simulate(
     if trace_decisions is not None and (sweep or len(policies) > 1):
         raise ConfigError("--trace-decisions writes one run: give one --policy, and no --sweep")
     check_plot_file(plot, overwrite=output.overwrite)
-    simulator = Simulator(
-        gpu=gpu,
-        config=config,
-        trace=trace,
-        num_prompts=num_prompts,
-        arrivals=arrivals,
-        host_overhead_ms=host_overhead_ms,
-        time_noise=time_noise,
-    )
+    simulator = Simulator(config=config, arrivals=arrivals, **simulated)
     show_progress = not output.as_json and sys.stderr.isatty()
     title = simulator.title()
     if not sweep:
