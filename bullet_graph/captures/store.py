@@ -86,16 +86,16 @@ class DamagedEntry:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What the store has for a fingerprint and a plan.
+    """What the store has for a fingerprint and a plan: the nearest entry, and in what it differs."""
 
-    Attributes:
-        hit: the entry that fits, or None.
-        others: the other entries with their differences, the most similar first.
-    """
-
-    hit: Entry | None
-    others: tuple[tuple[Entry, tuple[Difference, ...]], ...]
+    nearest: Entry | None
+    differences: tuple[Difference, ...]
     damaged: tuple[DamagedEntry, ...]
+
+    @property
+    def hit(self) -> Entry | None:
+        """The entry that fits, or None."""
+        return None if self.differences else self.nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +174,14 @@ class CaptureStore:
     def find(self, fingerprint: Mapping[str, str], plan: Mapping[str, Any] | None) -> Lookup:
         """Look for an entry; ``plan`` None accepts any plan."""
         entries, damaged = self.entries()
-        hit, others = None, []
+        found: list[tuple[Entry, tuple[Difference, ...]]] = []
         for entry in entries:
             differences = entry.manifest.differences(fingerprint, plan)
             if entry.rejection is not None:
                 differences += (Difference("self_check", entry.rejection, None),)
-            if differences:
-                others.append((entry, differences))
-            elif hit is None:
-                hit = entry
-        return Lookup(hit, tuple(sorted(others, key=lambda item: len(item[1]))), damaged)
+            found.append((entry, differences))
+        nearest, differences = min(found, key=lambda item: len(item[1]), default=(None, ()))
+        return Lookup(nearest, differences, damaged)
 
     @contextmanager
     def open(self, entry: Entry) -> Iterator[Entry]:

@@ -16,9 +16,9 @@ from rich.text import Text
 from bullet_graph.captures.archive import export_entry, import_archive
 from bullet_graph.captures.manifest import Difference
 from bullet_graph.captures.store import CaptureStore, Entry, Pruned, default_root
-from bullet_graph.cli.options import FILE, engine_options, parse_size, setting_options
+from bullet_graph.cli.options import FILE, engine_options, json_option, parse_size, setting_options
 from bullet_graph.cli.result_file import check_result_file, print_json
-from bullet_graph.cli.tables import print_line, print_table, table_of
+from bullet_graph.cli.tables import print_line, print_table
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError
 from bullet_graph.graphs.capture_plan import load_plan
@@ -37,7 +37,6 @@ cache_dir_option = click.option(
     callback=lambda _, __, value: CaptureStore(default_root() if value is None else Path(value)),
     help="The folder of capture caches.  [default: in your cache folder]",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 
 
 # ---- build ----
@@ -76,16 +75,13 @@ def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
             }
         )
         return
-    _print_parts(entry)
-    if report.was_there:
-        print_line(f"It was built before: {entry.folder}")
-        return
     if checked is not None:
         print_line(
             f"Self-check: {len(checked['relative_error'])} batch sizes, relative error of the logits at most "
             f"{max(checked['relative_error'].values()):.2g} (tolerance {checked['tolerance']:g})."
         )
-    print_line(f"Built in {report.seconds:.1f} s: {entry.folder}")
+    how = "It was built before" if report.was_there else f"Built in {report.seconds:.1f} s"
+    print_line(f"{how}: {entry.folder}, {format_bytes(entry.manifest.num_bytes)}")
 
 
 # ---- list ----
@@ -105,7 +101,7 @@ def list_(entry: str | None, store: CaptureStore, as_json: bool) -> None:
       bullet-graph capture list --cache-dir /mnt/captures --json
     """
     if entry is not None:
-        _show(_find_entry(store, entry), as_json=as_json)
+        _show(store.read(_full_name(store, entry)), as_json=as_json)
         return
     entries, damaged = store.entries()
     differences = [_differences_here(found) for found in entries]
@@ -147,19 +143,19 @@ def _show(entry: Entry, *, as_json: bool) -> None:
     if as_json:
         print_json({"entry_id": entry.entry_id, **json.loads(manifest.to_bytes()), "problems": problems})
         return
-    _print_parts(entry)
-    for name, values in (
-        ("Built with", manifest.fingerprint),
-        ("Capture plan", manifest.plan),
-        ("Provenance", manifest.provenance),
-    ):
-        table = Table(title=name, title_justify="left", show_header=False)
-        table.add_column()
-        table.add_column(overflow="fold")
+    table = Table(title=Text(f"{entry.entry_id}: {_title(entry)}"), title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    parts = {
+        part["part"]: f"{part['num_files']} files, {format_bytes(part['num_bytes'])}"
+        for part in _parts(entry)
+    }
+    for values in (parts, manifest.fingerprint, manifest.plan, manifest.provenance):
         for row in values.items():
             # As JSON, because an imported text may hold control characters.
             _add(table, *(v if isinstance(v, str) and v.isprintable() else json.dumps(v) for v in row))
-        print_table(table)
+        table.add_section()
+    print_table(table)
     built = f"built {manifest.created_utc} in {manifest.build_seconds:.1f} s"
     print_line(f"{entry.folder}, {built}, used {_age_text(entry.last_used)}")
     for problem in problems:
@@ -191,10 +187,7 @@ def explain(plan_name: str | None, store: CaptureStore, as_json: bool, **setting
         here = fingerprint_of(resolve(EngineConfig(**settings)))
     plan = None if plan_name is None else dataclasses.asdict(load_plan(plan_name))
     lookup = store.find(here, plan)
-    entry = lookup.hit
-    differences: tuple[Difference, ...] = ()
-    if entry is None and lookup.others:
-        entry, differences = lookup.others[0]
+    entry, differences = lookup.nearest, lookup.differences
     if as_json:
         nearest = None
         if entry is not None and differences:
@@ -226,12 +219,10 @@ def _explain(
 ) -> None:
     heading = f"{entry.entry_id}: {_title(entry)}"
     table = Table("component", "cache", "here", "", title=Text(heading), title_justify="left")
-    cached, changed = entry.manifest.fingerprint, {difference.component for difference in differences}
-    for name in here:
-        _add(table, name, cached.get(name, "–"), here[name], "differs" if name in changed else "same")
-    for difference in differences:
-        if difference.component not in here:
-            _add(table, difference.component, difference.cached or "–", difference.here or "–", "differs")
+    same = [Difference(name, value, value) for name, value in here.items()]
+    for each in {found.component: found for found in (*same, *differences)}.values():
+        verdict = "same" if each.cached == each.here else "differs"
+        _add(table, each.component, each.cached or "–", each.here or "–", verdict)
     print_table(table)
     unasked = " (for any plan: none was given)" if any_plan else ""
     if differences:
@@ -270,7 +261,7 @@ def export(
       bullet-graph capture export 3f2a captures.tgz --sign-key fleet.key --overwrite
     """
     check_result_file(file, overwrite=overwrite, option="FILE")
-    with store.open(_find_entry(store, entry)) as found:
+    with store.open(store.read(_full_name(store, entry))) as found:
         export_entry(found, file, sign_key=sign_key)
     num_bytes, is_signed = file.stat().st_size, sign_key is not None
     if as_json:
@@ -306,20 +297,14 @@ def import_(file: Path, trusted_keys: tuple[Path, ...], store: CaptureStore, as_
       bullet-graph capture import captures.tgz --trusted-key fleet.pub --cache-dir /mnt/captures
     """
     entry, is_new = import_archive(store, file, trusted_keys=trusted_keys, tell=_tell)
-    differences = _differences_here(entry)
+    differences, is_checked = _differences_here(entry), bool(trusted_keys)
     if as_json:
-        print_json(
-            {
-                "entry_id": entry.entry_id,
-                "is_new": is_new,
-                "signature_checked": bool(trusted_keys),
-                "differences": differences,
-            }
-        )
+        found = {"entry_id": entry.entry_id, "is_new": is_new}
+        print_json({**found, "signature_checked": is_checked, "differences": differences})
         return
     how = "is in the store" if is_new else "was in the store already"
     print_line(f"Entry {entry.entry_id} ({_title(entry)}) {how}.")
-    if not trusted_keys:
+    if not is_checked:
         print_line("Its origin was not checked (--trusted-key).")
     if differences:
         differs = f"It does not fit this machine, which differs in {_names(differences)}"
@@ -414,10 +399,6 @@ def _full_name(store: CaptureStore, prefix: str) -> str:
     return matching[0]
 
 
-def _find_entry(store: CaptureStore, prefix: str) -> Entry:
-    return store.read(_full_name(store, prefix))
-
-
 def _differences_here(entry: Entry) -> tuple[Difference, ...]:
     """Where an entry differs from one that would be built on this machine for the same model and dtype."""
     with contextlib.redirect_stdout(sys.stderr):
@@ -434,13 +415,6 @@ def _parts(entry: Entry) -> list[dict[str, Any]]:
     for file in entry.manifest.files:
         parts.setdefault(file.path.partition("/")[0], []).append(file.num_bytes)
     return [{"part": part, "num_files": len(sizes), "num_bytes": sum(sizes)} for part, sizes in parts.items()]
-
-
-def _print_parts(entry: Entry) -> None:
-    table = table_of("part", "files", "size", title=f"{entry.entry_id}: {_title(entry)}")
-    for part in _parts(entry):
-        _add(table, part["part"], str(part["num_files"]), format_bytes(part["num_bytes"]))
-    print_table(table)
 
 
 def _title(entry: Entry) -> str:

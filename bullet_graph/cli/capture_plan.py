@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.options import FILE, setting_options
+from bullet_graph.cli.options import FILE, json_option, setting_options
 from bullet_graph.cli.replay_options import (
     burstiness_option,
     gpu_option,
@@ -66,7 +66,7 @@ _GB = 1e9
     help="Write the plan to this file.  [default: to stdout]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file of --output if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@json_option
 def plan(
     trace: str,
     num_prompts: int | None,

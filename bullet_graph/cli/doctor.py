@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import json
 import sys
+from itertools import groupby
 
 import click
 from click.core import ParameterSource
@@ -12,7 +12,8 @@ from rich.table import Column, Table
 from rich.text import Text
 from tqdm import tqdm
 
-from bullet_graph.cli.options import parse_sizes, setting_options
+from bullet_graph.cli.options import json_option, parse_sizes, setting_options
+from bullet_graph.cli.result_file import print_json
 from bullet_graph.config import DeviceName, PartitionBackendName
 from bullet_graph.partition.calibrate import calibrate
 from bullet_graph.partition.offsets import lookup, remember
@@ -38,7 +39,7 @@ _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
     is_flag=True,
     help="Find out where this driver keeps stream masks, prove it, and remember it: a minute on an idle GPU.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@json_option
 def doctor(
     device: DeviceName,
     partition_backend: PartitionBackendName,
@@ -68,9 +69,8 @@ def doctor(
         machine = look_around(asked)
     diagnosis = diagnose(asked, machine)
     if as_json:
-        page = {"works": diagnosis.works} | dataclasses.asdict(diagnosis)
-        page["machine"] = dataclasses.asdict(machine)
-        click.echo(json.dumps(page, indent=2, allow_nan=False))
+        page = {"works": diagnosis.works, **dataclasses.asdict(diagnosis), "machine": machine}
+        print_json(page)
     else:
         _print_page(diagnosis)
     if not diagnosis.works:
@@ -91,16 +91,14 @@ def _print_page(diagnosis: Diagnosis) -> None:
     table = Table(
         "", "", Column(overflow="fold"), title="bullet-graph doctor", title_justify="left", show_header=False
     )
-    section = None
-    for finding in diagnosis.findings:
-        if section not in (None, finding.section):
-            table.add_section()
-        section = finding.section
-        # Text and not str: "bullet-graph[cuda]" is no markup.
-        found = Text(finding.found)
-        if finding.advice is not None:
-            found.append(f"\n→ {finding.advice}", style=finding.level)
-        table.add_row(Text(_MARKS[finding.level], style=finding.level), Text(finding.name), found)
+    for _, findings in groupby(diagnosis.findings, key=lambda finding: finding.section):
+        table.add_section()
+        for finding in findings:
+            # Text and not str: "bullet-graph[cuda]" is no markup.
+            found = Text(finding.found)
+            if finding.advice is not None:
+                found.append(f"\n→ {finding.advice}", style=finding.level)
+            table.add_row(Text(_MARKS[finding.level], style=finding.level), Text(finding.name), found)
     console.print(table)
     if diagnosis.works:
         device = "GPU" if diagnosis.device == "cuda" else "CPU"
@@ -121,8 +119,7 @@ def _calibrate(*, as_json: bool) -> None:
         found = calibrate(progress=show)
     path = remember(found.driver, found.offset)
     if as_json:
-        result = dataclasses.asdict(found) | {"table_line": found.table_line, "remembered_in": str(path)}
-        click.echo(json.dumps(result, indent=2, allow_nan=False))
+        print_json(dataclasses.asdict(found) | {"table_line": found.table_line, "remembered_in": str(path)})
         return
     click.echo(
         f"Driver {found.driver.release} keeps stream masks at offset 0x{found.offset:x}: proven, and "

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bullet_graph.cli.options import FILE, json_option
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, print_json
 from bullet_graph.cli.tables import print_line, table_of
 from bullet_graph.errors import ConfigError
@@ -19,16 +20,16 @@ _MOST_MISSES_SHOWN = 10
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.argument("file", type=FILE)
+@json_option
 @click.option(
     "--chrome-trace",
-    type=click.Path(path_type=Path),
+    type=FILE,
     help="Write the trace in Chrome's format, for ui.perfetto.dev or chrome://tracing.",
 )
 @click.option(
     "--timeline",
-    type=click.Path(path_type=Path),
+    type=FILE,
     help="Draw SMs, policies, queue and times between tokens; the name ends in .svg or .png.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing files of --chrome-trace and --timeline.")

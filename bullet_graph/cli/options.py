@@ -118,6 +118,9 @@ def fit_max_num_seqs(config: EngineConfig, num_sequences: int) -> EngineConfig:
     return dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, num_sequences))
 
 
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+
+
 def result_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command ``output: Output``; its file does not exist or may be replaced."""
 
@@ -129,6 +132,6 @@ def result_options(command: Callable[..., None]) -> Callable[..., None]:
     options = [
         click.option("--output-json", type=FILE, help="Write the result to this file as well."),
         click.option("--overwrite", is_flag=True, help="Replace output files that exist."),
-        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON and nothing else."),
+        json_option,
     ]
     return all_of(options)(with_output)

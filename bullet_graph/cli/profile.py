@@ -1,24 +1,19 @@
 """``bullet-graph profile``: measures a performance table on this GPU."""
 
 import contextlib
-import dataclasses
-import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
-from bullet_graph.cli.options import parse_sizes, setting_options
-from bullet_graph.cli.result_file import check_result_file
+from bullet_graph.cli.options import FILE, json_option, parse_sizes, setting_options
+from bullet_graph.cli.result_file import check_result_file, print_json
+from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
-from bullet_graph.perf.accuracy import ErrorReport, held_back_errors
-from bullet_graph.perf.profile_plan import KINDS, from_points
-from bullet_graph.perf.table import PerfTable
+from bullet_graph.perf.accuracy import held_back_errors
+from bullet_graph.perf.profile_plan import from_points
 from bullet_graph.runtime.performance import table_key, table_model, user_table_file
 from bullet_graph.runtime.profile import prepare_profile, profile_model
 
@@ -46,12 +41,10 @@ from bullet_graph.runtime.profile import prepare_profile, profile_model
     help="Time for the measurements alone; less time means fewer points and shorter bursts.",
 )
 @setting_options("seed")
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="File of the table.  [default: in your data folder]"
-)
+@click.option("--output", type=FILE, help="File of the table.  [default: in your data folder]")
 @click.option("--overwrite", is_flag=True, help="Replace the table if it exists.")
 @click.option("--restart", is_flag=True, help="Discard what an interrupted profile measured.")
-@click.option("--json", "as_json", is_flag=True, help="Print a summary as JSON and nothing else.")
+@json_option
 def profile(
     time_budget_s: float,
     output: Path | None,
@@ -92,31 +85,24 @@ def profile(
             tell=tell,
         )
     errors = held_back_errors(table, table_model(table, config.max_num_seqs, prepared.runtime.model))
-    if not as_json:
-        _print(table, errors)
-        click.echo(f"table: {file}")
+    key = table.key
+    num_points, num_held_back = (len(from_points(points)) for points in (table.points, table.held_back))
+    if as_json:
+        print_json(
+            {
+                "file": str(file),
+                "gpu": key.gpu,
+                "model": key.model,
+                "dtype": key.dtype,
+                "num_points": num_points,
+                "num_held_back": num_held_back,
+                "held_back_errors": errors,
+                "passes": table.provenance["passes"],
+            }
+        )
         return
-    key = table.key
-    result = {
-        "file": str(file),
-        "gpu": key.gpu,
-        "model": key.model,
-        "dtype": key.dtype,
-        "num_points": len(from_points(table.points)),
-        "num_held_back": len(from_points(table.held_back)),
-        "held_back_errors": dataclasses.asdict(errors),
-        "passes": table.provenance["passes"],
-    }
-    click.echo(json.dumps(result, indent=2, allow_nan=False))
-
-
-def _print(table: PerfTable, errors: ErrorReport) -> None:
-    console = Console()
-    key = table.key
-    console.print(_measured_table(table, f"{key.model} in {key.dtype} on {key.gpu}"))
-    shown = Table(title="Error on the points held back", title_justify="left")
-    for name in ("kind", "points", "median", "p90", "worst"):
-        shown.add_column(name, justify="left" if name in ("kind", "worst") else "right")
+    title = f"{key.model} in {key.dtype} on {key.gpu}: {num_points} points"
+    shown = table_of("points held back", "number", "median error", "p90", "worst", title=title)
     for summary in (*errors.kinds, *([] if errors.overall is None else [errors.overall])):
         worst = summary.worst
         shown.add_row(
@@ -126,31 +112,5 @@ def _print(table: PerfTable, errors: ErrorReport) -> None:
             f"{summary.p90_percent:.1f} %",
             f"{worst.percent:+.0f} %: {worst.point}, {worst.measured_ms:.2f} ms",
         )
-    console.print(shown)
-
-
-def _measured_table(table: PerfTable, title: str) -> Table:
-    shown = Table("measured", title=title, title_justify="left")
-    for name in ("points", "held back", "repeats", "fastest ms", "slowest ms", "spread p50"):
-        shown.add_column(name, justify="right")
-    for kind in KINDS:
-        grid, held_back = (
-            [repeats for point, repeats in from_points(points).items() if point.kind == kind]
-            for points in (table.points, table.held_back)
-        )
-        of_kind = grid + held_back
-        if not of_kind:
-            continue
-        times = [time for repeats in of_kind for repeat in repeats for time in repeat]
-        # Of the first lane: (longest − shortest repeat) / shortest.
-        spreads = [max(repeats)[0] / min(repeats)[0] - 1 for repeats in of_kind]
-        shown.add_row(
-            kind,
-            str(len(grid)),
-            str(len(held_back)),
-            str(sum(map(len, of_kind))),
-            f"{min(times):.2f}",
-            f"{max(times):.2f}",
-            f"{100 * statistics.median_high(spreads):.1f} %",
-        )
-    return shown
+    print_table(shown)
+    print_line(f"table: {file}")

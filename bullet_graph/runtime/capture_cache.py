@@ -276,14 +276,14 @@ def _store_of(config: EngineConfig) -> CaptureStore | None:
 def _why(store: CaptureStore, lookup: Lookup) -> str:
     if lookup.damaged:
         return f"{store.root} has no entry for this engine, but {lookup.damaged[0].problem}"
-    if not lookup.others:
+    if lookup.nearest is None:
         return f"{store.root} has no entries"
-    nearest, differences = lookup.others[0]
-    found = [
-        f"{d.component} is {d.here or 'unknown'} here, {d.cached or 'unknown'} there" for d in differences[:2]
-    ]
-    more = f" and {len(differences) - 2} more" if len(differences) > 2 else ""
-    return f"{store.root} has no entry for this engine; of the nearest, {nearest.entry_id}, {'; '.join(found)}{more}"
+    first, more = lookup.differences[:2], len(lookup.differences[2:])
+    found = "; ".join(
+        f"{d.component} is {d.here or 'unknown'} here, {d.cached or 'unknown'} there" for d in first
+    )
+    nearest = f"of the nearest, {lookup.nearest.entry_id}, {found}{f' and {more} more' if more else ''}"
+    return f"{store.root} has no entry for this engine; {nearest}"
 
 
 def _warn(problem: str) -> None:

@@ -157,7 +157,7 @@ def test_differences_are_told_by_component(entry: Entry) -> None:
 
 def test_a_store_that_does_not_exist_is_empty_and_stays_so(store: CaptureStore) -> None:
     lookup = store.find(FINGERPRINT, PLAN)
-    assert (lookup.hit, lookup.others, lookup.damaged) == (None, (), ())
+    assert (lookup.hit, lookup.nearest, lookup.damaged) == (None, None, ())
     assert not store.root.exists()
     assert default_root().name == "captures"
 
@@ -173,10 +173,10 @@ def test_what_was_built_is_found_and_handed_out(store: CaptureStore, entry: Entr
 
 
 def test_the_nearest_entry_comes_first_and_any_plan_will_do(store: CaptureStore) -> None:
-    far, near = build(store, changed(gpu="other", torch="1")), build(store)
+    near, _far = build(store), build(store, changed(gpu="other", torch="1"))
     lookup = store.find(changed(code="dddd"), PLAN)
     assert lookup.hit is None
-    assert [(e.entry_id, len(found)) for e, found in lookup.others] == [(near.entry_id, 1), (far.entry_id, 3)]
+    assert (lookup.nearest, [found.component for found in lookup.differences]) == (near, ["code"])
     assert store.find(FINGERPRINT, {}).hit is None
     assert store.find(FINGERPRINT, None).hit == near
 
@@ -242,7 +242,7 @@ def test_a_damaged_manifest_is_told_and_never_a_hit(
 ) -> None:
     damage(entry.folder / MANIFEST_NAME)
     lookup = store.find(FINGERPRINT, PLAN)
-    assert (lookup.hit, lookup.others) == (None, ())
+    assert (lookup.hit, lookup.nearest) == (None, None)
     (damaged,) = lookup.damaged
     assert damaged.entry_id == entry.entry_id
     assert message in damaged.problem
@@ -256,9 +256,7 @@ def test_a_rejected_entry_is_no_hit_until_it_is_built_again(store: CaptureStore,
     assert store.reject(entry, "logits are off\x1b")
     lookup = store.find(FINGERPRINT, PLAN)
     assert lookup.hit is None
-    assert [(d.component, d.cached) for _, found in lookup.others for d in found] == [
-        ("self_check", "logits are off?")
-    ]
+    assert [(d.component, d.cached) for d in lookup.differences] == [("self_check", "logits are off?")]
     with pytest.raises(CacheError, match="it was rejected: logits are off"), store.open(entry):
         pass
     build(store)
