@@ -10,8 +10,6 @@ from bullet_graph.errors import SamplingParamsError
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for at each position."""
 
-_LOGPROBS_FORMS = f"None or between 0 and {MAX_LOGPROBS}"
-
 MAX_MASKED_TOKEN_IDS = 16
 """Most token ids that ``min_tokens`` can keep from being sampled: the room of a device slot."""
 

@@ -22,6 +22,7 @@ from bullet_graph.cli.tables import print_line, print_table
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError
 from bullet_graph.graphs.capture_plan import load_plan
+from bullet_graph.graphs.compile_counts import NOTHING_COMPILED
 from bullet_graph.runtime.capture_build import build_entry
 from bullet_graph.runtime.fingerprint import fingerprint_of, on_this_machine
 from bullet_graph.runtime.memory import format_bytes
@@ -60,16 +61,17 @@ def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
     """
     # Libraries that greet on stdout would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr):
-        report = build_entry(config, store, progress=not as_json and sys.stderr.isatty(), tell=_tell)
-    entry, checked = report.entry, report.entry.manifest.self_check
+        progress = not as_json and sys.stderr.isatty()
+        entry, compiles = build_entry(config, store, progress=progress, tell=_tell)
+    checked, seconds = entry.manifest.self_check, entry.manifest.build_seconds
     if as_json:
         print_json(
             {
                 "entry_id": entry.entry_id,
                 "folder": str(entry.folder),
-                "was_there": report.was_there,
-                "seconds": report.seconds,
-                "compiles": report.compiles,
+                "was_there": compiles is None,
+                "seconds": seconds,
+                "compiles": compiles or NOTHING_COMPILED,
                 "self_check": checked,
                 "parts": _parts(entry),
             }
@@ -80,7 +82,7 @@ def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
             f"Self-check: {len(checked['relative_error'])} batch sizes, relative error of the logits at most "
             f"{max(checked['relative_error'].values()):.2g} (tolerance {checked['tolerance']:g})."
         )
-    how = "It was built before" if report.was_there else f"Built in {report.seconds:.1f} s"
+    how = "It was built before" if compiles is None else f"Built in {seconds:.1f} s"
     print_line(f"{how}: {entry.folder}, {format_bytes(entry.manifest.num_bytes)}")
 
 

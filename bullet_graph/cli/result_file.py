@@ -50,17 +50,13 @@ def check_plot_file(path: Path | None, *, overwrite: bool, option: str = "--plot
     if path.suffix[1:].lower() not in IMAGE_FORMATS:
         raise ConfigError(f"{option} {path}: the name must end in .svg or .png")
     check_result_file(path, overwrite=overwrite, option=option)
-    require_extra("matplotlib", option)
+    require_extra(option, "matplotlib")
 
 
-def require_extra(module: str, what: str) -> None:
-    """Require a library of the extra ``bench``.
-
-    Raises:
-        ConfigError: it is not installed; ``what`` needs it.
-    """
-    if find_spec(module) is None:
-        raise ConfigError(f"{what} needs {module}, which is not installed: pip install 'bullet-graph[bench]'")
+def require_extra(what: str, *modules: str, extra: str = "bench") -> None:
+    """Make sure that libraries of an extra, which ``what`` needs, are installed; ConfigError where one is not."""
+    if missing := ", ".join(name for name in modules if find_spec(name) is None):
+        raise ConfigError(f"{what} needs {missing}, not installed here: pip install 'bullet-graph[{extra}]'")
 
 
 def command_line() -> list[str]:

@@ -1,7 +1,6 @@
 """``bullet-graph serve``: an OpenAI-compatible server."""
 
 import asyncio
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine
 from bullet_graph.cli.options import Decorator, engine_options, parse_size
+from bullet_graph.cli.result_file import require_extra
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import ConfigError
@@ -88,11 +88,7 @@ def serve(
           --api-key-file key.txt --max-queue-len 256
       bullet-graph serve --model llama-3.1-8b --max-model-len 16384 --shutdown-timeout 60 --watchdog-timeout 30
     """
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"bullet-graph serve needs {', '.join(missing)}, not installed here: pip install 'bullet-graph[serve]'"
-        )
+    require_extra("bullet-graph serve", *_EXTRA, extra="serve")
     run_serve(
         config,
         ServeSettings(

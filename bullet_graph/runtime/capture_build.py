@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy as np
 from bullet_graph.captures.manifest import Manifest, entry_id, list_files
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
-from bullet_graph.graphs.compile_counts import NOTHING_COMPILED, CompileCounter, CompileCounts
+from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.kernels.flashinfer_attention import needed_module
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.partition import offsets
@@ -46,24 +45,17 @@ from bullet_graph.runtime.self_check import SEED, STEPS, SelfCheckPoint
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, Placement, PrefillBatch, SlotInit, Step
 
 
-@dataclass(frozen=True, slots=True)
-class BuildReport:
-    """Result of a build; ``was_there``: the entry was finished before."""
-
-    entry: Entry
-    was_there: bool
-    compiles: CompileCounts = NOTHING_COMPILED
-    seconds: float = 0.0
-
-
 def build_entry(
     config: EngineConfig, store: CaptureStore, *, progress: bool, tell: Callable[[str], None]
-) -> BuildReport:
+) -> tuple[Entry, CompileCounts | None]:
     """Build the entry that an engine of this configuration starts from.
 
     Args:
         config: its ``capture_cache``, ``self_check`` and ``ready`` are ignored: all batch sizes are checked.
         tell: told a line when this waits for another builder.
+
+    Returns:
+        The entry, and what was compiled for it; None where it was finished before.
 
     Raises:
         CacheError: the store cannot be written, or what was compiled does not compute the model.
@@ -83,29 +75,23 @@ def build_entry(
     with store.building(name, tell=tell) as staged:
         there = store.whole(name)
         if there is not None:
-            return BuildReport(there, was_there=True)
+            return there, None
         compiles, points = _fill(staged / FILES_NAME, config, runtime, progress)
         checked = None
         if points:
             errors = {str(point.batch_size): point.relative_error for point in points}
-            checked = {
-                "seed": SEED,
-                "steps": STEPS,
-                "tolerance": points[0].tolerance,
-                "relative_error": errors,
-            }
-        seconds = time.perf_counter() - start_s
+            of = {"seed": SEED, "steps": STEPS, "tolerance": points[0].tolerance}
+            checked = {**of, "relative_error": errors}
         manifest = Manifest(
             fingerprint=here,
             plan=plan,
             files=list_files(staged / FILES_NAME),
             self_check=checked,
             created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
-            build_seconds=seconds,
+            build_seconds=time.perf_counter() - start_s,
             provenance=dataclasses.asdict(collect_provenance(runtime.device)),
         )
-        entry = store.place(manifest, staged)
-    return BuildReport(entry, was_there=False, compiles=compiles, seconds=seconds)
+        return store.place(manifest, staged), compiles
 
 
 def _fill(

@@ -11,16 +11,16 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bullet_graph.captures.store import CaptureStore, Entry, Lookup, default_root, file_errors
-from bullet_graph.config import EngineConfig
+from bullet_graph.config import EngineConfig, SelfCheckChoice
 from bullet_graph.errors import (
     CacheError,
     CaptureCacheWarning,
@@ -60,13 +60,7 @@ _TABLE_COMPONENTS = ("gpu", "num_sms", "torch", "triton", "flashinfer", "model",
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """What a capture cache gave to a start.
-
-    Attributes:
-        entry_id: the entry used; None for none.
-        self_check: the logits compared, by batch size.
-        problems: why the cache, or a part of it, was not used.
-    """
+    """What a capture cache gave to a start; ``problems`` say why the cache, or a part of it, was not used."""
 
     entry_id: str | None = None
     self_check: tuple[SelfCheckPoint, ...] = ()
@@ -83,7 +77,7 @@ class CapturedStart:
         files: an entry's folder of files; None compiles everything.
         is_build: the folder is empty, and what is compiled is kept there.
         entry: of the files, and its store, to be rejected where it computes something else than the model.
-        self_check: batch sizes to compare: ``off``, ``sample`` or ``all``.
+        use: what an earlier attempt of this start got.
     """
 
     def __init__(
@@ -92,19 +86,12 @@ class CapturedStart:
         *,
         is_build: bool = False,
         entry: tuple[CaptureStore, Entry] | None = None,
-        self_check: str = "off",
-        problems: Sequence[str] = (),
-        points: tuple[SelfCheckPoint, ...] = (),
+        self_check: SelfCheckChoice = "off",
+        use: CacheUse = NO_CACHE,
     ) -> None:
         self._files, self._is_build, self._entry, self._self_check = files, is_build, entry, self_check
-        self._problems, self._points = list(problems), points
+        self.use = use if entry is None else replace(use, entry_id=entry[1].entry_id)
         self._is_rejected = False
-
-    @property
-    def use(self) -> CacheUse:
-        """What the cache gave so far."""
-        used = None if self._entry is None else self._entry[1].entry_id
-        return CacheUse(used, self._points, tuple(self._problems))
 
     def compiler(self, part: LayerPart) -> CompiledPart:
         """Compile a part of a layer, or load it: a :data:`~bullet_graph.graphs.compiled.PartCompiler`.
@@ -164,8 +151,9 @@ class CapturedStart:
         if hook is None or self._files is None or self._self_check == "off":
             return True
         sizes = checked_sizes(hook.decoder, hook.batch_sizes, sample=self._self_check == "sample")
-        self._points = run_self_check(hook.decoder, hook.logits_of, sizes)
-        missed = "; ".join(str(point) for point in self._points if not point.holds)
+        points = run_self_check(hook.decoder, hook.logits_of, sizes)
+        self.use = replace(self.use, self_check=points)
+        missed = "; ".join(str(point) for point in points if not point.holds)
         if missed and self._is_build:
             raise CacheError(
                 f"what was compiled here does not compute the model, so it is not kept: {missed}: please report this"
@@ -176,7 +164,7 @@ class CapturedStart:
 
     def without(self) -> "CapturedStart":
         """For a start that compiles everything, with this one's problems."""
-        return CapturedStart(problems=self._problems, points=self._points)
+        return CapturedStart(use=replace(self.use, entry_id=None))
 
     def publish_kernels(self) -> None:
         """Give the user's own folder the Triton kernels it lacks: later steps need some that no start runs."""
@@ -197,7 +185,7 @@ class CapturedStart:
         self._tell(f"captures are compiled anew: {reason}{marked}")
 
     def _tell(self, problem: str) -> None:
-        self._problems.append(problem)
+        self.use = replace(self.use, problems=(*self.use.problems, problem))
         _warn(problem)
 
 
@@ -214,10 +202,8 @@ def open_capture_entry(
 ) -> Iterator[CapturedStart]:
     """What the configured capture cache has for an engine; its Triton kernels are found during the block.
 
-    Where nothing fits or files are damaged, a warning says why, and everything is compiled.
-
-    Args:
-        plan: see :func:`~bullet_graph.runtime.build.artifact_plan`.
+    Where nothing fits or files are damaged, a warning says why, and everything is compiled. For ``plan`` see
+    :func:`~bullet_graph.runtime.build.artifact_plan`.
     """
     store = _store_of(config)
     if store is None:
@@ -239,7 +225,7 @@ def open_capture_entry(
         except (CacheError, DeviceError, PartitionError) as error:
             problem = f"everything is compiled: {error}"
             _warn(problem)
-            yield CapturedStart(problems=[problem])
+            yield CapturedStart(use=CacheUse(problems=(problem,)))
             return
         captured = CapturedStart(entry.files, entry=(store, entry), self_check=config.self_check)
         with library_caches(folder):
@@ -295,11 +281,9 @@ def _warn(problem: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckHook:
-    """What a self-check needs of an executor that has not run a step yet.
+    """What :func:`~bullet_graph.runtime.self_check.run_self_check` needs of an executor that has not run a step yet.
 
-    Attributes:
-        decoder: whose uncompiled forward is the reference.
-        batch_sizes: that are captured or compiled, rising.
+    ``batch_sizes`` are captured or compiled, and rise.
     """
 
     decoder: Decoder
@@ -316,11 +300,6 @@ def start_with_captures(
     clock: StartClock,
 ) -> tuple["BuiltRuntime", CompileCounts, CacheUse]:
     """Start from a capture cache. Where that computes something else than the model, start again without it.
-
-    Args:
-        plan: of the cache's entry.
-        start: loads the weights and builds the executor.
-        clock: records the time that the cache costs.
 
     Returns:
         The result of ``start``, what was compiled on the way, and what the cache gave.
@@ -449,13 +428,8 @@ def library_name(module: ModuleSpec) -> str:
 def restore_mask_offset(file: Path, calibrations: Path | None = None) -> None:
     """Remember an entry's SM-mask offset on this machine, where none is known for its driver.
 
-    The partition back end verifies the offset before it is used, like any other.
-
-    Args:
-        calibrations: the user's file; None takes the usual one.
-
-    Raises:
-        PartitionError: a file of offsets cannot be read or written.
+    The partition back end verifies the offset before it is used, like any other. ``calibrations`` is the user's file;
+    None takes the usual one. Raises PartitionError where a file of offsets cannot be read or written.
     """
     if file.is_file():
         driver = identify_driver()

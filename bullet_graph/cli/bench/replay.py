@@ -424,7 +424,7 @@ def serve(
       bullet-graph bench serve --base-url http://10.0.0.7:8000/v1 --api-key KEY --model ./Qwen3-8B \\
           --trace conversations.json --request-rate 8 --max-concurrency 64
     """
-    require_extra("aiohttp", "bench serve")
+    require_extra("bench serve", "aiohttp")
     # aiohttp is an extra.
     from bullet_graph.serve.client import OpenAiServer  # noqa: PLC0415
 

@@ -100,7 +100,7 @@ def sweep(
     targets = tuple(dict.fromkeys(parse_targets(slo) for slo in slos))
     specs = [WorkloadSpec.parse(workload) for workload in workloads]
     if plot_dir is not None:
-        require_extra("matplotlib", "--plot-dir")
+        require_extra("--plot-dir", "matplotlib")
     runtime = resolve(config)
     arrivals = Arrivals(request_rate=1.0, burstiness=burstiness, seed=config.seed)
 
