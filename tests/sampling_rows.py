@@ -2,11 +2,14 @@
 
 import torch
 
-from bullet_graph.kernels.sampler import pack_settings
+from bullet_graph.runtime import rows
+from bullet_graph.runtime.step import SlotInit
+
+_GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+_UNMASKED = {"masked_until": 0, "masked_token_ids": ()}
 
 
 def settings_row(**changes: object) -> torch.Tensor:
     """Greedy settings but for the changes."""
-    defaults: dict[str, object] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-    masks: dict[str, object] = {"masked_until": 0, "masked_token_ids": ()}
-    return torch.from_numpy(pack_settings(**(defaults | masks | changes)))  # type: ignore[arg-type]
+    init = SlotInit(**{"slot": 0, **_GREEDY, **_UNMASKED, **changes})  # type: ignore[arg-type]
+    return torch.from_numpy(rows.settings_row(init))

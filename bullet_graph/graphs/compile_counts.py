@@ -11,14 +11,8 @@ from typing import Any, Self
 class CompileCounts:
     """How often something was compiled that no cache had.
 
-    Attributes:
-        dynamo_frames: functions that Dynamo traced.
-        aot_autograd: graphs that AOTAutograd's cache missed.
-        inductor: graphs that Inductor compiled.
-        cpp: runs of the C++ compiler by Inductor, those that probe it included.
-        triton: kernels, Inductor's and ours.
-        triton_stubs: launchers and other host code that Triton had compiled.
-        flashinfer: modules that FlashInfer had compiled.
+    ``cpp`` counts runs of the C++ compiler by Inductor, those that probe it included; ``triton`` Inductor's kernels and
+    ours; ``triton_stubs`` launchers and other host code.
     """
 
     dynamo_frames: int = 0

@@ -26,10 +26,8 @@ Int32Array = NDArray[np.int32]
 class DecodeInputs:
     """Host inputs of a decode step of ``n`` rows, all int32.
 
-    Attributes:
-        slots: [n], whose last tokens are the step's inputs.
-        kv_slots: [n], where the inputs' keys and values go.
-        kv_indptr: [n + 1], where each row's blocks start in ``kv_indices``.
+    The last tokens of ``slots`` are the step's inputs, whose keys and values go to ``kv_slots``. ``kv_indptr`` [n + 1]
+    is where each row's blocks start in ``kv_indices``.
     """
 
     slots: Int32Array

@@ -17,12 +17,11 @@ from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.perf.start_report import StartClock
 
 
-class EngineGraphs:
+class EngineGraphs(CaptureProgress):
     """Captures a plan's graphs, in the order of :func:`~bullet_graph.graphs.capture_order.capture_order`.
 
-    Args:
-        pieces: made for the plan's rows; nothing is captured yet, as in ``decode``.
-        is_tuned: the plan's piecewise graphs are known to be worthwhile, and are not timed.
+    ``pieces`` are made for the plan's rows, and not captured yet. With ``is_tuned`` they are known to be worthwhile,
+    and are not timed.
     """
 
     def __init__(
@@ -34,19 +33,12 @@ class EngineGraphs:
         num_layers: int,
         is_tuned: bool = False,
     ) -> None:
+        super().__init__(plan, num_layers)
         self._decode = decode
         self._pieces = pieces
-        self._progress = CaptureProgress(plan, num_layers)
         self._num_hot = len(hot_keys(plan))
         self._rows = () if is_tuned else plan.piecewise_rows
         self._times_ms: dict[int, float] = {}
-
-    @property
-    def num_missing(self) -> int:
-        return self._progress.num_missing
-
-    def max_batch_size(self, partition: SmPartition) -> int:
-        return self._progress.max_batch_size(partition)
 
     def capture_first(
         self,
@@ -65,7 +57,7 @@ class EngineGraphs:
         with clock.phase("kernels"):
             self._decode.compile()
         compiled_s = time.perf_counter()
-        keys = self._progress.missing[: self._num_hot if ready == "hot" else None]
+        keys = self.missing[: self._num_hot if ready == "hot" else None]
         with progress_bar(progress, total=len(keys), desc="Capturing graphs", unit="graph") as advance:
             for kind, of_kind in groupby(keys, type):
                 with clock.phase("piecewise graphs" if kind is PieceKey else "decode graphs"):
@@ -84,7 +76,7 @@ class EngineGraphs:
     @property
     def next_partition(self) -> SmPartition | None:
         """The partition whose stream the next :meth:`prepare_next` needs; None: nothing is left."""
-        key = self._progress.next
+        key = self.next
         if key is not None:
             return key.partition
         return WHOLE_GPU if len(self._times_ms) < len(self._rows) else None
@@ -92,11 +84,11 @@ class EngineGraphs:
     @property
     def next_needs_quiet(self) -> bool:
         """Whether the next :meth:`prepare_next` measures a time, and so needs the GPU for itself."""
-        return not self._progress.num_missing
+        return not self.num_missing
 
     def prepare_next(self, stream: torch.cuda.Stream) -> None:
         """Capture the next graph on this stream; once all are captured, time the next size of piecewise graphs."""
-        key = self._progress.next
+        key = self.next
         if key is not None:
             self._capture(key, stream)
             return
@@ -112,7 +104,7 @@ class EngineGraphs:
                 self._pieces.capture_piece(key.rows, key.layer)
             else:
                 self._decode.capture_one(key, stream)
-        self._progress.note(key)
+        self.note(key)
 
 
 @contextmanager

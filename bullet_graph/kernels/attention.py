@@ -99,11 +99,8 @@ class RowAttention(Protocol):
 class MixedAttention:
     """An :class:`Attention` of up to three kinds of rows, in this order; None where there are no rows of a kind.
 
-    Attributes:
-        cached: prompt rows that attend to the cache.
-        fresh: rows of prompts that begin in this forward.
-        num_cached_rows: where the fresh rows begin.
-        num_prefill_rows: where the decode rows begin.
+    ``cached`` are prompt rows that attend to the cache. From ``num_cached_rows`` on come rows of prompts that begin in
+    this forward, from ``num_prefill_rows`` on decode rows.
     """
 
     cached: CacheAttention | None

@@ -13,41 +13,17 @@ from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 
-
 MASKED_IDS_COLUMN = 8
 SETTINGS_COLUMNS = MASKED_IDS_COLUMN + MAX_MASKED_TOKEN_IDS
 """Width of a packed settings row: 0 temperature, 1 top_k, 2 top_p, 3 min_p, 4–5 seed (low, high word),
 6 masked_until, 7 unused, then masked ids padded with -1; floats by their bits."""
 
 
-def pack_settings(
-    *,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: int,
-    masked_until: int,
-    masked_token_ids: tuple[int, ...],
-) -> NDArray[np.int32]:
-    """One sequence's sampling settings as a row of :class:`SamplingState`, [SETTINGS_COLUMNS] int32.
-
-    ``masked_until`` is the first position of a sampled token where ``masked_token_ids`` may occur.
-    """
-    row = np.full(SETTINGS_COLUMNS, -1, dtype=np.int32)
-    row[[0, 2, 3]] = np.array([temperature, top_p, min_p], dtype=np.float32).view(np.int32)
-    row[[1, 6]] = top_k, masked_until
-    row[4:6] = np.array([seed], dtype=np.int64).view(np.int32)
-    row[MASKED_IDS_COLUMN : MASKED_IDS_COLUMN + len(masked_token_ids)] = masked_token_ids
-    return row
-
-
 class SamplingState:
     """State of sampling by slot, on the device.
 
-    Attributes:
-        settings: [num_slots, SETTINGS_COLUMNS] int32, rows of :func:`pack_settings`.
-        last_token: [num_slots] int32, the token sampled last, which the slot's next decode row reads.
+    ``settings`` is [num_slots, SETTINGS_COLUMNS] int32. ``last_token`` is [num_slots] int32, the token sampled last,
+    which the slot's next decode row reads.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -123,8 +99,7 @@ def philox_uniform(seed: int, position: int, count: int) -> NDArray[np.float32]:
 def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the sampled tokens and of the ``count`` best, by the model's own distribution.
 
-    Returns:
-        (chosen [rows], top_ids [rows, count], top [rows, count]), float32 and int64.
+    Returns (chosen [rows], top_ids [rows, count], top [rows, count]), float32 and int64.
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(-1, token_ids.long()[:, None])[:, 0]

@@ -1,6 +1,6 @@
 """A layer's operations, and sampling, as launches of the Triton kernels in ``triton_kernels``."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -31,6 +31,16 @@ FUSED_SWIGLU_MIN_ROWS = 640
 Measured on an H200 under its power cap with llama-3.1-8b's shapes: a layer takes 6 % less to 0.4 % more time at 640 to
 960 rows (`bench/results/h200/fused_swiglu.json`), 3 % less from 1,024 on (`prefill_gemm.json`), and 19 % less to 8 %
 more below 640. Other shapes were not measured."""
+
+SWIGLU_TILING: Mapping[str, int] = {
+    "BLOCK_M": 128,
+    "BLOCK_N": 128,  # columns of gate and of up each
+    "BLOCK_K": 64,  # of 16 bits: the widest rows of shared memory that TMA writes
+    "GROUP_M": 16,  # tiles above one another, computed before those beside them
+    "STAGES": 3,  # of 48 KiB of shared memory each
+    "num_warps": 8,
+}
+"""Layout of the fused product on an SM: the fastest of those measured on an H200."""
 
 _FUSED_DTYPES = (torch.bfloat16, torch.float16)
 _TMA_ALIGNMENT = 8
@@ -132,28 +142,6 @@ class TritonOps(TorchOps):
         return q
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwigluTiling:
-    """How the fused product is laid out on an SM; the defaults were the fastest of those measured on an H200.
-
-    Attributes:
-        block_n: columns of an output tile, of gate and of up each.
-        block_k: terms of the sums per step; 64 of 16 bits make the widest rows of shared memory that TMA writes.
-        group_m: tiles above one another that are computed before those beside them.
-        num_stages: steps whose loads are under way or in use: 48 KiB of shared memory each with these blocks.
-    """
-
-    block_m: int = 128
-    block_n: int = 128
-    block_k: int = 64
-    group_m: int = 16
-    num_stages: int = 3
-    num_warps: int = 8
-
-
-DEFAULT_TILING = SwigluTiling()
-
-
 def can_fuse(x: Tensor, gate_up_weight: Tensor) -> bool:
     """Whether :func:`swiglu_matmul` takes these: 16-bit dtypes, hidden and intermediate size multiples of 8."""
     aligned = x.shape[1] % _TMA_ALIGNMENT == 0 and gate_up_weight.shape[0] % (2 * _TMA_ALIGNMENT) == 0
@@ -166,37 +154,31 @@ def swiglu_matmul(
     out: Tensor | None = None,
     *,
     num_sms: int,
-    tiling: SwigluTiling = DEFAULT_TILING,
+    tiling: Mapping[str, int] = SWIGLU_TILING,
 ) -> Tensor:
     """SwiGLU of x @ gate_up_weight.T on Hopper: summed and multiplied in float32, rounded once. Needs :func:`can_fuse`.
 
     The [rows, 2 * intermediate_size] array between the two steps is never written. The descriptors that TMA needs are
     made on the host and travel with the launch's arguments, so a captured launch holds while its tensors stay in place.
 
-    Args:
-        x: [rows, hidden_size], contiguous, at least one row.
-        gate_up_weight: [2 * intermediate_size, hidden_size], contiguous: gate's rows, then up's.
-        out: [rows, intermediate_size], contiguous, where to put the result, or None for new memory.
+    ``x`` is [rows, hidden_size] not empty, ``gate_up_weight`` [2 * intermediate_size, hidden_size]: gate's
+    rows, then up's. The result [rows, intermediate_size] goes into ``out`` or new memory. All are contiguous.
     """
     (rows, hidden_size), intermediate_size = x.shape, len(gate_up_weight) // 2
     out = x.new_empty(rows, intermediate_size) if out is None else out
-    num_tiles = triton.cdiv(rows, tiling.block_m) * triton.cdiv(intermediate_size, tiling.block_n)
+    block_m, block_n, block_k = (tiling[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    num_tiles = triton.cdiv(rows, block_m) * triton.cdiv(intermediate_size, block_n)
     # One program per SM of the device. On a lane with fewer, those that find no room start when others have ended.
     swiglu_matmul_kernel[(min(num_sms, num_tiles),)](
-        TensorDescriptor.from_tensor(x, [tiling.block_m, tiling.block_k]),
+        TensorDescriptor.from_tensor(x, [block_m, block_k]),
         TensorDescriptor.from_tensor(
-            gate_up_weight.view(2, intermediate_size, hidden_size), [2, tiling.block_n, tiling.block_k]
+            gate_up_weight.view(2, intermediate_size, hidden_size), [2, block_n, block_k]
         ),
-        TensorDescriptor.from_tensor(out, [tiling.block_m, tiling.block_n]),
+        TensorDescriptor.from_tensor(out, [block_m, block_n]),
         rows,
         intermediate_size,
         hidden_size,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        GROUP_M=tiling.group_m,
-        STAGES=tiling.num_stages,
-        num_warps=tiling.num_warps,
+        **tiling,
     )
     return out
 

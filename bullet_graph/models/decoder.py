@@ -16,11 +16,10 @@ from bullet_graph.models.weights import ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Activations between layers.
+    """Activations between layers, both [rows, hidden_size].
 
-    Attributes:
-        x: [rows, hidden_size], the last sub-layer's output, not yet added.
-        residual: [rows, hidden_size]; zero before the first layer, so that all layers are alike.
+    ``x`` is the last sub-layer's output, not yet added. ``residual`` is zero before the first layer, so that all layers
+    are alike.
     """
 
     x: Tensor
@@ -44,11 +43,7 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A decoder and its KV cache; the forward can stop and resume between any two layers.
-
-    Attributes:
-        cos_sin: :func:`cos_sin_table`, [max_model_len, head_dim] float32.
-    """
+    """A decoder and its KV cache; the forward can stop and resume between any two layers."""
 
     config: ModelConfig
     weights: ModelWeights

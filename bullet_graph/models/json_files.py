@@ -23,9 +23,7 @@ _REQUIRED: Mapping[type, str] = {
 class JsonObject:
     """An object of a JSON file; null counts as missing, as in Hugging Face's libraries.
 
-    Attributes:
-        prefix: precedes its keys in messages, such as ``rope_scaling.``.
-        error: what a wrong value raises.
+    ``prefix`` precedes its keys in messages, such as ``rope_scaling.``; a wrong value raises ``error``.
     """
 
     path: Path

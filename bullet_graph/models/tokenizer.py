@@ -80,11 +80,9 @@ class DetokenizeStream:
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template.
+    """A model's tokenizer and chat template, which is Jinja source.
 
-    Args:
-        chat_template: Jinja source.
-        special_tokens: what the template may refer to, such as ``{"bos_token": "<s>"}``.
+    The template may refer to ``special_tokens``, such as ``{"bos_token": "<s>"}``.
     """
 
     def __init__(
@@ -103,9 +101,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
-        """Read ``tokenizer.json`` and, if present, ``tokenizer_config.json`` and ``chat_template.jinja``.
-
-        None for a folder without ``tokenizer.json``.
+        """Read the tokenizer, its config and the chat template; None for a folder without ``tokenizer.json``.
 
         Raises:
             ModelError: one of the files cannot be used.
@@ -134,11 +130,9 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Token ids of a text, with what the tokenizer puts around it, often a begin-of-text token.
 
-        Args:
-            add_special_tokens: add what the tokenizer puts around a text, often a begin-of-text token. Off for the
-                result of ``apply_chat_template``, whose text holds its special tokens.
+        ``add_special_tokens`` is off for the result of ``apply_chat_template``, whose text holds its special tokens.
 
         Raises:
             PromptError: the text is not a string, or holds half a surrogate pair.
@@ -164,11 +158,9 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a conversation into a prompt, special tokens included.
+        """Render a conversation, messages with ``role`` and ``content``, into a prompt, special tokens included.
 
-        Args:
-            messages: each with ``role`` and ``content``, oldest first.
-            add_generation_prompt: end with what opens an answer of the assistant.
+        ``add_generation_prompt`` ends it with what opens an answer of the assistant.
 
         Raises:
             ModelError: the model has no template, or it is broken or refuses the messages.

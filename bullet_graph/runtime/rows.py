@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bullet_graph.kernels.sampler import pack_settings
+from bullet_graph.kernels.sampler import MASKED_IDS_COLUMN, SETTINGS_COLUMNS
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, SlotInit
 
 _NONE: Int32Array = np.empty(0, dtype=np.int32)
@@ -101,16 +101,13 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
 
 
 def settings_row(init: SlotInit) -> Int32Array:
-    """The packed sampling settings of a sequence that enters a slot."""
-    return pack_settings(
-        temperature=init.temperature,
-        top_k=init.top_k,
-        top_p=init.top_p,
-        min_p=init.min_p,
-        seed=init.seed,
-        masked_until=init.masked_until,
-        masked_token_ids=init.masked_token_ids,
-    )
+    """The settings of a sequence that enters a slot, as a row of the sampler's: [SETTINGS_COLUMNS]."""
+    row = np.full(SETTINGS_COLUMNS, -1, dtype=np.int32)
+    row[[0, 2, 3]] = np.array([init.temperature, init.top_p, init.min_p], dtype=np.float32).view(np.int32)
+    row[[1, 6]] = init.top_k, init.masked_until
+    row[4:6] = np.array([init.seed], dtype=np.int64).view(np.int32)
+    row[MASKED_IDS_COLUMN : MASKED_IDS_COLUMN + len(init.masked_token_ids)] = init.masked_token_ids
+    return row
 
 
 def _indptr(counts: Int32Array) -> Int32Array:
