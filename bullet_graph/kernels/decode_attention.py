@@ -21,8 +21,6 @@ _LEAST_Q_BLOCK = 16
 _TILE_ELEMENTS = 64 * 128
 _ALIGNMENT_BYTES = 16
 """Triton compiles a kernel anew for pointers without this alignment."""
-_MANY_ROWS = 32
-"""From this batch size on, a combining program takes several heads: one per head would not all fit at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +33,6 @@ class DecodeKernelSettings:
         tile: keys of a tile, tokens times ``kv_heads``, a power of two.
         ctas_per_sm: programs that an SM holds at once; their registers and shared memory must fit.
         max_registers: of a thread, None for the compiler's choice.
-        sequence_cost: cost of starting a sequence, in blocks, when work is divided.
         combine_rows: from this batch size on, the program that finishes a sequence last adds its parts up. Smaller
             batches have many parts per sequence, and a second kernel adds them on more SMs.
     """
@@ -44,7 +41,6 @@ class DecodeKernelSettings:
     tile: int = 64
     ctas_per_sm: int = 2
     max_registers: int | None = None
-    sequence_cost: int = 1
     combine_rows: int = 32
 
 
@@ -186,7 +182,7 @@ class TritonDecodeAttention:
             batch,
             rows,
             self._attention(rows, workers, settings),
-            None if rows >= settings.combine_rows else self._combination(rows, workers, settings),
+            None if rows >= settings.combine_rows else self._combination(rows, workers),
         )
 
     def _workers(self, num_sms: int, settings: DecodeKernelSettings) -> int:
@@ -199,7 +195,6 @@ class TritonDecodeAttention:
         head_groups = config.num_kv_heads // settings.kv_heads
         combines = rows >= settings.combine_rows
         q_heads = settings.kv_heads * (config.num_heads // config.num_kv_heads)
-        block_stride, token_stride, head_stride, _ = self.cache.layer(0)[0].stride()
         return RepeatedLaunch(
             decode_attention_kernel,
             (workers * head_groups,),
@@ -209,14 +204,10 @@ class TritonDecodeAttention:
                 "NUM_KV_HEADS": config.num_kv_heads,
                 "HEAD_DIM": config.head_dim,
                 "BLOCK_TOKENS": self.cache.block_tokens,
-                "BLOCK_STRIDE": block_stride,
-                "TOKEN_STRIDE": token_stride,
-                "HEAD_STRIDE": head_stride,
                 "KV_HEADS": settings.kv_heads,
                 "Q_BLOCK": max(_LEAST_Q_BLOCK, triton.next_power_of_2(q_heads)),
                 "TILE": settings.tile,
                 "ROWS_BLOCK": triton.next_power_of_2(self._max_rows),
-                "SEQUENCE_COST": settings.sequence_cost,
                 "STAGES": 3,  # of the loop over tiles, which needs at least these
                 "COMBINE": combines,
                 "PDL": self._overlap_launches and not combines,
@@ -224,19 +215,15 @@ class TritonDecodeAttention:
             options={"num_warps": 4, "maxnreg": settings.max_registers},
         )
 
-    def _combination(self, rows: int, workers: int, settings: DecodeKernelSettings) -> RepeatedLaunch:
-        num_heads = self._config.num_heads
-        heads = min(8, triton.next_power_of_2(num_heads)) if rows >= _MANY_ROWS else 1
+    def _combination(self, rows: int, workers: int) -> RepeatedLaunch:
         return RepeatedLaunch(
             combine_partials_kernel,
-            (rows, triton.cdiv(num_heads, heads)),
+            (rows, self._config.num_heads),
             numbers=(rows, workers),
             constants={
-                "NUM_HEADS": num_heads,
+                "NUM_HEADS": self._config.num_heads,
                 "HEAD_DIM": self._config.head_dim,
-                "HEADS": heads,
-                "PARTIALS": 32 if heads == 1 else 2,
-                "SEQUENCE_COST": settings.sequence_cost,
+                "PARTIALS": 32,
                 "PDL": self._overlap_launches,
             },
             options={"num_warps": 4, "launch_pdl": self._overlap_launches},

@@ -39,18 +39,10 @@ def _block_ids(ids_ptr, start, key_tokens, num_tokens, TILE_TOKENS: tl.constexpr
 
 @triton.jit
 def _sum_of_partials(
-    partial_ptr,
-    partial_lse_ptr,
-    first,
-    last,
-    first_head,
-    heads,
-    inside,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    partial_ptr, partial_lse_ptr, first, last, heads, inside, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Sum of the partial results of workers first to last, for heads of one sequence: [BLOCK, HEAD_DIM]."""
+    """Sum of the partial results of workers first to last, for heads of one sequence: [len(heads), HEAD_DIM]."""
+    BLOCK: tl.constexpr = heads.shape[0]
     lanes = tl.arange(0, HEAD_DIM)
     peak = tl.full((BLOCK,), -float("inf"), tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
@@ -61,7 +53,7 @@ def _sum_of_partials(
             by = of + ahead + tl.zeros_like(heads)
             there = inside & (by <= last)
             # Where the sequence starts it is the last of the worker's range, from there on the first.
-            at = (2 * by + (by == first).to(tl.int32)) * NUM_HEADS + first_head + heads
+            at = (2 * by + (by == first).to(tl.int32)) * NUM_HEADS + heads
             partial_ptrs = partial_ptr + at[:, None] * HEAD_DIM + lanes[None, :]
             # Not from the SM's own cache, which does not see other SMs' writes.
             lse = tl.load(partial_lse_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
@@ -99,14 +91,10 @@ def decode_attention_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
-    SEQUENCE_COST: tl.constexpr,
     STAGES: tl.constexpr,
     COMBINE: tl.constexpr,
     PDL: tl.constexpr,
@@ -124,18 +112,20 @@ def decode_attention_kernel(
     Q_HEADS: tl.constexpr = NUM_HEADS // HEAD_GROUPS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     TILE_TOKENS: tl.constexpr = TILE // KV_HEADS
+    TOKEN_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    BLOCK_STRIDE: tl.constexpr = BLOCK_TOKENS * TOKEN_STRIDE
     if PDL:
         gdc_launch_dependents()
     worker = tl.program_id(0) // HEAD_GROUPS
     head_group = tl.program_id(0) % HEAD_GROUPS
     workers = tl.num_programs(0) // HEAD_GROUPS
-    total = tl.load(kv_indptr_ptr + num_rows) + SEQUENCE_COST * num_rows
+    total = tl.load(kv_indptr_ptr + num_rows) + num_rows
     unit = _range_start(worker, total, workers)
     range_end = _range_start(worker + 1, total, workers)
 
     rows = tl.arange(0, ROWS_BLOCK)
     ends = tl.load(kv_indptr_ptr + 1 + rows, mask=rows < num_rows, other=2147483647 // 2)
-    row = tl.sum((ends + SEQUENCE_COST * (rows + 1) <= unit).to(tl.int32), axis=0)
+    row = tl.sum((ends + rows + 1 <= unit).to(tl.int32), axis=0)
 
     lanes = tl.arange(0, HEAD_DIM)
     q_heads = tl.arange(0, Q_BLOCK)
@@ -144,13 +134,13 @@ def decode_attention_kernel(
     key_heads = keys % KV_HEADS
     # Padding rows go with the last head: they need some key, or they become NaN.
     same_head = tl.minimum(q_heads // GROUP, KV_HEADS - 1)[:, None] == key_heads[None, :]
-    at_heads = (head_group * KV_HEADS + key_heads) * HEAD_STRIDE
+    at_heads = (head_group * KV_HEADS + key_heads) * HEAD_DIM
 
     while unit < range_end:
         begin = tl.load(kv_indptr_ptr + row)
         end = tl.load(kv_indptr_ptr + row + 1)
-        # The first SEQUENCE_COST units of a sequence are what starting it costs; then come its blocks.
-        first_unit = begin + SEQUENCE_COST * (row + 1)
+        # The first unit of a sequence is what starting it costs; then come its blocks.
+        first_unit = begin + row + 1
         starts_here = unit <= first_unit
         unit_end = tl.minimum(first_unit + end - begin, range_end)
         first_block = begin + tl.maximum(unit - first_unit, 0)
@@ -213,17 +203,9 @@ def decode_attention_kernel(
                     tl.debug_barrier()
                     if tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu") == last - first:
                         tl.store(arrived_at, 0)
+                        heads = head_group * Q_HEADS + q_heads
                         attended = _sum_of_partials(
-                            partial_ptr,
-                            partial_lse_ptr,
-                            first,
-                            last,
-                            head_group * Q_HEADS,
-                            q_heads,
-                            q_inside,
-                            NUM_HEADS,
-                            HEAD_DIM,
-                            Q_BLOCK,
+                            partial_ptr, partial_lse_ptr, first, last, heads, q_inside, NUM_HEADS, HEAD_DIM
                         )
                         out_ptrs = out_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :]
                         tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=q_inside[:, None])
@@ -241,44 +223,38 @@ def combine_partials_kernel(
     workers,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
     PARTIALS: tl.constexpr,
-    SEQUENCE_COST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS query heads of one sequence per program: the sum of its partial results, if it has any."""
+    """One query head of one sequence per program: the sum of its partial results, if it has any."""
     row = tl.program_id(0)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    heads_inside = heads < NUM_HEADS
+    head = tl.program_id(1)
     lanes = tl.arange(0, HEAD_DIM)
-    total = tl.load(kv_indptr_ptr + num_rows) + SEQUENCE_COST * num_rows
+    total = tl.load(kv_indptr_ptr + num_rows) + num_rows
     begin = tl.load(kv_indptr_ptr + row)
     end = tl.load(kv_indptr_ptr + row + 1)
-    first_unit = begin + SEQUENCE_COST * (row + 1)
+    first_unit = begin + row + 1
     first = _worker_of(first_unit, total, workers)
     last = _worker_of(first_unit + end - begin - 1, total, workers)
     if PDL:
         gdc_wait()
     if first < last:
-        peak = tl.full((HEADS,), -float("inf"), tl.float32)
-        mass = tl.zeros((HEADS,), tl.float32)
-        sums = tl.zeros((HEADS, HEAD_DIM), tl.float32)
+        peak = -float("inf")
+        mass = 0.0
+        sums = tl.zeros((HEAD_DIM,), tl.float32)
         for start in range(first, last + 1, PARTIALS):
             of = start + tl.arange(0, PARTIALS)
-            inside = (of <= last)[:, None] & heads_inside[None, :]
+            inside = of <= last
             # Where a sequence starts it is the last of the worker's range, from there on the first.
-            at = (2 * of + (of == first).to(tl.int32))[:, None] * NUM_HEADS + heads[None, :]
+            at = (2 * of + (of == first).to(tl.int32)) * NUM_HEADS + head
             lse = tl.load(partial_lse_ptr + at, mask=inside, other=-float("inf"))
-            partial_ptrs = partial_ptr + at[:, :, None] * HEAD_DIM + lanes[None, None, :]
-            partials = tl.load(partial_ptrs, mask=inside[:, :, None], other=0.0)
+            partial_ptrs = partial_ptr + at[:, None] * HEAD_DIM + lanes[None, :]
+            partials = tl.load(partial_ptrs, mask=inside[:, None], other=0.0)
             new_peak = tl.maximum(peak, tl.max(lse, axis=0))
-            # Heads beyond the last have no partials, and so no peak as an origin.
-            origin = tl.where(heads_inside, new_peak, 0.0)
-            weights = tl.exp2(lse - origin[None, :])
-            shrink = tl.exp2(peak - origin)
+            weights = tl.exp2(lse - new_peak)
+            shrink = tl.exp2(peak - new_peak)
             peak = new_peak
             mass = mass * shrink + tl.sum(weights, axis=0)
-            sums = sums * shrink[:, None] + tl.sum(partials * weights[:, :, None], axis=0)
-        out_at = row.to(tl.int64) * NUM_HEADS + heads
-        out = (sums / tl.where(heads_inside, mass, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_at[:, None] * HEAD_DIM + lanes[None, :], out, mask=heads_inside[:, None])
+            sums = sums * shrink + tl.sum(partials * weights[:, None], axis=0)
+        out_at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
+        tl.store(out_ptr + out_at + lanes, (sums / mass).to(out_ptr.dtype.element_ty))

@@ -94,20 +94,19 @@ def rope_and_cache_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):
     """A block of heads of one row a program: norm and rotate q and k, write k and v into the cache, and k back."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
-    lanes = tl.arange(0, HALF_BLOCK)
+    lanes = tl.arange(0, HALF)
     total = NUM_HEADS + 2 * NUM_KV_HEADS
-    inside = (heads[:, None] < total) & (lanes[None, :] < HALF)
+    inside = heads[:, None] < total
     at = row * total * 2 * HALF + heads[:, None] * 2 * HALF + lanes[None, :]
     table = cos_sin_ptr + tl.load(positions_ptr + row).to(tl.int64) * 2 * HALF + lanes
-    cos = tl.load(table, mask=lanes < HALF, other=0.0)[None, :]
-    sin = tl.load(table + HALF, mask=lanes < HALF, other=0.0)[None, :]
+    cos = tl.load(table)[None, :]
+    sin = tl.load(table + HALF)[None, :]
     cache_row = tl.load(kv_slots_ptr + row).to(tl.int64) * NUM_KV_HEADS * 2 * HALF
     raw_low = tl.load(qkv_ptr + at, mask=inside, other=0.0)
     raw_high = tl.load(qkv_ptr + at + HALF, mask=inside, other=0.0)
@@ -115,11 +114,10 @@ def rope_and_cache_kernel(
     is_q = heads < NUM_HEADS
     if QK_NORM:
         scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)
-        lane_inside = lanes < HALF
-        q_low = tl.load(q_norm_ptr + lanes, mask=lane_inside, other=0.0)
-        q_high = tl.load(q_norm_ptr + HALF + lanes, mask=lane_inside, other=0.0)
-        k_low = tl.load(k_norm_ptr + lanes, mask=lane_inside, other=0.0)
-        k_high = tl.load(k_norm_ptr + HALF + lanes, mask=lane_inside, other=0.0)
+        q_low = tl.load(q_norm_ptr + lanes)
+        q_high = tl.load(q_norm_ptr + HALF + lanes)
+        k_low = tl.load(k_norm_ptr + lanes)
+        k_high = tl.load(k_norm_ptr + HALF + lanes)
         weight_low = tl.where(is_q[:, None], q_low[None, :], k_low[None, :]).to(tl.float32)
         weight_high = tl.where(is_q[:, None], q_high[None, :], k_high[None, :]).to(tl.float32)
         low = (low * scale[:, None]).to(raw_low.dtype).to(tl.float32) * weight_low

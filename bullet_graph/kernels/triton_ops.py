@@ -118,7 +118,7 @@ class TritonOps(TorchOps):
         shape: DecoderShape,
         out: Tensor | None = None,
     ) -> Tensor:
-        rows, half = len(qkv), shape.head_dim // 2
+        rows = len(qkv)
         q = qkv.new_empty(rows, shape.num_heads, shape.head_dim) if out is None else out
         heads = shape.num_heads + 2 * shape.num_kv_heads
         rope_and_cache_kernel[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
@@ -134,8 +134,7 @@ class TritonOps(TorchOps):
             0.0 if norms is None else norms.eps,
             NUM_HEADS=shape.num_heads,
             NUM_KV_HEADS=shape.num_kv_heads,
-            HALF=half,
-            HALF_BLOCK=triton.next_power_of_2(half),
+            HALF=shape.head_dim // 2,
             HEADS_BLOCK=_HEADS_BLOCK,
             QK_NORM=norms is not None,
         )
