@@ -61,11 +61,8 @@ def write_checkpoint(
 ) -> PreTrainedModel:
     """Write a random checkpoint of a model family and return the model it holds, in ``dtype``.
 
-    Norms and biases are random too, so that none can be dropped or mixed up unseen.
-
-    Args:
-        vocab_size: of the model; a little above the tokenizer's 300, as published models have it.
-        shards: 1 for one file, else at least this number of files and an index.
+    Norms and biases are random too, so that none can be dropped or mixed up unseen. The vocabulary exceeds the
+    tokenizer's 300, as published models have it. ``shards`` above 1 are at least as many files, and an index.
     """
     model = _random_model(_config(family, vocab_size, num_layers, tie), seed).to(dtype)
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -120,20 +120,13 @@ def test_presets_have_the_published_number_of_parameters(name: str, expected: in
     assert PRESETS[name].num_parameters == expected
 
 
-def test_sharded_equals_unsharded(make: Make) -> None:
-    sharded = make("sharded", shards=4)
-    assert len(list(sharded.glob("*.safetensors"))) >= 4
-    assert_equal(load(sharded), load(make()))
-
-
 def test_tied_embeddings_are_one_tensor_whatever_else_is_stored(make: Make) -> None:
     folder = make(tie=True)
-    before, tensors = load(folder), load_file(folder / FILE)
+    before = load(folder)
     assert before.lm_head is before.embed
-    assert "lm_head.weight" not in tensors
-    tensors["lm_head.weight"] = torch.zeros(320, 64)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
-    save_file(tensors, folder / FILE)
+    assert HEAD not in load_file(folder / FILE)
+    inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edited(folder, add={HEAD: torch.zeros(320, 64), inv_freq: torch.zeros(8)})
     after = load(folder)
     assert after.lm_head is after.embed
     assert_equal(before, after)
@@ -161,17 +154,13 @@ def test_weights_outlive_the_files(make: Make) -> None:
 
 # ---- what is refused ----
 
-NORM, BIAS = "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+BIAS, UP = "model.layers.0.self_attn.q_proj.bias", "model.layers.1.mlp.up_proj.weight"
 
 
-def edited(change: Callable[[Tensors], object], folder: Path) -> None:
-    tensors = load_file(folder / FILE)
-    change(tensors)
-    save_file(tensors, folder / FILE)
-
-
-def with_norm(norm: torch.Tensor, folder: Path) -> None:
-    edited(lambda tensors: tensors.update({NORM: norm}), folder)
+def edited(folder: Path, *, drop: str = "", add: Tensors | None = None) -> None:
+    tensors = load_file(folder / FILE) | (add or {})
+    save_file({name: tensor for name, tensor in tensors.items() if name != drop}, folder / FILE)
 
 
 def truncated(kept: float, folder: Path) -> None:
@@ -201,18 +190,14 @@ Case = tuple[int, Callable[[Path], object], str]
 BROKEN: dict[str, Case] = {
     "tensor missing": (
         1,
-        partial(edited, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")),
-        r"model\.safetensors: tensors model\.layers\.1\.mlp\.up_proj\.weight are required .*missing",
+        partial(edited, drop=UP),
+        rf"model\.safetensors: tensors {UP} are required .*missing",
     ),
-    "all tensors missing": (1, partial(edited, dict.clear), r"model\.embed_tokens\.weight, .* and 18 more"),
-    "no lm_head, untied": (
-        1,
-        partial(edited, lambda tensors: tensors.pop("lm_head.weight")),
-        r"lm_head\.weight .*does not tie the embeddings",
-    ),
+    "all missing": (1, lambda folder: save_file({}, folder / FILE), r"embed_tokens\.weight, .* and 18 more"),
+    "no lm_head, untied": (1, partial(edited, drop=HEAD), rf"{HEAD} .*does not tie the embeddings"),
     "unexpected tensor": (
         1,
-        partial(edited, lambda tensors: tensors.update({BIAS: torch.zeros(64)})),
+        partial(edited, add={BIAS: torch.zeros(64)}),
         rf"{BIAS} are present but not called for by config\.json",
     ),
     "more layers than the config's": (
@@ -236,21 +221,23 @@ BROKEN: dict[str, Case] = {
         rf"model-0000\d-of-.*: tensor {NORM} is missing, though the index places it there",
     ),
 }
-BROKEN |= {
-    f"shape {shape}": (
-        1,
-        partial(with_norm, torch.zeros(shape)),
-        re.escape(f"tensor {NORM} must have shape [64] by config.json; found {list(shape)}"),
-    )
-    for shape in ((63,), (64, 1))
+WRONG_NORMS = {
+    **{
+        torch.zeros(shape): f"have shape [64] by config.json; found {list(shape)}"
+        for shape in ((63,), (64, 1))
+    },
+    **{
+        torch.zeros(64).to(dtype): "be one of F32, F16, BF16; found"
+        for dtype in (torch.int32, torch.uint8, torch.float8_e4m3fn, torch.float64)
+    },
 }
 BROKEN |= {
-    f"type {dtype}": (
+    f"norm {list(norm.shape)} {norm.dtype}": (
         1,
-        partial(with_norm, torch.zeros(64).to(dtype)),
-        rf"tensor {NORM} must be one of F32, F16, BF16; found",
+        partial(edited, add={NORM: norm}),
+        re.escape(f"tensor {NORM} must {problem}"),
     )
-    for dtype in (torch.int32, torch.uint8, torch.float8_e4m3fn, torch.float64)
+    for norm, problem in WRONG_NORMS.items()
 }
 BROKEN |= {
     f"{kept} of a file of {shards}": (
@@ -289,7 +276,7 @@ def test_nothing_is_allocated_before_the_headers_are_checked(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make()
-    edited(lambda tensors: tensors.update({"x": torch.zeros(1)}), folder)
+    edited(folder, add={"x": torch.zeros(1)})
     devices = []
     allocate = torch.zeros
 

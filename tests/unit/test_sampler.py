@@ -1,7 +1,6 @@
 """The reference sampler: its random numbers, its cuts, and the frequencies that come out."""
 
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -141,38 +140,6 @@ def test_the_token_is_the_gumbel_max_of_what_the_cuts_leave(
     assume(all(noisy[best] - value > 1e-3 for i, value in noisy.items() if i != best))
     state = make_state(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     assert draw(scores, [position], state) == [best]
-
-
-def chi_square_limit(freedom: int) -> float:
-    """Exceeded once in a thousand times (Wilson and Hilferty's approximation)."""
-    spread = 2 / (9 * freedom)
-    return freedom * (1 - spread + 3.09 * math.sqrt(spread)) ** 3
-
-
-SCORES = [0.0, 1.0, -1.0, 2.0, 0.5, 0.5, -0.5, 1.5]
-
-
-@pytest.mark.parametrize(
-    ("temperature", "cuts"),
-    [
-        (1.0, {}),
-        (0.7, {}),
-        (3.0, {}),
-        (1.0, {"top_k": 3}),
-        (1.0, {"top_k": 4}),
-        (1.0, {"top_p": 0.8}),
-        (1.0, {"min_p": 0.2}),
-        (1.3, {"top_k": 6, "top_p": 0.95, "min_p": 0.1}),
-    ],
-)
-def test_frequencies_follow_the_softmax_of_what_is_left(temperature: float, cuts: dict[str, float]) -> None:
-    kept, _ = kept_tokens(SCORES, temperature, **cuts)  # type: ignore[arg-type]
-    weights = {i: math.exp(SCORES[i] / temperature) for i in kept}
-    probabilities = {i: weight / sum(weights.values()) for i, weight in weights.items()}
-    counts = Counter(draw(SCORES, list(range(3000)), make_state(temperature=temperature, seed=2024, **cuts)))
-    assert set(counts) <= kept
-    statistic = sum((counts[i] - 3000 * p) ** 2 / (3000 * p) for i, p in probabilities.items())
-    assert statistic < chi_square_limit(len(kept) - 1)
 
 
 def test_a_row_does_not_depend_on_the_batch() -> None:

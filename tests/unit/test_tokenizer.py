@@ -87,11 +87,17 @@ NOT_USABLE = r"tokenizer\.json is not a usable tokenizer"
         ("tokenizer.json", b'{"model": {"type": "None"}}', NOT_USABLE),
         ("tokenizer_config.json", b"{", r"tokenizer_config\.json is not valid JSON"),
         ("tokenizer_config.json", b"[]", r"tokenizer_config\.json must hold a JSON object"),
+        *(
+            ("tokenizer_config.json", b'{"chat_template": %s}' % value, r"json: chat_template must be")
+            for value in (
+                *(b"5", b"[]", b'["default"]', b'[{"name": "tool_use", "template": "tool"}]'),
+                b'[{"name": "default", "template": 3}]',
+            )
+        ),
         ("chat_template.jinja", b"\xff", r"chat_template\.jinja cannot be read as UTF-8"),
         *(
             ("tokenizer_config.json", content, rf"tokenizer_config\.json: {key} must be")
             for key, content in {
-                "chat_template": b'{"chat_template": 5}',
                 "bos_token": b'{"bos_token": 7}',
                 "eos_token": b'{"eos_token": {"content": 7}}',
             }.items()
@@ -102,16 +108,6 @@ def test_broken_file(tmp_path: Path, name: str, content: bytes, problem: str) ->
     write_tokenizer(tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError, match=problem):
-        Tokenizer.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "templates",
-    [[], ["default"], [{"name": "tool_use", "template": "tool"}], [{"name": "default", "template": 3}]],
-)
-def test_list_without_a_default_template(tmp_path: Path, templates: list[Any]) -> None:
-    write_config(tmp_path, chat_template=templates)
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json: chat_template must be"):
         Tokenizer.from_folder(tmp_path)
 
 
