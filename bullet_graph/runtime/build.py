@@ -30,7 +30,6 @@ from bullet_graph.runtime.capture_cache import (
     CacheUse,
     CapturedStart,
     CaptureOpener,
-    SelfCheckHook,
     cached_table_for,
     open_capture_entry,
     start_with_captures,
@@ -41,7 +40,7 @@ from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory, workspace_bytes
 from bullet_graph.runtime.performance import find_performance
 from bullet_graph.runtime.resolve import Runtime, check_device
-from bullet_graph.runtime.self_check import reference_logits
+from bullet_graph.runtime.self_check import SelfCheck, reference_logits
 
 CPU_KV_CACHE_BYTES = 1024**3
 """Size of the KV cache on the CPU unless ``kv_cache_bytes`` is set; host memory is left to others."""
@@ -67,7 +66,7 @@ class BuiltRuntime:
     lane_sms: Mapping[tuple[Lane, SmPartition], frozenset[int]] = field(default_factory=dict)
     compiles: CompileCounts = NOTHING_COMPILED
     cache_use: CacheUse = NO_CACHE
-    self_check: SelfCheckHook | None = None
+    self_check: SelfCheck | None = None
 
 
 def build_executor(
@@ -238,12 +237,12 @@ def _build_cpu(
                 functions = compiled_for_cpu(decoder, config.max_forward_rows, captured.compiler)
         executor = CpuExecutor(decoder, max_num_seqs=config.max_num_seqs, functions=functions)
         join_weights()
-    hook = None
+    check = None
     if functions is not None:
         # Of one row, nothing is compiled.
         sizes = batch_size_buckets(config.max_num_seqs)[1:] or (2,)
-        hook = SelfCheckHook(decoder, partial(reference_logits, decoder, functions), sizes)
-    return BuiltRuntime(executor, ledger, performance, self_check=hook)
+        check = SelfCheck(decoder, partial(reference_logits, decoder, functions), sizes)
+    return BuiltRuntime(executor, ledger, performance, self_check=check)
 
 
 def _build_cuda(
@@ -289,10 +288,10 @@ def _build_cuda(
         )
         undo.pop_all()
     lane_sms = {(lane, p): backend.expected_sms(lane, p) for p in plan.batch_sizes for lane in LANES}
-    hook = None
+    check = None
     if config.cuda_graphs:
-        hook = SelfCheckHook(decoder, executor.self_check_logits, plan.batch_sizes[WHOLE_GPU])
-    return BuiltRuntime(executor, ledger, performance, why, executor.capture, lane_sms, self_check=hook)
+        check = SelfCheck(decoder, executor.self_check_logits, plan.batch_sizes[WHOLE_GPU])
+    return BuiltRuntime(executor, ledger, performance, why, executor.capture, lane_sms, self_check=check)
 
 
 def partitions_of(

@@ -33,14 +33,13 @@ from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart, compile_ahead, compile_now, load_package
 from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_module
 from bullet_graph.kernels.gpu import Gpu
-from bullet_graph.models.decoder import Decoder
 from bullet_graph.partition import offsets
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.perf.start_report import PhaseName, StartClock
 from bullet_graph.perf.table import PerfTable, read_table
 from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.resolve import Runtime
-from bullet_graph.runtime.self_check import SelfCheckPoint, StepLogits, checked_sizes, run_self_check
+from bullet_graph.runtime.self_check import SelfCheck, SelfCheckPoint
 
 if TYPE_CHECKING:
     from bullet_graph.runtime.build import BuiltRuntime  # it imports this module
@@ -142,16 +141,15 @@ class CapturedStart:
         except RuntimeError as error:
             self._tell(f"{library.name} cannot be loaded, so FlashInfer compiles it: {error!s:.300}")
 
-    def holds(self, hook: "SelfCheckHook | None") -> bool:
+    def holds(self, check: SelfCheck | None) -> bool:
         """Self-check: whether the logits are those of the uncompiled model. Where not, the entry is rejected.
 
         Raises:
             CacheError: of a build, where they are not.
         """
-        if hook is None or self._files is None or self._self_check == "off":
+        if check is None or self._files is None or self._self_check == "off":
             return True
-        sizes = checked_sizes(hook.decoder, hook.batch_sizes, sample=self._self_check == "sample")
-        points = run_self_check(hook.decoder, hook.logits_of, sizes)
+        points = check(sample=self._self_check == "sample")
         self.use = replace(self.use, self_check=points)
         missed = "; ".join(str(point) for point in points if not point.holds)
         if missed and self._is_build:
@@ -277,18 +275,6 @@ def _warn(problem: str) -> None:
 
 
 # ---- the start ----
-
-
-@dataclass(frozen=True, slots=True)
-class SelfCheckHook:
-    """What :func:`~bullet_graph.runtime.self_check.run_self_check` needs of an executor that has not run a step yet.
-
-    ``batch_sizes`` are captured or compiled, and rise.
-    """
-
-    decoder: Decoder
-    logits_of: StepLogits
-    batch_sizes: tuple[int, ...]
 
 
 def start_with_captures(

@@ -1,6 +1,6 @@
 """Checks that captured decode steps compute the model: their logits against those of the uncompiled one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -57,23 +57,29 @@ class SelfCheckPoint:
         return f"batch size {self.batch_size}: relative error {self.relative_error:.2g}, tolerance {self.tolerance:g}"
 
 
-def checked_sizes(decoder: Decoder, batch_sizes: Sequence[int], *, sample: bool) -> tuple[int, ...]:
-    """Of rising sizes those whose sequences fit into the KV cache, or a sample: smallest, middle and largest."""
-    # A block for each sequence, besides that of padding.
-    num_blocks = len(decoder.cache.layer(0)[0])
-    sizes = tuple(size for size in batch_sizes if size < num_blocks)
-    return tuple(sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})) if sample and sizes else sizes
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """Compares decode steps that are captured or compiled, for rising batch sizes, with the decoder's own forward."""
 
+    decoder: Decoder
+    logits_of: StepLogits
+    batch_sizes: tuple[int, ...]
 
-@torch.inference_mode()
-def run_self_check(
-    decoder: Decoder, logits_of: StepLogits, batch_sizes: Sequence[int]
-) -> tuple[SelfCheckPoint, ...]:
-    """Compare for each batch size. Overwrites the KV cache, which must hold nothing of use."""
-    tolerance = TOLERANCES[decoder.weights.lm_head.dtype]
-    return tuple(
-        SelfCheckPoint(size, _relative_error(decoder, logits_of, size), tolerance) for size in batch_sizes
-    )
+    @torch.inference_mode()
+    def __call__(self, *, sample: bool) -> tuple[SelfCheckPoint, ...]:
+        """Compare all sizes whose sequences fit into the KV cache, or a sample: smallest, middle and largest.
+
+        Overwrites the cache, which must hold nothing of use.
+        """
+        # A block for each sequence, besides that of padding.
+        sizes = [size for size in self.batch_sizes if size < len(self.decoder.cache.layer(0)[0])]
+        if sample and sizes:
+            sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+        tolerance = TOLERANCES[self.decoder.weights.lm_head.dtype]
+        return tuple(
+            SelfCheckPoint(size, _relative_error(self.decoder, self.logits_of, size), tolerance)
+            for size in sizes
+        )
 
 
 def reference_logits(

@@ -14,7 +14,7 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime.capture_build import exercise
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.rows import Rows
-from bullet_graph.runtime.self_check import SelfCheckPoint, checked_sizes, reference_logits, run_self_check
+from bullet_graph.runtime.self_check import SelfCheck, SelfCheckPoint, reference_logits
 from bullet_graph.runtime.step import Int32Array, Placement, Step
 
 CPU, CONFIG = torch.device("cpu"), PRESETS["tiny"]
@@ -36,15 +36,14 @@ def scaled(factor: float) -> LayerFunctions:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_model_itself_holds(dtype: torch.dtype) -> None:
     decoder = tiny_decoder(dtype)
-    points = run_self_check(decoder, partial(reference_logits, decoder, EAGER), (1, 2, 33))
-    assert [point.batch_size for point in points] == [1, 2, 33]
+    points = SelfCheck(decoder, partial(reference_logits, decoder, EAGER), (1, 2, 33))(sample=False)
     assert all(point.holds for point in points)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.bfloat16, 1.3)])
 def test_another_model_does_not(dtype: torch.dtype, factor: float) -> None:
     decoder = tiny_decoder(dtype)
-    (point,) = run_self_check(decoder, partial(reference_logits, decoder, scaled(factor)), (8,))
+    (point,) = SelfCheck(decoder, partial(reference_logits, decoder, scaled(factor)), (8,))(sample=False)
     assert not point.holds
     assert f"batch size 8: relative error {point.relative_error:.2g}, tolerance" in str(point)
 
@@ -57,7 +56,7 @@ def test_every_compared_row_counts() -> None:
         logits[-1] *= 1.1
         return logits
 
-    (point,) = run_self_check(decoder, last_row_wrong, (33,))
+    (point,) = SelfCheck(decoder, last_row_wrong, (33,))(sample=False)
     assert point.relative_error == pytest.approx(0.1, rel=1e-3)
 
 
@@ -70,7 +69,7 @@ def test_later_steps_read_what_earlier_ones_cached() -> None:
                 cache.zero_()
         return reference_logits(decoder, EAGER, token_ids, rows)
 
-    (point,) = run_self_check(decoder, forgetful, (4,))
+    (point,) = SelfCheck(decoder, forgetful, (4,))(sample=False)
     assert not point.holds
 
 
@@ -78,16 +77,23 @@ def test_later_steps_read_what_earlier_ones_cached() -> None:
 def test_what_is_not_finite_does_not_hold(value: float) -> None:
     decoder = tiny_decoder()
     logits = torch.full((4, CONFIG.vocab_size), value)
-    (point,) = run_self_check(decoder, lambda *_: logits, (4,))
+    (point,) = SelfCheck(decoder, lambda *_: logits, (4,))(sample=False)
     assert point == SelfCheckPoint(4, float("inf"), 1e-4)
 
 
-def test_sizes() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "sample", "compared"),
+    [
+        ((1, 2, 4, 8, 16, 17), True, [1, 4, 16]),
+        ((1, 2, 4, 16, 17), False, [1, 2, 4, 16]),
+        *((sizes, True, list(sizes)) for sizes in ((1, 2), (7,), ())),
+    ],
+)
+def test_sizes(sizes: tuple[int, ...], sample: bool, compared: list[int]) -> None:
     decoder = tiny_decoder(num_blocks=17)
-    assert checked_sizes(decoder, (1, 2, 4, 8, 16, 17), sample=True) == (1, 4, 16)
-    assert checked_sizes(decoder, (1, 2, 4, 16, 17), sample=False) == (1, 2, 4, 16)
-    for sizes in ((1, 2), (7,), ()):
-        assert checked_sizes(decoder, sizes, sample=True) == sizes
+    points = SelfCheck(decoder, partial(reference_logits, decoder, EAGER), sizes)(sample=sample)
+    assert [point.batch_size for point in points] == compared
+    assert all(point.holds for point in points)
 
 
 @pytest.mark.parametrize(
