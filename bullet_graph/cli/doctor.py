@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import sys
 from itertools import groupby
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -14,11 +15,11 @@ from tqdm import tqdm
 
 from bullet_graph.cli.options import json_option, parse_sizes, setting_options
 from bullet_graph.cli.result_file import print_json
-from bullet_graph.config import DeviceName, PartitionBackendName
+from bullet_graph.config import EngineConfig
 from bullet_graph.partition.calibrate import calibrate
 from bullet_graph.partition.offsets import lookup, remember
 from bullet_graph.runtime.diagnose import Diagnosis, diagnose
-from bullet_graph.runtime.machine import Asked, look_around
+from bullet_graph.runtime.machine import look_around
 
 _EXIT_NOT_WORKING = 1
 _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
@@ -40,14 +41,7 @@ _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
     help="Find out where this driver keeps stream masks, prove it, and remember it: a minute on an idle GPU.",
 )
 @json_option
-def doctor(
-    device: DeviceName,
-    partition_backend: PartitionBackendName,
-    decode_sms: tuple[int, ...],
-    model: str | None,
-    wants_calibration: bool,
-    as_json: bool,
-) -> None:
+def doctor(model: str | None, wants_calibration: bool, as_json: bool, **settings: Any) -> None:
     """Check what works on this machine, and say how to mend the rest.
 
     Exit code 1: an engine could not run as asked; 2: a calibration failed.
@@ -63,7 +57,7 @@ def doctor(
         _refuse_other_options()
         _calibrate(as_json=as_json)
         return
-    asked = Asked(device=device, partition_backend=partition_backend, decode_sms=decode_sms, model=model)
+    asked = EngineConfig(model=model or "", **settings)
     # Libraries that greet on stdout when they are imported would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         machine = look_around(asked)

@@ -6,8 +6,9 @@ from enum import StrEnum
 from functools import partial
 from typing import Literal
 
+from bullet_graph.config import EngineConfig
 from bullet_graph.partition.backend import AUTO, NoneBackend
-from bullet_graph.runtime.machine import Asked, BackendCheck, Gpu, Machine, SizeCheck
+from bullet_graph.runtime.machine import BackendCheck, Gpu, Machine, SizeCheck
 from bullet_graph.runtime.memory import format_bytes
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
@@ -50,7 +51,7 @@ class Diagnosis:
         return all(finding.level is not Level.RED for finding in self.findings)
 
 
-def diagnose(asked: Asked, machine: Machine) -> Diagnosis:
+def diagnose(asked: EngineConfig, machine: Machine) -> Diagnosis:
     """Judge what :func:`bullet_graph.runtime.machine.look_around` found when it was asked the same."""
     findings = [
         *_judge_system(machine),
@@ -85,7 +86,7 @@ def _judge_system(machine: Machine) -> Iterator[Finding]:
     yield _finding("system", "torch", f"{versions['torch']}, built {built_for}")
 
 
-def _judge_gpu(asked: Asked, machine: Machine) -> Iterator[Finding]:
+def _judge_gpu(asked: EngineConfig, machine: Machine) -> Iterator[Finding]:
     line, driver = partial(_finding, "GPU"), machine.driver
     if driver is not None:
         found = f"{driver.release}, CUDA {_cuda_version(driver.cuda_version)}, {driver.machine}"
@@ -123,7 +124,7 @@ def _judge_model_of_gpu(gpu: Gpu) -> Iterator[Finding]:
     yield _finding("GPU", "GPU memory", found, advice, Level.YELLOW)
 
 
-def _judge_missing_gpu(asked: Asked, machine: Machine) -> Finding:
+def _judge_missing_gpu(asked: EngineConfig, machine: Machine) -> Finding:
     if machine.driver is None:
         advice = "install the NVIDIA driver, and a torch that is built for CUDA"
     elif machine.torch_cuda is None:
@@ -164,7 +165,7 @@ def _judge_libraries(machine: Machine) -> Iterator[Finding]:
         yield line("compilers", "nvcc, ninja, a C compiler")
 
 
-def _judge_partitions(asked: Asked, machine: Machine) -> Iterator[Finding]:
+def _judge_partitions(asked: EngineConfig, machine: Machine) -> Iterator[Finding]:
     line, checks = partial(_finding, "partitions"), machine.partitions
     if not machine.uses_gpu:
         is_asked = asked.decode_sms or asked.partition_backend not in (AUTO, NoneBackend.name)
@@ -229,8 +230,8 @@ def _judge_caches(machine: Machine) -> Iterator[Finding]:
         yield _finding("caches", name, found, None if cache.is_writable else advice, Level.YELLOW)
 
 
-def _judge_model(asked: Asked, machine: Machine) -> Iterator[Finding]:
-    if asked.model is None:
+def _judge_model(asked: EngineConfig, machine: Machine) -> Iterator[Finding]:
+    if not asked.model:
         return
     if machine.ledger is not None:
         found = "; ".join(f"{label} {format_bytes(size)}" for label, size in machine.ledger.rows())

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from bullet_graph.config import DeviceName, EngineConfig, PartitionBackendName
+from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError, PartitionError
 from bullet_graph.partition import offsets
 from bullet_graph.partition.backend import (
@@ -32,7 +32,7 @@ from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.perf.provenance import Provenance, collect_provenance, installed_version
 from bullet_graph.runtime.build import plan_ledger
 from bullet_graph.runtime.memory import MemoryLedger
-from bullet_graph.runtime.resolve import resolve
+from bullet_graph.runtime.resolve import find_device, resolve
 
 _STEP_SMS = 8
 """Green contexts allow such steps."""
@@ -41,22 +41,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the engine would be asked for, as :class:`bullet_graph.config.EngineConfig` names it.
-
-    ``partition_backend`` "auto" checks all back ends; empty ``decode_sms`` checks a few sizes that suit the GPU.
-    ``model`` is the one whose memory is planned, or None.
-    """
-
-    device: DeviceName = "auto"
-    partition_backend: PartitionBackendName = "auto"
-    decode_sms: tuple[int, ...] = ()
-    model: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Gpu:
-    """The GPU that an engine would take: the current one of the ``num_gpus`` that this process may use."""
+    """The GPU that an engine would take, one of the ``num_gpus`` that this process may use."""
 
     name: str
     compute_capability: tuple[int, int]
@@ -137,7 +123,7 @@ class Machine:
         gpu_path_problem: why the engine's modules for the GPU, or their libraries, cannot be imported.
         missing_compilers: of those that FlashInfer and Triton need at first use.
         mask_offset: where stream masks may be written under this driver.
-        ledger: the memory of ``Asked.model``, under the engine's default settings.
+        ledger: the memory of the model that was asked for.
     """
 
     platform: str
@@ -160,12 +146,15 @@ class Machine:
 
 
 def look_around(
-    asked: Asked,
+    asked: EngineConfig,
     *,
     openers: Mapping[str, BackendOpener] = OPENERS,
     make_probe: Callable[[int], SmidProbe] = SmidProbe,
 ) -> Machine:
     """Look for everything that an engine would need; it reports problems, raises nothing and leaves nothing open.
+
+    The memory of ``asked.model`` is planned unless that is "". All partition back ends are checked for "auto", and a
+    few sizes that suit the GPU where ``decode_sms`` is empty.
 
     On a GPU this takes seconds: it makes the device's primary context, imports FlashInfer and probes the partitions.
     """
@@ -173,26 +162,28 @@ def look_around(
     mask_offset, mask_offset_problem = None, None
     if driver is not None:
         mask_offset, mask_offset_problem = _attempt(partial(offsets.find, driver), PartitionError)
-    uses_gpu = asked.device != "cpu" and torch.cuda.is_available()
-    # RuntimeError: a GPU that is lost, or that another process has for itself.
-    gpu, gpu_problem = _attempt(_find_gpu, RuntimeError) if uses_gpu else (None, None)
+    device = find_device("cpu" if asked.device == "cpu" else "auto")
+    uses_gpu, gpu, gpu_problem = device.type == "cuda", None, None
+    if uses_gpu:
+        # RuntimeError: a GPU that is lost, or that another process has for itself.
+        gpu, gpu_problem = _attempt(partial(_find_gpu, device), RuntimeError)
     gpu_path_problem = _gpu_path_problem() if uses_gpu else None
     ledger, model_problem, partitions = None, None, None
-    if asked.model is not None and gpu_problem is None and gpu_path_problem is None:
-        ledger, model_problem = _attempt(partial(_plan_memory, asked, asked.model), BulletGraphError)
+    if asked.model and gpu_problem is None and gpu_path_problem is None:
+        ledger, model_problem = _attempt(lambda: plan_ledger(asked, resolve(asked)), BulletGraphError)
     # Last: a driver that fails under a probe may take the context with it.
     if gpu is not None:
         partitions = check_partitions(
             asked.partition_backend,
             asked.decode_sms,
             num_sms=gpu.num_sms,
-            device=torch.cuda.current_device(),
+            device=device.index,
             openers=openers,
             make_probe=make_probe,
         )
     return Machine(
         platform=platform.platform(),
-        provenance=collect_provenance("cpu" if gpu is None else "cuda"),
+        provenance=collect_provenance("cpu" if gpu is None else device),
         cuda_python=installed_version("cuda-bindings"),
         torch_cuda=torch.version.cuda,
         driver=driver,
@@ -219,8 +210,7 @@ def _attempt(call: Callable[[], T], error: type[Exception]) -> tuple[T | None, s
         return None, str(problem)
 
 
-def _find_gpu() -> Gpu:
-    device = torch.cuda.current_device()
+def _find_gpu(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     num_sms = properties.multi_processor_count
@@ -255,16 +245,6 @@ def _missing_compilers() -> tuple[str, ...]:
         "a C compiler": (os.environ.get("CC", "cc"), "gcc", "clang"),
     }
     return tuple(name for name, commands in names.items() if not any(map(shutil.which, commands)))
-
-
-def _plan_memory(asked: Asked, model: str) -> MemoryLedger:
-    config = EngineConfig(
-        model=model,
-        device=asked.device,
-        partition_backend=asked.partition_backend,
-        decode_sms=asked.decode_sms,
-    )
-    return plan_ledger(config, resolve(config))
 
 
 def cache_folders() -> dict[str, Path]:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from bullet_graph.config import EngineConfig
 from bullet_graph.partition.offsets import DriverId, TrustedOffset
 from bullet_graph.perf.provenance import collect_provenance
 from bullet_graph.runtime.diagnose import Diagnosis, Finding, Level
@@ -11,6 +12,11 @@ from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
 DRIVER = DriverId(13000, "580.159.04", "x86_64")
 GPU = Gpu("NVIDIA H200", (9, 0), 132, 66, 140 * 1024**3, 130 * 1024**3, 1)
+
+
+def asked_for(**settings: Any) -> EngineConfig:
+    """What the doctor is asked for: no model unless it is named."""
+    return EngineConfig(**{"model": ""} | settings)
 
 
 def complete_machine(**changes: Any) -> Machine:

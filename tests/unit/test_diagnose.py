@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from fakes.machines import DRIVER, GPU, complete_machine, finding, not_green
+from fakes.machines import DRIVER, GPU, asked_for, complete_machine, finding, not_green
 
+from bullet_graph.config import EngineConfig
 from bullet_graph.partition.offsets import TrustedOffset
 from bullet_graph.runtime.diagnose import Level, diagnose
-from bullet_graph.runtime.machine import Asked, BackendCheck, CacheFolder, PartitionChecks, SizeCheck
+from bullet_graph.runtime.machine import BackendCheck, CacheFolder, PartitionChecks, SizeCheck
 from bullet_graph.runtime.resolve import FLASHINFER_RELEASE
 
 GREEN, YELLOW, RED = Level.GREEN, Level.YELLOW, Level.RED
-AUTO, CPU, CUDA = Asked(), Asked(device="cpu"), Asked(device="cuda")
-TINY = Asked(model="tiny")
+AUTO, CPU, CUDA = asked_for(), asked_for(device="cpu"), asked_for(device="cuda")
+TINY = asked_for(model="tiny")
 
 WITHOUT_GPU: dict[str, Any] = {
     "driver": None,
@@ -67,8 +68,8 @@ def test_a_machine_that_has_all() -> None:
 
 
 def case(
-    changes: dict[str, Any], *lines: tuple[str, Level, str], asked: Asked = AUTO
-) -> tuple[Asked, dict[str, Any], dict[str, tuple[Level, str]]]:
+    changes: dict[str, Any], *lines: tuple[str, Level, str], asked: EngineConfig = AUTO
+) -> tuple[EngineConfig, dict[str, Any], dict[str, tuple[Level, str]]]:
     """How the machine differs from a complete one, and name, level and words of lines; all others are green."""
     return asked, changes, {name: (level, words) for name, level, words in lines}
 
@@ -97,7 +98,7 @@ CASES = {
         {"partitions": NO_BACKEND},
         ("back end smctrl", RED, ""),
         ("--partition-backend smctrl", RED, "smctrl refused: no"),
-        asked=Asked(partition_backend="smctrl"),
+        asked=asked_for(partition_backend="smctrl"),
     ),
     "auto can do without a split": case(
         {"partitions": WHOLE_GPU_ONLY}, ("--partition-backend auto", YELLOW, "smctrl refused: this")
@@ -105,7 +106,7 @@ CASES = {
     "auto cannot where sizes are asked for": case(
         {"partitions": WHOLE_GPU_ONLY},
         ("--partition-backend auto", RED, "smctrl refused: this"),
-        asked=Asked(decode_sms=(16,)),
+        asked=asked_for(decode_sms=(16,)),
     ),
     "a calibrated offset": case(
         {"mask_offset": TrustedOffset(0x600, "calibration")},
@@ -127,11 +128,11 @@ CASES = {
         asked=CUDA,
     ),
     "the CPU asked for": case(NO_GPU_BUT_DRIVER, ("GPU", GREEN, "not looked at: --device cpu"), asked=CPU),
-    "no partitions on the CPU": case(WITHOUT_GPU, asked=Asked(partition_backend="none")),
+    "no partitions on the CPU": case(WITHOUT_GPU, asked=asked_for(partition_backend="none")),
     "a back end on the CPU": case(
-        WITHOUT_GPU, ("SM partitions", RED, ""), asked=Asked(partition_backend="green")
+        WITHOUT_GPU, ("SM partitions", RED, ""), asked=asked_for(partition_backend="green")
     ),
-    "sizes on the CPU": case(WITHOUT_GPU, ("SM partitions", RED, ""), asked=Asked(decode_sms=(16,))),
+    "sizes on the CPU": case(WITHOUT_GPU, ("SM partitions", RED, ""), asked=asked_for(decode_sms=(16,))),
     "a cache that cannot be written": case(
         {"caches": (CacheFolder("Triton", "/cache", 3 * 1024**2, False),)},
         ("cache of Triton", YELLOW, "^/cache, 3.00 MiB"),
@@ -144,7 +145,9 @@ CASES = {
 
 
 @pytest.mark.parametrize(("asked", "changes", "lines"), CASES.values(), ids=CASES)
-def test_machines(asked: Asked, changes: dict[str, Any], lines: Mapping[str, tuple[Level, str]]) -> None:
+def test_machines(
+    asked: EngineConfig, changes: dict[str, Any], lines: Mapping[str, tuple[Level, str]]
+) -> None:
     machine = complete_machine(**changes)
     diagnosis = diagnose(asked, machine)
     bad = {name: level for name, (level, _) in lines.items() if level is not GREEN}

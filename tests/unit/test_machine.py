@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fakes.fake_driver import CUresult, FakeDriver, MaskBackend, fake_probe
-from fakes.machines import DRIVER, GPU, complete_machine, finding, not_green
+from fakes.machines import DRIVER, GPU, asked_for, complete_machine, finding, not_green
 
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition import offsets
@@ -25,7 +25,6 @@ from bullet_graph.partition.probe import SmidProbe
 from bullet_graph.runtime import machine as machine_module
 from bullet_graph.runtime.diagnose import Level, diagnose
 from bullet_graph.runtime.machine import (
-    Asked,
     CacheFolder,
     PartitionChecks,
     cache_folders,
@@ -36,7 +35,7 @@ from bullet_graph.runtime.machine import (
 )
 
 Check = Callable[..., PartitionChecks]
-AUTO, CPU = Asked(), Asked(device="cpu")
+AUTO, CPU = asked_for(), asked_for(device="cpu")
 
 
 class LeakyBackend(MaskBackend):
@@ -209,7 +208,7 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("torch_gpu")
 def test_looking_at_a_gpu(gpu: FakeDriver) -> None:
-    asked = Asked(decode_sms=(16,), model="tiny")
+    asked = asked_for(decode_sms=(16,), model="tiny")
     machine = look_around(asked, openers=OPENERS, make_probe=partial(probe_of, gpu))
     assert machine.uses_gpu
     assert machine.gpu == dataclasses.replace(GPU, name="H200", total_bytes=9, free_bytes=5, num_gpus=2)
