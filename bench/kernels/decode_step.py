@@ -210,10 +210,10 @@ def main(
     ]
     report: dict[str, Any] = {"model": model, "context": context, "copy_gb_per_s": round(copy_gb_per_s, 1)}
     cases, breakdowns = [], []
-    with open_bench(model, points) as opened:
+    with open_bench(model, points) as (bench, _):
         for point in points:
             with watch_gpu() as monitor:
-                (ms,) = opened.bench.measure(point, seconds)
+                (ms,) = bench.measure(point, seconds)
             num_bytes = decode_step_bytes(
                 config, batch_size=point.batch_size, context_tokens=context, dtype_bytes=DTYPE.itemsize
             )
@@ -229,7 +229,7 @@ def main(
         for point in (point for point in points if point.batch_size in profiled_rows):
             click.echo(f"{point.batch_size} rows by group of kernels, profiled:")
             try:
-                times = profile(lambda point=point: opened.bench.measure(point, 0.02))  # type: ignore[misc]
+                times = profile(lambda point=point: bench.measure(point, 0.02))  # type: ignore[misc]
             except Exception as error:  # what the profiler cannot do must not lose the steps' times
                 click.echo(f"  {error}")
                 continue

@@ -20,7 +20,7 @@ from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.energy import DeviceMonitor, DeviceReport
 from bullet_graph.perf.profile_plan import ProfilePoint
-from bullet_graph.runtime.bursts import OpenWorkbench, open_workbench
+from bullet_graph.runtime.bursts import Workbench, open_workbench
 from bullet_graph.runtime.profile import prepare_profile
 
 DEVICE = torch.device("cuda")
@@ -222,7 +222,7 @@ def product_ceiling_tflops(seconds: float = 1.0) -> float:
 @contextmanager
 def open_bench(
     model: str, points: Sequence[ProfilePoint], *, decode_sms: Sequence[int] = (), backend: str = "none"
-) -> Iterator[OpenWorkbench]:
+) -> Iterator[tuple[Workbench, str]]:
     """The engine's lanes with random weights, ready to measure these points, and heated to sustained clocks.
 
     Args:
@@ -238,7 +238,7 @@ def open_bench(
         partition_backend=backend,  # type: ignore[arg-type]
         decode_sms=tuple(decode_sms),
     )
-    with open_workbench(prepare_profile(config), progress=True) as opened:
-        opened.bench.capture(points, progress=True)
-        opened.bench.measure(points[0], _HEAT_S)
-        yield opened
+    with open_workbench(prepare_profile(config), progress=True) as (bench, why):
+        bench.capture(points, progress=True)
+        bench.measure(points[0], _HEAT_S)
+        yield bench, why

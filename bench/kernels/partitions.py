@@ -99,10 +99,10 @@ def main(
             ProfilePoint("split", sms, tokens=prompt, **decode),
         ]
     points: list[dict[str, Any]] = []
-    with open_bench(model, wanted, decode_sms=decode_sms, backend=backend) as opened:
+    with open_bench(model, wanted, decode_sms=decode_sms, backend=backend) as (bench, why):
         for point in wanted:
             with watch_gpu() as monitor:
-                times_ms = opened.bench.measure(point, seconds)
+                times_ms = bench.measure(point, seconds)
             step_ms = times_ms[0] if point.kind != "prefill" else None
             rate = 1e3 * prompt / times_ms[-1] if point.kind != "decode" else None
             prefill_sms = num_sms - (point.sms or 0) if point.kind == "split" else point.sms or num_sms
@@ -124,7 +124,6 @@ def main(
                 (shares and f"shares add up to {shares:.2f}", device_text(monitor.report)),
             )
             click.echo(" ".join(str(text) for pair in figures for text in pair if text))
-        why = opened.partition_backend
     settings = {"model": model, "backend": why, "batch_size": batch_size, "context": context}
     write_report(output_json, settings | {"prompt": prompt, "seconds": seconds, "points": points})
     if plot is not None:

@@ -117,11 +117,11 @@ def main(model: str, rows: tuple[int, ...], seconds: float, output_json: Path) -
     ]
     ceiling = product_ceiling_tflops(3.0)
     cases: list[dict[str, Any]] = []
-    with open_bench(model, [forward.point for _, forward in forwards]) as opened:
+    with open_bench(model, [forward.point for _, forward in forwards]) as (bench, _):
         for workload, forward in forwards:
-            opened.bench.measure(forward.point, seconds / 2)  # to the power cap
+            bench.measure(forward.point, seconds / 2)  # to the power cap
             with watch_gpu() as monitor:
-                (ms,) = opened.bench.measure(forward.point, seconds)
+                (ms,) = bench.measure(forward.point, seconds)
             total_s = ms * forward.repeats / 1e3
             tflops = forward.flops(config) / ms / 1e9
             click.echo(

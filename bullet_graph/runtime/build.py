@@ -174,13 +174,6 @@ def capture_plan_of(
     )
 
 
-def build_decoder(config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, progress: bool) -> Decoder:
-    """Weights, loaded, and a KV cache of the ledger's blocks, on the runtime's device."""
-    with decoder_while_loading(config, runtime, ledger, StartClock(), progress=progress) as (decoder, join):
-        join()
-    return decoder
-
-
 @contextmanager
 def decoder_while_loading(
     config: EngineConfig, runtime: Runtime, ledger: MemoryLedger, clock: StartClock, *, progress: bool

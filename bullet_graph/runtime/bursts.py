@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,8 @@ from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.backend import PartitionBackend, open_backend
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition, partition_of
 from bullet_graph.perf.profile_plan import MIN_INTERVALS, WARM_S, ProfileLimits, ProfilePoint
-from bullet_graph.runtime.build import build_decoder, partitions_of
+from bullet_graph.perf.start_report import StartClock
+from bullet_graph.runtime.build import decoder_while_loading, partitions_of
 from bullet_graph.runtime.cuda import decode_inputs, lane_stream
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.profile import Prepared
@@ -110,7 +110,7 @@ class Workbench:
         device = decoder.cos_sin.device
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._backend = backend
-        self._device = device
+        self.device = device
         max_batch_size = limits.max_batch_size
         for layer in range(decoder.config.num_layers):
             for half in decoder.cache.layer(layer):
@@ -187,7 +187,7 @@ class Workbench:
         return run_burst(lanes, burst_s)
 
     def _stream(self, lane: Lane, partition: SmPartition) -> torch.cuda.Stream:
-        return lane_stream(self._backend, lane, partition, self._device)
+        return lane_stream(self._backend, lane, partition, self.device)
 
     def _partition(self, point: ProfilePoint) -> SmPartition:
         if point.sms is None:
@@ -219,16 +219,11 @@ class Workbench:
         )
 
 
-class OpenWorkbench(NamedTuple):
-    """A model ready to be measured, and what confines its lanes, and why."""
-
-    bench: Workbench
-    partition_backend: str
-
-
 @contextmanager
-def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[OpenWorkbench]:
+def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[tuple[Workbench, str]]:
     """Verify the partitions, load the weights and make a workbench; closes its streams after the block.
+
+    Yields the workbench, and the back end that confines its lanes, and why.
 
     Raises:
         PartitionError: the partitions cannot be made or verified.
@@ -239,15 +234,18 @@ def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[OpenWorkbe
     # Before the weights, so that a failing partition does not cost their loading.
     backend, why = open_backend(config.partition_backend, partitions, device=runtime.device.index)
     with closing(backend):
+        loading = decoder_while_loading(config, runtime, ledger, StartClock(), progress=progress)
+        with loading as (decoder, join_weights):
+            join_weights()
         bench = Workbench(
-            build_decoder(config, runtime, ledger, progress),
+            decoder,
             backend,
             num_kv_blocks=ledger.num_kv_blocks,
             limits=prepared.limits,
             seed=config.seed,
         )
         try:
-            yield OpenWorkbench(bench, why)
+            yield bench, why
         finally:
             torch.cuda.synchronize()  # streams are closed only when their work has finished
             bench.close()

@@ -175,13 +175,13 @@ def profile_model(
             complete=complete,
         )
 
-    with open_workbench(prepared, progress=progress) as opened:
-        bench, provenance["partition_backend"] = opened
-        tell(f"partitions: {opened.partition_backend}")
+    with open_workbench(prepared, progress=progress) as (bench, why):
+        provenance["partition_backend"] = why
+        tell(f"partitions: {why}")
         num_graphs = bench.capture(plan.points, progress=progress)
         tell(f"{num_graphs} decode graphs captured")
         try:
-            for done in _measure(bench, runtime.device, plan, measured, time_budget_s, progress):
+            for done in _measure(bench, plan, measured, time_budget_s, progress):
                 passes.append(dataclasses.asdict(done))
                 tell(str(done))
                 write_table(table(complete=False), partial)
@@ -196,12 +196,7 @@ def profile_model(
 
 
 def _measure(
-    bench: "Workbench",
-    device: torch.device,
-    plan: ProfilePlan,
-    measured: Repeats,
-    time_budget_s: float,
-    progress: bool,
+    bench: "Workbench", plan: ProfilePlan, measured: Repeats, time_budget_s: float, progress: bool
 ) -> Iterator[Pass]:
     """Measure all points in passes; bursts get shorter if they take longer than estimated."""
     num_points, burst_s = len(plan.points), plan.burst_s
@@ -216,7 +211,7 @@ def _measure(
             if not todo:
                 continue
             start_s = time.perf_counter()
-            with DeviceMonitor(open_probe(device)) as monitor:
+            with DeviceMonitor(open_probe(bench.device)) as monitor:
                 for point in todo:
                     measured[point].append(bench.measure(point, burst_s))
                     advance(1)

@@ -243,9 +243,9 @@ class FakeBench:
 @pytest.fixture
 def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def fake_bench(_: str, points: Sequence[ProfilePoint], **__: Any) -> Iterator[SimpleNamespace]:
+    def fake_bench(_: str, points: Sequence[ProfilePoint], **__: Any) -> Iterator[tuple[FakeBench, str]]:
         assert points
-        yield SimpleNamespace(bench=FakeBench(), partition_backend="fake: for a test")
+        yield FakeBench(), "fake: for a test"
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
@@ -319,9 +319,9 @@ def test_heat_comes_before_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     @contextmanager
-    def opened(prepared: Any, *, progress: bool) -> Iterator[SimpleNamespace]:  # noqa: ARG001
+    def opened(prepared: Any, *, progress: bool) -> Iterator[tuple[Any, str]]:  # noqa: ARG001
         assert (prepared.max_num_seqs, prepared.max_num_batched_tokens) == (64, 2048)
-        yield SimpleNamespace(bench=bench)
+        yield bench, "none"
 
     monkeypatch.setattr(harness, "prepare_profile", lambda config: config)
     monkeypatch.setattr(harness, "open_workbench", opened)
