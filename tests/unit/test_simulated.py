@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from forward_rows import Chunk, make_batches
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.performance import Prediction, SplitPrediction
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.simulated import SimulatedExecutor
-from bullet_graph.runtime.step import DecodeBatch, Placement, PrefillBatch, Step
+from bullet_graph.runtime.step import Placement, Step
 
 NUM_LAYERS = 4
 NARROW, WIDE = SmPartition(16, 34), SmPartition(32, 18)
@@ -52,30 +53,18 @@ class FakeModel:
         return max_tokens
 
 
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
+def make_step(
+    chunks: Sequence[Chunk] = (), decode: Sequence[int] = (), num_logprobs: int | None = None
+) -> Step:
+    return Step((), *make_batches(chunks, decode, blocks=np.arange(1, 1000), block_tokens=16), num_logprobs)
 
 
 def decode_step(*positions: int) -> Step:
-    n = len(positions)
-    return Step((), None, DecodeBatch(ints(*range(n)), ints(*positions), ints(*[0] * (n + 1)), ints()), None)
+    return make_step(decode=positions)
 
 
-def prefill_step(*lengths: int, starts: Sequence[int] | None = None, samples: bool = True) -> Step:
-    return Step((), prefill_batch(lengths, starts or [0] * len(lengths), samples), None, None)
-
-
-def prefill_batch(lengths: Sequence[int], starts: Sequence[int], samples: bool) -> PrefillBatch:
-    n = len(lengths)
-    return PrefillBatch(
-        slots=ints(*range(n)),
-        token_ids=ints(*[0] * sum(lengths)),
-        q_indptr=np.cumsum([0, *lengths], dtype=np.int32),
-        starts=ints(*starts),
-        kv_indptr=ints(*[0] * (n + 1)),
-        kv_indices=ints(),
-        samples=np.array([samples] * n),
-    )
+def prefill_step(*lengths: int, samples: bool = True) -> Step:
+    return make_step([(0, length, samples) for length in lengths])
 
 
 def executor(*, host_overhead_ms: float = 0.0) -> SimulatedExecutor:
@@ -119,9 +108,8 @@ def test_the_model_is_asked_with_what_the_step_holds() -> None:
     device = SimulatedExecutor(model, partitions=(NARROW,))
     device.launch(decode_step(5, 9), on("decode", NARROW))
     # Chunks of 3 tokens from position 0 and of 2 from position 10: 1 + 2 + 3 and 11 + 12 pairs.
-    device.launch(prefill_step(3, 2, starts=(0, 10)), on("prefill", NARROW))
-    batch = prefill_batch((3,), (0,), True)
-    device.launch(Step((), batch, decode_step(7).decode, None), on("decode"))
+    device.launch(make_step([(0, 3, True), (10, 2, True)]), on("prefill", NARROW))
+    device.launch(make_step([(0, 3, True)], [7]), on("decode"))
     device.sleep_until(1)
     assert model.asked[:3] == [("decode", 2, 16, 32), ("prefill", 5, 29.0, 68), ("mixed", 3, 6.0, 1, 8)]
     assert ("split", 32, 2, 16, 5, 29.0) in model.asked[3:]
@@ -129,8 +117,8 @@ def test_the_model_is_asked_with_what_the_step_holds() -> None:
 
 def test_tokens_are_zeros_of_the_right_count() -> None:
     device = executor()
-    batch = prefill_batch((3, 4), (0, 0), True)
-    mixed = device.wait(device.launch(Step((), batch, decode_step(1, 2, 3).decode, 5), on("decode")))
+    step = make_step([(0, 3, True), (0, 4, True)], [1, 2, 3], num_logprobs=5)
+    mixed = device.wait(device.launch(step, on("decode")))
     assert mixed.token_ids.tolist() == [0] * 5
     assert mixed.token_ids.dtype == np.int32
     assert mixed.logprobs is None
@@ -261,7 +249,7 @@ def test_the_device_says_what_it_has() -> None:
         assert device.now() == 2.5
 
 
-MIXED = Step((), prefill_batch((3,), (0,), True), decode_step(1).decode, None)
+MIXED = make_step([(0, 3, True)], [1])
 
 
 @pytest.mark.parametrize(
