@@ -26,13 +26,9 @@ AUTO = "auto"
 
 
 class PartitionBackend(Protocol):
-    """Gives each lane a stream whose work stays on the lane's SMs.
+    """Gives each lane a stream whose work stays on the lane's SMs; a lane's size is a multiple of ``granularity_sms``.
 
     Both questions raise PartitionError for a partition that the back end cannot make.
-
-    Attributes:
-        name: as ``--partition-backend`` takes it.
-        granularity_sms: step of a lane's size.
     """
 
     name: str
@@ -101,8 +97,8 @@ class VerifiedPartition:
 def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) -> VerifiedPartition:
     """Prove a partition, for eager launches and CUDA graphs of both lanes, with nothing else on the GPU.
 
-    Each lane's graph is launched on the lane's own stream and on an unmasked one: the SMs of the capture must
-    hold on both. Afterwards both lanes have the whole GPU.
+    Each lane's graph is launched on the lane's own stream and on an unmasked one: the SMs of the capture must hold on
+    both. Afterwards both lanes have the whole GPU.
 
     Raises:
         PartitionError: work ran on an SM outside the partition, or left one of its SMs out; the lanes share a
@@ -181,13 +177,10 @@ def open_backend(
     openers: Mapping[str, BackendOpener] = OPENERS,
     make_probe: Callable[[int], SmidProbe] = SmidProbe,
 ) -> tuple[PartitionBackend, str]:
-    """Open a back end that holds all the partitions, each proven on this GPU.
+    """Open a back end that holds all the partitions, each proven on this GPU, and say why in one line.
 
     The name "auto" takes the first that can be opened and verifies; for the whole GPU alone it takes "none". Nothing
     else may run on the GPU, named by its ordinal, meanwhile.
-
-    Returns:
-        The back end, to be closed by the caller, and one line of text: the choice and the refusals before it.
 
     Raises:
         PartitionError: no such back end, or it cannot be opened here, or a partition does not hold.

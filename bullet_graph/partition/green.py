@@ -25,10 +25,8 @@ class GreenBackend:
     """Gives each lane of a partition a stream in a green context of its own, made at first use.
 
     Decode takes the first SMs of a split, prefill the remainder, so the two lanes of a partition that fills the GPU
-    come from one split. The driver chooses which SMs these are, and the probe reports them; :meth:`close` closes it.
-
-    Raises:
-        PartitionError: this driver has no green contexts, or does not report their granularity.
+    come from one split. The driver chooses which SMs these are, and the probe reports them; :meth:`close` closes it. A
+    driver without green contexts, or one that does not report their granularity, is a PartitionError.
     """
 
     name = "green"

@@ -65,8 +65,8 @@ def lookup(driver: DriverId) -> int | None:
 def find(driver: DriverId, path: Path | None = None) -> TrustedOffset | None:
     """The offset proven on this machine for exactly this driver, else the table's, else None.
 
-    Raises:
-        PartitionError: ``path``, by default :func:`cache_file`, cannot be read or was not written by :func:`remember`.
+    Raises PartitionError where ``path``, by default :func:`cache_file`, cannot be read or was not written by
+    :func:`remember`.
     """
     proven = remembered(driver, path)
     if proven is not None:

@@ -96,10 +96,8 @@ class SmidProbe:
 
     It works in the thread's current CUDA context, and makes the device's primary context current where there is none.
     Nothing else should run on the GPU meanwhile: a busy SM may take no block of the probe. Its methods raise
-    PartitionError for a CUDA call that fails.
-
-    Raises:
-        PartitionError: cuda-python, the driver or the GPU is missing, or the current context is another GPU's.
+    PartitionError for a CUDA call that fails; so does its making without cuda-python, driver or GPU, or in another
+    GPU's context.
     """
 
     def __init__(self, device: int = 0, *, driver: CudaDriver | None = None) -> None:

@@ -95,9 +95,8 @@ class SmctrlBackend:
     earlier, nor the other lane. ``layout`` None takes TPCs by number, which is safe only for kernels without clusters:
     see :func:`~bullet_graph.partition.masks.require_clusters`. ``cache`` is the file of calibrations.
 
-    Raises:
-        PartitionError: the driver's offset is neither known nor proven, its mask is too short for this GPU, or
-            two streams of it share a mask.
+    Raises PartitionError where the driver's offset is neither known nor proven, its mask is too short for this GPU, or
+    two streams of it share a mask.
     """
 
     name = "smctrl"

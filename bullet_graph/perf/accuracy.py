@@ -11,12 +11,9 @@ from bullet_graph.perf.table import PerfTable
 
 @dataclass(frozen=True, slots=True)
 class PointError:
-    """One prediction and the median of its measurements.
+    """One prediction and the median of its measurements; ``point`` says what ran, in words.
 
-    Attributes:
-        kind: ``decode``, ``prefill``, ``mixed``, ``split decode`` or ``split prefill``.
-        point: what ran, in words.
-        from_measured: the prediction used measured points alone.
+    The kind is ``decode``, ``prefill``, ``mixed``, ``split decode`` or ``split prefill``.
     """
 
     kind: str

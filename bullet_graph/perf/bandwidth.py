@@ -15,9 +15,7 @@ _NUM_REPEATS = {"cuda": 20, "cpu": 5}
 def measure_copy_gb_per_s(device: str, *, num_bytes: int | None = None) -> float:
     """Bandwidth of a large copy within the device's memory, in 10⁹ bytes read plus written per second (median).
 
-    Args:
-        device: ``cuda`` (timed with events) or ``cpu`` (timed on the host's clock).
-        num_bytes: of the source; the target takes as much again. None: 4 GiB on a GPU, 256 MiB on the CPU.
+    The source has ``num_bytes``, by default 4 GiB on a GPU and 256 MiB on the CPU; the target takes as much again.
     """
     size = _NUM_BYTES[device] if num_bytes is None else num_bytes
     # Random bytes: constant ones draw less power and may run faster than real data.

@@ -38,10 +38,8 @@ class SampleRange:
 class DeviceReport:
     """The device while it was watched; None where NVML has no figure.
 
-    Attributes:
-        power_w: of the board.
-        energy_joules: difference of the board's energy counter. The driver refreshes it about every 100 ms, so figures
-            of much shorter runs mean little.
+    ``energy_joules`` is the difference of the board's energy counter. The driver refreshes it about every 100 ms, so
+    figures of much shorter runs mean little.
     """
 
     num_samples: int
@@ -132,10 +130,9 @@ def _open_nvml() -> Any:
 
 
 class DeviceMonitor:
-    """Watches a device from a background thread between ``__enter__`` and ``__exit__``.
+    """Watches a device from a background thread between ``__enter__`` and ``__exit__``, which closes the probe.
 
-    Args:
-        probe: the device, closed at the end; None watches nothing and reports None throughout.
+    Without a probe it watches nothing and reports None throughout.
     """
 
     def __init__(self, probe: NvmlProbe | None, *, interval_s: float = SAMPLING_INTERVAL_S) -> None:

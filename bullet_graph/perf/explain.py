@@ -110,12 +110,9 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class PolicyShare:
-    """A policy's part of a window.
+    """A policy's launches that ended in a window, its share of their device time, and of the time that passed.
 
-    Attributes:
-        num_launches: that ended in the window.
-        device_share: of the device time of all launches.
-        wall_share: of the time that passed; two policies that run at once have half each.
+    Two policies that run at once have half each of the time that passed.
     """
 
     policy: str
@@ -136,12 +133,10 @@ class LaneShares:
 
 @dataclass(frozen=True, slots=True)
 class PredictionError:
-    """Predicted against measured device time of a policy's launches on a lane.
+    """Predicted against measured device time of a policy's launches on a lane, where there is a prediction.
 
-    Attributes:
-        num_launches: those with a prediction.
-        median_percent, p90_percent: of the absolute errors, relative to the measured time.
-        bias_percent: (sum of predictions ÷ sum of measurements − 1) × 100; negative: predictions are too short.
+    Median and p90 are of the absolute errors, relative to the measured time. The bias is (sum of predictions ÷ sum of
+    measurements − 1) × 100; negative: predictions are too short.
     """
 
     policy: str
@@ -154,12 +149,9 @@ class PredictionError:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Requests that ended.
+    """Requests that ended; those ``cut_off`` were aborted or failed, and are not judged by their targets.
 
-    Attributes:
-        completed: neither aborted nor failed; only these are judged by their targets.
-        cut_off: the others.
-        missed_tpot: may count in ``missed_ttft`` as well.
+    A request may have missed both targets.
     """
 
     completed: int
@@ -172,13 +164,11 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A target that a request missed.
+    """A target (``ttft`` or ``tpot``) that a request missed.
 
-    Attributes:
-        target: ``ttft`` or ``tpot``.
-        cause: TTFT: ``queued`` or ``prefill``, whichever took longer. TPOT: the policy that ran longest in the gaps
-            between tokens that exceeded the target, or ``idle``.
-        shares: of the time to the first token, or of those gaps, by cause, largest first.
+    The cause of a late TTFT is ``queued`` or ``prefill``, whichever took longer. That of TPOT is the policy that ran
+    longest in the gaps between tokens that exceeded the target, or ``idle``. ``shares`` are of the time to the first
+    token, or of those gaps, by cause, largest first.
     """
 
     request_id: str
@@ -201,7 +191,6 @@ class TraceSummary:
         policies: largest wall share first.
         causes: misses by ``target: cause``, most frequent first.
         misses: the worst first, as a multiple of the target.
-        notes: what the file lacks.
     """
 
     header: TraceHeader

@@ -21,11 +21,9 @@ class GoodputSearch:
     ``step`` of two or more stays as it is). The gap is then halved. The next rate depends only on the runs recorded.
 
     Args:
-        first_rate: where to begin, in requests per second; later rates stay from ``SLOWEST_RATE`` to ``FASTEST_RATE``.
+        first_rate: in requests per second; later rates stay from ``SLOWEST_RATE`` to ``FASTEST_RATE``.
         attainment: the share of requests that must meet all targets, in (0, 1].
         tolerance: stop when the two rates are this close, relative to the lower one.
-        max_runs: most runs.
-        step: the first factor between two rates.
 
     Raises:
         ConfigError: a number is out of range.

@@ -21,7 +21,6 @@ class RequestMetrics:
     """Times of one request, on one monotonic clock, in seconds; derived figures are in milliseconds.
 
     Attributes:
-        arrival_s: when the request was added.
         first_scheduled_s: when its first prefill chunk was launched, or None while it waits.
         times_s: times of tokens; may keep growing, since a copy per token would cost as much as all other work on it.
         num_tokens: how many of ``times_s`` count; None: all of them.
@@ -131,19 +130,15 @@ class ReplayResult:
 
     Attributes:
         date: when the run began, as ``YYYYMMDD-HHMMSS``.
-        backend: what served.
         request_rate: mean arrivals per second; ``inf`` where all came at once, ``trace`` for recorded times.
         burstiness: shape of the gaps between arrivals, ``inf`` where they are equal; None for recorded times.
         max_concurrency: most requests under way at once; None is no limit.
         duration: seconds from the start of the run to the last token. All rates are per second of it.
-        total_input_tokens: prompt tokens of completed requests.
-        total_output_tokens: tokens generated for them.
+        total_input_tokens, total_output_tokens: of completed requests.
         request_goodput: completed requests that met all their targets; None where no request has a target.
         slo_attainment: those requests as a share of all requests sent, failed ones included; None likewise.
-        ttft: time to first token, from arrival, or from when ``max_concurrency`` let the request in.
-        tpot: time per output token after the first, by request: (e2e − TTFT) / (tokens − 1).
-        itl: inter-token latency: all gaps between tokens, of all requests together.
-        e2el: end-to-end latency: from arrival to the last token.
+        ttft: from arrival, or from when ``max_concurrency`` let the request in.
+        itl: all gaps between tokens, of all requests together.
     """
 
     date: str
@@ -193,9 +188,8 @@ def summarize_replay(
 ) -> ReplayResult:
     """Compute the figures of at least one request, in the order of the workload; see :class:`ReplayResult`.
 
-    Args:
-        duration_s: above 0 if a request completed.
-        request_rate: infinite for all at once, None for recorded times.
+    ``duration_s`` is above 0 if a request completed. ``request_rate`` is infinite for all at once, None for recorded
+    times.
     """
     done = [request for request in requests if request.error is None]
     metrics = [request.metrics for request in done]

@@ -15,12 +15,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class SplitPrediction:
-    """Times with both lanes at once, each kept busy.
-
-    Attributes:
-        decode_ms: one decode step beside prefill.
-        prefill_ms: the whole chunk, all layers, beside decode.
-    """
+    """Times with both lanes kept busy at once: of one decode step, and of the whole chunk through all layers."""
 
     decode_ms: float
     prefill_ms: float
@@ -33,7 +28,12 @@ def attention_pairs(tokens: int, cached_tokens: int = 0) -> float:
 
 
 class PerformanceModel(Protocol):
-    """Predicts step times of one model on one GPU; a call costs some microseconds."""
+    """Predicts step times of one model on one GPU; a call costs some microseconds.
+
+    ``sms`` is the size of the lane, None for the whole GPU. ``kv_tokens`` are attended to by all decode rows together.
+    ``tokens`` are prompt rows, and ``pairs`` their (query, key) pairs of attention, of all sequences together; see
+    :func:`attention_pairs`.
+    """
 
     @property
     def num_sms(self) -> int: ...
@@ -45,21 +45,10 @@ class PerformanceModel(Protocol):
         """Sizes of the decode lane that ``split`` knows, in SMs, rising; the prefill lane has the others."""
 
     def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
-        """One decode step, alone.
-
-        Args:
-            kv_tokens: tokens attended to by all rows together.
-            sms: of the decode lane; None for the whole GPU.
-        """
+        """One decode step, alone."""
 
     def prefill(self, tokens: int, pairs: float, sms: int | None = None) -> Prediction:
-        """A forward of prompt rows, all layers, alone.
-
-        Args:
-            tokens: rows.
-            pairs: (query, key) pairs of attention of all sequences together; see :func:`attention_pairs`.
-            sms: of the prefill lane; None for the whole GPU.
-        """
+        """A forward of prompt rows, all layers, alone."""
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
         """A forward of prompt rows and decode rows on the whole GPU."""
@@ -76,9 +65,7 @@ class PerformanceModel(Protocol):
 class PaddedModel:
     """Another model's predictions with decode steps padded as captured graphs pad them.
 
-    Args:
-        model: predicts the padded steps; pads nothing itself.
-        pad: rows of the graph that serves a batch size on a decode lane of some SMs (None: the whole GPU).
+    ``pad`` gives the rows of the graph that serves a batch size on a decode lane of some SMs (None: the whole GPU).
     """
 
     def __init__(self, model: PerformanceModel, pad: Callable[[int, int | None], int]) -> None:

@@ -36,10 +36,6 @@ class TableModel:
     prediction has ``measured=False``. Predictions never fall as rows or depth rise, except for a split of a size that
     was not measured. Rows are at least 1; a mixed forward may have no decode rows. Decode steps are not padded.
 
-    Args:
-        table: complete.
-        shape: of the model; must be the table's.
-
     Raises:
         PerfTableError: the table is of an interrupted profile, or of another model.
     """
@@ -177,11 +173,8 @@ def _check(table: PerfTable, shape: DecoderShape) -> None:
 class LaneTimes:
     """Milliseconds of one lane alone, by rows, depth (tokens that a row attends to) and SMs.
 
-    Args:
-        points: (SMs, rows, depth, milliseconds).
-        reference: milliseconds at (rows, depth, SMs) by arithmetic; extends the measured times.
-        num_sms: SMs of the whole GPU.
-        end: most rows to be asked for.
+    ``points`` are (SMs, rows, depth, milliseconds). ``reference`` gives milliseconds at (rows, depth, SMs) by
+    arithmetic, and extends the measured times to ``end`` rows.
     """
 
     def __init__(
@@ -247,12 +240,8 @@ class BesideTimes:
     """Milliseconds of a lane beside the other lane, both kept busy, for one size of the decode lane.
 
     They depend on the lane's own rows and depth, and more weakly on the other lane's work. One number stands for that
-    work: rows of the chunk beside a decode step, or KV tokens of the step beside a chunk. Times are interpolated in
-    its logarithm.
-
-    Args:
-        points: (the other lane's work, rows, depth, milliseconds).
-        alone: the lane alone on the same SMs.
+    work: rows of the chunk beside a decode step, or KV tokens of the step beside a chunk. Times are interpolated in its
+    logarithm. ``points`` are (the other lane's work, rows, depth, milliseconds).
     """
 
     def __init__(self, points: Iterable[tuple[float, float, float, float]], alone: Surface) -> None:

@@ -35,13 +35,11 @@ _BYTES_PER_SM = 24e9
 
 @dataclass(frozen=True, slots=True)
 class ProfilePoint:
-    """One measurement; numbers that do not apply are 0.
+    """One measurement: decode alone, prefill alone, both in one forward (mixed), or both at once (split).
 
-    Attributes:
-        kind: decode alone, prefill alone, both in one forward, or both at once on partitions.
-        sms: SMs of the decode lane for decode and split, of the prefill lane for prefill; None: the whole GPU.
-        context_tokens: tokens that each decode row attends to, itself included.
-        tokens: rows of the prompt chunk, after ``cached_tokens`` tokens of the same prompt.
+    ``sms`` is the size of the decode lane, or of the prefill lane for prefill; None: the whole GPU. Each decode row
+    attends to ``context_tokens`` tokens, itself included. A chunk's ``tokens`` rows follow ``cached_tokens`` tokens of
+    the same prompt. Numbers that do not apply are 0.
     """
 
     kind: PointKind
@@ -54,14 +52,7 @@ class ProfilePoint:
 
 @dataclass(frozen=True, slots=True)
 class ProfileLimits:
-    """What the engine under measurement can hold at most.
-
-    Attributes:
-        max_batch_size: decode rows.
-        max_tokens: rows of a prompt chunk.
-        max_model_len: tokens of a sequence.
-        kv_tokens: tokens of the KV cache.
-    """
+    """The most that the measured engine can hold: ``max_tokens`` rows of a chunk, ``kv_tokens`` in its KV cache."""
 
     max_batch_size: int
     max_tokens: int
@@ -86,13 +77,7 @@ def _in_blocks(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Costs of a step of the model, to estimate its time.
-
-    Attributes:
-        flops_per_token: of the matrix products.
-        weight_bytes: read by every step.
-        kv_bytes_per_token: read for every token attended to.
-    """
+    """FLOPs of a row's matrix products, and bytes that a step reads, to estimate its time."""
 
     flops_per_token: float
     weight_bytes: float
@@ -112,15 +97,9 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class ProfilePlan:
-    """What to measure.
+    """Points to predict from (``grid``) and points off the grid to test predictions (``held_back``).
 
-    Attributes:
-        grid: points to predict from.
-        held_back: points off the grid, to test predictions.
-        num_passes: number of measurements of each point, spread over the run.
-        burst_s: length of the measured part of a burst.
-        guessed_s: estimated time of all of it.
-        seed: of the order and of the points held back.
+    Each is measured ``num_passes`` times, spread over the run, for ``burst_s``; ``guessed_s`` is for all of it.
     """
 
     grid: tuple[ProfilePoint, ...]
@@ -150,12 +129,7 @@ def plan_profile(
     time_budget_s: float,
     seed: int,
 ) -> ProfilePlan:
-    """Choose the points and the length of their bursts for a time budget.
-
-    Args:
-        decode_sms: sizes of the decode lane.
-        time_budget_s: for the measurements, without loading and capturing.
-        seed: of the order and of the points held back.
+    """Choose the points and the length of their bursts for a time budget, which is for the measurements alone.
 
     Raises:
         ConfigError: not even the fewest useful points fit the budget, or the limits allow none of a kind.

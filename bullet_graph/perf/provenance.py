@@ -27,11 +27,8 @@ class Provenance:
 
     Attributes:
         date_utc: ISO 8601, to the second.
-        versions: of this package, Python and the kernel libraries, by name; None where not installed.
-        git_commit: of the checkout that the package runs from; None for an installed package.
-        git_dirty: whether the package's folder differs from that commit.
-        host_num_cpus: logical processors that this process may use.
-        device_name: of the GPU, or ``cpu``.
+        versions: of this package, Python and the kernel libraries; None where not installed.
+        git_commit, git_dirty: of the checkout that holds the package, and whether the package's folder differs from it.
         device_uuid: of the GPU; cards of one name differ under their power cap.
         cuda_version: that torch was built with.
     """

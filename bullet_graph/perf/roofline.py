@@ -69,11 +69,8 @@ def decode_step_bytes(
 ) -> float:
     """Least bytes that one decode step moves: weights, the KV cache read, and the tokens added to it.
 
-    Activations are left out: they stay in the caches of any device that could run the model.
-
-    Args:
-        context_tokens: tokens each sequence attends to, the one being decoded included; may be a mean.
-        dtype_bytes: size of a weight and of a KV-cache element.
+    Activations are left out: they stay in the caches of any device that could run the model. Each sequence attends to
+    ``context_tokens`` tokens, the one being decoded included; it may be a mean.
     """
     kv_moved = batch_size * (context_tokens + 1) * kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
     return decode_weight_bytes(shape, batch_size=batch_size, dtype_bytes=dtype_bytes) + kv_moved

@@ -42,12 +42,12 @@ class StartPhase:
 
 @dataclass(frozen=True, slots=True)
 class StartReport:
-    """An engine's start, on one monotonic clock.
+    """An engine's start. Imports come before the engine, and belong to the process's first engine.
 
     Attributes:
         began_s: call of the engine's constructor, by ``time.perf_counter``, which all processes on Linux share.
         ready_s: seconds from then until requests could be added; None during the start.
-        phases: by their ends. Imports come before the engine, and belong to the process's first engine.
+        phases: by their ends.
     """
 
     began_s: float

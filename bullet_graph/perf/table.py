@@ -106,7 +106,6 @@ class TableKey:
         gpu: the device's name, such as ``NVIDIA H200``.
         model: a preset's name, or the name of a model folder; not compared, as the shape decides the times.
         shape: see :func:`shape_numbers`.
-        dtype: of weights and KV cache, such as ``bfloat16``.
         kernels: versions of the libraries whose kernels run, by name.
     """
 
@@ -120,12 +119,10 @@ class TableKey:
 
 @dataclass(frozen=True, slots=True, config=_CLOSED)
 class PerfTable:
-    """The measurements of one ``bullet-graph profile``; predictions are made from ``points`` alone.
+    """The measurements of one ``bullet-graph profile``. Predictions use ``points``; ``held_back`` serve to judge them.
 
-    Attributes:
-        held_back: points to judge predictions by.
-        provenance: date, driver, versions, commit, and how it was measured.
-        complete: False for a profile that was interrupted and can be resumed.
+    ``provenance`` holds date, driver, versions, commit, and how it was measured. A profile that was interrupted and can
+    be resumed is not ``complete``.
     """
 
     key: TableKey
@@ -145,11 +142,7 @@ def shape_numbers(shape: DecoderShape) -> dict[str, int]:
 
 
 def require_match(table: PerfTable, key: TableKey) -> None:
-    """Check that a table is valid for this GPU, model, dtype and these kernels.
-
-    Raises:
-        PerfTableError: it is not; the message names every component that differs.
-    """
+    """Check that a table is valid for this key; the PerfTableError names every component that differs."""
     found = table.key
     plain = ("gpu", "num_sms", "dtype")
     differences = _differences(
@@ -177,11 +170,7 @@ def _differences(required: Mapping[str, Any], found: Mapping[str, Any]) -> list[
 
 
 def write_table(table: PerfTable, path: Path) -> None:
-    """Write a table as JSON, replacing an existing file atomically.
-
-    Raises:
-        PerfTableError: the file cannot be written.
-    """
+    """Write a table as JSON, replacing an existing file atomically; PerfTableError where that fails."""
     content = {"format": FORMAT, "version": VERSION, "num_layers": table.num_layers, **asdict(table)}
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=1, allow_nan=False) + "\n"
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -260,13 +249,7 @@ def gpu_nickname(gpu: str) -> str:
 
 
 def table_file_name(gpu: str, model: str, dtype: str) -> str:
-    """Name of a table's file, such as ``h200_llama-3.1-8b_bfloat16.json``.
-
-    Args:
-        gpu: the device's name or nickname.
-        model: a preset's name, or a model folder, of which the last part is used.
-        dtype: of weights and KV cache.
-    """
+    """Name of a table's file, such as ``h200_llama-3.1-8b_bfloat16.json``; ``model`` is a preset or a model folder."""
     return f"{gpu_nickname(gpu)}_{Path(model).name}_{dtype}.json"
 
 
@@ -278,12 +261,7 @@ def list_tables(folder: Path | None = None) -> tuple[Path, ...]:
 def load_table(
     gpu_or_path: str | Path, *, model: str, dtype: str = "bfloat16", folder: Path | None = None
 ) -> PerfTable:
-    """Read a table by the name of its GPU, or a file.
-
-    Args:
-        gpu_or_path: a path that ends in ``.json``, or a GPU such as ``h200``.
-        model, dtype: of the table; ignored for a file.
-        folder: where to look; None takes the shipped tables.
+    """Read a table from a path that ends in ``.json``, or by its GPU, such as ``h200``, by default a shipped one.
 
     Raises:
         PerfTableError: there is no such table (the message lists those of the folder), or it cannot be used.

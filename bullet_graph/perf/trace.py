@@ -44,7 +44,6 @@ class Decision:
     """A plan, and the load it was made for. Times are on the engine's clock.
 
     Attributes:
-        running: sequences that decoded.
         waiting: prompts that waited, as far as the planner looked; ``queued_tokens`` is of all.
         kv_tokens: tokens that the running sequences attended to.
         budget_ms: longest interval between tokens that holds every TPOT target; None without targets.
@@ -54,7 +53,6 @@ class Decision:
         slice_layers: layers of each launch on the prefill lane.
         decode_sms, prefill_sms: SMs of the lanes; None for all.
         bound: what decided.
-        options: the options considered, with their predictions.
         count: consecutive ticks with this decision.
     """
 
@@ -79,14 +77,12 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A step, or some layers of one, on a lane.
+    """A step, or some layers of one, on a lane. Times are on the engine's clock.
 
     Attributes:
         ticket: the executor's number for it, unique among those in flight.
         decision: the number of the decision that it followed.
-        time_s: when the host launched it, on the engine's clock.
         decode_sms, prefill_sms: SMs of the lanes at the time; None for all.
-        predicted_ms: predicted device time; None without a prediction.
         retired_s, device_ms: when the host saw its end, and the measured device time; None if it never ended.
     """
 
@@ -107,14 +103,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """A request that ended.
+    """A request that ended because of ``stop``, ``length``, ``abort`` or ``error``; times are on the engine's clock.
 
-    Attributes:
-        reason: ``stop``, ``length``, ``abort`` or ``error``.
-        arrival_s: on the engine's clock.
-        first_scheduled_s: launch of its first chunk; None if there was none.
-        token_us: when each token reached the host, in microseconds after its arrival.
-        ttft_limit_ms, tpot_limit_ms: its targets; None without one.
+    ``first_scheduled_s`` is the launch of its first chunk. ``token_us`` says when each token reached the host, in
+    microseconds after its arrival.
     """
 
     request_id: str
@@ -182,9 +174,8 @@ _RECORDS: Mapping[str, TypeAdapter[_Record]] = MappingProxyType(
 def read_trace(path: Path) -> Trace:
     """Read a trace file; a last line that a crash cut short is left out, with a note.
 
-    Raises:
-        TraceError: the file cannot be read, is no trace or one of another version, or a line is broken; with the
-            file and line.
+    Raises TraceError, with the file and line, for a file that cannot be read, is no trace or another version's, or is
+    broken.
     """
     header: TraceHeader | None = None
     decisions: dict[int, Decision] = {}
