@@ -237,7 +237,7 @@ class Comparison:
         )
         result = measured.result
         attainment = result.slo_attainment
-        reasons = Counter(reason for reason in result.details.errors if reason)
+        reasons = Counter(reason for reason in result.errors if reason)
         return measured.fields() | {
             "request_rate": rate,
             "all_at_once": math.isinf(actual_rate),

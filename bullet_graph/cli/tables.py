@@ -120,7 +120,7 @@ def print_replays(title: str, named: Mapping[str, ReplayRun]) -> None:
     print_line(title)
     print_table(table)
     # The runs refuse the same requests.
-    errors = next(iter(named.values())).result.details.errors
+    errors = next(iter(named.values())).result.errors
     failed = [f"request {index} failed: {reason}" for index, reason in enumerate(errors) if reason]
     for line in failed[:_MOST_REASONS_SHOWN]:
         print_line(line, style="red")

@@ -13,6 +13,7 @@ import numpy as np
 from bullet_graph.slo import NO_TARGETS, Slo
 
 _LATENCIES = ("ttft", "tpot", "itl", "e2el")
+_OF_EACH_REQUEST = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "errors")
 _LABELS = {"mean": "mean", "median": "p50", "std": "std", "p90": "p90", "p99": "p99"}
 
 
@@ -110,21 +111,6 @@ class ServedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestDetails:
-    """Figures of each request, in the order of the workload; times in seconds on the client's clock.
-
-    A request that failed has no output and a TTFT of 0; ``errors`` says why, and is empty for the others.
-    """
-
-    input_lens: tuple[int, ...]
-    output_lens: tuple[int, ...]
-    ttfts: tuple[float, ...]
-    itls: tuple[tuple[float, ...], ...]
-    start_times: tuple[float, ...]
-    errors: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
     """Figures of a replay. Latencies are over completed requests; a figure of nothing is None, where vLLM writes 0.
 
@@ -139,6 +125,7 @@ class ReplayResult:
         slo_attainment: those requests as a share of all requests sent, failed ones included; None likewise.
         ttft: from arrival, or from when ``max_concurrency`` let the request in.
         itl: all gaps between tokens, of all requests together.
+        errors: why a request failed, which then has no output and a TTFT of 0; empty for the others.
     """
 
     date: str
@@ -162,17 +149,23 @@ class ReplayResult:
     tpot: PercentileSummary | None
     itl: PercentileSummary | None
     e2el: PercentileSummary | None
-    details: RequestDetails
+    # Of each request, in the order of the workload; times in seconds on the client's clock.
+    input_lens: tuple[int, ...]
+    output_lens: tuple[int, ...]
+    ttfts: tuple[float, ...]
+    itls: tuple[tuple[float, ...], ...]
+    start_times: tuple[float, ...]
+    errors: tuple[str, ...]
 
     def fields(self, *, detailed: bool = False) -> dict[str, Any]:
         """The figures for a JSON file, flat: ``mean_ttft_ms`` and so on; ``detailed`` adds those of each request."""
         flat = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del flat["details"]
+        details = {name: flat.pop(name) for name in _OF_EACH_REQUEST}
         for name in _LATENCIES:
             summary = flat.pop(name)
             for label, field in _LABELS.items():
                 flat[f"{label}_{name}_ms"] = None if summary is None else getattr(summary, field)
-        return flat | dataclasses.asdict(self.details) if detailed else flat
+        return flat | details if detailed else flat
 
 
 def summarize_replay(
@@ -223,14 +216,12 @@ def summarize_replay(
         tpot=summarize_ms(m.tpot_ms for m in metrics),
         itl=summarize_ms(gap for m in metrics for gap in m.itl_ms),
         e2el=summarize_ms(m.e2e_ms for m in metrics),
-        details=RequestDetails(
-            input_lens=tuple(r.input_tokens for r in requests),
-            output_lens=tuple(r.output_tokens for r in requests),
-            ttfts=tuple((r.metrics.ttft_ms or 0.0) / 1e3 for r in requests),
-            itls=tuple(tuple(gap / 1e3 for gap in r.metrics.itl_ms) for r in requests),
-            start_times=tuple(r.metrics.arrival_s for r in requests),
-            errors=tuple(r.error or "" for r in requests),
-        ),
+        input_lens=tuple(r.input_tokens for r in requests),
+        output_lens=tuple(r.output_tokens for r in requests),
+        ttfts=tuple((r.metrics.ttft_ms or 0.0) / 1e3 for r in requests),
+        itls=tuple(tuple(gap / 1e3 for gap in r.metrics.itl_ms) for r in requests),
+        start_times=tuple(r.metrics.arrival_s for r in requests),
+        errors=tuple(r.error or "" for r in requests),
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from bullet_graph.errors import PerfTableError
 from bullet_graph.hardware import gpu_spec
@@ -204,8 +205,7 @@ class LaneTimes:
     def __call__(self, x: float, y: float, sms: int) -> tuple[float, bool]:
         """Milliseconds of x rows of depth y on ``sms`` SMs, and whether they rest on measured points alone."""
         surface = self.surface(sms)
-        least, greatest = surface.measured_range
-        return surface(x, y), least <= x <= greatest
+        return surface(x, y), surface.is_measured(x)
 
     def measured_rows(self, sms: int) -> list[float]:
         """Numbers of rows measured on ``sms`` SMs, rising."""
@@ -298,7 +298,7 @@ class MixedTimes:
         measured_ys = sorted({float(p.batch_size) for p in points})
         xs = sorted({*prefill.xs, *measured_xs})
         ys = sorted({0.0, *decode.xs, *measured_ys})
-        depth_ms = _rising([_slope(prefill, x) for x in xs])
+        depth_ms = list(accumulate((_slope(prefill, x) for x in xs), max))
         kv_ms = [_kv_slope(y, points, decode) for y in ys]
         rest: dict[tuple[float, float], list[float]] = {}
         for p in points:
@@ -354,11 +354,6 @@ def _scale(x: float, y: float, scales: dict[tuple[float, float], float]) -> floa
         return scales.get((x, y), 1.0)
     weights = [1 / (math.log(x / a) ** 2 + math.log((y + 1) / (b + 1)) ** 2) for a, b in scales]
     return sum(w * scale for w, scale in zip(weights, scales.values(), strict=True)) / sum(weights)
-
-
-def _rising(values: Iterable[float]) -> list[float]:
-    greatest = 0.0
-    return [greatest := max(greatest, value) for value in values]
 
 
 def _interpolate(xs: Sequence[float], values: Sequence[float], x: float) -> float:

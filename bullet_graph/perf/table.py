@@ -253,27 +253,24 @@ def table_file_name(gpu: str, model: str, dtype: str) -> str:
     return f"{gpu_nickname(gpu)}_{Path(model).name}_{dtype}.json"
 
 
-def list_tables(folder: Path | None = None) -> tuple[Path, ...]:
-    """Tables of a folder, sorted by name; None lists the shipped ones."""
-    return tuple(sorted((folder or shipped_folder()).glob("*_*_*.json")))
+def list_tables() -> tuple[Path, ...]:
+    """The shipped tables, sorted by name."""
+    return tuple(sorted(shipped_folder().glob("*_*_*.json")))
 
 
-def load_table(
-    gpu_or_path: str | Path, *, model: str, dtype: str = "bfloat16", folder: Path | None = None
-) -> PerfTable:
-    """Read a table from a path that ends in ``.json``, or by its GPU, such as ``h200``, by default a shipped one.
+def load_table(gpu_or_path: str | Path, *, model: str, dtype: str = "bfloat16") -> PerfTable:
+    """Read a table from a path that ends in ``.json``, or a shipped one by its GPU, such as ``h200``.
 
     Raises:
-        PerfTableError: there is no such table (the message lists those of the folder), or it cannot be used.
+        PerfTableError: there is no such table (the message lists those that there are), or it cannot be used.
     """
     if Path(gpu_or_path).suffix == ".json":
         return read_table(Path(gpu_or_path))
-    folder = folder or shipped_folder()
-    path = folder / table_file_name(str(gpu_or_path), model, dtype)
+    path = shipped_folder() / table_file_name(str(gpu_or_path), model, dtype)
     if path.is_file():
         return read_table(path)
-    there = ", ".join(table.name for table in list_tables(folder)) or "none"
+    there = ", ".join(table.name for table in list_tables()) or "none"
     raise PerfTableError(
-        f"no performance table {path.name} is known in {folder} (there: {there}): measure one with "
+        f"no performance table {path.name} is known in {path.parent} (there: {there}): measure one with "
         "`bullet-graph profile`, or give the path of a table"
     )

@@ -185,24 +185,20 @@ def test_nicknames(gpu: str, nickname: str) -> None:
     assert table_file_name(gpu, "/models/tiny", "float32") == f"{nickname}_tiny_float32.json"
 
 
-def test_tables_are_found_by_name_or_path(tmp_path: Path) -> None:
+def test_tables_are_found_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "shipped_folder", lambda: tmp_path)
+    with pytest.raises(PerfTableError, match="there: none"):
+        load_table("h200", model="tiny", dtype="float32")
     path = tmp_path / "h200_llama-3.1-8b_bfloat16.json"
     write_table(h200_table(), path)
     (tmp_path / "plan.toml").touch()
-    assert list_tables(tmp_path) == (path,)
+    assert list_tables() == (path,)
     for gpu in ("NVIDIA H200", "h200"):
-        assert load_table(gpu, model="llama-3.1-8b", folder=tmp_path) == h200_table()
+        assert load_table(gpu, model="llama-3.1-8b") == h200_table()
     assert load_table(path, model="whatever") == load_table(str(path), model="whatever") == h200_table()
-
-
-def test_a_table_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
-    write_table(h200_table(), tmp_path / "h200_llama-3.1-8b_bfloat16.json")
-    with pytest.raises(PerfTableError) as error:
-        load_table("h100", model="llama-3.1-8b", folder=tmp_path)
-    assert "h100_llama-3.1-8b_bfloat16.json" in str(error.value)
-    assert "there: h200_llama-3.1-8b_bfloat16.json" in str(error.value)
-    with pytest.raises(PerfTableError, match="there: none"):
-        load_table("h200", model="tiny", dtype="float32", folder=tmp_path / "missing")
+    missing = r"h100_llama-3.1-8b_bfloat16.json is known .*\(there: h200_llama-3.1-8b_bfloat16.json\)"
+    with pytest.raises(PerfTableError, match=missing):
+        load_table("h100", model="llama-3.1-8b")
 
 
 def test_an_installed_package_looks_inside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,7 +364,7 @@ def throughput_fields(result: ReplayResult) -> dict[str, Any]:
         "itl_ms": result.itl,
         "e2e_ms": result.e2el,
     }
-    reasons = enumerate(result.details.errors)
+    reasons = enumerate(result.errors)
     return {
         "elapsed_time": result.duration,
         "num_requests": result.completed,
