@@ -84,12 +84,15 @@ class Occupancy:
         own = (x.decode_sms if x.lane == "decode" else x.prefill_sms for x in self.launches)
         return np.array([num_sms if sms is None else sms for sms in own], dtype=np.float64)
 
-    def of_policy(self, policy: str) -> FloatArray:
-        """[m]: the policy's part of each stretch: 1, half of it beside another policy, or 0."""
-        is_policy = np.array([launch.policy == policy for launch in self.launches], dtype=np.float64)
-        lanes_of_policy = sum(self.on_lane(lane, is_policy) for lane in LANES)
-        lanes_busy = sum((self.active[lane] >= 0).astype(np.float64) for lane in LANES)
-        return np.asarray(lanes_of_policy / np.maximum(lanes_busy, 1.0), dtype=np.float64)
+    def by_policy(self) -> dict[str, FloatArray]:
+        """[m] by policy, in order of appearance: its part of each stretch: 1, half of it beside another, or 0."""
+        policies = np.array([launch.policy for launch in self.launches])
+        lanes_busy = np.maximum(sum((self.active[lane] >= 0).astype(np.float64) for lane in LANES), 1.0)
+        return {
+            policy: sum(self.on_lane(lane, (policies == policy).astype(np.float64)) for lane in LANES)
+            / lanes_busy
+            for policy in dict.fromkeys(launch.policy for launch in self.launches)
+        }
 
     def accumulated(self, weights: FloatArray, at_s: FloatArray) -> FloatArray:
         """Seconds up to each of the times, each stretch counted by its weight ([m])."""
@@ -101,11 +104,6 @@ class Occupancy:
         before, after = self.accumulated(weights, np.array([window.start_s, window.end_s]))
         length_s = window.end_s - window.start_s
         return float(after - before) / length_s if length_s > 0 else 0.0
-
-    @property
-    def policies(self) -> tuple[str, ...]:
-        """The policies of the launches, in order of appearance."""
-        return tuple(dict.fromkeys(launch.policy for launch in self.launches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +220,7 @@ def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
         r for r in trace.requests if window.holds(r.arrival_s + (r.token_us[-1] if r.token_us else 0) / 1e6)
     ]
     completed = [r for r in requests if r.reason not in ("abort", "error")]
-    weights = {policy: occupancy.of_policy(policy) for policy in occupancy.policies}
+    weights = occupancy.by_policy()
     targeted = [r for r in completed if r.ttft_limit_ms is not None or r.tpot_limit_ms is not None]
     missed = [found for r in targeted if (found := _misses(r, occupancy, weights))]
     misses = sorted(chain.from_iterable(missed), key=lambda miss: -miss.measured_ms / miss.limit_ms)
