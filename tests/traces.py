@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bullet_graph.perf.trace import Trace, read_trace
+
 Record = dict[str, Any]
 
 HEADER: Record = {
@@ -105,3 +107,8 @@ def write(path: Path, records: list[Record]) -> Path:
     """A trace file of these lines."""
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
     return path
+
+
+def read_run(folder: Path, *records: Record) -> Trace:
+    """A trace of ``RUN`` and of what follows it, by way of a file in the folder."""
+    return read_trace(write(folder / "trace.jsonl", [*RUN, *records]))

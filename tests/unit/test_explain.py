@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from traces import HEADER, RUN, Record, launch, request, retire, write
+from traces import HEADER, RUN, launch, read_run, request, retire, write
 
 from bullet_graph.perf.chrome_trace import to_chrome_trace
 from bullet_graph.perf.explain import (
@@ -16,20 +16,11 @@ from bullet_graph.perf.explain import (
     Window,
     summarize_trace,
 )
-from bullet_graph.perf.trace import Launch, Trace, read_trace
+from bullet_graph.perf.trace import Launch, read_trace
 
 
-@pytest.fixture
-def run_file(tmp_path: Path) -> Path:
-    return write(tmp_path / "run.jsonl", RUN)
-
-
-def read(tmp_path: Path, *records: Record) -> Trace:
-    return read_trace(write(tmp_path / "trace.jsonl", [*RUN, *records]))
-
-
-def test_shares_of_time(run_file: Path) -> None:
-    summary = summarize_trace(read_trace(run_file))
+def test_shares_of_time(tmp_path: Path) -> None:
+    summary = summarize_trace(read_run(tmp_path))
     assert summary.duration_s == pytest.approx(0.4)
     assert summary.num_launches == 4
     expected = [
@@ -43,16 +34,16 @@ def test_shares_of_time(run_file: Path) -> None:
     assert dataclasses.astuple(summary.lanes) == pytest.approx(dataclasses.astuple(want_lanes))
 
 
-def test_decisions_by_bound_count_repeats(run_file: Path) -> None:
-    summary = summarize_trace(read_trace(run_file))
+def test_decisions_by_bound_count_repeats(tmp_path: Path) -> None:
+    summary = summarize_trace(read_run(tmp_path))
     assert summary.bounds == {"tpot": 4, "nothing": 1, "ttft": 1}
     assert next(iter(summary.bounds)) == "tpot"
     assert summary.num_decisions == 6
     assert summary.num_infeasible == 1
 
 
-def test_a_window_sums_up_what_is_in_it(run_file: Path) -> None:
-    trace = read_trace(run_file)
+def test_a_window_sums_up_what_is_in_it(tmp_path: Path) -> None:
+    trace = read_run(tmp_path)
     # The last 50 ms of the split, prefill alone, and the mixed forward.
     summary = summarize_trace(trace, Window(100.3, 100.4))
     assert {share.policy: round(share.wall_share, 6) for share in summary.policies} == {
@@ -66,7 +57,7 @@ def test_a_window_sums_up_what_is_in_it(run_file: Path) -> None:
 
 def test_prediction_errors(tmp_path: Path) -> None:
     # Solo, decode lane: +10 % of 100 ms, −20 % of 50 ms and −50 % of 10 ms.
-    trace = read(
+    trace = read_run(
         tmp_path,
         launch(5, "decode", 100.4, "solo", 0, predicted_ms=40.0),
         retire(5, 100.45, 50.0),
@@ -87,7 +78,7 @@ def test_prediction_errors(tmp_path: Path) -> None:
 
 
 def test_why_the_first_token_was_late(tmp_path: Path) -> None:
-    trace = read(
+    trace = read_run(
         tmp_path,
         request("waited", [300.0], first_scheduled_s=100.225, ttft_limit_ms=100.0),
         request("prefilled", [300.0], first_scheduled_s=100.03, ttft_limit_ms=150.0),
@@ -110,7 +101,7 @@ def test_why_tokens_were_slow(tmp_path: Path) -> None:
     slow = request("slow", [0.0, 50.0, 150.0, 350.0, 370.0], tpot_limit_ms=60.0)
     # This one waited for no launch.
     idle = request("idle", [100.0, 150.0], tpot_limit_ms=10.0)
-    waited, miss = summarize_trace(read(tmp_path, slow, idle)).misses
+    waited, miss = summarize_trace(read_run(tmp_path, slow, idle)).misses
     assert (waited.cause, waited.shares) == ("idle", pytest.approx({"idle": 1.0}))
     assert (miss.target, miss.cause, miss.measured_ms, miss.limit_ms) == ("tpot", "split", 92.5, 60.0)
     assert miss.shares == pytest.approx({"split": 200 / 300, "solo": 50 / 300, "idle": 50 / 300})
@@ -118,7 +109,7 @@ def test_why_tokens_were_slow(tmp_path: Path) -> None:
 
 def test_requests_are_counted_once_each(tmp_path: Path) -> None:
     both = {"ttft_limit_ms": 100.0, "tpot_limit_ms": 20.0}
-    trace = read(
+    trace = read_run(
         tmp_path,
         request("met", [90.0, 110.0], **both),
         request("met", [100.0], **both),
@@ -163,8 +154,8 @@ def test_launches_seen_late_do_not_overlap() -> None:
 # ---- Chrome's format ----
 
 
-def test_chrome_trace(run_file: Path) -> None:
-    events = to_chrome_trace(read_trace(run_file))["traceEvents"]
+def test_chrome_trace(tmp_path: Path) -> None:
+    events = to_chrome_trace(read_run(tmp_path))["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     launches = [e for e in events if e["ph"] == "X"]
     lanes = ("decode", "decode", "prefill", "decode")
@@ -198,8 +189,8 @@ def test_chrome_trace(run_file: Path) -> None:
     assert decisions[1]["args"]["options"] == [{"holds_tpot": False}, {"holds_tpot": True}]
 
 
-def test_chrome_trace_of_a_window(run_file: Path) -> None:
-    events = to_chrome_trace(read_trace(run_file), Window(100.12, 100.3))["traceEvents"]
+def test_chrome_trace_of_a_window(tmp_path: Path) -> None:
+    events = to_chrome_trace(read_run(tmp_path), Window(100.12, 100.3))["traceEvents"]
     assert [e["args"]["policy"] for e in events if e["ph"] == "X"] == ["split", "split"]
     assert [e["args"]["decision"] for e in events if e["ph"] == "i"] == [1]
 

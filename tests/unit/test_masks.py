@@ -66,14 +66,6 @@ def test_lanes_are_disjoint_or_overlap_by_the_excess(data: st.DataObject, layout
         assert lanes["prefill"].bits == lanes["decode"].disable_bits
 
 
-def test_decode_takes_the_first_tpcs_and_prefill_the_last() -> None:
-    lanes = lane_masks(SmPartition(8, 50), num_tpcs=NUM_TPCS)
-    assert lanes["decode"].sms == frozenset(range(16))
-    assert lanes["prefill"].sms == frozenset(range(32, 132))
-    whole = TpcMask((1 << NUM_TPCS) - 1, NUM_TPCS)
-    assert lane_masks(WHOLE_GPU, num_tpcs=NUM_TPCS) == {"decode": whole, "prefill": whole}
-
-
 @pytest.mark.parametrize("count", [0, -1, NUM_TPCS + 1])
 def test_a_lane_has_from_one_to_all_tpcs(count: int) -> None:
     for partition, lane in ((SmPartition(count, 2), "decode"), (SmPartition(None, count), "prefill")):

@@ -193,17 +193,6 @@ def test_times_that_come_later_do_not_count() -> None:
     assert metrics.itl_ms == (250,)
 
 
-def test_summary_by_hand() -> None:
-    summary = summarize_ms([4.0, 2.0, 8.0, 6.0, 10.0])
-    assert summary is not None
-    # Ranks of p90 and p99 among 5 values are 3.6 and 3.96; variance = (16 + 4 + 0 + 4 + 16) / 5 = 8.
-    assert summary.mean == 6.0
-    assert summary.std == pytest.approx(8**0.5)
-    assert summary.p50 == 6.0
-    assert summary.p90 == pytest.approx(9.2)
-    assert summary.p99 == pytest.approx(9.92)
-
-
 def test_summary_of_one_and_of_none() -> None:
     assert summarize_ms([7.0]) == PercentileSummary(7.0, 0.0, 7.0, 7.0, 7.0)
     assert summarize_ms([7.0, None]) == summarize_ms([7.0])

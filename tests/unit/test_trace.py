@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from traces import HEADER as RUN_HEADER
-from traces import RUN, Record, decision, request, retire, write
+from traces import RUN, Record, decision, read_run, request, retire, write
 from traces import launch as launched
 
 from bullet_graph.engine.in_flight import Launch
@@ -230,10 +230,6 @@ def run_file(tmp_path: Path) -> Path:
     return write(tmp_path / "run.jsonl", RUN)
 
 
-def read(tmp_path: Path, *records: Record) -> Trace:
-    return read_trace(write(tmp_path / "trace.jsonl", [*RUN, *records]))
-
-
 def test_a_last_line_cut_short_is_left_out(tmp_path: Path, run_file: Path) -> None:
     for cut in (2, 10):
         content = run_file.read_bytes()[:-cut]
@@ -323,9 +319,15 @@ def test_a_broken_line_in_the_middle(tmp_path: Path, line: bytes) -> None:
 )
 def test_broken_records(tmp_path: Path, record: Record, message: str) -> None:
     with pytest.raises(TraceError, match=rf"trace\.jsonl, line 14: {message}"):
-        read(tmp_path, record)
+        read_run(tmp_path, record)
 
 
 def test_tickets_may_come_again(tmp_path: Path) -> None:
     again = (launched(1, "decode", 101.0, "solo", 0), retire(1, 101.1, 10.0))
-    assert [step.device_ms for step in read(tmp_path, *again).launches] == [100.0, 100.0, 200.0, 50.0, 10.0]
+    assert [step.device_ms for step in read_run(tmp_path, *again).launches] == [
+        100.0,
+        100.0,
+        200.0,
+        50.0,
+        10.0,
+    ]
