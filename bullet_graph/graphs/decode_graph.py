@@ -60,8 +60,7 @@ class DecodeGraphs:
     needs one small copy from the host.
 
     Args:
-        num_kv_blocks: most entries of ``kv_indices``, without padding.
-        padding_slot: slot that padding rows read and write.
+        max_batch_size: of a step; it is also the slot that padding rows read and write.
         compiler: of a layer's two parts, for steps of two or more rows; one row has a matrix kernel of its own.
     """
 
@@ -71,8 +70,6 @@ class DecodeGraphs:
         state: SamplingState,
         *,
         max_batch_size: int,
-        num_kv_blocks: int,
-        padding_slot: int,
         compiler: PartCompiler = compile_now,
     ) -> None:
         self._decoder = decoder
@@ -84,10 +81,12 @@ class DecodeGraphs:
             decoder.config, decoder.cache, max_rows=max_batch_size, gpu=Gpu.of(device)
         )
         self._state = state
-        self._padding_slot = padding_slot
+        self._padding_slot = max_batch_size
         self.batch_sizes = batch_size_buckets(max_batch_size)
-        # Six arrays with an entry per row, and the block ids.
-        self._uploader = Uploader(6 * (max_batch_size + 8) + num_kv_blocks + max_batch_size, device)
+        # Six arrays with an entry per row, and the block ids, with those of padding.
+        self._uploader = Uploader(
+            6 * (max_batch_size + 8) + decoder.cache.num_blocks + max_batch_size, device
+        )
         self._logits = torch.empty(
             max_batch_size, decoder.config.vocab_size, dtype=decoder.weights.lm_head.dtype, device=device
         )

@@ -28,6 +28,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         # Zeroed: padding rows attend to the padding block, and uninitialised memory may hold NaN.
         sizes = (shape.num_layers, 2, num_blocks, block_tokens, shape.num_kv_heads, shape.head_dim)

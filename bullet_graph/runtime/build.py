@@ -265,14 +265,9 @@ def _build_cuda(
             captured.load_attention(runtime)
         executor = CudaExecutor(
             decoder,
-            max_num_seqs=config.max_num_seqs,
-            max_rows=config.max_forward_rows,
-            num_kv_blocks=ledger.num_kv_blocks,
+            config,
             backend=backend,
             plan=plan,
-            cuda_graphs=config.cuda_graphs,
-            prefill_lane=config.policy.uses_prefill_lane,
-            ready=config.ready,
             join_weights=join_weights,
             clock=clock,
             progress=progress,

@@ -103,7 +103,6 @@ class Workbench:
         decoder: Decoder,
         backend: PartitionBackend,
         *,
-        num_kv_blocks: int,
         limits: ProfileLimits,
         seed: int,
     ) -> None:
@@ -121,8 +120,6 @@ class Workbench:
             decoder,
             state,
             max_batch_size=max_batch_size,
-            num_kv_blocks=num_kv_blocks,
-            padding_slot=max_batch_size,
         )
         max_rows = limits.max_tokens + max_batch_size
         buckets = row_buckets(max_rows, decoder.config)
@@ -132,12 +129,11 @@ class Workbench:
             state,
             max_num_seqs=max_batch_size + 1,  # a chunk's prompt is sampled besides
             max_rows=max_rows,
-            num_kv_blocks=num_kv_blocks,
             graphs=self._layer_graphs,
         )
         rng = np.random.default_rng(seed)
         # In random order, as a cache has its blocks after hours of service; block 0 is padding.
-        self._blocks = (1 + rng.permutation(num_kv_blocks - 1)).astype(np.int32)
+        self._blocks = (1 + rng.permutation(decoder.cache.num_blocks - 1)).astype(np.int32)
         self._tokens = rng.integers(0, decoder.config.vocab_size, limits.max_tokens).astype(np.int32)
         torch.cuda.synchronize()
 
@@ -240,7 +236,6 @@ def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[tuple[Work
         bench = Workbench(
             decoder,
             backend,
-            num_kv_blocks=ledger.num_kv_blocks,
             limits=prepared.limits,
             seed=config.seed,
         )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bullet_graph.config import ReadyName
+from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_order import CaptureReport
 from bullet_graph.graphs.capture_plan import CapturePlan
@@ -109,11 +109,9 @@ class CudaExecutor(Executor):
     """Runs a decoder on the NVIDIA GPU of its weights and KV cache.
 
     Args:
-        max_num_seqs: number of slots; one more is added for padded rows.
-        max_rows: most rows of a forward.
+        config: ``ready`` "all" captures all graphs of the plan here, "hot" the hot ones, and the rest in
+            :meth:`prepare_next`; without ``cuda_graphs`` every step is launched kernel by kernel.
         backend: closed with the executor.
-        cuda_graphs: capture the plan's graphs; otherwise every step is launched kernel by kernel.
-        ready: capture ``all`` graphs here, or the ``hot`` ones here and the rest in :meth:`prepare_next`.
         join_weights: waits until the decoder's weights are loaded; they may still be loading when this is called.
         tuned_rows: the plan's rows of piecewise graphs that are known to be worthwhile; None: they are timed.
     """
@@ -121,15 +119,10 @@ class CudaExecutor(Executor):
     def __init__(
         self,
         decoder: Decoder,
+        config: EngineConfig,
         *,
-        max_num_seqs: int,
-        max_rows: int,
-        num_kv_blocks: int,
         backend: PartitionBackend,
         plan: CapturePlan,
-        cuda_graphs: bool,
-        prefill_lane: bool,
-        ready: ReadyName,
         join_weights: Callable[[], None],
         clock: StartClock,
         progress: bool,
@@ -138,7 +131,7 @@ class CudaExecutor(Executor):
     ) -> None:
         if tuned_rows is not None:
             plan = dataclasses.replace(plan, piecewise_rows=tuned_rows)
-        device = decoder.cos_sin.device
+        device, max_num_seqs = decoder.cos_sin.device, config.max_num_seqs
         self._decoder = decoder
         self._backend = backend
         self._device = device
@@ -146,14 +139,14 @@ class CudaExecutor(Executor):
         self._tickets = count()
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.partitions = tuple(plan.batch_sizes)
-        self.has_prefill_lane = prefill_lane
+        self.has_prefill_lane = config.policy.uses_prefill_lane
         # Weights and cache were made on the default stream. The other streams are still loading the weights.
         torch.cuda.default_stream(device).synchronize()
         stream = self._stream("decode", WHOLE_GPU)
         self._layer_graphs: PiecewiseGraphs | None = None
         with torch.cuda.stream(stream), torch.inference_mode():
-            self._state = SamplingState(max_num_seqs + 1, device)
-            if cuda_graphs:
+            self._state = SamplingState(max_num_seqs + 1, device)  # one for padded rows
+            if config.cuda_graphs:
                 self._layer_graphs = PiecewiseGraphs(
                     decoder, TritonOps(Gpu.of(device)), buckets=plan.piecewise_rows
                 )
@@ -165,8 +158,7 @@ class CudaExecutor(Executor):
                     decoder,
                     self._state,
                     max_num_seqs=max_num_seqs,
-                    max_rows=max_rows,
-                    num_kv_blocks=num_kv_blocks,
+                    max_rows=config.max_forward_rows,
                     graphs=graphs,
                 )
                 slots = Uploader(max_num_seqs * (self._state.settings.shape[1] + 1) + 8, device)
@@ -174,7 +166,7 @@ class CudaExecutor(Executor):
 
         with clock.phase("kernels"):  # FlashInfer's are compiled, or loaded, here
             self._lanes: dict[Lane, _Lane] = {"decode": lane("decode", self._layer_graphs)}
-            if prefill_lane:
+            if self.has_prefill_lane:
                 self._lanes["prefill"] = lane("prefill", None)
         self._graphs: DecodeGraphs | None = None
         self._captures: EngineGraphs | None = None
@@ -186,8 +178,6 @@ class CudaExecutor(Executor):
                     decoder,
                     self._state,
                     max_batch_size=max_num_seqs,
-                    num_kv_blocks=num_kv_blocks,
-                    padding_slot=max_num_seqs,
                     compiler=compiler,
                 )
                 self._captures = EngineGraphs(
@@ -198,14 +188,14 @@ class CudaExecutor(Executor):
                     is_tuned=tuned_rows is not None,
                 )
                 self.capture = self._captures.capture_first(
-                    ready, partial(self._stream, "decode"), clock, progress=progress
+                    config.ready, partial(self._stream, "decode"), clock, progress=progress
                 )
         join_weights()
         torch.cuda.synchronize(device)  # both lanes need all of the above
         if self._layer_graphs is not None:
             with torch.cuda.stream(stream), torch.inference_mode():
                 self._layer_graphs.pieces.clear()  # computed while weights were missing
-        if ready == "all":
+        if config.ready == "all":
             with clock.phase("piecewise graphs"):  # timed only now, when nothing else runs on the GPU
                 while self.prepare_next():
                     pass

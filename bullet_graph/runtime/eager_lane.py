@@ -61,7 +61,6 @@ class EagerLane:
         *,
         max_num_seqs: int,
         max_rows: int,
-        num_kv_blocks: int,
         graphs: PiecewiseGraphs | None = None,
     ) -> None:
         config, device = decoder.config, decoder.cos_sin.device
@@ -90,7 +89,7 @@ class EagerLane:
         self._sampled_buckets = batch_size_buckets(max_num_seqs)
         # Twelve arrays with an entry per row or sequence, and the block ids, twice for prompts that end. A bucket, too,
         # has at most ``max_rows``.
-        self._uploader = Uploader(12 * (max_rows + 8) + 2 * num_kv_blocks, device)
+        self._uploader = Uploader(12 * (max_rows + 8) + 2 * decoder.cache.num_blocks, device)
 
     def run(self, rows: Rows, *, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
         """Enqueue a whole forward on the current stream; returns as :meth:`finish`."""

@@ -72,7 +72,7 @@ class SelfCheck:
         Overwrites the cache, which must hold nothing of use.
         """
         # A block for each sequence, besides that of padding.
-        sizes = [size for size in self.batch_sizes if size < len(self.decoder.cache.layer(0)[0])]
+        sizes = [size for size in self.batch_sizes if size < self.decoder.cache.num_blocks]
         if sample and sizes:
             sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
         tolerance = TOLERANCES[self.decoder.weights.lm_head.dtype]

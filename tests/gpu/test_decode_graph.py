@@ -53,9 +53,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     generator = torch.Generator(DEVICE).manual_seed(7)
     state = SamplingState(MAX_BATCH + 1, DEVICE)
     state.last_token.random_(0, config.vocab_size, generator=generator)
-    graphs = DecodeGraphs(
-        decoder, state, max_batch_size=MAX_BATCH, num_kv_blocks=NUM_BLOCKS, padding_slot=MAX_BATCH
-    )
+    graphs = DecodeGraphs(decoder, state, max_batch_size=MAX_BATCH)
     stream = torch.cuda.Stream()
     with torch.inference_mode(), torch.cuda.stream(stream):
         for rows in reversed(graphs.batch_sizes):

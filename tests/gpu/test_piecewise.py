@@ -50,7 +50,6 @@ def setup(request: pytest.FixtureRequest) -> Setup:
                 state,
                 max_num_seqs=MAX_SEQS,
                 max_rows=MAX_ROWS,
-                num_kv_blocks=NUM_BLOCKS,
                 graphs=of_lane,
             )
             for of_lane in (graphs, None)

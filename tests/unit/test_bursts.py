@@ -34,7 +34,6 @@ def test_a_prompt_beside_the_most_rows_that_decode(monkeypatch: pytest.MonkeyPat
     bench = Workbench(
         new_decoder(config, num_blocks=NUM_BLOCKS, block_tokens=KV_BLOCK_TOKENS),
         backend,
-        num_kv_blocks=NUM_BLOCKS,
         limits=ProfileLimits(MAX_BATCH_SIZE, 8, 64, NUM_BLOCKS * KV_BLOCK_TOKENS),
         seed=0,
     )

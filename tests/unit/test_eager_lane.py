@@ -72,7 +72,6 @@ def test_forward_equals_the_reference(
         SamplingState(MAX_SEQS, CPU),
         max_num_seqs=MAX_SEQS,
         max_rows=64,
-        num_kv_blocks=NUM_BLOCKS,
     )
     rows = make_rows(chunks, decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
     logits, _ = lane.run(rows)

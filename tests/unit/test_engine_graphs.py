@@ -4,13 +4,13 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.graphs.capture_order import PieceKey, capture_order, hot_keys
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.graphs.decode_graph import DecodeGraphs
@@ -143,21 +143,19 @@ def make(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Make:
         monkeypatch.setattr(cuda, name, fake)
         monkeypatch.setattr(fake, "gpu", gpu, raising=False)
     decoder = SimpleNamespace(cos_sin=torch.empty(1), config=SimpleNamespace(num_layers=LAYERS), weights=None)
-    return partial(
-        cuda.CudaExecutor,
-        decoder,
-        max_num_seqs=64,
-        max_rows=576,
-        num_kv_blocks=10,
-        backend=gpu,
-        plan=PLAN,
-        cuda_graphs=True,
-        prefill_lane=True,
-        ready="all",
-        join_weights=lambda: gpu.log.append(("join", None)),
-        clock=StartClock(),
-        progress=False,
-    )
+
+    def make(clock: StartClock | None = None, **settings: Any) -> cuda.CudaExecutor:
+        return cuda.CudaExecutor(
+            decoder,
+            EngineConfig(model="tiny", max_num_seqs=64, policy=Policy("split"), **settings),
+            backend=gpu,
+            plan=PLAN,
+            join_weights=lambda: gpu.log.append(("join", None)),
+            clock=clock or StartClock(),
+            progress=False,
+        )
+
+    return make
 
 
 def done(gpu: FakeGpu) -> list[object]:
