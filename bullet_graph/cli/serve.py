@@ -3,65 +3,51 @@
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import click
 
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine
-from bullet_graph.cli.options import Decorator, engine_options, parse_size
+from bullet_graph.cli.options import Decorator, all_of, engine_options, parsed_by
 from bullet_graph.cli.result_file import require_extra
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import ConfigError
-from bullet_graph.serve.settings import ServeSettings
+from bullet_graph.serve.settings import SERVE_OPTIONS, ServeSettings
 
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 
 
-def _timeout(name: str, default_s: float, text: str) -> Decorator:
-    parameter = f"{name}_timeout_s"
-    return click.option(f"--{name}-timeout", parameter, default=default_s, metavar="SECONDS", help=text)
+def _server_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the settings of :class:`ServeSettings` but the model's name."""
+    hints = get_type_hints(ServeSettings)
+    options: list[Decorator] = []
+    for name, setting in SERVE_OPTIONS.items():
+        seconds = "SECONDS" if name.endswith("_s") else None
+        look: dict[str, Any] = {"metavar": setting.metavar or seconds, "help": setting.help}
+        if setting.shown_default is None:
+            look["default"] = setting.default
+        else:
+            look["help"] += f"  [default: {setting.shown_default}]"
+        if setting.parse is not None:
+            look["callback"] = parsed_by(setting.parse, setting.default)
+        else:
+            look["type"] = next(iter(get_args(hints[name])), hints[name])
+        options.append(click.option(setting.flag, name, **look))
+    return all_of(options)(command)
 
 
 @click.command()
 @engine_options(max_num_seqs=256)
-@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
-@click.option("--port", default=8000, help="TCP port; 0: a free one.")
+@_server_options
 @click.option("--served-model-name", help="The model's name in requests.  [default: --model]")
-@click.option(
-    "--api-key", help="Key that every request but /health must carry, as `Authorization: Bearer KEY`."
-)
 @click.option(
     "--api-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A file with that key; keeps it out of the list of processes.",
-)
-@click.option(
-    "--max-body-size",
-    "max_body_bytes",
-    default="8MiB",
-    metavar="SIZE",
-    callback=parse_size,
-    help="Largest body of a request; larger ones get 413.",
-)
-@click.option(
-    "--max-prompt-tokens", type=int, help="Most tokens of a prompt.  [default: what the model has room for]"
-)
-@click.option(
-    "--max-queue-len",
-    default=1024,
-    help="Requests get 429 while this many sequences wait for KV blocks.",
-)
-@_timeout("request", 600.0, "Longest time from a request's arrival to its last token.")
-@_timeout(
-    "shutdown",
-    30.0,
-    "After SIGTERM, time for requests in progress; then they are aborted. A second signal aborts them at once.",
-)
-@_timeout(
-    "watchdog", 60.0, "After this long without progress on a lane, all requests fail and /health is 503."
 )
 @click.option(
     "--warmup/--no-warmup",

@@ -5,7 +5,6 @@ Needs aiohttp (extra ``bench``), but none of the server's libraries.
 
 import dataclasses
 import json
-import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -99,16 +98,12 @@ class OpenAiServer:
                     if num_tokens:
                         yield num_tokens
 
-    async def own_counters(self) -> dict[str, float]:
-        """The counters of a ``bullet-graph serve``; empty for another server.
-
-        They go by name without prefix; `` label=value`` follows the name for labels other than the model's.
-        """
+    async def live(self) -> dict[str, Any]:
+        """The figures of a ``bullet-graph serve``'s live page; empty for another server."""
         if self.settings.get("owned_by") != OWNER:
             return {}
-        async with self._session.get(f"{self._url.removesuffix('/v1')}/metrics") as response:
-            text = await response.text() if response.ok else ""
-        return parse_counters(text)
+        async with self._session.get(f"{self._url.removesuffix('/v1')}/live") as response:
+            return await response.json() if response.ok else {}
 
     def counters(self) -> Mapping[str, Any]:
         """Empty: a server reports none."""
@@ -117,19 +112,6 @@ class OpenAiServer:
     async def close(self) -> None:
         """Close the connections; the server stays up."""
         await self._session.close()
-
-
-_METRIC = re.compile(r"^bullet_graph:(\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-
-def parse_counters(text: str) -> dict[str, float]:
-    """The project's own metrics in Prometheus' text format; see :meth:`OpenAiServer.own_counters`."""
-    counters = {}
-    for name, labels, value in _METRIC.findall(text):
-        others = [f" {key}={label}" for key, label in _LABEL.findall(labels) if key != "model_name"]
-        counters[name + "".join(others)] = float(value)
-    return counters
 
 
 class TokenCounter:

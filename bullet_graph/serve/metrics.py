@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
-import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.output import RequestOutput
 from bullet_graph.perf.energy import NvmlProbe
+from bullet_graph.perf.metrics import summarize_ms
 from bullet_graph.serve.limits import Gate
 from bullet_graph.slo import NO_TARGETS
 
@@ -181,11 +181,13 @@ class ServerMetrics(Collector):
             "lane_seconds": dict(stats.lane_seconds),
             "lane_sm_seconds": dict(stats.lane_sm_seconds),
             "policy_seconds": dict(stats.policy_seconds),
+            "num_steps": stats.num_steps,
+            "num_preemptions": stats.num_preemptions,
             "generation_tokens": self.generation_tokens,
             "window_s": LIVE_WINDOW_S,
             "requests": len(recent),
-            "ttft_ms": percentiles([ttft_ms for _, ttft_ms, _ in recent]),
-            "tpot_ms": percentiles([tpot_ms for *_, tpot_ms in recent if tpot_ms is not None]),
+            "ttft_ms": summarize_ms(ttft_ms for _, ttft_ms, _ in recent),
+            "tpot_ms": summarize_ms(tpot_ms for *_, tpot_ms in recent),
             "slo_attainment": self._slo_attainment,
             "energy_joules": self._energy.joules,
             "failure": None if engine.failure is None else str(engine.failure),
@@ -236,11 +238,3 @@ class ServerMetrics(Collector):
         else:
             family.add_metric([self._model_name], values)
         return family
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Median, 90th and 99th percentile, interpolated linearly; None of nothing."""
-    if not values:
-        return None
-    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
-    return {"p50": p50, "p90": p90, "p99": p99}

@@ -10,8 +10,6 @@ from click.testing import Result
 from peers_fakes import CompletionsServer, completions_server
 from servers import Served, serving
 
-from bullet_graph.serve.client import parse_counters
-
 LENGTHS = ((30, 5), (7, 12), (100, 1), (12, 8), (50, 3), (9, 6))
 
 
@@ -96,13 +94,3 @@ def test_bad_input(served: Served, other: CompletionsServer, trace: Path, tmp_pa
     assert "none of the 1 requests" in message
     message = refused(bench(served.url, too_long, "--api-key", "k"))  # already by the warm-up
     assert "none of the 2 requests" in message
-
-
-def test_counters_are_read_from_prometheus_text() -> None:
-    text = (
-        "# TYPE bullet_graph:policy_seconds counter\n"
-        'bullet_graph:policy_seconds_total{policy="mixed",model_name="a"} 1.5\n'
-        'bullet_graph:num_steps_total{model_name="a"} 12.0\n'
-        "python_info 1.0\n"
-    )
-    assert parse_counters(text) == {"policy_seconds_total policy=mixed": 1.5, "num_steps_total": 12.0}

@@ -12,7 +12,7 @@ from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, PromptE
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import ChatFormat, CompletionFormat, to_json_text, token_texts, usage_of
 from bullet_graph.serve.limits import Gate
-from bullet_graph.serve.metrics import PREFIX, EnergyMeter, Histogram, percentiles
+from bullet_graph.serve.metrics import PREFIX, EnergyMeter, Histogram
 from bullet_graph.serve.protocol import CompletionRequest
 
 
@@ -95,12 +95,6 @@ def test_a_histogram_is_cumulative(values: list[float]) -> None:
         assert samples[f"{name}_bucket", str(bound)] == sum(value <= bound for value in values)
     assert samples[f"{name}_bucket", "+Inf"] == samples[f"{name}_count", None] == len(values)
     assert samples[f"{name}_sum", None] == pytest.approx(sum(values))
-
-
-def test_percentiles() -> None:
-    assert percentiles([]) is None
-    assert percentiles([3.0]) == {"p50": 3.0, "p90": 3.0, "p99": 3.0}
-    assert percentiles([float(n) for n in range(101)]) == {"p50": 50, "p90": 90, "p99": 99}
 
 
 async def test_energy_is_what_was_used_since_the_start() -> None:

@@ -129,24 +129,22 @@ class ServerClient(StreamClient):
         super().__init__(server, runner, backend="openai", model_id=model_id, vocab_size=vocab_size)
 
     def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Replay:
-        self._before: dict[str, float] = self._runner.run(self._server.own_counters())
+        self._before: dict[str, Any] = self._runner.run(self._server.live())
         replayed = super().replay(requests, is_warmup=is_warmup, **options)
-        self._after: dict[str, float] = self._runner.run(self._server.own_counters())
+        self._after: dict[str, Any] = self._runner.run(self._server.live())
         return replayed
 
     def usage(self, result: ReplayResult) -> dict[str, Any]:
-        grown = {name: value - self._before.get(name, 0.0) for name, value in self._after.items()}
-        if not grown:
+        before, after = self._before, self._after
+        if not (before and after):
             return {}
-        policies = {
-            name.partition("=")[2]: s for name, s in grown.items() if name.startswith("policy_seconds_total ")
-        }
-        total_s = sum(policies.values())
+        earlier = before["policy_seconds"]
+        seconds = {policy: s - earlier.get(policy, 0.0) for policy, s in after["policy_seconds"].items()}
+        joules = None if after["energy_joules"] is None else after["energy_joules"] - before["energy_joules"]
         return {
-            "policy_shares": {policy: seconds / total_s for policy, seconds in policies.items() if seconds},
-            "num_steps": int(grown["num_steps_total"]),
-            "num_preemptions": int(grown["num_preemptions_total"]),
-            **energy_fields(grown.get("energy_joules_total"), result),
+            "policy_shares": {policy: s / sum(seconds.values()) for policy, s in seconds.items() if s},
+            **{name: after[name] - before[name] for name in ("num_steps", "num_preemptions")},
+            **energy_fields(joules, result),
         }
 
 
