@@ -1,7 +1,9 @@
 """A server in this process, for the end-to-end tests: real HTTP on a free port, the tiny model on the CPU."""
 
 import asyncio
+import json
 import queue
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,13 @@ from bullet_graph.serve.lifecycle import DrainingServer, bind, url_of
 from bullet_graph.serve.settings import ServeSettings
 
 MODEL = "tiny"
+
+
+def as_http(body: object) -> bytes:
+    """A completion request as it is sent."""
+    content = json.dumps(body).encode()
+    head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + content
 
 
 class Served:
@@ -58,6 +67,16 @@ class Served:
         answer: dict[str, Any] = response.json()
         return answer
 
+    def connect(self, request: bytes = b"") -> socket.socket:
+        """A connection that has sent this; its buffer is small, so that what is not read stays in the server."""
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(20)
+        host, port = self.url.removeprefix("http://").split(":")
+        connection.connect((host, int(port)))
+        connection.sendall(request)
+        return connection
+
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **({"api_key": "none", "max_retries": 0} | options))
 
@@ -72,10 +91,12 @@ class Served:
                 values[name.replace(",}", "}").replace("{,", "{").replace("{}", "")] = float(value)
         return values
 
-    def wait_until_idle(self) -> None:
-        """Nothing is under way any more, and all KV blocks are free."""
+    def wait_until_idle(self, *, busy_first: bool = False) -> None:
+        """Wait until nothing is under way and all KV blocks are free; ``busy_first``: after a request has come."""
         deadline = time.monotonic() + 30
         gate = self.server.gate
+        while busy_first and not gate.num_inside:
+            assert time.monotonic() < deadline
         while gate.num_inside or self.engine.stats.kv_blocks_used or self.engine.stats.num_running:
             assert time.monotonic() < deadline, (gate.num_inside, self.engine.stats)
             time.sleep(0.005)
@@ -96,6 +117,7 @@ def serving(model: str | Path = MODEL, *, idle: bool = True, **settings: Any) ->
     of_engine = {k: v for k, v in settings.items() if k not in names}
     engine = AsyncEngine(make_engine(model, **of_engine))
     listener = bind(of_server)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections
     loops: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
     server = DrainingServer(engine, of_server, on_started=lambda: loops.put(asyncio.get_running_loop()))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -18,7 +18,7 @@ from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import ConfigError
 from bullet_graph.serve.settings import SERVE_OPTIONS, ServeSettings
 
-_EXTRA = ("fastapi", "uvicorn", "prometheus_client")
+_EXTRA = ("fastapi", "httptools", "uvicorn", "prometheus_client")
 
 
 def _server_options(command: Callable[..., None]) -> Callable[..., None]:

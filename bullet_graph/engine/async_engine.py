@@ -71,6 +71,7 @@ class AsyncEngine:
         self._busy_since_s: float | None = None
         self._names = itertools.count()
         self._failure: EngineDeadError | None = None
+        self._num_arriving = 0
         # Makes the check that the engine lives and the new command one step: a late request would wait for ever.
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="bullet-graph-engine", daemon=True)
@@ -98,6 +99,7 @@ class AsyncEngine:
             EngineDeadError: the engine was shut down or has failed.
         """
         name = f"async-{next(self._names)}" if request_id is None else request_id
+        num_samples = sampling_params.n if isinstance(sampling_params, SamplingParams) else 1
         stream = _OutputStream()
 
         def add() -> None:
@@ -110,6 +112,8 @@ class AsyncEngine:
                 _send(stream.loop, (stream, error))
             else:
                 self._streams[name] = stream
+            with self._lock:
+                self._num_arriving -= num_samples
 
         def abort() -> None:
             if self._streams.get(name) is stream:
@@ -120,6 +124,7 @@ class AsyncEngine:
             self._require_alive()
             arrival_s = self.engine.now()
             self._open.add(stream)
+            self._num_arriving += num_samples
             self._commands.put(add)
         finished = False
         try:
@@ -165,6 +170,11 @@ class AsyncEngine:
     def failure(self) -> EngineDeadError | None:
         """Why the engine is dead; None while it lives."""
         return self._failure
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for KV blocks, or for the engine's thread to take their request."""
+        return self._num_arriving + self.engine.num_waiting()
 
     def _require_alive(self) -> None:
         if self._failure is not None:

@@ -352,6 +352,10 @@ class Engine:
         """Sequences that hold KV blocks. Safe in any thread."""
         return self._core.scheduler.num_running
 
+    def num_waiting(self) -> int:
+        """Sequences that wait for KV blocks. Safe in any thread."""
+        return len(self._core.scheduler.queue)
+
     def stalled_launches(self, limit_s: float) -> tuple[str, ...]:
         """Describe launches that have blocked a lane for more than ``limit_s`` seconds, oldest first.
 

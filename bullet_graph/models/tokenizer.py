@@ -1,5 +1,6 @@
 """Text to token ids and back, and chat templates, from the files of a Hugging Face folder."""
 
+import functools
 import json
 from collections.abc import Mapping, Sequence, Set
 from datetime import datetime
@@ -155,6 +156,16 @@ class Tokenizer:
         """A detokenizer for one output."""
         return DetokenizeStream(self._tokenizer, self._special_ids)
 
+    @functools.cached_property
+    def max_token_characters(self) -> int:
+        """Most characters of a text that one token stands for: a longer text than that times n has over n tokens."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        assert self._chat_template is not None
+        return _environment().from_string(self._chat_template)
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
@@ -171,8 +182,7 @@ class Tokenizer:
                 "tokenizer_config.json was found; pass a plain prompt instead"
             )
         try:
-            template = _environment().from_string(self._chat_template)
-            return template.render(
+            return self._template.render(
                 self._special_tokens,
                 messages=[dict(message) for message in messages],
                 tools=None,

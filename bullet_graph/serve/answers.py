@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 
+import anyio
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -46,27 +47,16 @@ class Answer(Response):
         self._whole = whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        client = asyncio.create_task(_until_gone(receive))
-        answered = gone = False
+        async with anyio.create_task_group() as tasks:
 
-        def give_up(_: asyncio.Task[None]) -> None:
-            nonlocal gone
-            if not answered:
-                gone = True
-                task.cancel()
+            async def until_gone() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                tasks.cancel_scope.cancel()
 
-        client.add_done_callback(give_up)
-        try:
+            tasks.start_soon(until_gone)
             await self._answer(scope, receive, send)
-        except asyncio.CancelledError:
-            # Swallow the cancellation only if the client's leaving is its only cause.
-            if not gone or task.uncancel():
-                raise
-        finally:
-            answered = True
-            client.cancel()
+            tasks.cancel_scope.cancel()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -95,8 +85,3 @@ class Answer(Response):
                         return
                     event = b"data: " + told.json() + b"\n\n" + _DONE
                     await send({"type": "http.response.body", "body": event, "more_body": False})
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,7 +1,9 @@
 """Errors in OpenAI's format: a status, and a body that says what was wrong and what to do."""
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -28,7 +30,9 @@ _UNIONS = {
 
 _OBJECT = "a JSON object is required as the body, with Content-Type: application/json"
 _SHOWN_CHARACTERS = 80
-_MOST_REASONS = 3
+_REASON_CHARACTERS = 300
+_MOST_ERRORS, _MOST_REASONS = 20, 3
+"""Errors that are looked at, and reasons that are told."""
 
 
 class ApiError(Exception):
@@ -77,12 +81,12 @@ class ApiError(Exception):
 
 
 def validation_error(error: RequestValidationError) -> ApiError:
-    """The first few reasons why a request's body is invalid."""
-    reasons: list[str] = []
+    """The first few reasons why a request's body is invalid; their number and length do not grow with the body."""
+    reasons: dict[str, None] = {}
     param: str | None = None
     body = error.body
-    for found in error.errors():
-        path = [part for part in found["loc"] if part != "body"]
+    for found in error.errors()[:_MOST_ERRORS]:
+        path = [_cut(str(part), _SHOWN_CHARACTERS) for part in found["loc"] if part != "body"]
         first = path[0] if path and found["type"] != "json_invalid" else ""
         field = str(found.get("ctx", {}).get("field", first))
         param = param or field or None
@@ -90,32 +94,44 @@ def validation_error(error: RequestValidationError) -> ApiError:
         if is_union and isinstance(body, dict) and field in body:
             reason = f"`{field}` must be {_UNIONS[field]}; found {_shown(body[field])}"
         else:
-            reason = _reason(found, path)
-        if reason not in reasons:
-            reasons.append(reason)
+            reason = _reason(found, ".".join(path))
+        reasons[_cut(reason, _REASON_CHARACTERS)] = None
     more = len(reasons) - _MOST_REASONS
-    text = "; ".join(reasons[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
+    text = "; ".join(list(reasons)[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
     return ApiError(400, text, param=param)
 
 
-def _reason(found: Mapping[str, Any], path: Sequence[object]) -> str:
+def _reason(found: Mapping[str, Any], where: str) -> str:
     kind, message = found["type"], found["msg"]
     if kind == "json_invalid":
         return f"the body is no JSON: {found.get('ctx', {}).get('error', message)}"
-    where = ".".join(map(str, path)) or "the body"
     if kind == "extra_forbidden":
         return f"`{where}` is no field of this request: leave it out, or correct its name"
     if kind == "missing":
-        return f"`{where}` is required" if path else _OBJECT
-    if kind == "string_unicode" and not path:
+        return f"`{where}` is required" if where else _OBJECT
+    if kind == "string_unicode" and not where:
         return f"names of fields must be valid Unicode, found {_shown(found.get('input'))}"
     if kind == OWN_ERROR:
         return str(message)
-    if not path:
+    if not where:
         return f"{_OBJECT}; found {_shown(found.get('input'))}"
     return f"`{where}`: {message[:1].lower()}{message[1:]}, found {_shown(found.get('input'))}"
 
 
+class _Repr(reprlib.Repr):
+    """Short forms of values, in constant time; those of the standard library sort a whole dict."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(itertools.islice(x.items(), self.maxdict + 1)), level)
+
+
+_REPR = _Repr()
+_REPR.maxlevel, _REPR.maxstring = 3, _SHOWN_CHARACTERS
+
+
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+    return _cut(_REPR.repr(value), _SHOWN_CHARACTERS)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

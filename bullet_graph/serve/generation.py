@@ -107,20 +107,26 @@ class Generation:
         self, request: Request, kind: OutputKind
     ) -> AsyncIterator[tuple[int, AsyncGenerator[Indexed, None]]]:
         """Tokens of the prompts, and the outputs as they come; leaving early aborts all prompts."""
-        with self._gate.enter(request.num_outputs):
+        with self._gate.enter(request.num_outputs) as hand_over:
             prompts = await self._prompts(request)
             slo = None if request.slo is None else Slo(**request.slo.model_dump())
             streams = []
             for prompt in prompts:
                 params = request.sampling_params(self._max_tokens(request, len(prompt)))
-                streams.append(partial(self._one, prompt, params, slo, kind))
+                streams.append(partial(self._one, prompt, params, slo, kind, hand_over))
             async with aclosing(_merged(streams)) as outputs:
                 yield sum(map(len, prompts)), outputs
 
     async def _one(
-        self, prompt: Sequence[int], params: SamplingParams, slo: Slo | None, kind: OutputKind
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        slo: Slo | None,
+        kind: OutputKind,
+        hand_over: Callable[[int], None],
     ) -> AsyncGenerator[RequestOutput, None]:
         meter = RequestMeter(self._metrics, len(prompt))
+        hand_over(params.n)
         try:
             outputs = self._engine.generate(prompt, params, output_kind=kind, slo=slo)
             async with aclosing(outputs) as stream:  # type: ignore[type-var]
@@ -145,8 +151,10 @@ class Generation:
                 "the model has no tokenizer, which a chat needs: use /v1/completions with token ids, or serve a folder "
                 "with tokenizer.json"
             )
-        length = sum(len(message["content"]) for message in messages)
-        text = await self._run(length, partial(self._tokenizer.apply_chat_template, messages))
+        if len(messages) > self._longest_prompt:
+            raise self._too_long(f"and a conversation as many messages, found {len(messages)} messages")
+        self._check_characters(sum(len(message["content"]) for message in messages))
+        text = await self._in_thread(partial(self._tokenizer.apply_chat_template, messages))
         return [await self._tokens(text, special=False)]
 
     async def _tokens(self, text: str, *, special: bool = True) -> list[int]:
@@ -154,24 +162,39 @@ class Generation:
             raise ApiError(
                 400, "a text prompt needs a tokenizer, but the model has none: pass token ids", param="prompt"
             )
-        return await self._run(len(text), partial(self._tokenizer.encode, text, special))
+        self._check_characters(len(text))
+        encode = partial(self._tokenizer.encode, text, special)
+        return encode() if len(text) <= _LONG_TEXT else await self._in_thread(encode)
 
-    async def _run(self, length: int, call: Callable[[], T]) -> T:
-        """Call a function, in a thread if its text is long."""
-        if length <= _LONG_TEXT:
-            return call()
+    async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    @property
+    def _longest_prompt(self) -> int:
+        limit = self._engine.engine.max_model_len - 1
+        return min(self._settings.max_prompt_tokens or limit, limit)
+
+    def _check_characters(self, characters: int) -> None:
+        """Refuse a text that is too long whatever its tokens, before time is spent on it."""
+        assert self._tokenizer is not None
+        most = self._longest_prompt * self._tokenizer.max_token_characters
+        if characters > most:
+            raise self._too_long(
+                f"and no text of more than {most} characters fits, found {characters} characters"
+            )
+
+    def _too_long(self, found: str) -> ApiError:
+        return ApiError(
+            400,
+            f"a prompt may have at most {self._longest_prompt} tokens here, {found}: shorten it",
+            code="context_length_exceeded",
+        )
 
     def _max_tokens(self, request: Request, prompt_tokens: int) -> int:
         """The output limit of a prompt; ApiError if the prompt, or prompt and output together, are too long."""
         limit = self._engine.engine.max_model_len
-        longest = min(self._settings.max_prompt_tokens or limit, limit - 1)
-        if prompt_tokens > longest:
-            raise ApiError(
-                400,
-                f"a prompt may have at most {longest} tokens here, found {prompt_tokens}: shorten it",
-                code="context_length_exceeded",
-            )
+        if prompt_tokens > self._longest_prompt:
+            raise self._too_long(f"found {prompt_tokens}")
         room = limit - prompt_tokens
         wanted = request.wanted_tokens
         if wanted is None:

@@ -7,6 +7,7 @@ import math
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -15,6 +16,7 @@ from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import ConfigError
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.serve.app import create_app
+from bullet_graph.serve.connection import LimitedConnection
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.settings import ServeSettings
 
@@ -49,6 +51,9 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                # The type that uvicorn asks for is a class; it calls it with keywords.
+                http=partial(LimitedConnection, settings),  # type: ignore[arg-type]
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 server_header=False,
@@ -99,6 +104,10 @@ def bind(settings: ServeSettings) -> socket.socket:
         with ExitStack() as undo:
             listener = undo.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit it. It also holds where an answer lies in the system's buffer, and for a lost peer.
+            listener.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(settings.write_timeout_s * 1000)
+            )
             listener.bind(address)
             undo.pop_all()
             return listener

@@ -113,7 +113,7 @@ class Gate:
     """Admits requests while fewer than ``max_queue_len`` sequences wait.
 
     Attributes:
-        num_inside: sequences of admitted requests that have not ended.
+        num_inside: admitted requests that have not ended.
         empty: set while no request is inside.
         closed: the server shuts down.
     """
@@ -125,6 +125,7 @@ class Gate:
         self._max_queue_len = max_queue_len
         self._clock = clock
         self._ended_s: deque[float] = deque(maxlen=32)
+        self._num_prepared = 0
         self.num_inside = 0
         self.empty = asyncio.Event()
         self.empty.set()
@@ -132,8 +133,8 @@ class Gate:
 
     @property
     def num_waiting(self) -> int:
-        """Admitted sequences without KV blocks."""
-        return max(self.num_inside - self._engine.engine.num_running(), 0)
+        """Admitted sequences that wait for KV blocks. One that the engine is done with does not, read or not."""
+        return self._num_prepared + self._engine.num_waiting
 
     def check_open(self) -> None:
         """Raise ApiError 503 if the engine is dead or the server shuts down."""
@@ -148,8 +149,11 @@ class Gate:
             )
 
     @contextmanager
-    def enter(self, num_sequences: int) -> Iterator[None]:
-        """Count a request's sequences as inside; ApiError 503 as :meth:`check_open`, 429 if too many wait."""
+    def enter(self, num_sequences: int) -> Iterator[Callable[[int], None]]:
+        """Let a request in; ApiError 503 as :meth:`check_open`, 429 if too many sequences wait.
+
+        Yields what must be called with the number of sequences that the engine is about to take over.
+        """
         self.check_open()
         if self.num_waiting >= self._max_queue_len:
             raise ApiError(
@@ -159,12 +163,21 @@ class Gate:
                 code="queue_full",
                 headers={"Retry-After": str(self.retry_after_s())},
             )
-        self.num_inside += num_sequences
+        left = 0
+
+        def prepare(number: int) -> None:
+            nonlocal left
+            left += number
+            self._num_prepared += number
+
+        prepare(num_sequences)
+        self.num_inside += 1
         self.empty.clear()
         try:
-            yield
+            yield lambda number: prepare(-number)
         finally:
-            self.num_inside -= num_sequences
+            prepare(-left)
+            self.num_inside -= 1
             self._ended_s.append(self._clock())
             if not self.num_inside:
                 self.empty.set()

@@ -5,7 +5,7 @@ Docstrings and answer types make the OpenAPI description; ``formats.py`` writes 
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -17,6 +17,9 @@ MAX_OUTPUTS = 128
 
 OWN_ERROR = "request"
 """Type of validation errors whose message is complete."""
+
+_MOST_FIELDS = 100
+"""Fields of any object of a request."""
 
 _HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields without effect on the answer: accepted and ignored."""
@@ -48,6 +51,18 @@ class _Strict(BaseModel):
     # Unknown fields are refused: a client would believe that an ignored field has an effect.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, data: Any) -> Any:
+        # Each unknown field would be an error of its own.
+        if isinstance(data, dict) and len(data) > _MOST_FIELDS:
+            raise PydanticCustomError(
+                OWN_ERROR,
+                "an object may have at most {most} fields here, found {found}: leave out the unknown ones",
+                {"most": _MOST_FIELDS, "found": len(data)},
+            )
+        return data
+
 
 class Targets(_Strict):
     """Latency targets of one request, in milliseconds; the server's replace those that are missing."""
@@ -64,8 +79,12 @@ class StreamOptions(_Strict):
     continuous_usage_stats: bool | None = None
 
 
+T = TypeVar("T")
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+Few = Annotated[list[T], Field(min_length=1, max_length=MAX_OUTPUTS, fail_fast=True)]
+Many = Annotated[list[T], Field(min_length=1, fail_fast=True)]
+"""Only the first wrong item is told: there may be millions."""
 
 
 class GenerationRequest(_Strict):
@@ -96,7 +115,7 @@ class GenerationRequest(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_what_asks_for_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not isinstance(data, dict) or len(data) > _MOST_FIELDS:
             return data
         for name, neutral in _NEUTRAL.items():
             value = data.get(name)
@@ -148,14 +167,9 @@ class CompletionRequest(GenerationRequest):
 
     default_tokens = 16  # OpenAI's
 
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_OUTPUTS)]
-        | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_OUTPUTS)
-        ]
-    ) = Field(description="A text, token ids, or a list of either.")
+    prompt: str | Many[TokenId] | Few[str] | Few[Many[TokenId]] = Field(
+        description="A text, token ids, or a list of either."
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
@@ -196,7 +210,7 @@ class Message(_Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Many[TextPart]
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -211,7 +225,7 @@ class Message(_Strict):
 class ChatCompletionRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Many[Message]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -23,6 +23,7 @@ _COUNT = _Range("at least 1", lambda n: n is None or n >= 1)
 _PORT = _Range("between 0 and 65535", lambda port: 0 <= port < 2**16)
 _TIME = _Range("a number of seconds above 0", lambda s: s > 0)
 _FINITE_TIME = _Range("a number of seconds, at least 0", lambda s: 0 <= s < math.inf)
+_WRITE_TIME = _Range("a number of seconds from 0 to 86400", lambda s: 0 <= s <= 86400)
 _TEXT = _Range("a text that is not empty", bool)
 _KEY = _Range(
     "printable ASCII characters, at least one",
@@ -59,6 +60,33 @@ class ServeSettings:
         _KEY,
         "--api-key",
         "Key that every request but /health must carry, as `Authorization: Bearer KEY`.",
+    )
+    max_connections: int = _option(
+        1000,
+        _COUNT,
+        "--max-connections",
+        "Most open connections; one more gets 503. Each needs a file descriptor.",
+    )
+    max_headers: int = _option(
+        100, _COUNT, "--max-headers", "Most headers of a request; a request with more gets 431."
+    )
+    max_header_bytes: int = _option(
+        64 << 10,
+        _COUNT,
+        "--max-header-size",
+        "Most bytes of a request's URL and headers; larger ones get 431.",
+        metavar="SIZE",
+        shown_default="64KiB",
+        parse=parse_bytes,
+    )
+    header_timeout_s: float = _option(
+        10.0, _TIME, "--header-timeout", "Longest time to send a request's headers, from the connection on."
+    )
+    write_timeout_s: float = _option(
+        60.0,
+        _WRITE_TIME,
+        "--write-timeout",
+        "A client that takes nothing of what it is sent for this long is cut off; 0: the system's own time.",
     )
     max_body_bytes: int = _option(
         8 << 20,

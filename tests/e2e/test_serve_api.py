@@ -1,12 +1,14 @@
 """The server as OpenAI's own client sees it, and as the engine itself would have answered."""
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import openai
 import pytest
 from checkpoints import BOS_TOKEN_ID, write_checkpoint
@@ -159,6 +161,27 @@ def test_a_chat_is_put_into_the_template(chat: Create, alone: Engine) -> None:
     assert chat(temperature=0, messages=in_parts, max_tokens=12).choices[0].message.content == text
     # Without max_tokens, a chat goes on to the model's limit.
     assert chat(temperature=0).usage.total_tokens == 256
+
+
+def test_a_template_is_compiled_once_and_rendered_beside_the_event_loop(
+    chat: Create, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_template, render, threads = jinja2.Environment.from_string, jinja2.Template.render, []
+
+    def compiled(*args: Any, **options: Any) -> jinja2.Template:
+        threads.append("compiled")
+        return compile_template(*args, **options)
+
+    def rendered(*args: Any, **options: Any) -> str:
+        threads.append(threading.current_thread().name.rstrip("_01"))
+        return render(*args, **options)
+
+    chat(max_tokens=1)
+    monkeypatch.setattr(jinja2.Environment, "from_string", compiled)
+    monkeypatch.setattr(jinja2.Template, "render", rendered)
+    for _ in range(2):
+        chat(max_tokens=1)
+    assert threads == ["bullet-graph-tokenizer"] * 2
 
 
 def test_a_chat_streams(chat: Create) -> None:

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
 from engines import before_launch, make_engine
-from servers import MODEL, Served, serving
+from servers import MODEL, Served, as_http, serving
 
 from bullet_graph import AsyncEngine, ConfigError, EngineDeadError
 from bullet_graph.runtime.cpu import CpuExecutor
@@ -96,17 +97,67 @@ def test_a_request_that_takes_too_long_is_aborted(monkeypatch: pytest.MonkeyPatc
         assert served.complete(prompt=[1], max_tokens=2)
 
 
-def test_a_client_that_does_not_send_its_body_is_not_waited_for() -> None:
-    with serving(max_model_len=64, request_timeout_s=0.3) as served:
-        host, port = served.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b'Content-Length: 100\r\n\r\n{"prompt"'
-            )
-            answer = connection.recv(10_000)
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"9 bytes have come" in answer
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[Served]:
+    limits = {"request_timeout_s": 0.3, "header_timeout_s": 0.3, "max_header_bytes": 3000, "max_headers": 20}
+    with serving(max_model_len=64, max_connections=3, **limits) as served:
+        yield served
+        assert served.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "message"),
+    [
+        (
+            as_http({"prompt": "x" * 99})[:-90],
+            408,
+            "the body must be sent within 0.3 s (--request-timeout), and 23",
+        ),
+        (GET, 408, "headers must come within 0.3 s (--header-timeout)"),
+        (GET + b"\r\n" + GET, 200, ""),
+        (GET + b"A: b\r\n" * 21, 431, "at most 20 headers (--max-headers)"),
+        (GET + b"A: " + b"b" * 3000 + b"\r\n", 431, "at most 3,000 bytes (--max-header-size)"),
+        (GET + b"A: " + b"b" * 500_000, 431, "at most 3,000 bytes"),
+        (b"GET /" + b"a" * 3000 + b" HTTP/1.1\r\n", 431, "at most 3,000 bytes"),
+        (GET + b"A\x00: b\r\n\r\n", 400, "HTTP/1.1 is required"),
+        (b"", None, ""),
+        (b"\r\n", None, ""),
+    ],
+    ids=["body", "headers", "second", "many", "large", "endless", "url", "wrong", "nothing", "blank"],
+)
+def test_a_client_that_sends_too_slowly_or_too_much_is_answered_and_cut_off(
+    limited: Served, sent: bytes, status: int | None, message: str
+) -> None:
+    with limited.connect() as connection:
+        with suppress(ConnectionError):
+            connection.sendall(sent)
+        begin_s = time.monotonic()
+        answer = b""
+        with suppress(ConnectionError):
+            while part := connection.recv(10_000):
+                answer += part
+    assert time.monotonic() - begin_s < 5
+    assert answer.startswith(b"" if status is None else b"HTTP/1.1 %d " % status)
+    assert bool(answer) == (status is not None)
+    assert message in answer.decode()
+
+
+def test_one_connection_too_many_is_refused(limited: Served) -> None:
+    with ExitStack() as stack:
+        slow = [stack.enter_context(limited.connect(GET)) for _ in range(3)]
+        refused = stack.enter_context(limited.connect())
+        assert refused.recv(10_000).startswith(b"HTTP/1.1 503 ")
+        assert slow[0].recv(10_000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_does_not_read_its_stream_is_cut_off() -> None:
+    with serving(max_model_len=512, write_timeout_s=1.0, kv_cache_bytes=16 << 20) as served:
+        many = {"prompt": [1], "n": 16, "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with served.connect(as_http(many)):
+            served.wait_until_idle(busy_first=True)
 
 
 # ---- the end ----

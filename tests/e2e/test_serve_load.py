@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, suppress
 import aiohttp
 import pytest
 from engines import before_launch, make_engine
-from servers import Served, serving
+from servers import Served, as_http, serving
 
 from bullet_graph import SamplingParams
 from bullet_graph.runtime.step import Placement, Step
@@ -179,3 +179,17 @@ async def test_a_full_queue_is_told_and_loses_nothing(monkeypatch: pytest.Monkey
         assert len(refused) == 35
         assert refused[0]["code"] == "queue_full"
         assert "5 sequences wait already, and at most 5 may (--max-queue-len)" in refused[0]["message"]
+
+
+async def test_sequences_whose_outputs_nobody_reads_do_not_fill_the_queue() -> None:
+    """Two requests of 128 outputs each have come to their end, and lie unread."""
+    with serving(max_model_len=64, kv_cache_bytes=16 << 20, max_queue_len=128) as served:
+        async with session(served) as client:
+            unread = [served.connect(as_http(body([1], 10, n=128, ignore_eos=True))) for _ in range(2)]
+            stats = served.engine.engine.stats
+            await until(lambda: served.server.gate.num_inside == 2 and stats().num_running > 0)
+            await until(lambda: not stats().num_running and not served.engine.num_waiting)
+            assert served.server.gate.num_inside == 2
+            assert await tokens_of_stream(client, [1], 3)
+            for connection in unread:
+                connection.close()

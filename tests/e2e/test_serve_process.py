@@ -146,7 +146,7 @@ def test_without_the_extra_the_command_says_what_to_install_and_nothing_else_nee
     """In a process of its own, in which the server's libraries cannot be found."""
     program = """
 import importlib.util, sys
-EXTRA = ("fastapi", "uvicorn", "prometheus_client", "starlette")
+EXTRA = ("fastapi", "httptools", "uvicorn", "prometheus_client", "starlette")
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name in EXTRA else find_spec(name, package)
 sys.modules |= dict.fromkeys(EXTRA)
@@ -158,6 +158,6 @@ main(["serve", "--model", "tiny"])
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (
         2,
-        "error: bullet-graph serve needs fastapi, uvicorn, prometheus_client, not installed here: "
+        "error: bullet-graph serve needs fastapi, httptools, uvicorn, prometheus_client, not installed here: "
         "pip install 'bullet-graph[serve]'\n",
     )

@@ -1,19 +1,22 @@
 """Parts of the server on their own: the gate, histograms, percentiles, formats, errors."""
 
 import json
+import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, PromptError, TokenLogprobs
-from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.errors import ApiError, validation_error
 from bullet_graph.serve.formats import ChatFormat, CompletionFormat, to_json_text, token_texts, usage_of
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import PREFIX, EnergyMeter, Histogram
-from bullet_graph.serve.protocol import CompletionRequest
+from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest
 
 
 class Clock:
@@ -23,26 +26,26 @@ class Clock:
         return self.now_s
 
 
-def gate(max_queue_len: int, *, running: int = 0, clock: Clock | None = None, dead: bool = False) -> Gate:
+def gate(max_queue_len: int, *, waiting: int = 0, clock: Clock | None = None, dead: bool = False) -> Gate:
     failure = EngineDeadError("the device is gone") if dead else None
-    engine = SimpleNamespace(failure=failure, engine=SimpleNamespace(num_running=lambda: running))
+    engine = SimpleNamespace(failure=failure, num_waiting=waiting)
     return Gate(engine, max_queue_len, clock=clock or Clock())  # type: ignore[arg-type]
 
 
 # ---- the gate ----
 
 
-def test_the_gate_counts_sequences_without_blocks() -> None:
-    full = gate(3, running=2)
-    with full.enter(2), full.enter(2):
-        assert (full.num_inside, full.num_waiting) == (4, 2)
-        with full.enter(5):  # the queue has room for one more request, however large
-            assert full.num_waiting == 7
-            with pytest.raises(ApiError) as refused, full.enter(1):
-                pass
-            assert refused.value.status == 429
-            assert (full.num_inside, full.num_waiting) == (9, 7)
-    assert full.num_inside == full.num_waiting == 0
+def test_the_gate_counts_sequences_until_the_engine_has_them_and_while_they_wait_there() -> None:
+    full = gate(4, waiting=1)
+    with full.enter(2) as hand_over, full.enter(7):  # the queue has room for one more request, however large
+        assert (full.num_inside, full.num_waiting) == (2, 10)
+        hand_over(1)
+        assert full.num_waiting == 9
+        with pytest.raises(ApiError) as refused, full.enter(1):
+            pass
+        assert refused.value.status == 429
+        assert (full.num_inside, full.num_waiting) == (2, 9)
+    assert (full.num_inside, full.num_waiting) == (0, 1)
 
 
 def test_when_to_come_back_follows_the_requests_that_ended_lately() -> None:
@@ -172,3 +175,36 @@ def test_the_status_of_an_error(error: Exception, status: int) -> None:
     told = ApiError.of(error)
     assert told.status == status
     assert b"secret" not in told.json()
+
+
+UNKNOWN = {f"k{i}": 1 for i in range(16_000)}
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [-1] * 8000},
+        {"prompt": [10**4000] * 100},
+        {"prompt": [[-1] * 8000] * 100},
+        {"prompt": UNKNOWN},
+        {"prompt": [1]} | UNKNOWN,
+        {"prompt": [1], "slo": UNKNOWN},
+        {"prompt": [1], "k" * 10**6: 1},
+        {"messages": [{}] * 8000},
+        {"messages": [USER | UNKNOWN] * 9},
+        {"messages": [USER | {"content": [{"type": "text"}] * 8000}]},
+    ],
+    ids=lambda body: str(body)[:30],
+)
+def test_a_huge_wrong_body_is_refused_in_little_time_and_few_words(body: dict[str, object]) -> None:
+    begin_s = time.perf_counter()
+    with pytest.raises(ValidationError) as invalid:
+        (ChatCompletionRequest if "messages" in body else CompletionRequest).model_validate(body)
+    errors = [
+        error | {"loc": ("body", *error["loc"])} for error in invalid.value.errors()
+    ]  # as the framework does
+    told = validation_error(RequestValidationError(errors, body=body))
+    assert len(str(told)) < 1000
+    assert len(told.json()) < 1500
+    assert time.perf_counter() - begin_s < 0.5

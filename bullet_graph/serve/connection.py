@@ -1,0 +1,126 @@
+"""Limits of a connection that hold before a request and its key are known."""
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from bullet_graph.serve.errors import ApiError
+from bullet_graph.serve.settings import ServeSettings
+
+
+class LimitedConnection(HttpToolsProtocol):
+    """A connection of uvicorn's on httptools, neither of which limits headers or idle connections."""
+
+    def __init__(self, settings: ServeSettings, **of_server: Any) -> None:
+        super().__init__(**of_server)
+        self._settings = settings
+        self._refusal: ApiError | None = None
+        self._in_head = False
+        self._parsed_bytes = self._unparsed_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        most = self._settings.max_connections
+        if len(self.connections) > most:
+            text = f"the server has {most} open connections, and may not have more (--max-connections): try again later"
+            self._refuse(ApiError(503, text, code="too_many_connections", headers={"Retry-After": "1"}))
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if not self._answering():
+            self._await_head()
+        self._unparsed_bytes = len(data) + (self._unparsed_bytes if self._in_head else 0)
+        super().data_received(data)
+        # The parser keeps a header to itself until it is complete.
+        if self._in_head and self._unparsed_bytes > self._settings.max_header_bytes:
+            self._refuse(self._too_large())
+
+    # ---- callbacks of the parser, which it stops by an exception ----
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._parsed_bytes = 0
+        if self._answering():  # what came before in these bytes is another request's
+            self._unparsed_bytes = 0
+        self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
+        most = self._settings.max_headers
+        if len(self.headers) > most:
+            self._refusal = ApiError(
+                431, f"a request may have at most {most} headers (--max-headers): send fewer"
+            )
+            raise self._refusal
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._end_wait()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what has stopped the parser."""
+        self._refuse(self._refusal or ApiError(400, f"a request of HTTP/1.1 is required: {msg}"))
+
+    # ----
+
+    def _count(self, num_bytes: int) -> None:
+        self._parsed_bytes += num_bytes
+        if self._parsed_bytes > self._settings.max_header_bytes:
+            self._refusal = self._too_large()
+            raise self._refusal
+
+    def _too_large(self) -> ApiError:
+        most = self._settings.max_header_bytes
+        return ApiError(
+            431, f"URL and headers may have at most {most:,} bytes (--max-header-size): send less"
+        )
+
+    def _await_head(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self._settings.header_timeout_s, self._give_up)
+
+    def _end_wait(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        if self._answering():
+            self._await_head()  # the next request, which waits for this answer
+        elif self._in_head:
+            limit = f"{self._settings.header_timeout_s:g} s (--header-timeout)"
+            text = f"a request's headers must come within {limit}: send them faster"
+            self._refuse(ApiError(408, text, code="timeout"))
+        else:
+            self.transport.close()
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self, error: ApiError) -> None:
+        """Send an error, unless it would end up inside another answer, and close the connection."""
+        if not (self._answering() or self.transport.is_closing()):
+            body = error.json()
+            head = error.headers | {"Content-Type": "application/json", "Connection": "close"}
+            lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+            lines += [f"{name}: {value}" for name, value in (head | {"Content-Length": len(body)}).items()]
+            self.transport.write("\r\n".join([*lines, "\r\n"]).encode() + body)
+        self.transport.close()
