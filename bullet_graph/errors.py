@@ -81,4 +81,7 @@ class EngineDeadError(BulletGraphError, RuntimeError):
 def first_problem(error: "ValidationError") -> str:
     """The first of the problems that pydantic found in a record: the field, what was required and what was found."""
     problem = error.errors()[0]
+    if problem["type"] == "value_error":
+        # One of ours: it says all of this.
+        return str(problem["ctx"]["error"])
     return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}, found {problem['input']!r:.80}"

@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from bullet_graph.errors import CacheError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from bullet_graph.errors import CacheError, first_problem
 
 FORMAT = "bullet_graph capture cache"
 VERSION = 2
@@ -19,6 +21,7 @@ REBUILD = "build it again with `bullet-graph capture build`"
 MAX_MANIFEST_BYTES = 16 * 1024**2
 
 _HASHING_THREADS = 8
+_CLOSED = ConfigDict(extra="forbid")
 
 
 def digest(value: object) -> str:
@@ -44,26 +47,39 @@ class Difference:
     here: str | None
 
 
+def printable(text: str) -> str:
+    """Text without control characters, for a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _require_printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"printable text is required, found {text!r:.120}")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_require_printable)]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredFile:
     """One file of an entry; ``path`` is relative to the entry's folder of files, with ``/``.
 
     Raises:
-        CacheError: the path could leave the folder, or the size is no size.
+        CacheError: the path could leave the folder.
     """
 
     path: str
-    num_bytes: int
+    num_bytes: Annotated[int, Field(strict=True, ge=0)]
     sha256: str
 
+    __pydantic_config__ = _CLOSED
+
     def __post_init__(self) -> None:
-        parts = self.path.split("/") if isinstance(self.path, str) else [""]
-        if {"", ".", ".."} & set(parts) or not self.path.isprintable() or "\\" in self.path:
+        if {"", ".", ".."} & set(self.path.split("/")) or not self.path.isprintable() or "\\" in self.path:
             raise CacheError(
                 f"a relative path in its simplest form, with '/' and without '..', is required; found {self.path!r:.80}"
             )
-        if type(self.num_bytes) is not int or self.num_bytes < 0:
-            raise CacheError(f"{self.path}: num_bytes must be a size, found {self.num_bytes!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,30 +87,21 @@ class Manifest:
     """What an entry holds.
 
     Attributes:
-        fingerprint: model, hardware, software and code that its contents depend on, as text by name.
-        plan: what is captured, as a JSON object.
-        self_check: result of the check at the build, as a JSON object; None where nothing was compiled.
+        fingerprint: model, hardware, software and code that its contents depend on, by name.
+        plan: what is captured.
+        self_check: result of the check at the build; None where nothing was compiled.
         created_utc: ISO 8601.
-        provenance: of the build, as a JSON object.
-
-    Raises:
-        CacheError: a value has a wrong type, or a text that is shown on terminals has control characters.
     """
 
-    fingerprint: dict[str, str]
+    fingerprint: dict[Text, Text]
     plan: dict[str, Any]
     files: tuple[StoredFile, ...]
     self_check: dict[str, Any] | None
-    created_utc: str
-    build_seconds: float
+    created_utc: Text
+    build_seconds: Annotated[float, Field(strict=True)]
     provenance: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        for value in (self.fingerprint, self.plan, self.provenance, self.self_check or {}):
-            _require(isinstance(value, dict), "an object", value)
-        _require(type(self.build_seconds) in (int, float), "a number of seconds", self.build_seconds)
-        for text in (*self.fingerprint, *self.fingerprint.values(), self.created_utc):
-            _require(isinstance(text, str) and text.isprintable(), "printable text", text)
+    __pydantic_config__ = _CLOSED
 
     @property
     def entry_id(self) -> str:
@@ -121,17 +128,20 @@ class Manifest:
         try:
             content = json.loads(data)
             found = content.pop("format"), content.pop("version")
-            _require(found == (FORMAT, VERSION), f"format {FORMAT!r}, version {VERSION}", found)
-            files = tuple(StoredFile(**file) for file in content.pop("files"))
-            manifest = cls(files=files, **content)
+            if found != (FORMAT, VERSION):
+                raise CacheError(f"format {FORMAT!r}, version {VERSION} is required, found {found!r:.120}")
+            manifest = TypeAdapter(cls).validate_python(content)
             manifest.to_bytes()  # refuses NaN and infinities
         except CacheError as error:
             raise CacheError(f"{where} cannot be used: {error}; {REBUILD}") from error
-        # What JSON, missing keys, unknown keys and wrong types raise; RecursionError: brackets within brackets.
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except ValidationError as error:
             raise CacheError(
-                f"{where} cannot be used: it is damaged ({type(error).__name__}: {error!s:.200}); {REBUILD}"
+                f"{where} cannot be used: {printable(first_problem(error))}; {REBUILD}"
             ) from error
+        # What JSON and missing keys raise; RecursionError: brackets within brackets.
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            problem = printable(f"{type(error).__name__}: {error!s:.200}")
+            raise CacheError(f"{where} cannot be used: it is damaged ({problem}); {REBUILD}") from error
         return manifest
 
     def differences(self, here: Mapping[str, str], plan: Mapping[str, Any] | None) -> tuple[Difference, ...]:
@@ -145,11 +155,6 @@ class Manifest:
             for name in needed | cached
             if cached.get(name) != needed.get(name)
         )
-
-
-def _require(good: bool, required: str, found: object) -> None:
-    if not good:
-        raise CacheError(f"{required} is required, found {found!r:.120}")
 
 
 def list_files(folder: Path) -> tuple[StoredFile, ...]:

@@ -27,6 +27,7 @@ from bullet_graph.captures.manifest import (
     Manifest,
     check_files,
     open_regular,
+    printable,
 )
 from bullet_graph.errors import CacheError
 
@@ -163,7 +164,7 @@ class CaptureStore:
             with open_regular(where) as file:
                 data, status = file.read(MAX_MANIFEST_BYTES), os.fstat(file.fileno())
             with suppress(FileNotFoundError), open_regular(folder / REJECTION_NAME) as file:
-                rejection = _printable(file.read(_MAX_REASON_BYTES).decode(errors="replace"))
+                rejection = printable(file.read(_MAX_REASON_BYTES).decode(errors="replace"))
         manifest = Manifest.parse(data, str(where))
         if manifest.entry_id != name or folder.is_symlink():
             raise CacheError(
@@ -345,10 +346,6 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 @contextmanager

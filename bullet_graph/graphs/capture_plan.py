@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from bullet_graph.config import DtypeName, EngineConfig
-from bullet_graph.errors import ConfigError
+from bullet_graph.errors import ConfigError, first_problem
 from bullet_graph.graphs.key import batch_size_buckets, row_buckets
 from bullet_graph.partition.masks import SMS_PER_TPC, SmPartition, partition_of
 from bullet_graph.perf.roofline import DecoderShape
@@ -33,7 +35,10 @@ PLAN_DTYPES = tuple(name for name in get_args(DtypeName) if name != "auto")
 FORMAT = "bullet_graph capture plan"
 VERSION = 1
 
+Count = Annotated[int, Field(strict=True, ge=1)]
+
 _LINE_CHARS = 100
+_CLOSED = ConfigDict(extra="forbid")
 _OLD_ROWS = "short_forward_rows"
 """The name that earlier releases gave ``piecewise_rows``."""
 
@@ -47,8 +52,10 @@ class DecodeSizes:
         batch_sizes: rows of the captured steps, rising; a batch is padded up to the next of them.
     """
 
-    decode_sms: int | None
-    batch_sizes: tuple[int, ...]
+    decode_sms: Count | None = None
+    batch_sizes: tuple[Count, ...] = ()
+
+    __pydantic_config__ = _CLOSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,23 +77,23 @@ class CapturePlan:
 
     model: str
     dtype: str
-    num_sms: int
-    max_num_seqs: int
+    num_sms: Annotated[int, Field(strict=True, ge=2)]
+    max_num_seqs: Count
     decode: tuple[DecodeSizes, ...]
-    piecewise_rows: tuple[int, ...] = ()
+    piecewise_rows: tuple[Count, ...] = ()
+
+    __pydantic_config__ = _CLOSED
 
     def __post_init__(self) -> None:
-        is_name = isinstance(self.model, str) and self.model != "" and self.model.isprintable()
+        is_name = self.model != "" and self.model.isprintable()
         _require(is_name, "model", self.model, "the name of a preset or of a model folder")
         _require(self.dtype in PLAN_DTYPES, "dtype", self.dtype, f"one of {', '.join(PLAN_DTYPES)}")
-        for key, value, least in (("num_sms", self.num_sms, 2), ("max_num_seqs", self.max_num_seqs, 1)):
-            _require(type(value) is int and value >= least, key, value, f"an integer of at least {least}")
         most, lanes = self.max_num_seqs, [entry.decode_sms for entry in self.decode]
         whole_first = lanes[:1] == [None] and None not in lanes[1:]
         required = "the whole GPU (an entry without decode_sms) first, and once"
         _require(whole_first, "decode", [sms or "the whole GPU" for sms in lanes], required)
         most_sms = self.num_sms - SMS_PER_TPC
-        fits = all(type(sms) is int and sms % SMS_PER_TPC == 0 and sms <= most_sms for sms in lanes[1:])
+        fits = all(sms and sms % SMS_PER_TPC == 0 and sms <= most_sms for sms in lanes[1:])
         required = f"rising multiples of {SMS_PER_TPC} (a TPC) of at most {most_sms}, each once"
         _require(fits and _is_rising(lanes[1:]), "decode_sms of the partitions", lanes[1:], required)
         for index, entry in enumerate(self.decode):
@@ -209,19 +216,11 @@ def parse_plan(text: str) -> CapturePlan:
         )
     if _OLD_ROWS in content:
         content.setdefault("piecewise_rows", content.pop(_OLD_ROWS))
-    _check_keys(
-        "", content, {"model", "dtype", "num_sms", "max_num_seqs", "decode"}, optional={"piecewise_rows"}
-    )
-    entries = content["decode"]
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"decode must be tables, each written [[decode]]; found {entries!r:.80}")
-    decode = []
-    for index, entry in enumerate(entries):
-        _check_keys(f"decode[{index}].", entry, {"batch_sizes"}, optional={"decode_sms"})
-        sizes = _sizes(f"decode[{index}].batch_sizes", entry["batch_sizes"])
-        decode.append(DecodeSizes(entry.get("decode_sms"), sizes))
-    rows = _sizes("piecewise_rows", content.pop("piecewise_rows", []))
-    return CapturePlan(**content | {"decode": tuple(decode), "piecewise_rows": rows})
+    try:
+        return TypeAdapter(CapturePlan).validate_python(content)
+    except ValidationError as error:
+        keys = "model, dtype, num_sms, max_num_seqs, piecewise_rows, and for each [[decode]] decode_sms and batch_sizes"
+        raise ConfigError(f"{first_problem(error)} (a plan's keys are {keys})") from error
 
 
 def load_plan(name_or_path: str) -> CapturePlan:
@@ -299,26 +298,10 @@ def _list_line(name: str, sizes: Sequence[int]) -> str:
     return f"{name} = [\n{wrapped},\n]"
 
 
-def _check_keys(where: str, found: dict[str, Any], required: set[str], *, optional: set[str]) -> None:
-    if missing := sorted(required - found.keys()):
-        raise ConfigError(f"{where}{missing[0]} is missing: add it")
-    known = sorted(required | optional)
-    if unknown := sorted(found.keys() - set(known)):
-        raise ConfigError(f"{where}{unknown[0]} is no key of a capture plan (they are {', '.join(known)})")
-
-
-def _sizes(key: str, value: object) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise ConfigError(f"{key} must be a list of sizes, such as [1, 2, 4]; found {value!r:.80}")
-    return tuple(value)
-
-
 def _require(good: bool, key: str, found: object, required: str) -> None:
     if not good:
         raise ConfigError(f"{key} must be {required}; found {found!r:.120}")
 
 
 def _is_rising(sizes: Sequence[Any]) -> bool:
-    if not all(type(size) is int and size >= 1 for size in sizes):
-        return False
-    return all(before < after for before, after in pairwise(sizes))
+    return all(before < after for before, after in pairwise((0, *sizes)))

@@ -127,14 +127,14 @@ TEXT = format_plan(PLAN)
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('model = "m"', "model = 7", "model must be the name of a preset or of a model folder; found 7"),
-        ('model = "m"\n', "", "model is missing"),
+        ('model = "m"', "model = 7", "model: Input should be a valid string, found 7"),
+        ('model = "m"\n', "", "model: Field required"),
         ('"bfloat16"', '"int3"', "dtype must be one of bfloat16, float16, float32; found 'int3'"),
-        ("num_sms = 132", "num_sms = 1", "num_sms must be an integer of at least 2; found 1"),
+        ("num_sms = 132", "num_sms = 1", "num_sms: Input should be greater than or equal to 2, found 1"),
         (
             "max_num_seqs = 64",
             "max_num_seqs = true",
-            "max_num_seqs must be an integer of at least 1; found True",
+            "max_num_seqs: Input should be a valid integer, found True",
         ),
         (
             "max_num_seqs = 64",
@@ -142,19 +142,31 @@ TEXT = format_plan(PLAN)
             "decode[0].batch_sizes must be sizes that end with max_num_seqs=99",
         ),
         ("max_num_seqs = 64", "max_num_seqs = 32", "rising integers of 1 to max_num_seqs=32"),
-        ("max_num_seqs = 64", "max_num_seqs = 64\nmax_seqs = 2", "max_seqs is no key of a capture plan"),
+        (
+            "max_num_seqs = 64",
+            "max_num_seqs = 64\nmax_seqs = 2",
+            "max_seqs: Unexpected keyword argument, found 2 (a plan's keys are model",
+        ),
         ("[1, 8, 64]", "[8, 1, 64]", "decode[0].batch_sizes must be rising integers"),
         ("[1, 8, 64]", "[8, 8, 64]", "found [8, 8, 64]"),
-        ("[1, 8, 64]", "[0, 64]", "found [0, 64]"),
-        ("[1, 8, 64]", '["1", 64]', "found ['1', 64]"),
-        ("[1, 8, 64]", "64", "decode[0].batch_sizes must be a list of sizes, such as [1, 2, 4]; found 64"),
+        (
+            "[1, 8, 64]",
+            "[0, 64]",
+            "decode.0.batch_sizes.0: Input should be greater than or equal to 1, found 0",
+        ),
+        ("[1, 8, 64]", '["1", 64]', "decode.0.batch_sizes.0: Input should be a valid integer, found '1'"),
+        ("[1, 8, 64]", "64", "decode.0.batch_sizes: Input should be a valid tuple, found 64"),
         (
             "[4, 16]",
             "[]",
             "decode[1].batch_sizes must be rising integers of 1 to max_num_seqs=64, at least one",
         ),
-        ("[4, 16]", "[4, 16]\nsizes = [3]", "decode[1].sizes is no key"),
-        ("decode_sms = 32\n", "decode_sms = 32.0\n", "found [32.0, 48]"),
+        ("[4, 16]", "[4, 16]\nsizes = [3]", "decode.1.sizes: Unexpected keyword argument"),
+        (
+            "decode_sms = 32\n",
+            "decode_sms = 32.0\n",
+            "decode.1.decode_sms: Input should be a valid integer, found 32.0",
+        ),
         ("decode_sms = 32\n", "decode_sms = 33\n", "rising multiples of 2 (a TPC) of at most 130, each once"),
         ("decode_sms = 48\n", "decode_sms = 132\n", "found [32, 132]"),
         ("decode_sms = 32\n", "decode_sms = 48\n", "found [48, 48]"),
@@ -182,7 +194,7 @@ def test_an_earlier_release_s_name_of_the_rows_is_read() -> None:
 
 
 def test_decode_must_be_tables() -> None:
-    with pytest.raises(ConfigError, match=r"each written \[\[decode\]\]"):
+    with pytest.raises(ConfigError, match=r"decode\.0: .*for each \[\[decode\]\]"):
         parse_plan(TEXT[: TEXT.index("[[decode]]")] + "decode = [1]\n")
 
 
