@@ -110,13 +110,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
 class Setting:
     """Describes a field of :class:`EngineConfig`, besides its type and default.
 
-    Attributes:
-        help: what it does.
-        metavar: what the command line calls a value.
-        no_value: what an engine does without a value.
-        minimum: the least an integer may be.
-        parse: reads a value from text.
-        wanted: what a text must be.
+    ``no_value`` says what an engine does without a value, ``wanted`` what a text must be; ``parse`` reads a text.
     """
 
     help: str

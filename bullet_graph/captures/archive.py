@@ -32,9 +32,6 @@ _LEVEL = 4
 def export_entry(entry: Entry, file: Path, *, sign_key: Path | None = None) -> None:
     """Write an open entry (:meth:`CaptureStore.open`) into one file, as a whole or not at all; replaces a file.
 
-    Args:
-        sign_key: an Ed25519 private key in PEM; None leaves the archive unsigned.
-
     Raises:
         CacheError: the file cannot be written, the key cannot be used, or a file changed meanwhile.
     """
@@ -71,9 +68,7 @@ def import_archive(
 ) -> tuple[Entry, bool]:
     """Place an exported entry into the store after all of it was checked. Memory stays bounded, nothing is loaded.
 
-    Args:
-        trusted_keys: Ed25519 public keys in PEM, one of which must have signed it; empty requires no signature.
-        tell: told a line when this waits for another process.
+    One of the ``trusted_keys`` must have signed it; without any, no signature is required.
 
     Returns:
         The entry in the store; and whether it is new, since the store did not have it, or had it damaged or rejected.

@@ -198,11 +198,7 @@ def _hash_file(path: Path) -> tuple[int, str]:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading.
-
-    Raises:
-        OSError: it cannot be opened, or is a link, a device or a pipe.
-    """
+    """Open a regular file for reading; OSError for a link, a device or a pipe."""
     # O_NONBLOCK: a pipe without a writer would block.
     file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -101,13 +101,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """An entry that was to be removed.
-
-    Attributes:
-        num_bytes: of its files; None where unknown.
-        reason: why it was to be removed.
-        kept_because: why it is still there; None where it is gone.
-    """
+    """An entry that was to be removed, and why; ``kept_because`` says why it is still there."""
 
     entry_id: str
     num_bytes: int | None
@@ -209,13 +203,8 @@ class CaptureStore:
     def building(self, name: str, *, tell: Callable[[str], None]) -> Iterator[Path]:
         """Hold an entry's build lock, and give an empty folder to build it in, which is gone after the block.
 
-        A second builder waits here; it should then look whether the entry is there.
-
-        Args:
-            tell: told a line when this has to wait.
-
-        Raises:
-            CacheError: the store cannot be written.
+        A second builder is told so and waits here; it should then look whether the entry is there. Raises CacheError
+        where the store cannot be written.
         """
         wait = f"another process builds entry {name}: waiting for it to end"
         with self._build_lock(name, lambda: tell(wait)):
@@ -269,12 +258,10 @@ class CaptureStore:
     def prune(
         self, *, max_age: timedelta | None = None, max_total_bytes: int | None = None, dry_run: bool
     ) -> tuple[Pruned, ...]:
-        """Remove damaged entries, and those that either rule applies to; then what killed builders left.
+        """Remove damaged entries, and those that a rule applies to; then what killed builders left.
 
-        Args:
-            max_age: entries that were not used for longer.
-            max_total_bytes: those used longest ago, until the others fit.
-            dry_run: remove nothing, only say what would be removed.
+        These are the entries not used for longer than ``max_age``, and those used longest ago until the others fit into
+        ``max_total_bytes``. ``dry_run`` removes nothing.
         """
         entries, damaged = self.entries()
         doomed: list[tuple[str, int | None, str]] = [(entry.entry_id, None, "damaged") for entry in damaged]

@@ -20,7 +20,7 @@ from bullet_graph.cli.result_file import check_result_file, to_json, write_resul
 from bullet_graph.cli.simulate import Simulator
 from bullet_graph.cli.tables import print_line
 from bullet_graph.config import EngineConfig, Policy
-from bullet_graph.engine.capture_proposal import PIECEWISE, Budget, CaptureUsage, propose
+from bullet_graph.engine.capture_proposal import Budget, CaptureUsage, propose
 from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, format_plan
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.workloads import Arrivals
@@ -153,19 +153,16 @@ def _full_plan(simulator: Simulator) -> CapturePlan:
     )
 
 
-def _seen(usage: CaptureUsage) -> dict[str, Any]:
-    """The steps that came up: number and share, by decode lane and batch size, and forwards with prompts by rows."""
-    total = sum(sums.num_steps for sizes in usage.steps.values() for sums in sizes.values())
-    decode: list[dict[str, Any]] = []
-    forwards: list[dict[str, Any]] = []
-    for key, sizes in usage.steps.items():
-        for rows, sums in sorted(sizes.items()):
-            count = {"num_steps": sums.num_steps, "share": sums.num_steps / total}
-            if key == PIECEWISE:
-                forwards.append({"rows": rows} | count)
-            else:
-                decode.append({"decode_sms": key, "batch_size": rows} | count)
-    return {"decode": decode, "forwards": forwards}
+def _seen(usage: CaptureUsage) -> list[dict[str, Any]]:
+    """The steps that came up, by what captures them (SMs of the decode lane, null: all; or piecewise graphs)."""
+    counts = {
+        (key, rows): sums.num_steps for key, sizes in usage.steps.items() for rows, sums in sizes.items()
+    }
+    total = sum(counts.values())
+    return [
+        {"captured_for": key, "rows": rows, "num_steps": count, "share": count / total}
+        for (key, rows), count in counts.items()
+    ]
 
 
 def _finite(value: float, infinite: str | None = None) -> float | str | None:

@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from bullet_graph.cli.options import FILE, json_option
 from bullet_graph.cli.result_file import check_plot_file, check_result_file, print_json
-from bullet_graph.cli.tables import print_line, table_of
+from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.chrome_trace import to_chrome_trace
 from bullet_graph.perf.explain import TraceSummary, Window, summarize_trace
@@ -104,16 +103,15 @@ def _draw(trace: Trace, window: Window, image_format: str) -> bytes:
 
 
 def _print(summary: TraceSummary) -> None:
-    console = Console()
     header = summary.header
-    console.print(f"{header.model} on {header.device}, policy {header.policy}, {header.slo}", markup=False)
+    print_line(f"{header.model} on {header.device}, policy {header.policy}, {header.slo}")
     for table in _tables(summary):
         if table.row_count:
-            console.print(table)
+            print_table(table)
     if len(summary.misses) > _MOST_MISSES_SHOWN:
-        console.print(f"… and {len(summary.misses) - _MOST_MISSES_SHOWN:,} more (all are in the JSON)")
+        print_line(f"… and {len(summary.misses) - _MOST_MISSES_SHOWN:,} more (all are in the JSON)")
     for note in summary.notes:
-        console.print(f"note: {note}", style="yellow", markup=False)
+        print_line(f"note: {note}", style="yellow")
 
 
 def _tables(summary: TraceSummary) -> list[Table]:

@@ -111,8 +111,7 @@ def _decode(content: bytes, source: str) -> str:
 class OrderedPrinter:
     """Prints concurrent streams one after the other: the first unfinished one as it comes, the others in their turn.
 
-    Args:
-        labels: a heading for each stream; a single stream is printed without.
+    Each stream has a heading of its own, unless it is the only one.
     """
 
     def __init__(self, labels: Sequence[str]) -> None:

@@ -134,10 +134,7 @@ class CapturePlan:
         return sum(len(entry.batch_sizes) for entry in self.decode)
 
     def graph_bytes(self, num_layers: int) -> int:
-        """Estimated device memory of the captured graphs.
-
-        Buffers of piecewise graphs come on top (``graphs.piecewise.piecewise_scratch_bytes``).
-        """
+        """Estimated device memory of the captured graphs, without the buffers of piecewise graphs."""
         pieces = len(self.piecewise_rows) * num_layers
         return self.num_decode_graphs * DECODE_GRAPH_BYTES + pieces * PIECE_BYTES
 
@@ -157,12 +154,7 @@ def default_plan(
     shape: DecoderShape,
     decode_sms: Sequence[int],
 ) -> CapturePlan:
-    """The plan of an engine that names none: all sizes, for the whole GPU and each partition.
-
-    Args:
-        max_rows: most rows of a forward.
-        decode_sms: sizes of the decode lane besides the whole GPU, rising.
-    """
+    """The plan of an engine that names none: all sizes, for the whole GPU and each partition; ``decode_sms`` rise."""
     sizes = batch_size_buckets(max_num_seqs)
     return CapturePlan(
         model=model,

@@ -178,26 +178,20 @@ _POSITION = 5
 
 def exercise(
     executor: Executor, *, max_rows: int, max_num_seqs: int, max_model_len: int, num_kv_blocks: int
-) -> int:
-    """Launch every kind of step that fits, so that kernels which no start needs are compiled; returns their number.
+) -> None:
+    """Launch every kind of step that fits, so that kernels which no start needs are compiled.
 
-    Args:
-        max_rows: most rows of a forward.
-        num_kv_blocks: blocks of the KV cache, including that of padding.
+    ``num_kv_blocks`` includes that of padding.
     """
     # Block 0 is that of padding, block 1 the decode rows'.
     room = (num_kv_blocks - 2) * KV_BLOCK_TOKENS
-    steps = 0
     lanes: tuple[Lane, ...] = LANES if executor.has_prefill_lane else ("decode",)
     for tokens in (tokens for tokens in PROMPT_TOKENS if tokens < min(max_rows, max_model_len, room)):
         # A whole prompt, then its last token as a chunk that goes on.
         for lane, start in itertools.product(lanes, sorted({0, tokens - 1})):
             _run(executor, Step(_admitted(1), _prompts(1, start, tokens), None, None), lane)
-            steps += 1
     for step in _decode_steps(max_rows, max_num_seqs, max_model_len, room):
         _run(executor, step, "decode")
-        steps += 1
-    return steps
 
 
 def _decode_steps(max_rows: int, max_num_seqs: int, max_model_len: int, room: int) -> Iterator[Step]:

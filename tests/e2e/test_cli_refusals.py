@@ -42,11 +42,7 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("throughput", "--trace nonsense", "azure:conv"),
         ("throughput", "--trace synthetic:nonsense", "nonsense"),
         ("throughput", "--trace azure:conv --policy mixed:0", "unknown policy 'mixed:0'"),
-        (
-            "throughput",
-            "--trace azure:conv --max-num-seqs 0",
-            "'--max-num-seqs': 0 is not in the range x>=1",
-        ),
+        ("throughput", "--trace azure:conv --max-num-seqs 0", "0 is not in the range x>=1"),
         ("throughput", "--trace azure:conv --gpu-memory-utilization nan", "gpu_memory_utilization"),
         ("throughput", "--trace azure:conv --kv-cache-bytes 8XB", "8XB"),
         ("throughput", "--trace azure:conv --num-prompts 0", "--num-prompts"),

@@ -131,17 +131,11 @@ def test_an_entry_travels_as_a_file(store: CaptureStore, foreign: Entry, tmp_pat
     assert (exported["num_bytes"], exported["signed"]) == (archive.stat().st_size, False)
     assert "add --overwrite" in refused(capture(store, "export", foreign.entry_id, str(archive)))
     text = capture(fleet, "import", str(archive)).stdout
-    for expected in (
-        "is in the store",
-        "Its origin was not checked",
-        "does not fit this machine",
-    ):
+    for expected in ("is in the store", "Its origin was not checked", "does not fit this machine"):
         assert expected in text
     again = page(fleet, "import", str(archive))
     assert (again["is_new"], again["signature_checked"]) == (False, False)
-    assert "no Ed25519" in refused(
-        capture(fleet, "import", str(archive), "--trusted-key", str(archive))
-    ) or "cannot be used" in refused(capture(fleet, "import", str(archive), "--trusted-key", str(archive)))
+    assert "cannot be used" in refused(capture(fleet, "import", str(archive), "--trusted-key", str(archive)))
 
 
 def test_prune(store: CaptureStore, foreign: Entry) -> None:

@@ -87,7 +87,7 @@ def test_without_one_all_buckets_are_captured_for_all_partitions(h200: Runtime) 
             "128 rows in piecewise_rows, but the longest of this engine has 127",
         ),
         (
-            {"policy": Policy("split", decode_sms=48)},
+            {"policy": Policy.parse("split:48")},
             "has no decode lane of 48 SMs, which the policy split:48 needs, but 32",
         ),
     ],

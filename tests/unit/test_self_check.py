@@ -117,14 +117,13 @@ def test_forwards_of_each_kind_are_run(
 
     monkeypatch.setattr(CpuExecutor, "launch", noted)
     executor = CpuExecutor(tiny_decoder(num_blocks=num_blocks), max_num_seqs=max_num_seqs)
-    steps = exercise(
+    exercise(
         executor,
         max_rows=max_rows,
         max_num_seqs=max_num_seqs,
         max_model_len=4096,
         num_kv_blocks=num_blocks,
     )
-    assert steps == len(launched)
     alone = {(len(s.prefill.token_ids), p.lane) for s, p in launched if s.prefill and not s.decode}
     assert len(alone) == 2 * prompts, "each length on each lane"
     assert sum(step.prefill is not None and step.decode is not None for step, _ in launched) == mixed
