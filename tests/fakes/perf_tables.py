@@ -6,25 +6,13 @@ The formulas are fitted to ``bench/results/h200/sm_scaling_smctrl.json`` and to 
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
 
 from bullet_graph.perf.performance import attention_pairs
-from bullet_graph.perf.table import (
-    DecodePoint,
-    MixedPoint,
-    PerfTable,
-    Points,
-    PrefillPoint,
-    SplitPoint,
-    TableKey,
-    shape_numbers,
-)
+from bullet_graph.perf.profile_plan import ProfilePoint, to_points
+from bullet_graph.perf.table import PerfTable, Points, TableKey, shape_numbers
 
 NUM_SMS = 132
-Point = TypeVar("Point")
 
 
 @dataclass(frozen=True)
@@ -117,70 +105,68 @@ def h200_table(
     ``decode_sms``: the partitions measured, of those above; none gives a table without partitions.
     """
     factor = random.Random(seed)
-
-    def noisy(ms: float) -> float:
-        return ms * (1 + factor.uniform(-noise, noise))
-
-    def point(kind: Callable[..., Point], ms_of: Callable[..., float], *where: int | None) -> Point:
-        ms = noisy(ms_of(*where))
-        return kind(*where, ms, (ms,))
-
-    decode = partial(point, DecodePoint, decode_ms)
-    prefill = partial(point, PrefillPoint, prefill_ms)
-    mixed_point = partial(point, MixedPoint, mixed_ms)
-
-    def split(sms: int, batch_size: int, context_tokens: int, tokens: int) -> SplitPoint:
-        beside_ms, forward_ms = map(noisy, split_ms(sms, batch_size, context_tokens, tokens))
-        where = (sms, batch_size, context_tokens, tokens)
-        return SplitPoint(*where, beside_ms, forward_ms, (beside_ms,), (forward_ms,))
-
-    lanes = (None, *decode_sms)
-    prefill_lanes = (None, *(NUM_SMS - sms for sms in decode_sms))
-    points = Points(
-        decode=tuple(
-            decode(batch_size, context_tokens, sms)
-            for sms in lanes
+    grid = [
+        *(
+            ProfilePoint("decode", sms, batch_size, context_tokens)
+            for sms in (None, *decode_sms)
             for batch_size in (1, 8, 32, 64, 128, 256, 512)
             for context_tokens in (250, 1000, 4000)
             # What fits into the KV cache of such a GPU.
             if batch_size * context_tokens <= 800_000
         ),
-        prefill=tuple(
-            prefill(tokens, cached_tokens, sms)
-            for sms in prefill_lanes
+        *(
+            ProfilePoint("prefill", sms, tokens=tokens, cached_tokens=cached_tokens)
+            for sms in (None, *(NUM_SMS - sms for sms in decode_sms))
             for tokens in (64, 128, 256, 512, 1024, 2048, 4096, 8192)
             for cached_tokens in ((0, 8192) if tokens in (256, 2048) else (0,))
         ),
-        mixed=tuple(
-            mixed_point(tokens, batch_size, 1000)
+        *(
+            ProfilePoint("mixed", None, batch_size, 1000, tokens)
             for tokens in (64, 128, 256, 512, 1024, 2048, 4096)
             for batch_size in (16, 64, 128, 256)
-            if mixed
         ),
-        split=tuple(
-            split(sms, batch_size, 1000, tokens)
+        *(
+            ProfilePoint("split", sms, batch_size, 1000, tokens)
             for sms in decode_sms
             for batch_size, tokens in ((64, 2048), (256, 2048), (64, 8192), (16, 512))
         ),
-    )
-    held_back = Points(
-        decode=(
-            decode(96, 1500, None),
-            decode(16, 600, None),
-            *(decode(96, 1500, sms) for sms in decode_sms),
-        ),
-        prefill=(prefill(1536, 0, None), prefill(3000, 2000, None)),
-        mixed=(mixed_point(768, 96, 1000), mixed_point(384, 192, 1500)) if mixed else (),
-        split=tuple(split(sms, 96, 1200, 2048) for sms in decode_sms),
-    )
+    ]
+    held_back = [
+        ProfilePoint("decode", None, 96, 1500),
+        ProfilePoint("decode", None, 16, 600),
+        *(ProfilePoint("decode", sms, 96, 1500) for sms in decode_sms),
+        ProfilePoint("prefill", tokens=1536),
+        ProfilePoint("prefill", tokens=3000, cached_tokens=2000),
+        ProfilePoint("mixed", None, 96, 1000, 768),
+        ProfilePoint("mixed", None, 192, 1500, 384),
+        *(ProfilePoint("split", sms, 96, 1200, 2048) for sms in decode_sms),
+    ]
+    measured = {
+        point: [tuple(ms * (1 + factor.uniform(-noise, noise)) for ms in _times_ms(point))]
+        for point in grid + held_back
+        if mixed or point.kind != "mixed"
+    }
     provenance = {"driver_version": "580.159.04", "note": "made by formulas, for tests"}
-    return PerfTable(key, points, held_back, provenance)
+    return PerfTable(key, to_points(measured, grid), to_points(measured, held_back), provenance)
 
 
 def interrupted_table() -> PerfTable:
     """A profile that has measured decode only."""
     table = h200_table()
     return replace(table, points=Points(decode=table.points.decode), held_back=Points(), complete=False)
+
+
+def _times_ms(point: ProfilePoint) -> tuple[float, ...]:
+    decode = (point.batch_size, point.context_tokens)
+    if point.kind == "decode":
+        return (decode_ms(*decode, point.sms),)
+    if point.kind == "prefill":
+        return (prefill_ms(point.tokens, point.cached_tokens, point.sms),)
+    return (
+        (mixed_ms(point.tokens, *decode),)
+        if point.sms is None
+        else split_ms(point.sms, *decode, point.tokens)
+    )
 
 
 def _step_ms(batch_size: int) -> float:

@@ -2,12 +2,12 @@
 
 # ruff: noqa: N802 - the fake has the names of the real module
 
+import itertools
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import ClassVar
 
 import pytest
 
@@ -22,18 +22,13 @@ from bullet_graph.perf.energy import (
 
 
 class FakeNvml(ModuleType):
-    """Stands in for the ``pynvml`` module: one GPU; calls named in ``refused`` raise NVMLError."""
+    """Stands in for the ``pynvml`` module: one GPU; calls named in ``refused`` raise NVMLError.
+
+    Its clock falls by 100 MHz a reading, its energy counter gains 2.5 J, and its second power reading fails.
+    """
 
     NVML_CLOCK_SM = 1
     NVML_TEMPERATURE_GPU = 0
-    ANSWERS: ClassVar[dict[str, tuple[tuple[object, ...], object]]] = {
-        "nvmlSystemGetDriverVersion": ((), "580.1"),
-        "nvmlDeviceGetHandleByUUID": (("GPU-ab",), "gpu"),
-        "nvmlDeviceGetClockInfo": (("gpu", NVML_CLOCK_SM), 1980),
-        "nvmlDeviceGetPowerUsage": (("gpu",), 345_678),
-        "nvmlDeviceGetTemperature": (("gpu", NVML_TEMPERATURE_GPU), 61),
-        "nvmlDeviceGetTotalEnergyConsumption": (("gpu",), 5_000),
-    }
 
     class NVMLError(Exception):
         pass
@@ -42,13 +37,27 @@ class FakeNvml(ModuleType):
         super().__init__("pynvml")
         self.refused: tuple[str, ...] = ()
         self.num_open = 0
+        self.clocks_mhz = itertools.count(1900, -100)
+        self.energies_mj = itertools.count(5_000, 2_500)
+        self.powers_mw = itertools.chain([345_678, None], itertools.repeat(345_678))
+        self.second_power = threading.Event()
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        expected, answer = self.ANSWERS[name]
+        expected, answers = {
+            "nvmlSystemGetDriverVersion": ((), itertools.repeat("580.1")),
+            "nvmlDeviceGetHandleByUUID": (("GPU-ab",), itertools.repeat("gpu")),
+            "nvmlDeviceGetClockInfo": (("gpu", self.NVML_CLOCK_SM), self.clocks_mhz),
+            "nvmlDeviceGetPowerUsage": (("gpu",), self.powers_mw),
+            "nvmlDeviceGetTemperature": (("gpu", self.NVML_TEMPERATURE_GPU), itertools.repeat(61)),
+            "nvmlDeviceGetTotalEnergyConsumption": (("gpu",), self.energies_mj),
+        }[name]
 
         def call(*arguments: object) -> object:
             assert arguments == expected
-            if name in self.refused:
+            assert self.num_open
+            answer = None if name in self.refused else next(answers)
+            if answer is None:
+                self.second_power.set()
                 raise self.NVMLError(name)
             return answer
 
@@ -71,63 +80,37 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
     assert nvml.num_open == 0
 
 
-class FakeProbe:
-    """A device whose clock falls by 100 MHz a sample and whose energy counter gains 2.5 J a reading."""
-
-    def __init__(self) -> None:
-        self.num_samples = 0
-        self.energy_mj: int | None = 1_000_000
-        self.closed = False
-        self.sampled_twice = threading.Event()
-
-    def sample(self) -> DeviceSample:
-        assert not self.closed
-        self.num_samples += 1
-        if self.num_samples >= 2:
-            self.sampled_twice.set()
-        return DeviceSample(2000 - 100 * self.num_samples, None if self.num_samples == 2 else 300.0, None)
-
-    def total_energy_mj(self) -> int | None:
-        assert not self.closed
-        if self.energy_mj is not None:
-            self.energy_mj += 2_500
-        return self.energy_mj
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_monitor_samples_in_the_background_until_the_end() -> None:
-    probe = FakeProbe()
-    with DeviceMonitor(probe, interval_s=0.001) as monitor:
-        assert probe.sampled_twice.wait(timeout=10)
-    seen = probe.num_samples
+def test_monitor_samples_in_the_background_until_the_end(nvml: FakeNvml) -> None:
+    with DeviceMonitor(NvmlProbe.open("ab"), interval_s=0.001) as monitor:
+        assert nvml.second_power.wait(timeout=10)
+    seen = monitor.report.num_samples
     assert monitor.report == DeviceReport(
         num_samples=seen,
         sm_clock_mhz=SampleRange(2000 - 100 * seen, 1950 - 50 * seen, 1900),
-        power_w=SampleRange(300.0, 300.0, 300.0),
-        temperature_c=None,
+        power_w=SampleRange(345.678, pytest.approx(345.678), 345.678),
+        temperature_c=SampleRange(61, 61, 61),
         energy_joules=2.5,
     )
     assert seen >= 2
-    assert probe.closed
     time.sleep(0.01)
-    assert probe.num_samples == seen
+    assert next(nvml.clocks_mhz) == 1900 - 100 * seen, "nothing was read after the end"
 
 
-def test_a_run_shorter_than_the_interval_is_sampled_once() -> None:
-    probe = FakeProbe()
-    probe.energy_mj = None
-    with DeviceMonitor(probe, interval_s=60) as monitor, pytest.raises(RuntimeError, match="has ended"):
+def test_a_run_shorter_than_the_interval_is_sampled_once(nvml: FakeNvml) -> None:
+    nvml.refused = ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetTemperature")
+    with (
+        DeviceMonitor(NvmlProbe.open("ab"), interval_s=60) as monitor,
+        pytest.raises(RuntimeError, match="has ended"),
+    ):
         _ = monitor.report
-    assert (monitor.report.num_samples, monitor.report.energy_joules) == (1, None)
+    report = monitor.report
+    assert (report.num_samples, report.energy_joules, report.temperature_c) == (1, None, None)
 
 
+@pytest.mark.usefixtures("nvml")
 def test_monitor_lets_go_of_the_device_when_the_run_fails() -> None:
-    probe = FakeProbe()
-    with pytest.raises(KeyError), DeviceMonitor(probe, interval_s=60):
+    with pytest.raises(KeyError), DeviceMonitor(NvmlProbe.open("ab"), interval_s=60):
         raise KeyError
-    assert probe.closed
 
 
 def test_monitor_without_a_device_reports_none() -> None:
@@ -144,10 +127,10 @@ def test_probe_reads_units_of_the_report_and_leaves_out_what_the_gpu_refuses(
 ) -> None:
     probe = NvmlProbe.open(uuid)
     assert probe is not None
-    assert probe.sample() == DeviceSample(1980, 345.678, 61)
+    assert probe.sample() == DeviceSample(1900, 345.678, 61)
     assert probe.total_energy_mj() == 5_000
     nvml.refused = ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetTotalEnergyConsumption")
-    assert probe.sample() == DeviceSample(1980, None, 61)
+    assert probe.sample() == DeviceSample(1800, None, 61)
     assert probe.total_energy_mj() is None
     probe.close()
 
