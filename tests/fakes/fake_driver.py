@@ -67,38 +67,25 @@ def _destroyer(kind: type) -> Callable[["FakeDriver", int], None]:
 
 @dataclass
 class FakeDriver:
-    """The module and the GPU in one.
-
-    Attributes:
-        granularity: SMs by which green contexts grow: 0 for a driver that does not tell it.
-        fail: functions that return an error from now on.
-        missing: functions that this libcuda does not have.
-        graphs_ignore_masks: a graph's kernels obey the stream it is launched on.
-        busy_sms: taken by somebody else; no block gets there.
-        serial: launches never run at the same time.
-        lost_blocks: how many blocks leave no record.
-        green_extra: SMs that a green context has beyond the split's.
-        live: what was created and not destroyed.
-        libcuda: makes the streams, whose objects hold a mask at ``mask_offset``; None: streams know no masks.
-        shared: a handle whose object all streams of ``libcuda`` have.
-    """
+    """The module and the GPU in one."""
 
     num_sms: int = 132
-    granularity: int = 8
-    fail: dict[str, CUresult] = field(default_factory=dict)
-    missing: set[str] = field(default_factory=set)
-    graphs_ignore_masks: bool = False
-    busy_sms: frozenset[int] = frozenset()
-    serial: bool = False
-    lost_blocks: int = 0
-    green_extra: tuple[int, ...] = ()
+    granularity: int = 8  # SMs by which green contexts grow: 0 for a driver that does not tell it
+    fail: dict[str, CUresult] = field(default_factory=dict)  # what these functions return from now on
+    missing: set[str] = field(default_factory=set)  # functions that this libcuda does not have
+    graphs_ignore_masks: bool = False  # a graph's kernels obey the stream it is launched on
+    busy_sms: frozenset[int] = frozenset()  # taken by somebody else; no block gets there
+    serial: bool = False  # launches never run at the same time
+    lost_blocks: int = 0  # how many blocks leave no record
+    green_extra: tuple[int, ...] = ()  # SMs that a green context has beyond the split's
     current_context: int = 0
     current_device: int = 0
     retained: int = 0
-    live: dict[int, Any] = field(default_factory=dict)
+    live: dict[int, Any] = field(default_factory=dict)  # what was created and not destroyed
+    # Makes the streams, whose objects hold a mask at this offset; None: streams know no masks.
     libcuda: FakeLibcuda | None = None
     mask_offset: int = 0x51C
-    shared: int | None = None
+    shared: int | None = None  # a handle whose object all streams of ``libcuda`` have
 
     CUresult = CUresult
     CUdevice_attribute = CUdevice_attribute
@@ -319,31 +306,21 @@ class MaskBackend:
     def __init__(self, probe: SmidProbe) -> None:
         self.num_sms = probe.num_sms
         self.planted: dict[Lane, frozenset[int]] = {}
-        self.closed = False
         self._probe = probe
-        self._streams = {lane: probe.driver.create_stream() for lane in LANES}
+        self.streams = {lane: probe.driver.create_stream() for lane in LANES}
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
-        stream = self._streams[lane]
+        stream = self.streams[lane]
         self._probe.driver.api.live[stream].sms = self.planted.get(lane, self.expected_sms(lane, partition))
         return stream
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:
         return lane_masks(partition, num_tpcs=self.num_sms // SMS_PER_TPC)[lane].sms
 
-    def bound_sms(self, lane: Lane) -> frozenset[int]:
-        """What the lane's stream is bound to at this moment."""
-        sms: frozenset[int] = self._probe.driver.api.live[self._streams[lane]].sms
-        return sms
-
-    def share_a_stream(self) -> None:
-        self._streams["prefill"] = self._streams["decode"]
-
     def close(self) -> None:
-        for stream in set(self._streams.values()):
+        for stream in set(self.streams.values()):
             self._probe.driver.call("cuStreamDestroy", stream)
         self._probe.close()
-        self.closed = True
 
 
 def fake_probe(gpu: FakeDriver) -> SmidProbe:

@@ -57,13 +57,13 @@ def test_overlapping_lanes_are_not_run_together(
     assert verified.decode_sms & verified.prefill_sms
 
 
-def test_lanes_have_the_whole_gpu_afterwards(masks: MaskBackend, probe: SmidProbe) -> None:
+def test_lanes_have_the_whole_gpu_afterwards(gpu: FakeDriver, masks: MaskBackend, probe: SmidProbe) -> None:
     verify(masks, PARTITION, probe)
-    assert [masks.bound_sms(lane) for lane in LANES] == [ALL, ALL]
+    assert [gpu.live[stream].sms for stream in masks.streams.values()] == [ALL, ALL]
     masks.planted["prefill"] = frozenset({0})
     with pytest.raises(PartitionError):
         verify(masks, PARTITION, probe)
-    assert masks.bound_sms("decode") == ALL
+    assert gpu.live[masks.streams["decode"]].sms == ALL
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -128,7 +128,7 @@ def test_a_back_end_that_cannot_be_right(
     for partition in (SmPartition(0, 66), SmPartition(8, -1), SmPartition(67, None)):
         with pytest.raises(PartitionError, match="from 1 to 66 TPCs"):
             verify(masks, partition, probe)
-    masks.share_a_stream()
+    masks.streams["prefill"] = masks.streams["decode"]
     for partition in (PARTITION, SmPartition(40, 40), WHOLE_GPU):
         with pytest.raises(PartitionError, match="each lane needs a stream of its own, but fake gives both"):
             verify(masks, partition, probe)
