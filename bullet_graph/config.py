@@ -69,9 +69,8 @@ class Policy:
         """Read a name, or ``serial:CHUNK``, ``mixed:CHUNK`` or ``split:NUM_SMS``; ConfigError for another text."""
         name, colon, number = text.partition(":")
         sized = {"serial": "chunk_tokens", "mixed": "chunk_tokens", "split": "decode_sms"}
-        if name not in get_args(PolicyChoice) or (
-            colon and not (name in sized and number.isdecimal() and int(number) >= 1)
-        ):
+        is_sized = name in sized and re.fullmatch("0*[1-9][0-9]*", number)
+        if name not in get_args(PolicyChoice) or (colon and not is_sized):
             raise ConfigError(
                 f"unknown policy {text!r}: use serial, mixed, split or auto, serial:CHUNK or mixed:CHUNK "
                 "(in tokens, ≥ 1), or split:NUM_SMS (SMs of the decode lane)"

@@ -1,4 +1,4 @@
-"""Entries as single files: export, and an import that trusts nothing it reads.
+"""Entries as single files: export, signed on request, and an import that trusts nothing it reads.
 
 The file is a gzip-compressed tar: ``manifest.json``, ``manifest.sig`` if it is signed, then ``files/000000`` and so on
 in the manifest's order. No name in the archive becomes a path; paths come from the manifest, which checks them.
@@ -13,15 +13,19 @@ import zlib
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from bullet_graph.captures.manifest import MAX_MANIFEST_BYTES, Manifest, StoredFile, open_regular
-from bullet_graph.captures.signing import SIGNATURE_BYTES, require_signature, sign
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
 from bullet_graph.errors import CacheError
 
 MANIFEST_MEMBER = "manifest.json"
 SIGNATURE_MEMBER = "manifest.sig"
+SIGNATURE_BYTES = 64
+
+_MAX_KEY_BYTES = 64 * 1024
+_CONTEXT = b"bullet_graph capture cache manifest v1\0"
+"""Precedes the signed bytes, so that a signature holds for nothing else that the same key signs."""
 
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _CHUNK_BYTES = 1024**2
@@ -36,7 +40,9 @@ def export_entry(entry: Entry, file: Path, *, sign_key: Path | None = None) -> N
         CacheError: the file cannot be written, the key cannot be used, or a file changed meanwhile.
     """
     text = entry.manifest.to_bytes()
-    signature = None if sign_key is None else sign(text, sign_key)
+    signature: bytes | None = None
+    if sign_key is not None:
+        signature = _load_key(sign_key, is_private=True).sign(_CONTEXT + text)
     draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     with file_errors(f"cannot export entry {entry.entry_id} to {file}"):
         try:
@@ -98,7 +104,7 @@ def _import(
         signature, header = _content(packed, header.size), _next(packed)
     # Before anything in it is parsed.
     if trusted_keys:
-        require_signature(text, signature, trusted_keys)
+        _require_signature(text, signature, trusted_keys)
     manifest = Manifest.parse(text, MANIFEST_MEMBER)
     with store.building(manifest.entry_id, tell=tell) as staged:
         free = shutil.disk_usage(store.root).free
@@ -174,3 +180,52 @@ def _read(packed: gzip.GzipFile, num_bytes: int) -> bytes:
     if len(data) != num_bytes:
         raise CacheError("it is truncated")
     return data
+
+
+# ---- signatures: Ed25519 (RFC 8032), by the cryptography package ----
+
+
+def _require_signature(manifest: bytes, signature: bytes | None, key_files: Sequence[Path]) -> None:
+    """Make sure that one of these public keys signed a manifest's bytes."""
+    keys = [_load_key(file, is_private=False) for file in key_files]
+    from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 - an extra
+
+    if signature is None:
+        raise CacheError(
+            "a signature by a trusted key is required, but it is not signed: export it with --sign-key"
+        )
+    for key in keys:
+        try:
+            key.verify(signature, _CONTEXT + manifest)
+            return
+        except InvalidSignature:
+            continue
+    names = ", ".join(map(str, key_files))
+    raise CacheError(f"none of the trusted keys ({names}) made its signature, or it was changed since")
+
+
+def _load_key(file: Path, *, is_private: bool) -> Any:
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415 - an extra
+        from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
+        from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise CacheError(
+            "signatures need the cryptography package, which is not installed: pip install 'bullet-graph[sign]'"
+        ) from error
+    try:
+        with file.open("rb") as opened:
+            pem = opened.read(_MAX_KEY_BYTES)
+        if is_private:
+            key: object = serialization.load_pem_private_key(pem, password=None)
+        else:
+            key = serialization.load_pem_public_key(pem)
+    except OSError as error:
+        raise CacheError(f"cannot read the key {file}: {error}") from error
+    # TypeError: the private key is encrypted.
+    except (TypeError, ValueError, UnsupportedAlgorithm) as error:
+        raise CacheError(f"the key {file} cannot be used, unencrypted PEM is required: {error}") from error
+    if not isinstance(key, ed25519.Ed25519PrivateKey if is_private else ed25519.Ed25519PublicKey):
+        kind, make = ("private", "genpkey -algorithm ed25519") if is_private else ("public", "pkey -pubout")
+        raise CacheError(f"the key {file} is no Ed25519 {kind} key: make one with `openssl {make}`")
+    return key

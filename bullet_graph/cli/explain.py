@@ -79,14 +79,10 @@ def _window(trace: Trace, from_s: float | None, to_s: float | None) -> Window:
     first_s = 0.0 if from_s is None else from_s
     last_s = length_s if to_s is None else to_s
     # A trace without events has no length, and all of it may be asked for.
-    if not (0 <= first_s < last_s or first_s == last_s == length_s == 0):
+    if not ((0 <= first_s < last_s and first_s <= length_s) or first_s == last_s == length_s == 0):
         raise ConfigError(
-            f"--from must be at least 0 and less than --to, but they are {first_s:g} and {last_s:g}: the trace is "
-            f"{length_s:g} s long"
-        )
-    if first_s > length_s:
-        raise ConfigError(
-            f"--from {first_s:g}: the trace is only {length_s:g} s long; choose an earlier second"
+            f"--from must be at least 0, less than --to and within the trace, but they are {first_s:g} and {last_s:g}, "
+            f"and the trace is {length_s:g} s long"
         )
     return Window(trace.start_s + first_s, trace.end_s if last_s >= length_s else trace.start_s + last_s)
 

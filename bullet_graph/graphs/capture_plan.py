@@ -282,12 +282,7 @@ def list_plans() -> tuple[Path, ...]:
 
 def _list_line(name: str, sizes: Sequence[int]) -> str:
     items = ", ".join(map(str, sizes))
-    line = f"{name} = [{items}]"
-    if len(line) <= _LINE_CHARS:
-        return line
-    indent = "    "
-    wrapped = textwrap.fill(items, _LINE_CHARS, initial_indent=indent, subsequent_indent=indent)
-    return f"{name} = [\n{wrapped},\n]"
+    return textwrap.fill(f"{name} = [{items}]", _LINE_CHARS, subsequent_indent="    ")
 
 
 def _require(good: bool, key: str, found: object, required: str) -> None:

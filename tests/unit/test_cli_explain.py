@@ -5,12 +5,12 @@ import json
 import sys
 from pathlib import Path
 
+import cli_runner
 import pytest
-from click.testing import CliRunner, Result
+from cli_runner import run
+from click.testing import Result
 from traces import HEADER, RUN, request, write
 
-from bullet_graph.cli.explain import explain
-from bullet_graph.errors import BulletGraphError
 from bullet_graph.perf.chrome_trace import to_chrome_trace
 from bullet_graph.perf.explain import summarize_trace
 from bullet_graph.perf.trace import read_trace
@@ -22,17 +22,11 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def invoke(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(explain, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, BulletGraphError):
-        raise result.exception
-    return result
+    return run("explain", *map(str, arguments))
 
 
 def refused(*arguments: str | Path) -> str:
-    result = invoke(*arguments)
-    assert isinstance(result.exception, BulletGraphError)
-    assert result.stdout == ""
-    return str(result.exception)
+    return cli_runner.refused(invoke(*arguments))
 
 
 @pytest.fixture
