@@ -63,11 +63,7 @@ Text = Annotated[str, AfterValidator(_require_printable)]
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of an entry; ``path`` is relative to the entry's folder of files, with ``/``.
-
-    Raises:
-        CacheError: the path could leave the folder.
-    """
+    """One file of an entry, by its path in the entry's folder; CacheError for a path that could leave the folder."""
 
     path: str
     num_bytes: Annotated[int, Field(strict=True, ge=0)]
@@ -120,11 +116,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> "Manifest":
-        """Read a manifest; ``where`` names its file in messages.
-
-        Raises:
-            CacheError: it is damaged, of another version, has unknown keys, or lists what it must not.
-        """
+        """Read a manifest, whose file is called ``where`` in messages; CacheError for any that cannot be used."""
         try:
             content = json.loads(data)
             found = content.pop("format"), content.pop("version")

@@ -147,11 +147,7 @@ class CaptureStore:
         return tuple(good), tuple(damaged)
 
     def read(self, name: str) -> Entry:
-        """An entry by its name.
-
-        Raises:
-            CacheError: there is none, or its manifest cannot be used.
-        """
+        """An entry by its name; CacheError where there is none, or its manifest cannot be used."""
         folder, rejection = self._entries / name, None
         where = folder / MANIFEST_NAME
         with file_errors(f"entry {name} of {self.root} cannot be read, or has no manifest"):
@@ -228,8 +224,7 @@ class CaptureStore:
     def place(self, manifest: Manifest, staged: Path) -> Entry:
         """Make a staged folder the entry, at once; an earlier one of its name makes way. Needs its build lock.
 
-        Raises:
-            CacheError: the earlier one is in use, or the store cannot be written.
+        Raises CacheError where the earlier one is in use, or the store cannot be written.
         """
         with file_errors(f"cannot finish entry {manifest.entry_id}"):
             (staged / MANIFEST_NAME).write_bytes(manifest.to_bytes())
@@ -245,11 +240,7 @@ class CaptureStore:
         return False
 
     def remove(self, name: str) -> None:
-        """Remove an entry.
-
-        Raises:
-            CacheError: it is not there, in use, being built, or cannot be removed.
-        """
+        """Remove an entry; CacheError where it is not there, in use, being built, or cannot be removed."""
         if "/" in name or name in ("", ".", "..") or not os.path.lexists(self._entries / name):
             raise CacheError(f"there is no entry {name!r} in {self.root}")
         with file_errors(f"cannot remove entry {name}"), self._build_lock(name):

@@ -267,8 +267,7 @@ def _padded(
 def propose(groups: dict[GroupKey, Group], budget: Budget, *, like: CapturePlan) -> CapturePlan:
     """A plan within a budget: greedily, the size that saves the most time for its share of the budget.
 
-    Raises:
-        ConfigError: the budget does not allow a single graph.
+    Raises ConfigError where the budget does not allow a single graph.
     """
     if not budget.affords(DECODE_GRAPH_BYTES, DECODE_GRAPH_S):
         raise ConfigError(

@@ -192,11 +192,7 @@ def format_plan(plan: CapturePlan, notes: Sequence[str] = ()) -> str:
 
 
 def parse_plan(text: str) -> CapturePlan:
-    """Read a plan from TOML.
-
-    Raises:
-        ConfigError: it is not valid TOML, keys are unknown or missing, or the plan is impossible; names the key.
-    """
+    """Read a plan from TOML; ConfigError, which names the key, where that cannot be a plan."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as cause:
@@ -216,10 +212,9 @@ def parse_plan(text: str) -> CapturePlan:
 
 
 def load_plan(name_or_path: str) -> CapturePlan:
-    """Read a plan: a path that ends in ``.toml``, or the name of one that comes with the package.
+    """Read a plan by a path that ends in ``.toml``, or by the name of one that comes with the package.
 
-    Raises:
-        ConfigError: there is no such plan, or it is wrong; names the file and the key.
+    Raises ConfigError, which names the file and the key, where there is none or it is wrong.
     """
     shipped = {path.stem: path for path in list_plans()}
     names = ", ".join(shipped) or "none"

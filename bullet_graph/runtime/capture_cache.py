@@ -369,11 +369,7 @@ def triton_hashed_meanwhile() -> Iterator[None]:
 
 
 def copy_kernels(source: Path, target: Path) -> None:
-    """Copy Triton's cache folder; files that exist stay. Each file appears whole, and after those that it lists.
-
-    Raises:
-        CacheError: a file cannot be read or written.
-    """
+    """Copy Triton's cache folder; files that exist stay. Each file appears whole, and after those that it lists."""
     with file_errors(f"cannot copy kernels to {target}"):
         for path in sorted(source.rglob("*"), key=lambda path: path.name.startswith(_GROUP_PREFIX)):
             relative = path.relative_to(source)
