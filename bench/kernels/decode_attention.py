@@ -26,6 +26,7 @@ from bench.kernels.harness import (
     random_tensor,
 )
 from bench.record import write_report
+from bullet_graph.kernels.attention import LayerRows
 from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.presets import PRESETS
@@ -81,11 +82,11 @@ def main(model: str, layers: int, lane_sms: int, output_json: Path) -> None:
         batch = DecodeBatch(paged.kv_indptr, paged.kv_indices, paged.last_block_tokens)
         plan = attention.plan(batch, num_sms=sms)
         q = random_tensor(rows, config.num_heads, config.head_dim)
-        out = torch.empty_like(q)
+        layer_rows, out = LayerRows(q, q, q), torch.empty_like(q)
 
         def run() -> None:
             for layer in range(layers):
-                plan.run_into(layer, q, out)
+                plan.run_into(layer, layer_rows, out)
 
         us = burst_us(run, stream) / layers
         gb_per_s = int(kv_lens.sum()) * 2 * config.kv_size * DTYPE.itemsize / us / 1e3

@@ -91,14 +91,14 @@ def main(model: str, layers: int, output_json: Path) -> None:
         q = random_tensor(num_prompts * tokens, config.num_heads, config.head_dim)
         rows = LayerRows.of(q, random_tensor(len(q), config.q_size + 2 * config.kv_size), config)
         out = torch.empty_like(q)
-        measure(num_prompts, tokens, 0, lambda _, p=ragged, r=rows, o=out: p.run_into(r, o))  # type: ignore[misc]
+        measure(num_prompts, tokens, 0, lambda _, p=ragged, r=rows, o=out: p.run_into(0, r, o))  # type: ignore[misc]
     for tokens, cached in CONTINUED:
         paged = lane.plan(
             paged_batch(np.array([tokens + cached], dtype=np.int32), num_blocks, rows_each=tokens),
         )
         q = random_tensor(tokens, config.num_heads, config.head_dim)
-        out = torch.empty_like(q)
-        measure(1, tokens, cached, lambda layer, p=paged, q=q, o=out: p.run_into(layer, q, o))  # type: ignore[misc]
+        rows, out = LayerRows(q, q, q), torch.empty_like(q)
+        measure(1, tokens, cached, lambda layer, p=paged, r=rows, o=out: p.run_into(layer, r, o))  # type: ignore[misc]
     write_report(output_json, {"model": model, "layers": layers, "product_tflops": ceiling, "cases": cases})
 
 

@@ -167,16 +167,13 @@ def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
 def by_rows(one: LayerFunctions, several: LayerFunctions) -> LayerFunctions:
     """Layer functions that choose by the number of rows: compiled parts take two or more."""
 
-    def chosen(name: str) -> CompiledPart:
-        for_one, for_several = getattr(one, name), getattr(several, name)
+    def first(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return (one if len(x) == 1 else several).attention_input(x, *rest)
 
-        def part(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-            result: tuple[Tensor, Tensor] = (for_one if len(x) == 1 else for_several)(x, *rest)
-            return result
+    def second(attended: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return (one if len(attended) == 1 else several).attention_output(attended, *rest)
 
-        return part
-
-    return LayerFunctions(several.ops, chosen("attention_input"), chosen("attention_output"))
+    return LayerFunctions(several.ops, first, second)
 
 
 def compiled_functions(

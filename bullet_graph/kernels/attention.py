@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -81,18 +80,11 @@ class ReferenceAttention:
         return out.flatten(1)
 
 
-class CacheAttention(Protocol):
-    """Planned attention that reads keys and values from the cache."""
-
-    def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attend, from the planned rows ``q`` [rows, num_heads, head_dim] into ``out`` of the same shape."""
-
-
 class RowAttention(Protocol):
-    """Planned attention of some of a forward's rows, to keys and values of the same forward."""
+    """Planned attention of some of a forward's rows."""
 
-    def run_into(self, rows: LayerRows, out: Tensor) -> None:
-        """Attend, into the planned rows of ``out`` [all rows, num_heads, head_dim]."""
+    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
+        """Attend, from the planned rows of ``rows.q`` [rows, num_heads, head_dim] into those of ``out``, alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +95,9 @@ class MixedAttention:
     this forward, from ``num_prefill_rows`` on decode rows.
     """
 
-    cached: CacheAttention | None
+    cached: RowAttention | None
     fresh: RowAttention | None
-    decode: CacheAttention | None
+    decode: RowAttention | None
     num_cached_rows: int
     num_prefill_rows: int
 
@@ -119,19 +111,18 @@ class MixedAttention:
 
         The buffers are sliced once: slicing in each layer costs the host time.
         """
-        cached, fresh, decode = self.cached, self.fresh, self.decode
-        parts: list[Callable[[int], None]] = []
-        if cached is not None:
-            end = self.num_cached_rows
-            parts.append(partial(cached.run_into, q=rows.q[:end], out=out[:end]))
-        if fresh is not None:
-            parts.append(lambda _: fresh.run_into(rows, out))
-        if decode is not None:
-            begin = self.num_prefill_rows
-            parts.append(partial(decode.run_into, q=rows.q[begin:], out=out[begin:]))
+        parts: list[tuple[RowAttention, LayerRows, Tensor]] = []
+        if self.cached is not None:
+            own = slice(0, self.num_cached_rows)
+            parts.append((self.cached, LayerRows(rows.q[own], rows.k, rows.v), out[own]))
+        if self.fresh is not None:
+            parts.append((self.fresh, rows, out))
+        if self.decode is not None:
+            own = slice(self.num_prefill_rows, None)
+            parts.append((self.decode, LayerRows(rows.q[own], rows.k, rows.v), out[own]))
 
         def run(layer: int) -> None:
-            for part in parts:
-                part(layer)
+            for attention, its_rows, its_out in parts:
+                attention.run_into(layer, its_rows, its_out)
 
         return run

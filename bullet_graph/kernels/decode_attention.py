@@ -245,12 +245,12 @@ class PlannedDecode:
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
         out = torch.empty_like(rows.q)
-        self.run_into(layer, rows.q, out)
+        self.run_into(layer, rows, out)
         return out.flatten(1)
 
-    def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """As :meth:`run`, from ``q`` into ``out``, both [rows, num_heads, head_dim] and contiguous."""
-        for name, tensor in (("q", q), ("out", out)):
+    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
+        """As :meth:`run`, into ``out``, which like the queries is [rows, num_heads, head_dim] and contiguous."""
+        for name, tensor in (("q", rows.q), ("out", out)):
             if len(tensor) != self.num_rows or not tensor.is_contiguous():
                 raise ConfigError(
                     f"{name} must be contiguous and have the {self.num_rows} rows that were planned; "
@@ -259,7 +259,7 @@ class PlannedDecode:
         keys, values = self.lane.cache.layer(layer)
         batch, partials, lse = self.batch, self.lane.partials, self.lane.partial_lse
         self.attention(
-            *(q, keys, values, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens, out),
+            *(rows.q, keys, values, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens, out),
             *(partials, lse, self.lane.arrived),
         )
         if self.combination is not None:

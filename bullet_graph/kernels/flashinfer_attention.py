@@ -218,12 +218,12 @@ class PlannedAttention:
     plan: tuple[Any, ...]
     batch: PagedBatch
 
-    def run_into(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
         keys, values = self.lane.cache.layer(layer)
         batch = self.batch
         self.lane.module.paged_run(
             *self.plan,
-            q,
+            rows.q,
             keys,
             values,
             batch.q_indptr,
@@ -247,7 +247,7 @@ class PlannedRaggedAttention:
     plan: tuple[Any, ...]
     indptr: Tensor
 
-    def run_into(self, rows: LayerRows, out: Tensor) -> None:
+    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:  # noqa: ARG002 - the protocol's
         indptr = self.indptr
         self.lane.module.ragged_run(
             *self.plan, rows.q, rows.k, rows.v, indptr, indptr, out, *self.lane.settings

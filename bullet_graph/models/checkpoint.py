@@ -37,10 +37,6 @@ class _StoredTensor:
     shape: tuple[int, ...]
     element_type: str
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * _ELEMENT_BYTES[self.element_type]
-
     def read(self, name: str) -> Tensor:
         """The tensor, memory-mapped; its pages are read when they are copied."""
         try:
@@ -63,7 +59,8 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         """Stored bytes of all tensors that are loaded."""
-        return sum(self.tensors[name].num_bytes for name in weight_shapes(self.config))
+        loaded = (self.tensors[name] for name in weight_shapes(self.config))
+        return sum(math.prod(tensor.shape) * _ELEMENT_BYTES[tensor.element_type] for tensor in loaded)
 
     def fill(self, weights: ModelWeights) -> Iterator[int]:
         """Copy the tensors into ``weights``, converting their types, and yield the bytes of each piece.

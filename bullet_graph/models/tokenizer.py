@@ -4,8 +4,9 @@ import functools
 import json
 from collections.abc import Mapping, Sequence, Set
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jinja2
 import tokenizers
@@ -153,7 +154,6 @@ class Tokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self) -> DetokenizeStream:
-        """A detokenizer for one output."""
         return DetokenizeStream(self._tokenizer, self._special_ids)
 
     @functools.cached_property
@@ -198,15 +198,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    # Jinja's own filter would escape HTML.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
-
-
-def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> NoReturn:

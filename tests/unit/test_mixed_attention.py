@@ -14,7 +14,6 @@ from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime.rows import Rows
 
 CPU = torch.device("cpu")
-UNUSED = torch.empty(0)
 CONFIG = PRESETS["tiny"]
 NUM_BLOCKS, BLOCK_TOKENS = 64, 4
 LAYER = 1
@@ -34,8 +33,8 @@ class CachedRows:
             kv_indices=torch.from_numpy(rows.kv_indices).long(),
         )
 
-    def run_into(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(self._reference.run(layer, LayerRows(q, UNUSED, UNUSED)).view_as(q))
+    def run_into(self, layer: int, rows: LayerRows, out: torch.Tensor) -> None:
+        out.copy_(self._reference.run(layer, rows).view_as(out))
 
 
 class FreshRows:
@@ -44,7 +43,7 @@ class FreshRows:
     def __init__(self, indptr: list[int]) -> None:
         self._indptr = indptr
 
-    def run_into(self, rows: LayerRows, out: torch.Tensor) -> None:
+    def run_into(self, layer: int, rows: LayerRows, out: torch.Tensor) -> None:  # noqa: ARG002
         for start, stop in pairwise(self._indptr):
             q, k, v = (tensor[start:stop].transpose(0, 1)[None] for tensor in (rows.q, rows.k, rows.v))
             attended = torch.nn.functional.scaled_dot_product_attention(
@@ -90,7 +89,7 @@ def test_kinds_of_rows_make_the_whole(
         rows.num_prefill_rows,
     )
     whole = torch.full_like(q, torch.nan)
-    CachedRows(cache, rows, slice(0, len(rows.kv_lens))).run_into(LAYER, q, whole)
+    CachedRows(cache, rows, slice(0, len(rows.kv_lens))).run_into(LAYER, layer_rows, whole)
     torch.testing.assert_close(mixed.run(LAYER, layer_rows), whole.flatten(1))
 
 

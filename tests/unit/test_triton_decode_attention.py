@@ -229,4 +229,6 @@ def test_bad_plans() -> None:
     with pytest.raises(ConfigError, match="1 rows that were planned"):
         lane.plan(batch(1)).run(0, rows_of(q))
     with pytest.raises(ConfigError, match="out must be contiguous"):
-        lane.plan(batch(2)).run_into(0, q, torch.zeros_like(q).transpose(0, 1).contiguous().transpose(0, 1))
+        lane.plan(batch(2)).run_into(
+            0, rows_of(q), torch.zeros_like(q).transpose(0, 1).contiguous().transpose(0, 1)
+        )

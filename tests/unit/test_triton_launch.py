@@ -109,6 +109,7 @@ import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from bullet_graph.kernels.attention import LayerRows
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.presets import PRESETS
@@ -145,9 +146,9 @@ batch = DecodeBatch(*(torch.arange(n, dtype=torch.int32) for n in (rows + 1, row
 q, out = (torch.zeros(rows, config.num_heads, config.head_dim, dtype=torch.bfloat16) for _ in range(2))
 once = lane.plan(batch)
 for layer in range(3):
-    once.run_into(layer, q, out)
+    once.run_into(layer, LayerRows(q, q, q), out)
 for layer in range(3):
-    lane.plan(batch).run_into(layer, q, out)
+    lane.plan(batch).run_into(layer, LayerRows(q, q, q), out)
 json.dump(launches, sys.stdout)
 """
 
