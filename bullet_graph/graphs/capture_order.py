@@ -94,13 +94,7 @@ class CaptureProgress:
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """Cost of capturing at a start.
-
-    Attributes:
-        compile_seconds: compiling or loading layers, once.
-        capture_seconds: everything else.
-        num_bytes: device memory used, including workspaces allocated on the way.
-    """
+    """Cost of capturing at a start; ``num_bytes`` of device memory include workspaces allocated on the way."""
 
     num_graphs: int
     compile_seconds: float

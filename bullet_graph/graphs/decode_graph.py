@@ -11,7 +11,7 @@ from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_now, compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
 from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
-from bullet_graph.kernels.gpu import Gpu, captured, cublas_sm_count, fitting_blas
+from bullet_graph.kernels.gpu import Gpu, captured, fitting_blas
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import TritonOps, sample
@@ -59,9 +59,8 @@ class DecodeGraphs:
     All graphs read their inputs from one device buffer, and include sampling and the feed of the next token: a step
     needs one small copy from the host.
 
-    Args:
-        max_batch_size: of a step; it is also the slot that padding rows read and write.
-        compiler: of a layer's two parts, for steps of two or more rows; one row has a matrix kernel of its own.
+    Padding rows read and write slot ``max_batch_size``. Steps of two or more rows are compiled; one row has a matrix
+    kernel of its own.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class DecodeGraphs:
         """Launch the step's kernels, of the layers before ``last``."""
         rows, num_sms = len(step.slots), _lane_sms(partition)
         functions = self._functions_for(rows)
-        with cublas_sm_count(num_sms), fitting_blas(rows, num_sms):
+        with fitting_blas(rows, num_sms):
             hidden = self._decoder.run_layers(
                 self._decoder.embed(self._state.last_token[step.slots]),
                 step.positions,

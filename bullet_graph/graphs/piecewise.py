@@ -39,12 +39,9 @@ class PiecewiseForward:
 
     Piece ``i`` ends with the queries of layer ``i``, and writes that layer's keys and values into the cache. From the
     second on, a piece begins with the attention output of the layer before. A forward is: :meth:`load`, then for each
-    layer its piece and its attention, from :meth:`rows` into ``attended``. The caller computes what follows the last
-    attention, for the rows it needs.
-
-    Attributes:
-        attended: [max_rows, num_heads, head_dim], where attention writes what the next piece reads.
-        residual: [max_rows, hidden_size], of the piece that ran last.
+    layer its piece and its attention, from :meth:`rows` into ``attended`` [max_rows, num_heads, head_dim]. The caller
+    computes what follows the last attention, for the rows it needs; ``residual`` [max_rows, hidden_size] is that of the
+    piece that ran last.
     """
 
     def __init__(self, decoder: Decoder, ops: TorchOps, max_rows: int) -> None:
@@ -103,11 +100,10 @@ class PiecewiseForward:
 
 
 class PiecewiseGraphs:
-    """CUDA graphs of a :class:`PiecewiseForward`, for several numbers of rows.
+    """CUDA graphs of a :class:`PiecewiseForward`, whose buffers the caller fills and reads between replays.
 
-    Attributes:
-        pieces: what is captured; between replays, the caller fills and reads its buffers.
-        buckets: numbers of rows to pad a forward to, rising; once timed, those that are faster than all larger ones.
+    ``buckets`` are the numbers of rows to pad a forward to, rising; once timed, those that are faster than all larger
+    ones.
     """
 
     def __init__(self, decoder: Decoder, ops: TorchOps, *, buckets: tuple[int, ...]) -> None:

@@ -41,10 +41,8 @@ class Attention(Protocol):
 class ReferenceAttention:
     """One sequence at a time through ``scaled_dot_product_attention``; exact, slow, any device.
 
-    Args:
-        q_indptr: [n + 1], where each sequence's rows start; one may have none.
-        kv_lens: [n], tokens each sequence attends to; its rows are the last of them.
-        kv_indptr: [n + 1], where its blocks start in ``kv_indices``.
+    ``q_indptr`` [n + 1] is where each sequence's rows start; one may have none. It attends to ``kv_lens`` [n] tokens,
+    whose last are its rows. ``kv_indptr`` [n + 1] is where its blocks start in ``kv_indices``.
     """
 
     def __init__(

@@ -108,10 +108,8 @@ class RepeatedLaunch:
 class DecodeBatch:
     """Which blocks each row attends to; the kernels read these device tensors when they run, not at launch.
 
-    Attributes:
-        kv_indptr: [rows + 1] int32, where each row's blocks start in ``kv_indices``: from 0 on, at least one each.
-        kv_indices: block ids, int32.
-        last_block_tokens: [rows] int32, tokens in each row's last block, at least 1.
+    All are int32. ``kv_indptr`` [rows + 1] is where each row's blocks start in ``kv_indices``: from 0 on, at least one
+    each. ``last_block_tokens`` [rows] are at least 1.
     """
 
     kv_indptr: Tensor

@@ -45,7 +45,7 @@ class ModuleSpec:
 
     @property
     def name(self) -> str:
-        """Short and unique among modules; FlashInfer has names of its own."""
+        """Unique among modules; FlashInfer has names of its own."""
         return f"{self.backend}_{str(self.dtype).removeprefix('torch.')}_{self.head_dim}"
 
     def build(self) -> Path:
@@ -91,11 +91,8 @@ def needed_module(gpu: Gpu, dtype: torch.dtype, head_dim: int) -> ModuleSpec:
 class PagedBatch:
     """Which rows attend to which blocks; n sequences, int32 on the device, or on the host where the name says so.
 
-    Attributes:
-        q_indptr: [n + 1], where each sequence's rows start.
-        kv_indptr: [n + 1], where its blocks start in ``kv_indices``.
-        last_block_tokens: [n].
-        host_kv_lens: [n], tokens each sequence attends to.
+    ``q_indptr`` [n + 1] is where each sequence's rows start, ``kv_indptr`` [n + 1] where its blocks start in
+    ``kv_indices``. The others are [n]; ``host_kv_lens`` are the tokens that each sequence attends to.
     """
 
     q_indptr: Tensor
@@ -112,7 +109,6 @@ class PrefillAttention:
     """Kernels and scratch for one kind of batch of one lane; never shared by lanes that run at the same time.
 
     A plan holds until the next plan's copy runs: a forward with two kinds of batches takes two of these.
-
     ``float_workspace`` is zeroed scratch, of :func:`~bullet_graph.runtime.memory.prefill_workspace_bytes`; attentions
     that take turns may share it.
     """

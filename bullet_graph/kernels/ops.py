@@ -12,10 +12,8 @@ from bullet_graph.perf.roofline import DecoderShape
 class RowInputs:
     """The inputs of a forward's rows besides their hidden states.
 
-    Attributes:
-        positions: [rows] integer, position of each token in its sequence.
-        kv_slots: [rows] integer, where its keys and values go: block * block_tokens + offset.
-        cos_sin: [max_model_len, head_dim] float32: cosines, then sines, by position.
+    ``positions`` [rows] are those of each token in its sequence. Its keys and values go to ``kv_slots`` [rows]: block *
+    block_tokens + offset. ``cos_sin`` is [max_model_len, head_dim] float32: cosines, then sines, by position.
     """
 
     positions: Tensor
@@ -75,13 +73,8 @@ class TorchOps:
     ) -> Tensor:
         """Norm and rotate queries and keys, and write keys and values into the cache.
 
-        Args:
-            qkv: [rows, q_size + 2 * kv_size]; its keys are replaced by the rotated ones.
-            keys: [num_blocks, block_tokens, num_kv_heads, head_dim]; likewise ``values``.
-            norms: applied to each query and key head before RoPE; None where the model has none.
-
-        Returns:
-            Queries, [rows, num_heads, head_dim], in ``out`` or in new memory.
+        In ``qkv`` [rows, q_size + 2 * kv_size], rotated keys replace the keys. ``keys`` and ``values`` are [num_blocks,
+        block_tokens, num_kv_heads, head_dim]. Returns queries, [rows, num_heads, head_dim], in ``out`` or new memory.
         """
         rows, heads = len(qkv), shape.num_heads
         q, k, v = torch.tensor_split(

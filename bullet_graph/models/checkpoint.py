@@ -194,10 +194,8 @@ class WeightLoading:
 
     ``started_s`` and ``ended_s`` are by ``time.perf_counter``; the second is None without success.
 
-    Args:
-        weights: allocated on the current stream.
-        fill: runs in the thread: fills them on the current stream, and yields the bytes of each piece.
-        advance: called with these bytes, in the thread.
+    ``fill`` and ``advance`` run in the thread. The first fills ``weights``, allocated on the current stream, and yields
+    the bytes of each piece; the second is called with them.
     """
 
     def __init__(

@@ -34,12 +34,9 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and constants of a dense decoder (Llama 3.x, Qwen2/2.5, Qwen3).
+    """Shape and constants of a dense decoder (Llama 3.x, Qwen2/2.5, Qwen3); ``dtype`` is the checkpoint's own.
 
-    Attributes:
-        architecture: the Hugging Face class name, such as ``LlamaForCausalLM``.
-        qk_norm: RMSNorm over each query and key head before RoPE (Qwen3).
-        dtype: the checkpoint's own.
+    ``architecture`` is the Hugging Face class name. ``qk_norm``: RMSNorm over each query and key head before RoPE.
     """
 
     architecture: str

@@ -28,12 +28,10 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The sampled rows of a forward: after the last layer's keys and values, only these are computed.
+    """The sampled rows of a forward, [s] rising: after the last layer's keys and values, only these are computed.
 
-    Attributes:
-        rows: [s] integer, indices of the forward's rows, rising.
-        attention: planned for one query row per sampled sequence; None if there is none.
-        num_padding: rows of zeros to append, to reach a number of rows whose kernels the device has loaded.
+    ``attention`` is planned for one query row each; None if there is none. ``num_padding`` rows of zeros are appended,
+    to reach a number of rows whose kernels the device has loaded.
     """
 
     rows: Tensor

@@ -38,12 +38,10 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer.
+    """One decoder layer: RMSNorms [hidden_size] before attention and before the MLP, and the two.
 
-    Attributes:
-        input_norm: [hidden_size], RMSNorm before attention; ``post_norm`` is the one before the MLP.
-        input_weights: those of :func:`attention_input`. Gathered once, because an eager forward waits for Python.
-        output_weights: those of :func:`attention_output`.
+    ``input_weights`` and ``output_weights`` are those of :func:`attention_input` and :func:`attention_output`, gathered
+    once, because an eager forward waits for Python.
     """
 
     input_norm: Tensor

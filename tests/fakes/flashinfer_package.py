@@ -14,14 +14,7 @@ from bullet_graph.kernels import flashinfer_attention
 
 @dataclass
 class FakeFlashInfer:
-    """What it was asked to do.
-
-    Attributes:
-        aot: folder of modules compiled ahead of time.
-        jit: folder of those that it compiled itself.
-        built: names of those, in order.
-        loaded: libraries, in order.
-    """
+    """Its folders of modules compiled ahead of time and by itself, what it built of these, and what was loaded."""
 
     BROKEN: ClassVar = b"broken"
     """What a library holds that cannot be loaded."""
