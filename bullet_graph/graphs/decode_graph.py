@@ -46,11 +46,8 @@ class _DeviceStep:
     attention: PlannedDecode
 
 
-def _padding_rows(count: int, padding_slot: int) -> DecodeInputs:
-    zeros: Int32Array = np.zeros(count, dtype=np.int32)
-    return DecodeInputs(
-        zeros + np.int32(padding_slot), zeros, zeros, np.arange(count + 1, dtype=np.int32), zeros
-    )
+_EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
+_NO_ROWS = DecodeInputs(_EMPTY, _EMPTY, _EMPTY, np.zeros(1, dtype=np.int32), _EMPTY)
 
 
 class DecodeGraphs:
@@ -101,7 +98,7 @@ class DecodeGraphs:
         """Capture one graph on the stream, which is bound to its partition; compiles first if need be."""
         self._functions_for(key.batch_size)
         # Padding rows will do: lengths do not change the launches.
-        inputs = _padding_rows(key.batch_size, self._padding_slot)
+        inputs = self._pad(_NO_ROWS, key.batch_size)
         # The last user of the shared buffers must be done: the lane may have changed its stream.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -148,13 +145,14 @@ class DecodeGraphs:
         missing = batch_size - len(inputs.slots)
         if missing == 0:
             return inputs
-        padding = _padding_rows(missing, self._padding_slot)
+        zeros: Int32Array = np.zeros(missing, dtype=np.int32)
         return DecodeInputs(
-            np.concatenate((inputs.slots, padding.slots)),
-            np.concatenate((inputs.positions, padding.positions)),
-            np.concatenate((inputs.kv_slots, padding.kv_slots)),
-            np.concatenate((inputs.kv_indptr, padding.kv_indptr[1:] + inputs.kv_indptr[-1])),
-            np.concatenate((inputs.kv_indices, padding.kv_indices)),
+            np.append(inputs.slots, zeros + np.int32(self._padding_slot)),
+            np.append(inputs.positions, zeros),
+            np.append(inputs.kv_slots, zeros),
+            # The first block is nobody's: one for each row.
+            np.append(inputs.kv_indptr, inputs.kv_indptr[-1] + np.arange(1, missing + 1, dtype=np.int32)),
+            np.append(inputs.kv_indices, zeros),
         )
 
     def _prepare(self, inputs: DecodeInputs, partition: SmPartition) -> _DeviceStep:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bullet_graph.graphs.key import bucket_for, worthwhile_buckets
+from bullet_graph.graphs.key import smallest_holding, worthwhile_buckets
 from bullet_graph.kernels.attention import LayerRows
 from bullet_graph.kernels.gpu import captured
 from bullet_graph.kernels.ops import RowInputs, TorchOps
@@ -152,9 +152,7 @@ class PiecewiseGraphs:
     def bucket(self, rows: int) -> int | None:
         """The number of rows to pad ``rows`` to; None if it is not captured yet, or ``rows`` exceeds all buckets."""
         # Not padded to a larger bucket that is captured: a forward's time grows with its rows.
-        if not self.buckets or rows > self.buckets[-1]:
-            return None
-        bucket = bucket_for(rows, self.buckets)
+        bucket = smallest_holding(rows, self.buckets)
         return bucket if (bucket, self._num_layers - 1) in self._graphs else None
 
     def replay(self, layer: int, bucket: int) -> None:

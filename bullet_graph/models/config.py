@@ -83,12 +83,7 @@ class ModelConfig:
 def read_dense_config(
     config: JsonObject, architecture: str, *, qkv_bias: bool = False, qk_norm: bool = False
 ) -> ModelConfig:
-    """Read a dense decoder's config, as transformers 4 or 5 writes it.
-
-    Raises:
-        UnsupportedModelError: a feature that the file switches on is not implemented.
-        ModelError: a key is missing, has the wrong type or range, or contradicts another.
-    """
+    """Read a dense decoder's config, as transformers 4 or 5 writes it; raises as ``presets.load_model_config``."""
     _refuse_unsupported_features(config)
     hidden_size = config.read("hidden_size", int)
     num_heads = config.read("num_attention_heads", int)

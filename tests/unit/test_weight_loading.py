@@ -39,10 +39,13 @@ def loader_threads() -> list[str]:
 # ---- the thread ----
 
 
-def test_random_weights_are_the_same_as_ever() -> None:
-    weights = zeros()
-    with WeightLoading(weights, fill_dummy(TINY, weights, seed=7)) as filling:
-        filling.join()
+@pytest.mark.parametrize("inference", [False, True])
+def test_random_weights_are_the_same_as_ever(inference: bool) -> None:
+    """A profile makes them in inference mode, outside of which torch refuses to change such tensors: a thread's own."""
+    with torch.inference_mode(inference):
+        weights = zeros()
+        with WeightLoading(weights, fill_dummy(TINY, weights, seed=7)) as filling:
+            filling.join()
     expected = dummy_weights(TINY, dtype=torch.float32, device=CPU, seed=7)
     assert torch.equal(weights.embed, expected.embed)
     assert torch.equal(weights.layers[-1].mlp.down.weight, expected.layers[-1].mlp.down.weight)
@@ -51,15 +54,6 @@ def test_random_weights_are_the_same_as_ever() -> None:
     assert weights.embed[0, :4].tolist() == pytest.approx(EMBED)
     assert weights.layers[3].mlp.down.weight[-1, -3:].tolist() == pytest.approx(DOWN)
     assert weights.lm_head[100, 5:8].tolist() == pytest.approx(HEAD)
-
-
-def test_weights_made_in_inference_mode_can_be_filled() -> None:
-    """As a profile makes them: torch refuses to change such tensors outside of that mode, which is a thread's own."""
-    with torch.inference_mode():
-        weights = zeros()
-        with WeightLoading(weights, fill_dummy(TINY, weights, seed=7)) as filling:
-            filling.join()
-    assert weights.embed[0, :4].tolist() == pytest.approx(EMBED)
 
 
 def test_unfilled_weights_are_numbers() -> None:
