@@ -84,4 +84,5 @@ def first_problem(error: "ValidationError") -> str:
     if problem["type"] == "value_error":
         # One of ours: it says all of this.
         return str(problem["ctx"]["error"])
-    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}, found {problem['input']!r:.80}"
+    field = ".".join(map(str, problem["loc"]))
+    return f"{field}{': ' if field else ''}{problem['msg']}, found {problem['input']!r:.80}"

@@ -204,7 +204,7 @@ def print_runs(sweep: Sweep) -> None:
     """Show all runs on stdout: a table for each workload and targets, by rate, systems side by side."""
     # A file, or a narrow terminal, gets long lines rather than unreadable columns.
     console = Console(width=max(Console().width, _LEAST_WIDTH))
-    for task in dict.fromkeys(key.task for key in sweep.cells):
+    for task in dict.fromkeys(cell.key.task for cell in sweep.cells):
         table = Table(
             *("at, requests/s", "system", "met all targets, %", "requests/s", "output tokens/s"),
             *("TTFT, median / p90, ms", "TPOT, median / p90, ms", "ITL, p99, ms", "failed", "J/token", "W"),
@@ -214,8 +214,7 @@ def print_runs(sweep: Sweep) -> None:
         for column in table.columns:
             column.no_wrap = column.header == "system"
             column.justify = "left" if column.no_wrap else "right"
-        cells = [cell for key, cell in sweep.cells.items() if key.task == task]
-        runs = [(run, cell.key.system) for cell in cells for run in cell.runs]
+        runs = [(run, cell.system) for cell in sweep.cells if cell.key.task == task for run in cell.runs]
         for rate in sorted({run["request_rate"] for run, _ in runs}):
             for run, system in runs:
                 if run["request_rate"] == rate:

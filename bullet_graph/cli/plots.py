@@ -101,12 +101,12 @@ def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
     output tokens per second over latencies.
     """
     tasks: dict[Task, dict[str, SweepCell]] = {}
-    for (system, task), cell in sweep.cells.items():
+    for cell in sweep.cells:
         if cell.runs:
-            tasks.setdefault(task, {})[system] = cell
+            tasks.setdefault(cell.key.task, {})[cell.system] = cell
     tasks = dict(sorted(tasks.items()))
     # A system has the same colour in every picture.
-    systems = list(dict.fromkeys(key.system for key, cell in sweep.cells.items() if cell.runs))
+    systems = list(dict.fromkeys(cell.system for cell in sweep.cells if cell.runs))
     attainment = float(sweep.settings["attainment"])
     pictures = [_draw_goodput(image_format, tasks, systems, attainment)]
     for task, cells in tasks.items():

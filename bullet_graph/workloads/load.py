@@ -5,16 +5,17 @@ Readers skip blank lines. They refuse a row with an empty prompt or no output, b
 
 import csv
 import itertools
-import json
 import re
 import reprlib
 from collections.abc import Iterator
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from bullet_graph.errors import WorkloadError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from bullet_graph.errors import WorkloadError, first_problem
 from bullet_graph.workloads.synthetic import SYNTHETIC_NAMES, synthetic_workload
 from bullet_graph.workloads.workload import Tokenize, Workload, WorkloadRequest
 
@@ -25,8 +26,6 @@ DEFAULT_SYNTHETIC_REQUESTS = 1000
 
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOST_TOKENS = 10**9
-# Beyond this a float no longer holds whole milliseconds.
-_LATEST_TIMESTAMP_MS = 2**53
 
 
 def load_workload(
@@ -128,27 +127,36 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
                 raise _wrong(where, f"a row of CSV is required ({error})", line) from error
 
 
+class _MooncakeRow(BaseModel):
+    # Beyond the limit a float no longer holds whole milliseconds.
+    timestamp: Annotated[float, Field(strict=True, ge=0, le=2**53)]
+    input_length: Annotated[int, Field(strict=True, ge=1, le=_MOST_TOKENS)]
+    output_length: Annotated[int, Field(strict=True, ge=1, le=_MOST_TOKENS)]
+
+
 def _mooncake_requests(path: Path) -> Iterator[WorkloadRequest]:
     """A JSON object per line with ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens)."""
-    names = ("timestamp", "input_length", "output_length")
     first_ms: float | None = None
     previous_s = 0.0
     for where, line in _lines(path):
         if not line.strip():
             continue
-        row = _json(line, where, "a JSON object is required")
-        if not isinstance(row, dict):
-            raise _wrong(where, "a JSON object is required", row)
-        missing = [name for name in names if name not in row]
-        if missing:
-            raise _wrong(where, f"{', '.join(missing)} required", list(row))
-        time_ms = row["timestamp"]
-        if type(time_ms) not in (int, float) or not 0 <= time_ms <= _LATEST_TIMESTAMP_MS:
-            raise _wrong(where, f"timestamp must be milliseconds from 0 to {_LATEST_TIMESTAMP_MS}", time_ms)
-        first_ms = time_ms if first_ms is None else first_ms
-        previous_s = _in_order((time_ms - first_ms) / 1e3, previous_s, "timestamp", where)
-        prompt, output = (_tokens(row[name], name, where) for name in names[1:])
-        yield WorkloadRequest(prompt, output, previous_s)
+        try:
+            row = _MooncakeRow.model_validate_json(line)
+        except ValidationError as error:
+            raise WorkloadError(f"{where}: {first_problem(error)}") from error
+        first_ms = row.timestamp if first_ms is None else first_ms
+        previous_s = _in_order((row.timestamp - first_ms) / 1e3, previous_s, "timestamp", where)
+        yield WorkloadRequest(row.input_length, row.output_length, previous_s)
+
+
+class _Turn(BaseModel):
+    speaker: str = Field(alias="from")
+    value: str
+
+
+class _Conversation(BaseModel):
+    conversations: list[_Turn]
 
 
 def _sharegpt_requests(path: Path, tokenize: Tokenize) -> Iterator[WorkloadRequest]:
@@ -156,38 +164,21 @@ def _sharegpt_requests(path: Path, tokenize: Tokenize) -> Iterator[WorkloadReque
 
     The published data set has thousands of conversations without such a pair, or with an empty text in it.
     """
-    form = "a JSON list of conversations is required"
-    records = _json("".join(line for _, line in _lines(path)), str(path), form)
-    if not isinstance(records, list):
-        raise _wrong(str(path), form, records)
-    for number, record in enumerate(records, 1):
-        where = f"{path}, record {number}"
-        turns = iter(_turns(record, where))
-        prompt = next((text for speaker, text in turns if speaker == "human"), "")
-        output = next((text for speaker, text in turns if speaker == "gpt"), "")
+    text = "".join(line for _, line in _lines(path))
+    try:
+        records = TypeAdapter(list[_Conversation]).validate_json(text)
+    except ValidationError as error:
+        problem = f"a JSON list of conversations is required, 0 the first; {first_problem(error)}"
+        raise WorkloadError(f"{path}: {problem}") from error
+    for record in records:
+        turns = iter(record.conversations)
+        prompt = next((turn.value for turn in turns if turn.speaker == "human"), "")
+        output = next((turn.value for turn in turns if turn.speaker == "gpt"), "")
         if not prompt or not output:
             continue
-        try:
-            prompt_ids, output_tokens = tuple(tokenize(prompt)), len(tokenize(output))
-        except UnicodeEncodeError as error:
-            raise WorkloadError(f"{where}: text that UTF-8 can hold is required ({error})") from error
+        prompt_ids, output_tokens = tuple(tokenize(prompt)), len(tokenize(output))
         if prompt_ids and output_tokens:
             yield WorkloadRequest(len(prompt_ids), output_tokens, None, prompt_ids)
-
-
-def _turns(record: object, where: str) -> list[tuple[str, str]]:
-    """The (speaker, text) pairs of a ShareGPT record."""
-    turns = record.get("conversations") if isinstance(record, dict) else None
-    if not isinstance(turns, list):
-        raise _wrong(where, "an object with a list named conversations is required", record)
-    pairs = []
-    for turn in turns:
-        match turn:
-            case {"from": str(speaker), "value": str(value)}:
-                pairs.append((speaker, value))
-            case _:
-                raise _wrong(where, "a turn must have the texts from and value", turn)
-    return pairs
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -202,13 +193,6 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                     raise WorkloadError(f"{where}: UTF-8 text is required ({error})") from error
     except OSError as error:
         raise WorkloadError(f"{path}: a readable file is required ({error.strerror})") from error
-
-
-def _json(text: str, where: str, required: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _wrong(where, required, text, error) from error
 
 
 def _tokens(value: object, name: str, where: str) -> int:

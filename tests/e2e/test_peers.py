@@ -78,8 +78,8 @@ def test_given_rates_with_all_systems_in_turn(
 
     sweep = Sweep.read(path)
     assert sweep.finished
-    cells = list(sweep.cells.values())
-    assert [cell.key.system for cell in cells] == labels
+    cells = sweep.cells
+    assert [cell.system for cell in cells] == labels
     assert {cell.goodput for cell in cells} == {100.0}
     assert sweep.provenance["versions"].keys() >= {"bullet_graph", "vllm", "torch", "aiohttp"}
     for cell in cells:
@@ -88,7 +88,7 @@ def test_given_rates_with_all_systems_in_turn(
             assert (fields["completed"], fields["failed"], fields["slo_attainment"]) == (5, 0, 1.0)
             assert fields["total_output_tokens"] == sum(output for _, output in LENGTHS)
             assert 0 < fields["median_ttft_ms"] <= fields["p90_e2el_ms"]
-            assert fields["backend"] == cell.key.system
+            assert fields["backend"] == cell.system
     # Every system had the same prompts in a round, and others in the next: none could come out of a cache.
     first, second = (r["prompt_seed"] for r in cells[0].runs)
     assert {tuple(r["prompt_seed"] for r in cell.runs) for cell in cells} == {(first, second)}
@@ -96,7 +96,7 @@ def test_given_rates_with_all_systems_in_turn(
     prompts = [tuple(body["prompt"]) for body in server.bodies]
     assert len(set(prompts)) == len(prompts) == 2 + 2 * 5
     assert {body["model"] for body in server.bodies} == {"tiny-served"}
-    by_system = {cell.key.system: cell.runs[0] for cell in cells}
+    by_system = {cell.system: cell.runs[0] for cell in cells}
     assert by_system[server.url]["system_settings"]["version"] == "1.2.3"
     assert by_system["vllm 0.26.0"]["system_settings"]["engine_args"]["enable_prefix_caching"] is False
     assert by_system["bullet_graph serial"]["system_counters"]["policy_seconds"].keys() == {"serial", "solo"}
@@ -126,7 +126,7 @@ def test_searches_side_by_side_go_on_after_an_interruption(
     first = run(f"{trace}@{EASY}", path, *options, systems=systems)
     assert "the device is gone" in refused(first).split("Error: ")[1]
     before = Sweep.read(path)
-    cut = [cell.runs for cell in before.cells.values()]
+    cut = [cell.runs for cell in before.cells]
     assert list(map(len, cut)) == [2, 1]
     assert not before.finished
 
@@ -135,9 +135,9 @@ def test_searches_side_by_side_go_on_after_an_interruption(
     assert again.exit_code == 0, again.stderr
     assert len(order_of_runs(again)) == 3
     sweep = Sweep.read(path)
-    assert [[r["request_rate"] for r in cell.runs] for cell in sweep.cells.values()] == [[40, 80, 160]] * 2
-    assert [cell.goodput for cell in sweep.cells.values()] == [160, 160]
-    assert [cell.runs[: len(runs)] for cell, runs in zip(sweep.cells.values(), cut, strict=True)] == cut
+    assert [[r["request_rate"] for r in cell.runs] for cell in sweep.cells] == [[40, 80, 160]] * 2
+    assert [cell.goodput for cell in sweep.cells] == [160, 160]
+    assert [cell.runs[: len(runs)] for cell, runs in zip(sweep.cells, cut, strict=True)] == cut
     assert "highest rate at which 90 % of the requests meet all targets" in again.stdout
 
     assert "it is finished; add --overwrite" in refused(
@@ -160,7 +160,7 @@ def test_all_at_once_one_system_after_the_other(
     told = [line.split(", ")[-2] for line in order_of_runs(result)]
     assert told == ["bullet_graph mixed:16", "bullet_graph serial"] * 2 + [server.url] * 2
     assert result.stderr.count("starting ") == 2
-    for cell in Sweep.read(path).cells.values():
+    for cell in Sweep.read(path).cells:
         assert [run["all_at_once"] for run in cell.runs] == [True, True]
         assert cell.runs[0]["request_throughput"] > 0
     assert "all at once" in result.stdout
@@ -242,7 +242,7 @@ def test_servers_that_tell_less(trace: Path, tmp_path: Path, telling: Telling) -
     with completions_server(telling) as server:
         result = run(trace, path, "--rates", "50", systems=(f"openai:{server.url}",))
     assert result.exit_code == 0, result.stderr
-    (cell,) = Sweep.read(path).cells.values()
+    (cell,) = Sweep.read(path).cells
     (fields,) = cell.runs
     # Of pairs that are not told, only the request of one token can be counted.
     assert (fields["completed"], fields["failed"]) == ((5, 0) if telling == "end" else (1, 4))

@@ -87,11 +87,10 @@ def compare(
             best_peer_only=best_peer_only,
             device_uuid=None,
         ).run()
-    cells = file.cells.values()
+    cells = file.cells
     assert all(cell.finished for cell in cells)
     return {
-        cell.key.system.split()[-1]: (cell.goodput, [run["request_rate"] for run in cell.runs])
-        for cell in cells
+        cell.system.split()[-1]: (cell.goodput, [run["request_rate"] for run in cell.runs]) for cell in cells
     }
 
 

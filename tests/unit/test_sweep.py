@@ -1,7 +1,6 @@
 """A goodput sweep: what it compares, from what a user types; its file; its rounds; and its pictures."""
 
 import contextlib
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ TASK = Task("azure:conv", 20, "ttft:500ms")
 AUTO, MIXED = CellKey("bullet_graph auto", TASK), CellKey("bullet_graph mixed", TASK)
 
 
-def run_at(rate: float, attainment: float = 1.0, **changes: Any) -> dict[str, Any]:
+def run_at(rate: Any, attainment: Any = 1.0, **changes: Any) -> dict[str, Any]:
     return {"request_rate": rate, "slo_attainment": attainment, "median_ttft_ms": None} | changes
 
 
@@ -76,7 +75,7 @@ def test_the_file_as_others_read_it(path: Path) -> None:
     sweep.finish()
     finished = json.loads(path.read_text())
     assert (finished["finished"], finished["cells"][1]["finished"]) == (True, True)
-    assert Sweep.read(path) == sweep
+    assert Sweep.read(path).fields() == sweep.fields()
     assert list(path.parent.iterdir()) == [path], "no temporary file is left"
     with pytest.raises(ConfigError, match="finished; add --overwrite or give another name"):
         open_sweep(path)
@@ -117,27 +116,29 @@ def test_another_sweep_is_not_gone_on_with(path: Path) -> None:
     assert path.read_bytes() == before, "kept until there is something to put in its place"
     assert sweep.cell(AUTO).runs == ()
     sweep.add_run(AUTO, run_at(5))
-    assert [cell.runs for cell in Sweep.read(path).cells.values()] == [(run_at(5),)]
+    assert [cell.runs for cell in Sweep.read(path).cells] == [(run_at(5),)]
 
 
-def damaged(**changes: Any) -> str:
+def damaged(runs: list[Any] | None = None, **changes: Any) -> bytes:
     cell = {"system": "s", "workload": "w", "num_prompts": 1, "slo": "x", "goodput": 1, "finished": True}
     whole = {"format": 1, "kind": "goodput sweep", "finished": False, "settings": {}, "provenance": {}}
-    return json.dumps(whole | {"continued": [], "cells": [cell | {"runs": [run_at(1) | changes]}]})
+    whole |= {"continued": [], "cells": [cell | {"runs": runs or []}]}
+    return json.dumps(whole | changes).encode()
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{half a fi", "cannot be read as JSON"),
-        (b"", "cannot be read as JSON"),
-        (b"\xff\xfe\x00", "cannot be read as JSON"),
-        (b"[]", "no sweep's file"),
-        (b'{"results": []}', "no sweep's file: it must have kind 'goodput sweep' and format 1, got None"),
-        (b'{"kind": "goodput sweep", "format": 2}', "got 'goodput sweep' and 2"),
-        (b'{"kind": "goodput sweep", "format": 1}', "damaged sweep's file: KeyError: "),
-        (damaged(request_rate="inf").encode(), "request_rate of a run must be a number, got 'inf'"),
-        (damaged(slo_attainment=None).encode(), "slo_attainment of a run must be a number"),
+        (b"{half a fi", "is no sweep's file of format 1, or it is damaged: .*Invalid JSON"),
+        (b"", "Invalid JSON"),
+        (b"\xff\xfe\x00", "Invalid JSON"),
+        (b"[]", "should be an object"),
+        (b'{"results": []}', "settings: Field required"),
+        (damaged(kind="profile"), "kind: Input should be 'goodput sweep', found 'profile'"),
+        (damaged(format=2), "format: Input should be 1, found 2"),
+        (damaged(cells=[{}]), r"cells\.0\.system: Field required"),
+        (damaged(runs=[run_at("inf")]), "request_rate of a run must be a number, got 'inf'"),
+        (damaged(runs=[run_at(1, None)]), "slo_attainment of a run must be a number"),
     ],
 )
 def test_a_file_that_is_something_else_is_kept(content: bytes, message: str, path: Path) -> None:
@@ -146,7 +147,7 @@ def test_a_file_that_is_something_else_is_kept(content: bytes, message: str, pat
         open_sweep(path)
     assert path.read_bytes() == content
     open_sweep(path, overwrite=True).add_run(AUTO, run_at(1))
-    assert Sweep.read(path).cells == {AUTO: SweepCell(AUTO, runs=(run_at(1),))}
+    assert [(cell.key, cell.runs) for cell in Sweep.read(path).cells] == [(AUTO, (run_at(1),))]
 
 
 def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
@@ -283,7 +284,7 @@ def test_an_interrupted_sweep_resumes_in_rounds(path: Path) -> None:
             runner.finish()
         return sweep
 
-    assert [cell.finished for cell in serve(5).cells.values()] == [False, False, True, True]
+    assert [cell.finished for cell in serve(5).cells] == [False, False, True, True]
     sweep = serve(99)
     mixed, auto = "bullet_graph mixed:2048", "bullet_graph auto"
     assert runs == [
@@ -292,7 +293,7 @@ def test_an_interrupted_sweep_resumes_in_rounds(path: Path) -> None:
     ]
     assert warm == [mixed, auto] * 2 + [auto, mixed]
     assert sweep.finished
-    assert [cell.goodput for cell in sweep.cells.values()] == [None, 32.0, None, None]
+    assert [cell.goodput for cell in sweep.cells] == [None, 32.0, None, None]
 
 
 # ---- the pictures ----
@@ -306,20 +307,23 @@ def drawn_at(rate: float, **changes: Any) -> dict[str, Any]:
     return run_at(rate, 0.95, **dict.fromkeys(LATENCIES, 10.0 * rate), output_throughput=250 * rate) | changes
 
 
-def make_sweep(path: Path) -> Sweep:
+def make_sweep() -> Sweep:
     runs = (drawn_at(10), drawn_at(20), drawn_at(12.5))
-    cells = [SweepCell(CellKey(s, task), 12.5, True, runs) for task in TASKS for s in SYSTEMS]
+    cells = [
+        SweepCell(system=system, **task._asdict(), goodput=12.5, finished=True, runs=runs)
+        for task in TASKS
+        for system in SYSTEMS
+    ]
     # One that served nothing in time, one that is under way, and one that was not begun.
     nothing = drawn_at(5, **dict.fromkeys(LATENCIES), slo_attainment=0.0)
-    cells[0] = dataclasses.replace(cells[0], goodput=None, runs=(nothing,))
-    cells[3] = dataclasses.replace(cells[3], goodput=None, finished=False)
-    cells.append(SweepCell(CellKey("other", Task("azure:conv", 1, "tpot:9ms"))))
-    by_key = {cell.key: cell for cell in cells}
-    return Sweep(path=path, settings={"attainment": 0.9}, provenance={}, argv=[], cells=by_key)
+    cells[0] = cells[0].model_copy(update={"goodput": None, "runs": (nothing,)})
+    cells[3] = cells[3].model_copy(update={"goodput": None, "finished": False})
+    cells.append(SweepCell(system="other", workload="azure:conv", num_prompts=1, slo="tpot:9ms"))
+    return Sweep(settings={"attainment": 0.9}, provenance={}, cells=cells)
 
 
 def test_each_comparison_has_its_pictures_from_the_file_alone(path: Path) -> None:
-    sweep = make_sweep(path)
+    sweep = make_sweep()
     pictures = draw_sweep(sweep, "svg")
     assert sorted(pictures) == sorted(plot_names(TASKS * 2, "svg"))
     assert set(pictures) == {
@@ -335,10 +339,8 @@ def test_each_comparison_has_its_pictures_from_the_file_alone(path: Path) -> Non
     assert draw_sweep(Sweep.read(path), "svg") == pictures, "the same, byte for byte"
 
 
-def test_a_picture_may_be_a_png(path: Path) -> None:
-    key = CellKey(SYSTEMS[1], TASKS[0])
-    sweep = dataclasses.replace(make_sweep(path), settings={"attainment": 0.5})
-    sweep.cells = {key: sweep.cells[key]}
+def test_a_picture_may_be_a_png() -> None:
+    sweep = Sweep(settings={"attainment": 0.5}, provenance={}, cells=make_sweep().cells[1:2])
     for name, picture in draw_sweep(sweep, "png").items():
         assert name.endswith(".png")
         assert picture.startswith(b"\x89PNG")

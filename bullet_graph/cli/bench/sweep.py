@@ -188,8 +188,11 @@ def print_sweep(sweep: Sweep) -> None:
     share = 100 * sweep.settings["attainment"]
     print_line(f"highest rate at which {share:g} % of the requests meet all targets")
     tables: dict[str, dict[str, Any]] = {}
-    for (system, task), cell in sweep.cells.items():
-        tables.setdefault(str(task), {})[system.removeprefix(_SYSTEM)] = (cell.goodput, cell.runs)
+    for cell in sweep.cells:
+        tables.setdefault(str(cell.key.task), {})[cell.system.removeprefix(_SYSTEM)] = (
+            cell.goodput,
+            cell.runs,
+        )
     for title, rows in tables.items():
         print_table(goodput_table(title, rows, sweep.settings["tolerance"]))
 

@@ -1,24 +1,21 @@
 """A goodput sweep: its cells, the file that keeps each run, and the runner that serves the cells in rounds."""
 
-import dataclasses
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import click
+from pydantic import AfterValidator, BaseModel, PrivateAttr, ValidationError
 
 from bullet_graph.cli.result_file import check_result_file, command_line, to_json, write_result_file
-from bullet_graph.errors import ConfigError
+from bullet_graph.errors import ConfigError, first_problem
 from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload
 
-FORMAT = 1
-KIND = "goodput sweep"
 _MOST_DIFFERENCES_SHOWN = 5
 
 _SHORT_NAMES = {"conv": "azure:conv", "code": "azure:code", "longdoc": "synthetic:longdoc"}
@@ -51,8 +48,14 @@ class CellKey(NamedTuple):
     task: Task
 
 
-@dataclass(frozen=True, slots=True)
-class SweepCell:
+def _require_figures(run: dict[str, Any]) -> dict[str, Any]:
+    for name in ("request_rate", "slo_attainment"):
+        if not isinstance(run.get(name), (int, float)):
+            raise ValueError(f"{name} of a run must be a number, got {run.get(name)!r}")
+    return run
+
+
+class SweepCell(BaseModel, frozen=True):
     """The progress of one search.
 
     Attributes:
@@ -61,10 +64,17 @@ class SweepCell:
             :class:`~bullet_graph.perf.metrics.ReplayResult`, and what the system adds.
     """
 
-    key: CellKey
+    system: str
+    workload: str
+    num_prompts: int
+    slo: str
     goodput: float | None = None
     finished: bool = False
-    runs: tuple[dict[str, Any], ...] = ()
+    runs: tuple[Annotated[dict[str, Any], AfterValidator(_require_figures)], ...] = ()
+
+    @property
+    def key(self) -> CellKey:
+        return CellKey(self.system, Task(self.workload, self.num_prompts, self.slo))
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -72,24 +82,25 @@ class SweepCell:
         return next((run for run in reversed(self.runs) if run["request_rate"] == self.goodput), None)
 
 
-@dataclass(slots=True, kw_only=True)
-class Sweep:
+class Sweep(BaseModel):
     """A sweep and its file, which appears with the first run and has each run as soon as it has ended.
 
     Attributes:
+        argv: the command line that began it.
         settings: everything that decides the runs; ``attainment`` is the share of requests that must meet all targets.
         provenance: of the machine and the code that began the sweep; ``continued`` has those of later starts on others.
-        argv: the command line that began it.
         cells: in the order of their first runs.
     """
 
-    path: Path
+    format: Literal[1] = 1
+    kind: Literal["goodput sweep"] = "goodput sweep"
+    finished: bool = False
+    argv: list[str] = []
     settings: dict[str, Any]
     provenance: dict[str, Any]
-    argv: list[str]
-    continued: list[dict[str, Any]] = field(default_factory=list)
-    finished: bool = False
-    cells: dict[CellKey, SweepCell] = field(default_factory=dict)
+    continued: list[dict[str, Any]] = []
+    cells: list[SweepCell] = []
+    _path: Path = PrivateAttr()
 
     @classmethod
     def open(
@@ -97,10 +108,8 @@ class Sweep:
     ) -> "Sweep":
         """Begin a sweep, or resume the one in the file if it has these settings and is not finished.
 
-        Args:
-            settings: in values that JSON has.
-            provenance: of this machine and code; its ``date_utc`` may differ when a sweep resumes.
-            overwrite: whether a file that cannot be resumed may be replaced.
+        Settings and provenance, that of this machine and code, are in values that JSON has. The provenance's
+        ``date_utc`` may differ when a sweep resumes. ``overwrite`` replaces a file that cannot be resumed.
 
         Raises:
             ConfigError: the file cannot be written; or, without ``overwrite``, it is finished, or of another sweep, or
@@ -108,20 +117,20 @@ class Sweep:
         """
         check_result_file(path, overwrite=True)
         here = _as_json(provenance)
-        new = cls(path=path, settings=_as_json(settings), provenance=here, argv=command_line())
-        if not path.exists():
-            return new
-        try:
-            found = cls.read(path)
-            _require_same(path, found, new.settings)
-        except ConfigError as error:
-            if overwrite:
-                return new
-            raise ConfigError(f"{error}; add --overwrite or give another name") from None
-        undated = [known | {"date_utc": None} for known in (here, found.provenance, *found.continued)]
+        sweep = cls(argv=command_line(), settings=_as_json(settings), provenance=here)
+        if path.exists():
+            try:
+                found = cls.read(path)
+                _require_same(path, found, sweep.settings)
+                sweep = found
+            except ConfigError as error:
+                if not overwrite:
+                    raise ConfigError(f"{error}; add --overwrite or give another name") from None
+        undated = [known | {"date_utc": None} for known in (here, sweep.provenance, *sweep.continued)]
         if undated[0] not in undated[1:]:
-            found.continued.append(here)
-        return found
+            sweep.continued.append(here)
+        sweep._path = path
+        return sweep
 
     @classmethod
     def read(cls, path: Path) -> "Sweep":
@@ -131,82 +140,45 @@ class Sweep:
             ConfigError: it cannot be read, or is not a sweep's file of this format.
         """
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            return cls.model_validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} is no sweep's file, it cannot be read as JSON: {error}") from None
-        found = (fields.get("kind"), fields.get("format")) if isinstance(fields, dict) else (None, None)
-        if found != (KIND, FORMAT):
-            raise ConfigError(
-                f"{path} is no sweep's file: it must have kind {KIND!r} and format {FORMAT}, got {found[0]!r} and "
-                f"{found[1]!r}"
-            )
-        try:
-            cells = [_read_cell(cell) for cell in fields["cells"]]
-            return cls(
-                path=path,
-                settings=dict(fields["settings"]),
-                provenance=dict(fields["provenance"]),
-                argv=list(fields.get("argv", ())),
-                continued=list(fields["continued"]),
-                finished=bool(fields["finished"]),
-                cells={cell.key: cell for cell in cells},
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path} is a damaged sweep's file: {type(error).__name__}: {error}") from None
+            problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            raise ConfigError(f"{path} is no sweep's file of format 1, or it is damaged: {problem}") from None
 
     def fields(self) -> dict[str, Any]:
         """The sweep as in its file's JSON."""
-        return {
-            "format": FORMAT,
-            "kind": KIND,
-            "finished": self.finished,
-            "argv": self.argv,
-            "settings": self.settings,
-            "provenance": self.provenance,
-            "continued": self.continued,
-            "cells": [
-                {"system": key.system, **key.task._asdict()}
-                | {"goodput": cell.goodput, "finished": cell.finished, "runs": list(cell.runs)}
-                for key, cell in self.cells.items()
-            ],
-        }
+        return self.model_dump(mode="json")
 
     @property
     def num_runs(self) -> int:
         """Runs in the file."""
-        return sum(len(cell.runs) for cell in self.cells.values())
+        return sum(len(cell.runs) for cell in self.cells)
 
     def cell(self, key: CellKey) -> SweepCell:
         """The progress of a search."""
-        return self.cells.get(key, SweepCell(key))
+        new = SweepCell(system=key.system, **key.task._asdict())
+        return next((cell for cell in self.cells if cell.key == key), new)
 
     def add_run(self, key: CellKey, fields: Mapping[str, Any]) -> None:
         """Append a run, in values that JSON has; ``request_rate`` and ``slo_attainment`` are numbers."""
-        cell = self.cell(key)
-        self.cells[key] = dataclasses.replace(cell, runs=(*cell.runs, _as_json(fields)))
-        self._write()
+        self._put(key, runs=(*self.cell(key).runs, _as_json(fields)))
 
     def finish_cell(self, key: CellKey, goodput: float | None) -> None:
         """Store the goodput of a search that is over."""
-        self.cells[key] = dataclasses.replace(self.cell(key), goodput=goodput, finished=True)
-        self._write()
+        self._put(key, goodput=goodput, finished=True)
 
     def finish(self) -> None:
         """Mark the sweep as finished: it will not be resumed."""
         self.finished = True
         self._write()
 
+    def _put(self, key: CellKey, **changes: Any) -> None:
+        cells = {cell.key: cell for cell in self.cells}
+        self.cells = list((cells | {key: self.cell(key).model_copy(update=changes)}).values())
+        self._write()
+
     def _write(self) -> None:
-        write_result_file(self.path, to_json(self.fields()))
-
-
-def _read_cell(fields: Mapping[str, Any]) -> SweepCell:
-    runs = tuple(dict(run) for run in fields["runs"])
-    for name, run in itertools.product(("request_rate", "slo_attainment"), runs):
-        if not isinstance(run[name], (int, float)):
-            raise TypeError(f"{name} of a run must be a number, got {run[name]!r}")
-    task = Task(*(fields[name] for name in Task._fields))
-    return SweepCell(CellKey(fields["system"], task), fields["goodput"], bool(fields["finished"]), runs)
+        write_result_file(self._path, to_json(self.fields()))
 
 
 def _require_same(path: Path, found: Sweep, settings: Mapping[str, Any]) -> None:
