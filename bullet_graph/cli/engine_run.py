@@ -25,12 +25,9 @@ _OWN_FIELDS = ("model", "load_format", "dtype", "device", "policy", "seed")
 
 
 def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | None = None) -> Engine:
-    """Build an engine.
+    """Build an engine; unless ``quiet``, show its memory ledger, its CUDA graphs and progress bars on stderr.
 
-    Args:
-        config: its settings.
-        quiet: show neither its memory ledger, nor its CUDA graphs, nor progress bars (all on stderr).
-        trace_decisions: the file for its decisions; an existing one is replaced.
+    An existing file ``trace_decisions`` is replaced.
     """
     if trace_decisions is not None:
         # The command has checked that it may be replaced.

@@ -72,11 +72,8 @@ def engine_options(
 ) -> Decorator:
     """Give a command the engine's settings, as ``config: EngineConfig``, and ``trace_decisions: Path | None``.
 
-    When the command runs, the trace's file does not exist or may be replaced.
-
-    Args:
-        max_num_seqs: the command's default, which the help calls ``max_num_seqs_shown``.
-        without: settings that the command has options of its own for; the config has their defaults.
+    When the command runs, the trace's file does not exist or may be replaced. The config has the defaults of those
+    settings that the command goes ``without``. The help says ``max_num_seqs_shown`` for the default ``max_num_seqs``.
     """
     names = [name for name in SETTINGS if name not in without]
     shown = {"max_num_seqs": {"show_default": max_num_seqs_shown}}

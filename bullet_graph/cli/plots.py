@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -84,16 +84,6 @@ def _ttft_line_ms(slo: Slo) -> float | None:
 # ---- a sweep ----
 
 
-def plot_names(tasks: Iterable[Task], image_format: str) -> list[str]:
-    """The files that :func:`draw_sweep` makes of a sweep with these tasks."""
-    pictures = [f"{kind}_{_slug(task)}" for task in dict.fromkeys(tasks) for kind in ("rates", "throughput")]
-    return [f"{name}.{image_format}" for name in ("goodput", *pictures)]
-
-
-def _slug(task: Task) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", " ".join(map(str, task[:]))).strip("-")
-
-
 def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
     """Draw all pictures of a sweep, finished or not, that has at least one run; return the files by name.
 
@@ -108,21 +98,17 @@ def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
     # A system has the same colour in every picture.
     systems = list(dict.fromkeys(cell.system for cell in sweep.cells if cell.runs))
     attainment = float(sweep.settings["attainment"])
-    pictures = [_draw_goodput(image_format, tasks, systems, attainment)]
+    pictures = {"goodput": _draw_goodput(image_format, tasks, systems, attainment)}
     for task, cells in tasks.items():
         slo = Slo.parse(task.slo.split())
-        curves = {
-            system: sorted(cells[system].runs, key=lambda run: float(run["request_rate"]))
-            if system in cells
-            else []
-            for system in systems
-        }
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{task.workload} {task.num_prompts} {task.slo}").strip("-")
+        runs = {system: cells[system].runs if system in cells else () for system in systems}
+        curves = {system: sorted(runs[system], key=lambda run: float(run["request_rate"])) for system in runs}
         best = {system: cell.best for system, cell in cells.items()}
-        pictures += [
-            draw_rates(image_format, curves, title=str(task), slo=slo, attainment=attainment),
-            _draw_throughput(image_format, curves, best, title=str(task), slo=slo),
-        ]
-    return dict(zip(plot_names(tasks, image_format), pictures, strict=True))
+        rates = draw_rates(image_format, curves, title=str(task), slo=slo, attainment=attainment)
+        throughput = _draw_throughput(image_format, curves, best, title=str(task), slo=slo)
+        pictures |= {f"rates_{name}": rates, f"throughput_{name}": throughput}
+    return {f"{name}.{image_format}": image for name, image in pictures.items()}
 
 
 @picture

@@ -31,13 +31,10 @@ class GoodputCommand(click.Command):
 def spread_targets(arguments: Sequence[str]) -> list[str]:
     """Write ``--goodput a:1 b:2`` as ``--goodput a:1 --goodput b:2``."""
     spread: list[str] = []
-    in_targets = False
     for argument in arguments:
-        if in_targets and spread[-1] != _GOODPUT:
-            in_targets = _TARGET.fullmatch(argument) is not None
-            if in_targets:
-                spread.append(_GOODPUT)
-        in_targets = in_targets or argument.partition("=")[0] == _GOODPUT
+        follows_a_target = spread[-2:-1] == [_GOODPUT] or "".join(spread[-1:]).startswith(f"{_GOODPUT}=")
+        if follows_a_target and _TARGET.fullmatch(argument):
+            spread.append(_GOODPUT)
         spread.append(argument)
     return spread
 
@@ -112,14 +109,10 @@ def num_warmups_option(default: int) -> Decorator:
 
 
 def replay_options(*, default_policy: str | None, request_rate_more: str = "") -> Decorator:
-    """Give a :class:`GoodputCommand` a workload, its arrivals, targets and policies.
+    """Give a :class:`GoodputCommand`, which must have an option ``--seed``, a workload to replay.
 
-    These are ``trace: str``, ``num_prompts: int | None``, ``arrivals: Arrivals``, ``slo: Slo``,
-    ``policies: tuple[Policy, …]`` and ``save_detailed: bool``. The command must have an option ``--seed``.
-
-    Args:
-        default_policy: without ``--policy``; None: the command has no such option.
-        request_rate_more: appended to the help of ``--request-rate``.
+    It comes as ``trace: str``, ``num_prompts: int | None``, ``arrivals: Arrivals``, ``slo: Slo``,
+    ``save_detailed: bool`` and, unless the ``default_policy`` is None, ``policies: tuple[Policy, …]``.
     """
     options = [
         trace_option,

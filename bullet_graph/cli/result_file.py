@@ -40,11 +40,7 @@ def check_result_file(path: Path | None, *, overwrite: bool | None, option: str 
 
 
 def check_plot_file(path: Path | None, *, overwrite: bool, option: str = "--plot") -> None:
-    """Make sure, before a long run, that the picture that ``option`` names can be drawn and written.
-
-    Raises:
-        ConfigError: its name has another ending, matplotlib is missing, or as :func:`check_result_file` says.
-    """
+    """As :func:`check_result_file`, for a picture: matplotlib must be there, and know the name's ending."""
     if path is None:
         return
     if path.suffix[1:].lower() not in IMAGE_FORMATS:

@@ -37,8 +37,7 @@ def load_workload(
         spec: ``azure:NAME`` (a shipped excerpt), ``synthetic:NAME``, or a file: ``.csv`` (Azure LLM inference trace),
             ``.json`` (ShareGPT) or ``.jsonl`` (Mooncake).
         num_requests: take the first N, and read no further; None takes the whole trace, or
-            ``DEFAULT_SYNTHETIC_REQUESTS`` of a synthetic workload.
-        seed: of a synthetic workload, at least 0.
+            ``DEFAULT_SYNTHETIC_REQUESTS`` of a synthetic workload, which ``seed`` (at least 0) decides.
         tokenize: counts the tokens of a ShareGPT file; the other sources need none.
 
     Raises:

@@ -8,7 +8,6 @@ import sys
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from cli_runner import TINY, refused, run
@@ -17,24 +16,21 @@ from bullet_graph import EngineConfig
 from bullet_graph.cli.bench import startup, startup_child
 from bullet_graph.cli.bench.startup import StartKind, phase_names, read_run, run_starts
 from bullet_graph.cli.plots import draw_starts
-from bullet_graph.errors import BulletGraphError, CheckpointError
-from bullet_graph.perf.start_report import StartPhase
+from bullet_graph.errors import BulletGraphError, CheckpointError, InsufficientMemoryError
+from bullet_graph.perf.start_report import StartPhase, StartReport
 
 CONFIG = EngineConfig(model="tiny", device="cpu", max_model_len=128, max_num_seqs=4)
-TOLD = {
-    "began_s": 103.0,
-    "ready_s": 4.0,
-    "phases": [
-        {"name": "imports", "start_s": -2.5, "end_s": -0.5},
-        {"name": "weights", "start_s": 1.0, "end_s": 3.0},
-        {"name": "imports", "start_s": 1.0, "end_s": 2.0},
-        {"name": "first token", "start_s": 4.5, "end_s": 5.0},
-    ],
-    "capture": None,
-    "compiles": {},
-    "cache_use": {},
-    "num_missing_graphs": 7,
-}
+REPORT = StartReport(
+    103.0,
+    4.0,
+    (
+        StartPhase("imports", -2.5, -0.5),
+        StartPhase("weights", 1.0, 3.0),
+        StartPhase("imports", 1.0, 2.0),
+        StartPhase("first token", 4.5, 5.0),
+    ),
+)
+TOLD = (REPORT, {"capture": None, "compiles": {}, "cache_use": {}, "num_missing_graphs": 7})
 
 
 def test_one_cold_and_one_warm_start(tmp_path: Path) -> None:
@@ -65,33 +61,21 @@ def test_one_cold_and_one_warm_start(tmp_path: Path) -> None:
     assert figures["engine"]["ready"] == "all"
 
 
-def test_times_count_from_the_start_of_the_process() -> None:
-    found = read_run(TOLD, started_s=100.0)
-    assert (found.startup_s, found.first_token_s) == (7.0, 8.0)
+def test_times_count_from_the_start_of_the_process_and_phases_stand_in_the_order_of_a_start() -> None:
+    found = read_run(*TOLD, started_s=100.0)
+    assert (found.startup_s, found.first_token_s, found.num_missing_graphs) == (7.0, 8.0, 7)
     assert found.seconds == {"process": 0.5, "imports": 3.0, "weights": 2.0, "first token": 0.5}
-    assert found.num_missing_graphs == 7
-
-
-def test_phases_of_all_policies_stand_in_the_order_of_a_start() -> None:
-    """Whichever policy has them, and whenever they ended."""
-    run = read_run(TOLD, started_s=100.0)
-    cached = dataclasses.replace(
-        run, phases=(*run.phases, StartPhase("self-check", 5, 6), StartPhase("capture cache", 6, 7))
-    )
-    assert phase_names({"warm": (run,), "cached": (cached,)}) == [
-        "process",
-        "imports",
-        "capture cache",
-        "weights",
-        "self-check",
-        "first token",
-    ]
+    # Whichever kind of start has them, and whenever they ended.
+    later = StartPhase("self-check", 5, 6), StartPhase("capture cache", 6, 7)
+    cached = dataclasses.replace(found, phases=(*found.phases, *later))
+    names = phase_names({"warm": (found,), "cached": (cached,)})
+    assert names == ["process", "imports", "capture cache", "weights", "self-check", "first token"]
 
 
 class FakeChildren:
     """In the place of processes: notes where each was to keep its caches, and which settings it had."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, told: dict[str, Any], returncode: int = 0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, told: object, returncode: int = 0) -> None:
         self.folders: list[Path] = []
         self.were_empty: list[bool] = []
         self.configs: list[EngineConfig] = []
@@ -109,7 +93,7 @@ class FakeChildren:
         inductor.mkdir(exist_ok=True)
         self.configs.append(pickle.loads(input))
         if self._told:
-            Path(command[-1]).write_text(json.dumps(self._told))
+            Path(command[-1]).write_bytes(pickle.dumps(self._told))
         return SimpleNamespace(returncode=self._returncode, stderr=b"Segmentation fault")
 
 
@@ -154,27 +138,30 @@ def test_starts_from_a_capture_cache_come_last_and_have_nothing_else(
     assert json.loads(result.stdout)["avg_cached_startup_time"] == 7.0
 
 
-def test_an_error_of_a_start_is_told_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeChildren(monkeypatch, {"error": "CheckpointError", "message": "a shard is missing"}, 2)
-    with pytest.raises(CheckpointError, match=r"^a shard is missing$"):
-        run_starts([StartKind("cold", CONFIG, 1, empty_caches=True)], quiet=True)
-
-
-def test_a_process_that_died_tells_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeChildren(monkeypatch, {}, -11)
-    with pytest.raises(BulletGraphError, match="exit code -11: Segmentation fault"):
+@pytest.mark.parametrize(
+    ("told", "returncode", "error", "message"),
+    [
+        (CheckpointError("a shard is missing"), 2, CheckpointError, r"^a shard is missing$"),
+        (None, -11, BulletGraphError, "exit code -11: Segmentation fault"),
+    ],
+)
+def test_a_start_that_fails_tells_why(
+    told: object, returncode: int, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeChildren(monkeypatch, told, returncode)
+    with pytest.raises(error, match=message):
         run_starts([StartKind("cold", CONFIG, 1, empty_caches=True)], quiet=True)
 
 
 def test_a_process_writes_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that shows only there: the ledger."""
     config = dataclasses.replace(CONFIG, kv_cache_bytes=1000)
-    monkeypatch.setattr(sys, "argv", ["child", str(tmp_path / "found.json")])
+    monkeypatch.setattr(sys, "argv", ["child", str(tmp_path / "found")])
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=BytesIO(pickle.dumps(config))))
     assert startup_child.main() == 2
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["error"] == "InsufficientMemoryError"
-    assert "Raise kv_cache_bytes" in found["message"]
+    found = pickle.loads((tmp_path / "found").read_bytes())
+    assert isinstance(found, InsufficientMemoryError)
+    assert "Raise kv_cache_bytes" in str(found)
 
 
 @pytest.mark.parametrize(

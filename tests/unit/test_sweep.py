@@ -18,7 +18,7 @@ from bullet_graph.cli.bench.sweep_runner import (
     make_cells,
     parse_targets,
 )
-from bullet_graph.cli.plots import draw_sweep, plot_names
+from bullet_graph.cli.plots import draw_sweep
 from bullet_graph.cli.result_file import command_line
 from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
@@ -325,7 +325,6 @@ def make_sweep() -> Sweep:
 def test_each_comparison_has_its_pictures_from_the_file_alone(path: Path) -> None:
     sweep = make_sweep()
     pictures = draw_sweep(sweep, "svg")
-    assert sorted(pictures) == sorted(plot_names(TASKS * 2, "svg"))
     assert set(pictures) == {
         "goodput.svg",
         *(

@@ -189,7 +189,6 @@ def measure(
     Raises:
         ConfigError: arrivals out of range, or a policy that the engine cannot serve.
         WorkloadError: no request completed.
-        RequestError: the engine has requests under way.
         EngineDeadError: the system failed.
     """
     requests = timed_requests(

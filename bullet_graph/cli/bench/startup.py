@@ -1,7 +1,6 @@
 """``bullet-graph bench startup``: how long an engine takes to start, each time in a new process."""
 
 import dataclasses
-import json
 import os
 import pickle
 import subprocess
@@ -16,7 +15,6 @@ from typing import Any, get_args
 import click
 import numpy as np
 
-from bullet_graph import errors
 from bullet_graph.cli.engine_run import describe_config
 from bullet_graph.cli.options import COUNT, FILE, engine_options, result_options
 from bullet_graph.cli.result_file import Output, check_plot_file
@@ -169,7 +167,7 @@ def run_starts(kinds: Sequence[StartKind], *, quiet: bool) -> dict[str, tuple[St
 
 def _start(config: EngineConfig, caches: Path) -> StartRun:
     """Start an engine in a process of its own."""
-    result = caches / "start.json"
+    result = caches / "start.pickle"
     # The libraries' own variables: everything that is compiled stays below the folder.
     folders = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
@@ -187,30 +185,29 @@ def _start(config: EngineConfig, caches: Path) -> StartRun:
         stderr=subprocess.PIPE,
         check=False,
     )
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-    if "error" in found:
-        raise getattr(errors, found["error"])(found["message"])
-    if done.returncode != 0 or not found:
+    found = pickle.loads(result.read_bytes()) if result.exists() else None
+    if isinstance(found, BulletGraphError):
+        raise found
+    if done.returncode != 0 or found is None:
         raise BulletGraphError(
             f"an engine that was to start in a process of its own ended with exit code {done.returncode}: "
             f"{done.stderr.decode(errors='replace').strip()[-_SHOWN_STDERR_CHARS:]}"
         )
-    return read_run(found, started_s)
+    report, fields = found
+    return read_run(report, fields, started_s)
 
 
-def read_run(found: Mapping[str, Any], started_s: float) -> StartRun:
+def read_run(report: StartReport, fields: Mapping[str, Any], started_s: float) -> StartRun:
     """One start, from the report of its process and the time it was started, on a clock that both share."""
-    offset_s = found["began_s"] - started_s
-    phases = [
-        StartPhase(phase["name"], offset_s + phase["start_s"], offset_s + phase["end_s"])
-        for phase in found["phases"]
-    ]
+    offset_s = report.began_s - started_s
+    phases = [StartPhase(p.name, offset_s + p.start_s, offset_s + p.end_s) for p in report.phases]
     process = StartPhase("process", 0.0, min(phase.start_s for phase in phases))
+    assert report.ready_s is not None
     return StartRun(
-        startup_s=offset_s + found["ready_s"],
+        startup_s=offset_s + report.ready_s,
         first_token_s=max(phase.end_s for phase in phases),
         phases=(process, *phases),
-        **{name: found[name] for name in ("capture", "compiles", "cache_use", "num_missing_graphs")},
+        **fields,
     )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +100,11 @@ def sweep(
     specs = [WorkloadSpec.parse(workload) for workload in workloads]
     if plot_dir is not None:
         require_extra("--plot-dir", "matplotlib")
+        if plot_dir.is_file():
+            raise ConfigError(f"--plot-dir {plot_dir}: this is a file; give a folder")
+        # The folder is made with the first picture.
+        for path in plot_dir.glob(f"*.{image_format}") if plot_dir.exists() else [plot_dir]:
+            check_result_file(path, overwrite=overwrite, option="--plot-dir")
     runtime = resolve(config)
     arrivals = Arrivals(request_rate=1.0, burstiness=burstiness, seed=config.seed)
 
@@ -137,13 +141,6 @@ def sweep(
     }
     found = Sweep.open(output_json, settings=settings, provenance=provenance, overwrite=overwrite)
     runner = SweepRunner(cells, found, quiet=as_json)
-    if plot_dir is not None:
-        # matplotlib is an extra.
-        from bullet_graph.cli.plots import draw_sweep, plot_names  # noqa: PLC0415
-
-        _check_plots(
-            plot_dir, plot_names((cell.key.task for cell in cells), image_format), overwrite=overwrite
-        )
     try:
         if runner.has_work(cells):
             with open_engine(opened, quiet=as_json) as engine:
@@ -176,6 +173,9 @@ def sweep(
     else:
         print_sweep(found)
     if plot_dir is not None:
+        # matplotlib is an extra.
+        from bullet_graph.cli.plots import draw_sweep  # noqa: PLC0415
+
         plot_dir.mkdir(exist_ok=True)
         for name, image in draw_sweep(found, image_format).items():
             (plot_dir / name).write_bytes(image)
@@ -195,11 +195,3 @@ def print_sweep(sweep: Sweep) -> None:
         )
     for title, rows in tables.items():
         print_table(goodput_table(title, rows, sweep.settings["tolerance"]))
-
-
-def _check_plots(folder: Path, pictures: Iterable[str], *, overwrite: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--plot-dir {folder}: this is a file; give a folder")
-    # The folder is made with the first picture.
-    for path in [folder / name for name in pictures] if folder.exists() else [folder]:
-        check_result_file(path, overwrite=overwrite, option="--plot-dir")

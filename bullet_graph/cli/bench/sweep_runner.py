@@ -225,11 +225,7 @@ class WorkloadSpec:
 
     @classmethod
     def parse(cls, text: str) -> "WorkloadSpec":
-        """Read ``NAME[=NUM_PROMPTS][~FIRST_RATE][@TARGETS]``, such as ``conv=600`` or ``code~10@ttft:500 tpot:8``.
-
-        Raises:
-            ConfigError: the text has another form; the message shows it.
-        """
+        """Read ``NAME[=NUM_PROMPTS][~FIRST_RATE][@TARGETS]``; ConfigError for another form."""
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise ConfigError(f"--workload {text!r}: write {_FORM_SHOWN}")
@@ -247,11 +243,7 @@ class WorkloadSpec:
 
 
 def parse_targets(text: str) -> Slo:
-    """Read targets such as ``ttft:500 tpot:15``.
-
-    Raises:
-        ConfigError: another form, or no targets.
-    """
+    """Read targets such as ``ttft:500 tpot:15``; ConfigError for another form, or none."""
     slo = Slo.parse(text.replace(",", " ").split())
     if slo == NO_TARGETS:
         raise ConfigError(
@@ -293,7 +285,6 @@ def make_cells(
 
     Raises:
         ConfigError: a workload has no targets, or two different cells have the same name.
-        WorkloadError: from ``load``.
     """
     cells: dict[CellKey, Cell[S]] = {}
     for spec in specs:
