@@ -102,16 +102,8 @@ def test_goodput_counts_requests_within_all_targets(trace: Path) -> None:
 
 
 def test_several_policies_stand_side_by_side(trace: Path) -> None:
-    policies = [
-        "--policy",
-        "mixed:16",
-        "--policy",
-        "auto",
-        "--policy",
-        "mixed:16",
-        "--perf-table",
-        "roofline",
-    ]
+    policies = [word for name in ("mixed:16", "auto", "mixed:16") for word in ("--policy", name)]
+    policies += ["--perf-table", "roofline"]
     both = printed(bench(*policies, "--json", trace=trace))
     assert [flat["policy"] for flat in both["results"]] == ["mixed:16", "auto"], "each policy once"
     assert [flat["total_output_tokens"] for flat in both["results"]] == [35, 35]
@@ -225,6 +217,8 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--output-json", "same.json", "--trace-decisions", "same.json"), "give another name"),
         (("--model", "gpt-9"), "unknown model 'gpt-9'"),
         (("--max-model-len", "8"), "longer than max_model_len=8"),
+        (("--trace", "missing.csv"), "missing.csv"),
+        (("--trace", "synthetic:conv", "--request-rate", "trace"), "has no arrival times"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(
@@ -233,29 +227,11 @@ def test_bad_input_is_refused_before_the_model_is_loaded(
     assert message in refused(bench("--json", *arguments, trace=trace))
 
 
-@pytest.mark.usefixtures("no_engine")
-@pytest.mark.parametrize(
-    ("name", "rate", "message"),
-    [
-        ("missing.csv", "inf", "missing.csv"),
-        ("synthetic:conv", "trace", "has no arrival times"),
-    ],
-)
-def test_a_bad_workload_is_refused_before_the_model_is_loaded(name: str, rate: str, message: str) -> None:
-    assert message in refused(bench("--request-rate", rate, "--json", trace=name))
-
-
-@pytest.mark.usefixtures("no_engine")
-def test_an_output_file_is_not_overwritten_unasked(trace: Path, tmp_path: Path) -> None:
+def test_an_output_file_is_overwritten_when_asked(trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text("old")
     assert "add --overwrite" in refused(bench("--output-json", str(path), trace=trace))
     assert path.read_text() == "old"
-
-
-def test_an_output_file_is_overwritten_when_asked(trace: Path, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    path.write_text("old")
     assert bench("--output-json", str(path), "--overwrite", trace=trace).exit_code == 0
     assert json.loads(path.read_text())["completed"] == 6
 
@@ -269,14 +245,12 @@ def test_a_policy_that_the_engine_cannot_serve_is_refused_before_the_first_run(
 
 
 def test_no_request_served_is_an_error(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Every request fits the model, and is still refused.
-    monkeypatch.setattr(replay_module, "timed_requests", refuse_all(replay_module.timed_requests))
-    message = refused(bench("--json", trace=trace))
-    assert "none of the 6 requests of trace.csv could be served" in message
+    make = replay_module.timed_requests
 
-
-def refuse_all(make: Any) -> Any:
-    def made(*arguments: Any, **settings: Any) -> Any:
+    def unknown_tokens(*arguments: Any, **settings: Any) -> Any:
+        """Every request fits the model, and is still refused."""
         return make(*arguments, **(settings | {"vocab_size": 1 << 30}))
 
-    return made
+    monkeypatch.setattr(replay_module, "timed_requests", unknown_tokens)
+    message = refused(bench("--json", trace=trace))
+    assert "none of the 6 requests of trace.csv could be served" in message

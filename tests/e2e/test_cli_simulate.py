@@ -154,11 +154,11 @@ def test_a_sweep_finds_each_policies_goodput_and_draws_it(table: Path, tmp_path:
 
 
 def test_a_sweep_that_holds_nowhere_says_so() -> None:
-    result = simulate("--goodput", "ttft:0.001", "--sweep", "--policy", "mixed", "--request-rate", "4")
+    options = ("--goodput", "ttft:0.001", "--sweep", "--policy", "mixed", "--request-rate", "4")
+    result = simulate(*options)
     assert result.exit_code == 0, result.output
     assert "< 0.0" in result.stdout
-    found = parsed(simulate("--goodput", "ttft:0.001", "--sweep", "--policy", "mixed", "--json"))
-    assert found["policies"]["mixed"]["goodput"] is None
+    assert parsed(simulate(*options, "--json"))["policies"]["mixed"]["goodput"] is None
 
 
 def test_a_table_that_does_not_fit_is_refused(table: Path, tmp_path: Path) -> None:

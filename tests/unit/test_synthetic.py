@@ -97,10 +97,7 @@ def test_seeds_and_fields(name: str) -> None:
     assert workload.requests != synthetic_workload(name, 20, seed=4).requests
     assert workload.name == f"synthetic:{name}"
     assert (workload.requests[0].arrival_s, workload.requests[0].prompt_token_ids) == (None, None)
-
-
-def test_length_when_none_is_named() -> None:
-    assert len(load_workload("synthetic:code", num_requests=None).requests) == DEFAULT_SYNTHETIC_REQUESTS
+    assert len(load_workload(workload.name, num_requests=None).requests) == DEFAULT_SYNTHETIC_REQUESTS
 
 
 def test_errors() -> None:
