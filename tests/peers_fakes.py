@@ -107,36 +107,33 @@ class RequestOutputKind(Enum):
     DELTA = 1
 
 
-@dataclasses.dataclass
-class FakeSamplingParams:
-    temperature: float
-    max_tokens: int
-    ignore_eos: bool
-    output_kind: RequestOutputKind
-    detokenize: bool
-
-
-@dataclasses.dataclass
-class FakeEngineArgs:
-    """The arguments that the comparison gives, of vLLM's many."""
-
-    model: str
-    load_format: str
-    generation_config: str
-    skip_tokenizer_init: bool
-    dtype: str
-    seed: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    gpu_memory_utilization: float
-    enable_prefix_caching: bool
-    disable_log_stats: bool
-    enable_log_requests: bool
-    use_tqdm_on_load: bool
-    scheduler_cls: str
-    additional_config: dict[str, Any]
-    max_cudagraph_capture_size: int = 512
+FakeSamplingParams = dataclasses.make_dataclass(
+    "FakeSamplingParams", ["temperature", "max_tokens", "ignore_eos", "output_kind", "detokenize"]
+)
+FakeEngineArgs = dataclasses.make_dataclass(
+    "FakeEngineArgs",
+    [
+        *(
+            "model",
+            "load_format",
+            "generation_config",
+            "skip_tokenizer_init",
+            "dtype",
+            "seed",
+            "max_model_len",
+        ),
+        *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching"),
+        *(
+            "disable_log_stats",
+            "enable_log_requests",
+            "use_tqdm_on_load",
+            "scheduler_cls",
+            "additional_config",
+        ),
+        ("max_cudagraph_capture_size", int, 512),
+    ],
+)
+"""The arguments that the comparison gives, of vLLM's many."""
 
 
 class DeadError(Exception):
@@ -148,7 +145,7 @@ class FakeAsyncLLM:
 
     made: list["FakeAsyncLLM"]
 
-    def __init__(self, args: FakeEngineArgs) -> None:
+    def __init__(self, args: Any) -> None:
         if args.gpu_memory_utilization > 0.9:
             raise ValueError("Free memory on device is less than desired")
         print("vLLM says hello on stdout")
@@ -168,12 +165,10 @@ class FakeAsyncLLM:
         FakeAsyncLLM.made.append(self)
 
     @classmethod
-    def from_engine_args(cls, args: FakeEngineArgs) -> "FakeAsyncLLM":
+    def from_engine_args(cls, args: Any) -> "FakeAsyncLLM":
         return cls(args)
 
-    async def generate(
-        self, prompt: dict[str, Any], params: FakeSamplingParams, request_id: str
-    ) -> AsyncIterator[Any]:
+    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
         assert prompt["type"] == "token"
         assert (params.output_kind, params.detokenize) == (RequestOutputKind.DELTA, False)
         self.request_ids.append(request_id)
@@ -212,12 +207,7 @@ def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> list[FakeAsyncLLM]:
         module = ModuleType(name)
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    for name in (
-        "VLLM_NO_USAGE_STATS",
-        "VLLM_LOGGING_STREAM",
-        "VLLM_LOGGING_LEVEL",
-        "VLLM_WORKER_MULTIPROC_METHOD",
-    ):
-        monkeypatch.setenv(name, "")
+    for name in ("NO_USAGE_STATS", "LOGGING_STREAM", "LOGGING_LEVEL", "WORKER_MULTIPROC_METHOD"):
+        monkeypatch.setenv(f"VLLM_{name}", "")
     monkeypatch.setattr("bench.peers.vllm_system.installed_version", lambda _: "0.24.0")
     return FakeAsyncLLM.made

@@ -11,13 +11,12 @@ from typing import Any
 
 from bench.peers.host import HostClock
 from bench.peers.systems import Candidate, Setup, System, log
-from bullet_graph.cli.bench.replay import StreamClient, collect_garbage, energy_fields, measure, warm_up
+from bullet_graph.cli.bench.replay import Served, collect_garbage, measure, warm_up
 from bullet_graph.cli.bench.sweep_runner import Cell, Sweep, SweepRunner, WorkloadSpec, make_cells
-from bullet_graph.engine.replay import Replay, TimedRequest, replay_async
+from bullet_graph.engine.replay import TimedRequest, replay_async
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.perf.energy import DeviceMonitor
 from bullet_graph.perf.goodput_search import FASTEST_RATE, GoodputSearch
-from bullet_graph.perf.metrics import ReplayResult
 from bullet_graph.slo import NO_TARGETS
 from bullet_graph.workloads import Arrivals, load_workload
 
@@ -105,33 +104,41 @@ def make_setup(cells: Sequence[Cell[Candidate]], options: Mapping[str, Any]) -> 
 # ---- running it ----
 
 
-class _PeerClient(StreamClient):
+class _PeerClient:
     """The client of a system, which watches the GPU of this UUID and the host during a replay."""
 
-    def __init__(self, system: System, *args: Any, device_uuid: str | None, **kwargs: Any) -> None:
-        super().__init__(system, *args, **kwargs)
-        self._peer = system
+    def __init__(
+        self,
+        system: System,
+        runner: asyncio.Runner,
+        *,
+        backend: str,
+        model_id: str,
+        vocab_size: int,
+        device_uuid: str | None,
+    ) -> None:
+        self._system = system
+        self._runner = runner
         self._device_uuid = device_uuid
+        self.backend = backend
+        self.model_id = model_id
+        self.vocab_size = vocab_size
 
-    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Replay:
+    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
         del is_warmup
         # One process holds several systems: the collector's pauses over all their objects would be long.
         collect_garbage()
         host = HostClock()
         with DeviceMonitor.for_gpu(self._device_uuid) as monitor:
-            replayed = self._runner.run(replay_async(self._peer, requests, **options))
-        self._host = host.use()
-        self._device = monitor.report
-        return replayed
-
-    def usage(self, result: ReplayResult) -> dict[str, Any]:
-        return {
-            **energy_fields(self._device.energy_joules, result),
-            "device": dataclasses.asdict(self._device),
-            "host": None if self._host is None else dataclasses.asdict(self._host),
-            "system_settings": dict(self._peer.settings),
-            "system_counters": dict(self._peer.counters()),
+            replayed = self._runner.run(replay_async(self._system, requests, **options))
+        used = host.use()
+        own = {
+            "device": dataclasses.asdict(monitor.report),
+            "host": None if used is None else dataclasses.asdict(used),
+            "system_settings": dict(self._system.settings),
+            "system_counters": dict(self._system.counters()),
         }
+        return replayed, monitor.report.energy_joules, own
 
 
 class Comparison:

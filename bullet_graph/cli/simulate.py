@@ -62,8 +62,6 @@ class Simulator:
         BulletGraphError: errors in workload, model, table or settings.
     """
 
-    gpu: str
-    times: str
     performance: PerformanceModel
     unpadded: PerformanceModel
 

@@ -1,9 +1,10 @@
 """Which runs a comparison asks for."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -24,28 +25,20 @@ GOODPUTS = {"auto": 30.0, "512": 11.0, "1024": 19.0, "2048": 17.0}
 """Rates up to which a setting meets the targets."""
 
 
-class Served:
+class Served(AsyncMock):
     """A system that is as fast as its setting says."""
 
     settings: Mapping[str, Any] = {}
-
-    def __init__(self) -> None:
-        self.setting = ""
+    setting = ""
 
     async def configure(self, setting: str, slo: Slo) -> None:  # noqa: ARG002
         self.setting = setting
 
-    def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
-        raise NotImplementedError
-
     def counters(self) -> Mapping[str, Any]:
         return {}
 
-    async def close(self) -> None:
-        pass
 
-
-async def open_served(_: Sequence[Candidate]) -> Served:
+async def open_served(_: Sequence[Candidate]) -> Any:
     return Served()
 
 

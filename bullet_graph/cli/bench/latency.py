@@ -17,7 +17,6 @@ from bullet_graph.cli.result_file import Output
 from bullet_graph.cli.tables import figure, mean_of, print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
-from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
 from bullet_graph.perf.metrics import RequestMetrics, summarize_ms
@@ -149,14 +148,9 @@ def _run_batch(
 ) -> tuple[float, list[RequestMetrics]]:
     """Serve one batch; returns its time in seconds and the requests' metrics."""
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_len)
-    finished: list[RequestOutput] = []
     start_s = time.perf_counter()
-    for row, prompt in enumerate(prompts):
-        engine.add_request(str(row), prompt, params, output_kind=OutputKind.FINAL_ONLY)
-    while engine.has_unfinished_requests():
-        finished += engine.step()
-    elapsed_s = time.perf_counter() - start_s
-    return elapsed_s, [output.metrics for output in finished]
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start_s, [output.metrics for output in outputs]
 
 
 def _print(fields: dict[str, Any]) -> None:

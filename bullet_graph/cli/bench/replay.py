@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import click
@@ -29,7 +29,6 @@ from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.replay import (
     Replay,
-    StreamingSystem,
     TimedRequest,
     event_loop_factory,
     replay,
@@ -40,7 +39,6 @@ from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.models.presets import resolve_model
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.perf.energy import DeviceReport
 from bullet_graph.perf.metrics import ReplayResult
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.slo import Slo
@@ -61,12 +59,26 @@ _ENGINE_FIELDS = (
 
 # ---- clients ----
 
+Served = tuple[Replay, float | None, dict[str, Any]]
+"""A replay, the energy that it took in joules (None: not measured), and fields that only the system knows."""
+
+
+class Client(Protocol):
+    """Sends requests to one system; ``backend`` and ``model_id`` are fields of results."""
+
+    backend: str
+    model_id: str
+    vocab_size: int
+
+    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
+        """Serve requests; ``options`` are those of :func:`bullet_graph.engine.replay.replay`."""
+
 
 class EngineClient:
     """An engine in this process with nothing under way, under one policy and with the planner's targets.
 
     The engine's loop is made anew for each replay, so that its counters are the replay's alone. The planner keeps what
-    it has learned of its predictions' errors. ``device`` has clocks, power and energy during the last replay.
+    it has learned of its predictions' errors.
     """
 
     backend = "bullet_graph"
@@ -75,77 +87,48 @@ class EngineClient:
         self._engine = engine
         self._policy = policy
         self._slo = slo
-        self.device: DeviceReport
         self.model_id = engine.config.model
         self.vocab_size = engine.model_config.vocab_size
 
-    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Replay:
-        """Serve requests; ``options`` are those of :func:`bullet_graph.engine.replay.replay`."""
+    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
         self._engine.set_policy(self._policy, self._slo)
         with watch_device(self._engine) as monitor:
             prefix = "warmup-" if is_warmup else ""
             replayed = replay(self._engine, requests, id_prefix=prefix, **options)
-        self.device = monitor.report
-        return replayed
-
-    def usage(self, result: ReplayResult) -> dict[str, Any]:
-        """Fields about the last replay that only the system knows."""
-        return {
-            **counters(self._engine.stats()),
-            "policy": str(self._policy),
-            "device": dataclasses.asdict(self.device),
-            **energy_fields(self.device.energy_joules, result),
-        }
+        own = {"policy": str(self._policy), "device": dataclasses.asdict(monitor.report)}
+        return replayed, monitor.report.energy_joules, counters(self._engine.stats()) | own
 
 
-class StreamClient:
-    """The client of a system that streams its outputs on the runner's event loop."""
-
-    def __init__(
-        self, system: StreamingSystem, runner: asyncio.Runner, *, backend: str, model_id: str, vocab_size: int
-    ) -> None:
-        self._system = system
-        self._runner = runner
-        self.backend = backend
-        self.model_id = model_id
-        self.vocab_size = vocab_size
-
-    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Replay:
-        del is_warmup
-        collect_garbage()
-        return self._runner.run(replay_async(self._system, requests, **options))
-
-    def usage(self, result: ReplayResult) -> dict[str, Any]:
-        del result
-        return {}
-
-
-class ServerClient(StreamClient):
+class ServerClient:
     """A server with OpenAI's interface; a ``bullet-graph serve`` also reports its own counters."""
+
+    backend = "openai"
 
     def __init__(self, server: Any, runner: asyncio.Runner, vocab_size: int) -> None:
         self._server = server
-        model_id = str(server.settings["model"])
-        super().__init__(server, runner, backend="openai", model_id=model_id, vocab_size=vocab_size)
+        self._runner = runner
+        self.model_id = str(server.settings["model"])
+        self.vocab_size = vocab_size
 
-    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Replay:
-        self._before: dict[str, Any] = self._runner.run(self._server.live())
-        replayed = super().replay(requests, is_warmup=is_warmup, **options)
-        self._after: dict[str, Any] = self._runner.run(self._server.live())
-        return replayed
+    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
+        del is_warmup
+        return self._runner.run(self._replay(requests, **options))
 
-    def usage(self, result: ReplayResult) -> dict[str, Any]:
-        before, after = self._before, self._after
+    async def _replay(self, requests: Sequence[TimedRequest], **options: Any) -> Served:
+        before: dict[str, Any] = await self._server.live()
+        collect_garbage()
+        replayed = await replay_async(self._server, requests, **options)
+        after: dict[str, Any] = await self._server.live()
         if not (before and after):
-            return {}
+            return replayed, None, {}
         earlier = before["policy_seconds"]
         seconds = {policy: s - earlier.get(policy, 0.0) for policy, s in after["policy_seconds"].items()}
         joules = None if after["energy_joules"] is None else after["energy_joules"] - before["energy_joules"]
-        return {
+        own = {
             "policy_shares": {policy: s / sum(seconds.values()) for policy, s in seconds.items() if s},
             **{name: after[name] - before[name] for name in ("num_steps", "num_preemptions")},
-            **energy_fields(joules, result),
         }
+        return replayed, joules, own
 
 
 def collect_garbage() -> None:
@@ -155,10 +138,7 @@ def collect_garbage() -> None:
     gc.freeze()
 
 
-Client = EngineClient | StreamClient
-
-
-def energy_fields(joules: float | None, result: ReplayResult) -> dict[str, float | None]:
+def _energy_fields(joules: float | None, result: ReplayResult) -> dict[str, float | None]:
     """Energy of the whole GPU board, in total and per token; None without a GPU or NVML."""
     tokens = {
         "joules_per_output_token": result.total_output_tokens,
@@ -201,12 +181,12 @@ def measure(
     started = datetime.now()
     show = label is not None and sys.stderr.isatty()
     with progress_bar(show, total=len(requests), unit="req", desc=label, leave=False) as advance:
-        replayed = client.replay(
+        replayed, joules, own = client.replay(
             requests, max_concurrency=arrivals.max_concurrency, on_done=lambda _: advance(1)
         )
     _require_some_served(replayed, workload)
     result = replayed.result(arrivals, started=started, backend=client.backend, model_id=client.model_id)
-    return ReplayRun(result, {"slo": str(slo), **client.usage(result)})
+    return ReplayRun(result, {"slo": str(slo), **own, **_energy_fields(joules, result)})
 
 
 def warm_up(client: Client, workload: Workload, num_warmups: int, *, slo: Slo, seed: int) -> None:
@@ -227,7 +207,7 @@ def warm_up(client: Client, workload: Workload, num_warmups: int, *, slo: Slo, s
         slo=slo,
         seed=seed + 1,
     )
-    warmed = client.replay(requests, is_warmup=True)
+    warmed, *_ = client.replay(requests, is_warmup=True)
     if isinstance(client, ServerClient):  # one that refuses everything is found out early
         _require_some_served(warmed, workload)
 

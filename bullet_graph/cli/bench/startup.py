@@ -48,9 +48,7 @@ class StartRun:
         startup_s: until requests could be added.
         first_token_s: until the first token of a short request.
         phases: in the order of their ends; they may overlap.
-        capture: fields of a :class:`~bullet_graph.graphs.capture_order.CaptureReport`; None where nothing is captured.
-        compiles: fields of :class:`~bullet_graph.graphs.compile_counts.CompileCounts`.
-        cache_use: fields of a :class:`~bullet_graph.runtime.capture_cache.CacheUse`.
+        capture, compiles, cache_use: fields of the engine's own reports; ``capture`` is None where nothing is captured.
         num_missing_graphs: left to be captured after the first token.
     """
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from bullet_graph import Engine
-from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError
 from bullet_graph.perf.start_report import StartReport
@@ -34,16 +33,15 @@ def start(config: EngineConfig) -> tuple[StartReport, dict[str, Any]]:
         }
 
 
-def main() -> int:
-    """Write the result; returns the exit code."""
+def main() -> None:
+    """Write the result."""
     found: object
     try:
         found = start(pickle.loads(sys.stdin.buffer.read()))
     except BulletGraphError as error:
         found = error
     Path(sys.argv[1]).write_bytes(pickle.dumps(found))
-    return EXIT_ERROR if isinstance(found, BulletGraphError) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
