@@ -1,103 +1,87 @@
-"""Peers that are this engine in disguise: behind an OpenAI-compatible server, and behind vLLM's interface."""
+"""Peers that answer with one token after the other: an OpenAI-compatible server, and vLLM's interface."""
 
 import asyncio
 import dataclasses
+import json
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import pytest
-from aiohttp import web
-from engines import make_engine
-
-from bullet_graph import AsyncEngine, OutputKind, SamplingParams
 
 Telling = Literal["each", "end", "pairs"]
 """Whether the server tells its usage with each chunk, at the end, or at the end but packs two tokens into a chunk."""
 
 
-class CompletionsServer:
-    """``/v1/completions`` as server-sent events, from a thread with an event loop of its own."""
+class CompletionsServer(ThreadingHTTPServer):
+    """``/v1/completions`` as server-sent events."""
+
+    request_queue_size = 100
 
     def __init__(self, telling: Telling) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.telling = telling
         self.bodies: list[dict[str, Any]] = []
         self.refuse: str | None = None
-        self._ready = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(self._serve()), daemon=True
-        )
-        self._thread.start()
-        assert self._ready.wait(60)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
-    async def _serve(self) -> None:
-        self._stop = asyncio.Event()
-        async with AsyncEngine(make_engine(max_model_len=512, policy="mixed")) as self._engine:
-            app = web.Application()
-            app.router.add_get("/v1/models", self._models)
-            app.router.add_get("/version", self._version)
-            app.router.add_post("/v1/completions", self._complete)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-            self._ready.set()
-            await self._stop.wait()
-            await runner.cleanup()
 
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(60)
+class _Handler(BaseHTTPRequestHandler):
+    server: CompletionsServer
 
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny-served", "max_model_len": 512}]})
+    def log_message(self, *_: object) -> None:
+        pass
 
-    async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": "1.2.3"})
+    def _answer(self, status: int, body: str, content_type: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.end_headers()
+        self.wfile.write(body.encode())
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        if self.refuse is not None:
-            return web.Response(status=400, text=self.refuse)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+    def do_GET(self) -> None:
+        models = {"data": [{"id": "tiny-served", "max_model_len": 512}]}
+        found = {"/v1/models": models, "/version": {"version": "1.2.3"}}.get(self.path)
+        self._answer(404 if found is None else 200, json.dumps(found), "application/json")
 
-        async def send(choices: list[Any], usage: int | None) -> None:
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        if self.server.refuse is not None:
+            self._answer(400, self.server.refuse, "text/plain")
+            return
+        assert (body["temperature"], body["ignore_eos"]) == (0, True)
+        self._answer(200, "", "text/event-stream")
+
+        def send(choices: list[Any], usage: int | None) -> None:
             told = None if usage is None else {"completion_tokens": usage}
-            data = web.json_response({"choices": choices, "usage": told}).text
-            await response.write(f"data: {data}\n\n".encode())
+            self.wfile.write(f"data: {json.dumps({'choices': choices, 'usage': told})}\n\n".encode())
 
-        params = SamplingParams(
-            max_tokens=body["max_tokens"], temperature=body["temperature"], ignore_eos=body["ignore_eos"]
-        )
-        total = unsent = 0
-        async for output in self._engine.generate(body["prompt"], params, output_kind=OutputKind.DELTA):
-            total += len(output.outputs[0].token_ids)
+        last, unsent = body["max_tokens"], 0
+        for number in range(1, last + 1):
             unsent += 1
-            if self.telling != "pairs" or unsent == 2 or output.finished:
-                reason = "length" if output.finished else None
-                choice = {"text": "x" * unsent, "finish_reason": reason}
-                await send([choice], total if self.telling == "each" else None)
+            if self.server.telling != "pairs" or unsent == 2 or number == last:
+                choice = {"text": "x" * unsent, "finish_reason": "length" if number == last else None}
+                send([choice], number if self.server.telling == "each" else None)
                 unsent = 0
-        await send([], total)
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        send([], last)
+        self.wfile.write(b"data: [DONE]\n\n")
 
 
 @contextmanager
 def completions_server(telling: Telling = "each") -> Iterator[CompletionsServer]:
-    server = CompletionsServer(telling)
-    try:
-        yield server
-    finally:
-        server.close()
+    with CompletionsServer(telling) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(60)
 
 
 # ---- vLLM ----
@@ -141,7 +125,7 @@ class DeadError(Exception):
 
 
 class FakeAsyncLLM:
-    """vLLM's interface, this engine behind it."""
+    """vLLM's interface."""
 
     made: list["FakeAsyncLLM"]
 
@@ -152,7 +136,6 @@ class FakeAsyncLLM:
         self.args = args
         self.is_dead = False
         self.request_ids: list[str] = []
-        self._engine = AsyncEngine(make_engine(max_model_len=args.max_model_len, policy="mixed"))
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=99, block_size=16),
             scheduler_config=SimpleNamespace(async_scheduling=True),
@@ -174,16 +157,12 @@ class FakeAsyncLLM:
         self.request_ids.append(request_id)
         if self.is_dead:
             raise DeadError("EngineCore encountered an issue")
-        own = SamplingParams(
-            temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
-        )
-        async for output in self._engine.generate(
-            prompt["prompt_token_ids"], own, output_kind=OutputKind.DELTA
-        ):
-            yield output
+        for _ in range(params.max_tokens):
+            await asyncio.sleep(0)
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0])])
 
     def shutdown(self) -> None:
-        self._engine.shutdown()
+        pass
 
 
 def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> list[FakeAsyncLLM]:

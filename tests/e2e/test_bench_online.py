@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import TINY, EnergyProbe, printed, refused, run, write_trace
+from cli_runner import TINY, printed, refused, run, write_trace
 from click.testing import Result
 
 from bullet_graph import Engine
 from bullet_graph.cli.bench import replay as replay_module
 from bullet_graph.engine.output import RequestOutput
-from bullet_graph.perf.energy import DeviceMonitor
-from bullet_graph.perf.trace import read_trace
 
 LENGTHS = ((30, 5), (7, 12), (100, 1), (12, 8), (50, 3), (9, 6))
 TARGETS = ("--goodput", "ttft:60000", "tpot:60000")
@@ -139,17 +137,6 @@ def test_concurrency_is_limited(trace: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert max(under_way) == 6
 
 
-def test_a_request_that_is_too_long_fails_alone(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path, (30, 5), (509, 4), (500, 12))
-    flat = printed(bench("--save-detailed", "--json", "--goodput", "ttft:60000", trace=trace))
-    assert (flat["completed"], flat["failed"]) == (2, 1)
-    assert flat["total_input_tokens"] == 530
-    assert flat["slo_attainment"] == pytest.approx(2 / 3)
-    assert flat["output_lens"] == [5, 0, 12]
-    assert "509 + 4" in flat["errors"][1]
-    assert "request 1 failed" in bench(trace=trace).stdout
-
-
 def test_warm_up_is_in_no_figure(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
     add_request = Engine.add_request
@@ -164,28 +151,6 @@ def test_warm_up_is_in_no_figure(trace: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (flat["completed"], flat["total_output_tokens"]) == (6, 35)
     # Warm-up's arrivals take 0.14 s, and all the workload's tokens at most one forward each.
     assert flat["num_steps"] <= 6 + 35
-
-
-def test_energy_is_that_of_the_run(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_module, "watch_device", lambda _: DeviceMonitor(EnergyProbe()))
-    flat = printed(bench("--num-warmups", "2", "--json", trace=trace))
-    assert flat["device"]["energy_joules"] == 31
-    assert flat["energy_joules"] == 31
-    assert flat["joules_per_output_token"] == pytest.approx(31 / 35)
-    assert flat["joules_per_token"] == pytest.approx(31 / 243)
-    shown = bench(trace=trace).stdout
-    for text in ("J an output token", "0.886", "power, mean, W", "650", "SM clock, mean, MHz", "1,500"):
-        assert text in shown
-
-
-def test_decisions_are_traced(trace: Path, tmp_path: Path) -> None:
-    path = tmp_path / "decisions.jsonl"
-    arguments = ("--policy", "serial", *TARGETS, "--trace-decisions", str(path), "--json")
-    printed(bench(*arguments, trace=trace))
-    written = read_trace(path)
-    assert (written.header.policy, len(written.requests)) == ("serial", 6)
-    assert {request.tpot_limit_ms for request in written.requests} == {60000}
-    assert "exists" in refused(bench(*arguments, trace=trace))
 
 
 # ---- bad input ----
@@ -211,13 +176,9 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--num-warmups", "-1"), "--num-warmups"),
         (("--num-prompts", "7"), "7"),
         (("--max-concurrency", "0"), "--max-concurrency"),
-        (("--policy", "fast"), "unknown policy 'fast'"),
         (("--trace-decisions", "t", "--policy", "mixed", "--policy", "serial"), "give one --policy"),
-        (("--output-json", "missing/r.json"), "does not exist"),
-        (("--output-json", "same.json", "--trace-decisions", "same.json"), "give another name"),
         (("--model", "gpt-9"), "unknown model 'gpt-9'"),
         (("--max-model-len", "8"), "longer than max_model_len=8"),
-        (("--trace", "missing.csv"), "missing.csv"),
         (("--trace", "synthetic:conv", "--request-rate", "trace"), "has no arrival times"),
     ],
 )
