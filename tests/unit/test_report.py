@@ -149,15 +149,12 @@ def test_a_damaged_file_is_refused(tmp_path: Path, name: str, text: str, message
     assert not (tmp_path / "REPORT.md").exists()
 
 
-def test_missing_folders_are_refused(tmp_path: Path) -> None:
+def test_missing_folders_are_refused_and_empty_ones_are_not(tmp_path: Path) -> None:
+    assert report("--results", tmp_path, "--output", tmp_path / "REPORT.md").exit_code == 0
     result = report("--results", tmp_path / "none", "--output", tmp_path / "REPORT.md")
     assert (result.exit_code, "there is no such folder" in result.stderr) == (2, True)
     result = report("--results", tmp_path, "--output", tmp_path / "none" / "REPORT.md")
     assert (result.exit_code, "make it first" in result.stderr) == (2, True)
-
-
-def test_no_file_is_no_error(tmp_path: Path) -> None:
-    assert report("--results", tmp_path, "--output", tmp_path / "REPORT.md").exit_code == 0
 
 
 def test_the_report_of_the_repository_is_up_to_date_and_short() -> None:

@@ -241,19 +241,12 @@ def test_cells_are_workloads_times_targets_times_policies() -> None:
     assert {WorkloadSpec.parse(str(cell)).slo for cell in cells} == {LOOSE, TIGHT}
 
 
-def test_the_same_cell_comes_once() -> None:
-    again = cells_of("conv", "conv", "azure:conv@ttft:500 tpot:15")
-    assert again == cells_of("conv")
-
-
-def test_two_workloads_cannot_have_one_name() -> None:
+def test_a_cell_comes_once_and_two_cannot_have_one_name() -> None:
+    assert cells_of("conv", "conv", "azure:conv@ttft:500 tpot:15") == cells_of("conv")
     with pytest.raises(ConfigError, match=r"two different ones are both called mine\.csv with 3 requests"):
         cells_of("a/mine.csv", "there/mine.csv")
     with pytest.raises(ConfigError, match="two different ones"):
         cells_of("conv~8", "conv~9")
-
-
-def test_a_workload_needs_targets() -> None:
     with pytest.raises(ConfigError, match="azure:code has no targets to meet"):
         cells_of("conv@ttft:500", "code", slos=())
 

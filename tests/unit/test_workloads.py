@@ -160,12 +160,9 @@ class TestMooncake:
             ('{"timestamp": 1, "input_length"', "line 2: Invalid JSON"),
             ("[1, 2]", "an object"),
             ("[" * 100_000, "Invalid JSON"),
-            ("1" * 5000, "Invalid JSON"),
             ("{}", "timestamp: Field required"),
-            ('{"timestamp": 1, "input_length": 2}', "output_length: Field required"),
             ('{"timestamp": "1", "input_length": 2, "output_length": 3}', "timestamp: Input should be"),
             ('{"timestamp": NaN, "input_length": 2, "output_length": 3}', "timestamp: Input should be"),
-            ('{"timestamp": 1e999, "input_length": 2, "output_length": 3}', "timestamp: Input should be"),
             (
                 f'{{"timestamp": {10**400}, "input_length": 2, "output_length": 3}}',
                 "timestamp: Input should be",
@@ -174,9 +171,7 @@ class TestMooncake:
             ('{"timestamp": true, "input_length": 2, "output_length": 3}', "timestamp: Input should be"),
             ('{"timestamp": 1, "input_length": 0, "output_length": 3}', "input_length: Input should be"),
             ('{"timestamp": 1, "input_length": 2.0, "output_length": 3}', "input_length: Input should be"),
-            ('{"timestamp": 1, "input_length": "2", "output_length": 3}', "input_length: Input should be"),
             ('{"timestamp": 1, "input_length": 2, "output_length": true}', "output_length: Input should be"),
-            ('{"timestamp": 1, "input_length": 2, "output_length": null}', "output_length: Input should be"),
             ('{"timestamp": 1, "input_length": 2, "output_length": 0}', "output_length: Input should be"),
         ],
     )
