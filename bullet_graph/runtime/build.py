@@ -48,14 +48,9 @@ CPU_KV_CACHE_BYTES = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class BuiltRuntime:
-    """An executor, and the findings of its start.
+    """An executor, and the findings of its start; None for what it does not need, or does not have on the CPU.
 
-    Attributes:
-        performance: predicts its times; None where neither policy nor targets need it and no table was named.
-        partition_backend: the back end that confines the lanes, and why; None on the CPU.
-        capture: the cost of capturing CUDA graphs; None where none were captured.
-        lane_sms: the SMs of each lane in each partition; empty on the CPU.
-        self_check: None where nothing was compiled.
+    ``partition_backend`` is the back end that confines the lanes, and why.
     """
 
     executor: Executor

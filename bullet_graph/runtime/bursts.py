@@ -90,13 +90,7 @@ def run_burst(lanes: Sequence[FedLane], burst_s: float) -> tuple[float, ...]:
 
 
 class Workbench:
-    """A model, its cache and both lanes' buffers, which measure points.
-
-    Args:
-        decoder: weights and cache on the GPU; the cache is filled with random numbers.
-        limits: of the points that will be measured.
-        seed: of the prompts and of the order of the blocks.
-    """
+    """A model, its cache, filled with random numbers, and both lanes' buffers, which measure points up to limits."""
 
     def __init__(
         self,

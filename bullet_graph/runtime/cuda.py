@@ -52,9 +52,7 @@ def decode_inputs(rows: Rows) -> DecodeInputs:
 class _PendingLaunch:
     """A launch under way, and the copies of its results to pinned memory, complete once ``finished`` has passed.
 
-    Attributes:
-        token_ids: [sampled rows] int32; None where nothing is sampled.
-        logprobs: chosen, top ids and top ones; None where they are not asked for.
+    ``token_ids`` are [sampled rows] int32; ``logprobs`` are those chosen, the top ids and the top ones.
     """
 
     started: torch.cuda.Event
@@ -82,13 +80,9 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class _Lane:
-    """The parts of one lane.
+    """The parts of one lane: its stream is bound to the partition of its last launch, ``slots`` uploads settings.
 
-    Attributes:
-        stream: bound to the partition of the lane's last launch.
-        slots: uploads slot settings.
-        forward: stopped between two layers.
-        last: passed once all the lane's launches are done.
+    ``forward`` stopped between two layers; ``last`` has passed once all the lane's launches are done.
     """
 
     stream: torch.cuda.Stream

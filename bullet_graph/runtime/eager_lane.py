@@ -50,7 +50,6 @@ class EagerLane:
 
     Args:
         max_num_seqs: most rows that decode or are sampled.
-        max_rows: most rows of a forward.
         graphs: piecewise CUDA graphs of this lane alone; None launches every forward kernel by kernel.
     """
 

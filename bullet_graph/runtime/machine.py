@@ -65,12 +65,9 @@ class CacheFolder:
 
 @dataclass(frozen=True, slots=True)
 class SizeCheck:
-    """One partition under one back end.
+    """One partition under one back end; ``decode_sms`` None is the whole GPU.
 
-    Attributes:
-        decode_sms: size of the decode lane; None for the whole GPU.
-        seen_sms: the SMs that decode work was seen on, such as "0-15"; None if the partition does not hold.
-        seconds: duration of the proof.
+    ``seen_sms``, the SMs that decode work was seen on, such as "0-15", is None if the partition does not hold.
     """
 
     decode_sms: int | None
@@ -97,12 +94,9 @@ class BackendCheck:
 
 @dataclass(frozen=True, slots=True)
 class PartitionChecks:
-    """The checks of all back ends.
+    """The checks of all back ends, the preferred first, and which an engine with these sizes would take, and why.
 
-    Attributes:
-        backends: the preferred first.
-        choice: the back end that an engine with these sizes would take; None if it would fail.
-        why: the reason, and the refusals before it.
+    ``choice`` is None if the engine would fail.
     """
 
     decode_sms: tuple[int, ...]
@@ -116,10 +110,8 @@ class Machine:
     """What was found; None for what is missing, and for GPU matters where the engine would run on the CPU.
 
     Attributes:
-        platform: operating system, kernel and architecture.
         cuda_python: release of the driver's Python bindings.
         torch_cuda: the CUDA release that torch was built for.
-        uses_gpu: an engine would run on the GPU.
         gpu_path_problem: why the engine's modules for the GPU, or their libraries, cannot be imported.
         missing_compilers: of those that FlashInfer and Triton need at first use.
         mask_offset: where stream masks may be written under this driver.

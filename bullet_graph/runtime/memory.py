@@ -93,7 +93,6 @@ def plan_memory(
 
     Args:
         dtype_bytes: of an element of weights, activations and cache.
-        max_model_len: longest sequence, in tokens.
         kv_cache_limit_bytes: upper limit of the KV cache where ``kv_cache_bytes`` is not set; one sequence always fits.
 
     Raises:

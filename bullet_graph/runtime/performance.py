@@ -40,8 +40,7 @@ def find_performance(
 ) -> PerformanceModel | None:
     """The performance model that the configuration names or needs; None if it needs none.
 
-    Args:
-        cached_table: asked if neither the user nor the package has a table.
+    ``cached_table`` is asked if neither the user nor the package has a table.
 
     Raises:
         PerfTableError: the named table cannot be read or is of another GPU, model, dtype or kernels; or a table is

@@ -87,13 +87,7 @@ def prepare_profile(config: EngineConfig) -> Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One round over all points.
-
-    Attributes:
-        burst_s: measured part of a burst.
-        num_points: points measured; fewer if an earlier run had done some.
-        device: clocks and power meanwhile.
-    """
+    """One round over the points that no earlier run had done; ``burst_s`` is the measured part of a burst."""
 
     seconds: float
     burst_s: float
@@ -126,8 +120,6 @@ def profile_model(
     Args:
         time_budget_s: for the measurements, without loading and capturing.
         restart: measure everything again instead of continuing.
-        progress: show progress bars.
-        tell: called with lines that describe the progress.
 
     Raises:
         ConfigError: the budget is too short, or saved results cannot be read or belong to another plan.

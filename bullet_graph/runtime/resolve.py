@@ -31,7 +31,6 @@ class Runtime:
         folder: the model's files; None for a preset.
         device: with its index where it is a GPU.
         dtype: of weights, activations and KV cache.
-        max_model_len: longest sequence, in tokens.
     """
 
     model: ModelConfig
@@ -111,10 +110,7 @@ def find_device(name: DeviceName) -> torch.device:
 def check_device(config: EngineConfig, runtime: Runtime) -> None:
     """Refuse a configuration that the device, its libraries or its kernels cannot run.
 
-    Raises:
-        ConfigError: a setting is for the other kind of device.
-        DeviceError: a library that the GPU path needs is missing.
-        UnsupportedModelError: the GPU path has no kernels for the model.
+    Raises ConfigError, DeviceError (a library is missing) or UnsupportedModelError (no kernels for the model).
     """
     if runtime.device.type == "cpu":
         is_partitioned = config.decode_sms or config.partition_backend not in ("auto", "none")

@@ -38,11 +38,7 @@ StepLogits = Callable[[Int32Array, Rows], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckPoint:
-    """Result for one batch size.
-
-    Attributes:
-        relative_error: ‖logits − reference‖ / ‖reference‖ of the worst row; infinite where one is not finite.
-    """
+    """Result for one batch size: ‖logits − reference‖ / ‖reference‖ of the worst row, infinite if one is not finite."""
 
     batch_size: int
     relative_error: float

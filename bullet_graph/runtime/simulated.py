@@ -25,7 +25,6 @@ class StepWork:
         pairs: (query, key) pairs of their attention.
         batch_size: number of decode rows.
         kv_tokens: tokens that the decode rows attend to, all together.
-        num_sampled: number of rows for which a token is sampled.
     """
 
     tokens: int
@@ -66,7 +65,6 @@ class _Job:
         alone_ms: time of its whole step, all layers, alone on the device; includes ``factor``.
         factor: real ÷ predicted time.
         left: share of the step's layers that is left of this launch.
-        start_s: when it began to run, or None.
     """
 
     ticket: int
@@ -86,13 +84,10 @@ class SimulatedExecutor(Executor):
     time. Sampled tokens are all 0, and there are no log-probabilities.
 
     Args:
-        model: predicts step times.
         partitions: partitions for steps, besides the whole GPU.
         max_batch_sizes: most rows of a decode step by partition; a partition that is not in it takes any.
         host_overhead_ms: host time of a launch; the device continues meanwhile.
         time_noise: standard deviation of the logarithm of a launch's real ÷ predicted time; the median stays 1.
-        seed: of the noise.
-        on_step: called with every finished launch.
     """
 
     def __init__(
