@@ -19,7 +19,6 @@ from bullet_graph.engine.sequence import Sequence
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, lane_masks, partition_of
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.planner.planner import Planner
-from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.simulated import SimulatedExecutor
 from bullet_graph.runtime.step import Placement, Step, StepResult
 from bullet_graph.sampling_params import SamplingParams
@@ -67,11 +66,11 @@ class Launch:
 
 
 @dataclass
-class CheckedExecutor(Executor):
-    """Times of :class:`SimulatedExecutor`, tokens of :class:`PagedDevice`; refuses what no device may be asked for."""
+class CheckedExecutor(SimulatedExecutor):
+    """A simulated executor with the tokens of :class:`PagedDevice`; refuses what no device may be asked for."""
 
     host_overhead_ms: float = 0.1
-    max_in_flight: int = Executor.max_in_flight
+    max_in_flight: int = SimulatedExecutor.max_in_flight
     device: PagedDevice = field(default_factory=lambda: PagedDevice(KV_BLOCK_TOKENS))
     launches: list[Launch] = field(default_factory=list)
     in_flight: dict[Lane, deque[Launch]] = field(default_factory=lambda: {lane: deque() for lane in LANES})
@@ -80,21 +79,16 @@ class CheckedExecutor(Executor):
     """Forwards with prompt rows are padded to multiples of it."""
 
     def __post_init__(self) -> None:
-        self.clock = SimulatedExecutor(
+        super().__init__(
             MODEL,
             partitions=[partition_of(sms, num_sms=MODEL.num_sms) for sms in MODEL.decode_sms],
             host_overhead_ms=self.host_overhead_ms,
             max_batch_sizes=self.max_batch_sizes,
         )
-        self.num_sms = MODEL.num_sms
-        self.partitions = self.clock.partitions
         self._under_way: Step | None = None
         """The chunk on the prefill lane whose last layers are not launched."""
         self._device_tickets: dict[int, int] = {}
         self._last_turn: dict[Lane, int] = dict.fromkeys(LANES, -1)
-
-    def max_batch_size(self, partition: SmPartition) -> int | None:
-        return self.clock.max_batch_size(partition)
 
     def padded_rows(self, rows: int) -> int:
         return -(-rows // self.row_step) * self.row_step
@@ -104,8 +98,8 @@ class CheckedExecutor(Executor):
         assert len(self.in_flight[lane]) < self.max_in_flight, "too much in flight"
         self._check_slices(step, placement)
         self._check_turns(step, placement)
-        now_s = self.clock.now()
-        ticket = self.clock.launch(step, placement)  # checks that layers follow on one another
+        now_s = self.now()
+        ticket = super().launch(step, placement)  # checks that layers follow on one another
         launch = Launch(ticket, step, placement, now_s)
         self.launches.append(launch)
         self.in_flight[lane].append(launch)
@@ -146,30 +140,18 @@ class CheckedExecutor(Executor):
             assert comes_after or not launch.slots & flight.slots, "both lanes at once on the same sequence"
 
     def _sms(self, partition: SmPartition, lane: Lane) -> int:
-        return lane_masks(partition, num_tpcs=self.num_sms // SMS_PER_TPC)[lane].bits
-
-    def wait_any(self, tickets: Rows[int], until_s: float | None) -> int | None:
-        return self.clock.wait_any(tickets, until_s)
+        return lane_masks(partition, num_tpcs=MODEL.num_sms // SMS_PER_TPC)[lane].bits
 
     def wait(self, ticket: int) -> StepResult:
         (lane,) = (
             lane for lane, flights in self.in_flight.items() if flights and flights[0].ticket == ticket
         )
         launch = self.in_flight[lane].popleft()
-        device_ms = self.clock.wait(ticket).device_ms
+        device_ms = super().wait(ticket).device_ms
         if launch.placement.last_layer is not None:
             return StepResult(np.empty(0, dtype=np.int32), None, device_ms)
         result = self.device.wait(self._device_tickets.pop(id(launch.step)))
         return StepResult(result.token_ids, None, device_ms)
-
-    def now(self) -> float:
-        return self.clock.now()
-
-    def sleep_until(self, time_s: float) -> None:
-        self.clock.sleep_until(time_s)
-
-    def shutdown(self, failure: BaseException | None = None) -> None:
-        self.clock.shutdown(failure)
 
 
 def make_planner(policy: str, *, max_chunk_tokens: int = 8192) -> Planner:
