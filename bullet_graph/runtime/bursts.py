@@ -25,7 +25,7 @@ from bullet_graph.runtime.build import decoder_while_loading, partitions_of
 from bullet_graph.runtime.cuda import decode_inputs, lane_stream
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.profile import Prepared
-from bullet_graph.runtime.rows import lay_out
+from bullet_graph.runtime.rows import lay_out, make_batches
 from bullet_graph.runtime.step import DecodeBatch, PrefillBatch
 
 _AHEAD = 2
@@ -160,13 +160,13 @@ class Workbench:
         partition = self._partition(point)
         lanes: list[FedLane] = []
         if point.kind in ("decode", "split"):
-            inputs = decode_inputs(lay_out(None, self._decode_batch(point), KV_BLOCK_TOKENS))
+            inputs = decode_inputs(lay_out(None, self._decode_rows(point), KV_BLOCK_TOKENS))
             lanes.append(
                 FedLane(self._stream("decode", partition), lambda: self._graphs.run(inputs, partition))
             )
         if point.kind == "mixed":
             # A forward with decode rows in it runs on the decode lane, as in the engine.
-            mixed = lay_out(self._chunk(point), self._decode_batch(point), KV_BLOCK_TOKENS)
+            mixed = lay_out(self._chunk(point), self._decode_rows(point), KV_BLOCK_TOKENS)
             lanes.append(FedLane(self._stream("decode", partition), lambda: self._eager.run(mixed)))
         if point.kind in ("prefill", "split"):
             chunk = lay_out(self._chunk(point), None, KV_BLOCK_TOKENS)
@@ -185,28 +185,15 @@ class Workbench:
         decode_sms = self.num_sms - point.sms if point.kind == "prefill" else point.sms
         return partition_of(decode_sms, num_sms=self.num_sms)
 
-    def _decode_batch(self, point: ProfilePoint) -> DecodeBatch:
-        rows = point.batch_size
-        blocks_per_seq = -(-point.context_tokens // KV_BLOCK_TOKENS)
-        return DecodeBatch(
-            slots=np.arange(rows, dtype=np.int32),
-            positions=np.full(rows, point.context_tokens - 1, dtype=np.int32),
-            kv_indptr=np.arange(rows + 1, dtype=np.int32) * np.int32(blocks_per_seq),
-            kv_indices=self._blocks[: rows * blocks_per_seq],
-        )
+    def _decode_rows(self, point: ProfilePoint) -> DecodeBatch | None:
+        positions = [point.context_tokens - 1] * point.batch_size
+        return make_batches((), positions, blocks=self._blocks)[1]
 
-    def _chunk(self, point: ProfilePoint) -> PrefillBatch:
-        num_blocks = -(-(point.cached_tokens + point.tokens) // KV_BLOCK_TOKENS)
-        return PrefillBatch(
-            slots=np.array([self._prefill_slot], dtype=np.int32),
-            token_ids=self._tokens[: point.tokens],
-            q_indptr=np.array([0, point.tokens], dtype=np.int32),
-            starts=np.array([point.cached_tokens], dtype=np.int32),
-            kv_indptr=np.array([0, num_blocks], dtype=np.int32),
-            # From the end, where the decode rows' are not.
-            kv_indices=self._blocks[len(self._blocks) - num_blocks :],
-            samples=np.ones(1, dtype=np.bool_),
-        )
+    def _chunk(self, point: ProfilePoint) -> PrefillBatch | None:
+        chunk = (point.cached_tokens, point.tokens, True)
+        # Blocks from the end, where the decode rows' are not.
+        blocks, tokens, slots = self._blocks[::-1], self._tokens[: point.tokens], [self._prefill_slot]
+        return make_batches([chunk], (), blocks=blocks, token_ids=tokens, slots=slots)[0]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,8 +41,9 @@ from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.fingerprint import fingerprint_of
 from bullet_graph.runtime.performance import ROOFLINE, find_performance, table_file
 from bullet_graph.runtime.resolve import Runtime, resolve
+from bullet_graph.runtime.rows import Chunk, make_batches
 from bullet_graph.runtime.self_check import SEED, STEPS, SelfCheckPoint
-from bullet_graph.runtime.step import DecodeBatch, Int32Array, Placement, PrefillBatch, SlotInit, Step
+from bullet_graph.runtime.step import Placement, SlotInit, Step
 
 
 def build_entry(
@@ -189,7 +190,7 @@ def exercise(
     for tokens in (tokens for tokens in PROMPT_TOKENS if tokens < min(max_rows, max_model_len, room)):
         # A whole prompt, then its last token as a chunk that goes on.
         for lane, start in itertools.product(lanes, sorted({0, tokens - 1})):
-            _run(executor, Step(_admitted(1), _prompts(1, start, tokens), None, None), lane)
+            _run(executor, _step([(start, tokens - start, True)]), lane)
     for step in _decode_steps(max_rows, max_num_seqs, max_model_len, room):
         _run(executor, step, "decode")
 
@@ -198,47 +199,25 @@ def _decode_steps(max_rows: int, max_num_seqs: int, max_model_len: int, room: in
     if max_model_len <= max(_POSITION, *MIXED_TOKENS):
         return
     for rows in (rows for rows in DECODE_ROWS if rows <= max_num_seqs):
-        yield Step(_admitted(rows), None, _decode(0, rows), None)
+        yield _step((), rows)
         for prompts, tokens in itertools.product(MIXED_PROMPTS, MIXED_TOKENS):
             fits = prompts + rows <= max_num_seqs and prompts * tokens + rows <= max_rows
             if fits and prompts * _num_blocks(tokens) * KV_BLOCK_TOKENS <= room:
-                yield Step(
-                    _admitted(prompts + rows), _prompts(prompts, 0, tokens), _decode(prompts, rows), None
-                )
+                yield _step([(0, tokens, True)] * prompts, rows)
 
 
 def _run(executor: Executor, step: Step, lane: Lane) -> None:
     executor.wait(executor.launch(step, Placement(lane=lane)))
 
 
-def _admitted(count: int) -> tuple[SlotInit, ...]:
-    return tuple(SlotInit(slot, 0.0, 0, 1.0, 0.0, 0, (), 0) for slot in range(count))
+def _step(chunks: Sequence[Chunk], decode_rows: int = 0) -> Step:
+    """Chunks whose prompts lie in blocks from 2 on, and decode rows that share block 1."""
+    slots = range(len(chunks) + decode_rows)
+    admitted = tuple(SlotInit(slot, 0.0, 0, 1.0, 0.0, 0, (), 0) for slot in slots)
+    num_blocks = sum(_num_blocks(start + tokens) for start, tokens, _ in chunks)
+    blocks = np.append(np.arange(2, 2 + num_blocks), [1] * decode_rows)
+    return Step(admitted, *make_batches(chunks, [_POSITION] * decode_rows, blocks=blocks), None)
 
 
 def _num_blocks(tokens: int) -> int:
     return -(-tokens // KV_BLOCK_TOKENS)
-
-
-def _prompts(count: int, start: int, end: int) -> PrefillBatch:
-    """Tokens [start, end) of ``count`` prompts, in the first slots."""
-    ordinals = np.arange(count + 1, dtype=np.int32)
-    num_blocks = _num_blocks(end)
-    return PrefillBatch(
-        slots=ordinals[:-1],
-        token_ids=np.zeros(count * (end - start), dtype=np.int32),
-        q_indptr=ordinals * np.int32(end - start),
-        starts=np.full(count, start, dtype=np.int32),
-        kv_indptr=ordinals * np.int32(num_blocks),
-        kv_indices=np.arange(2, 2 + count * num_blocks, dtype=np.int32),
-        samples=np.ones(count, dtype=np.bool_),
-    )
-
-
-def _decode(first_slot: int, rows: int) -> DecodeBatch:
-    blocks: Int32Array = np.ones(rows, dtype=np.int32)
-    return DecodeBatch(
-        slots=np.arange(first_slot, first_slot + rows, dtype=np.int32),
-        positions=blocks * np.int32(_POSITION),
-        kv_indptr=np.arange(rows + 1, dtype=np.int32),
-        kv_indices=blocks,
-    )

@@ -1,15 +1,20 @@
 """Lays a step out as rows of one forward, in numpy; shared by the executors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.kernels.sampler import MASKED_IDS_COLUMN, SETTINGS_COLUMNS
 from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, SlotInit
 
 _NONE: Int32Array = np.empty(0, dtype=np.int32)
+
+Chunk = tuple[int, int, bool]
+"""Part of a prompt: its start, its number of tokens, and whether it ends the prompt, so that a token is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,46 @@ class Rows:
         sequences = np.flatnonzero(np.diff(self.sample_indptr[: self.num_prefill + 1])).astype(np.int32)
         blocks = [self.kv_indices[self.kv_indptr[i] : self.kv_indptr[i + 1]] for i in sequences]
         return sequences, _indptr(np.diff(self.kv_indptr)[sequences]), np.concatenate((_NONE, *blocks))
+
+
+def make_batches(
+    chunks: Sequence[Chunk],
+    decode: Sequence[int],
+    *,
+    blocks: NDArray[Any],
+    token_ids: NDArray[Any] | None = None,
+    block_tokens: int = KV_BLOCK_TOKENS,
+    slots: Sequence[int] | None = None,
+) -> tuple[PrefillBatch | None, DecodeBatch | None]:
+    """The batches of a step that no scheduler made; None where there are no rows of the kind.
+
+    Args:
+        decode: position of each row.
+        blocks: taken in this order, as many as the sequences need.
+        token_ids: of all chunks; None: zeros.
+        slots: of chunks and decode rows; None: ascending.
+    """
+    ends = [start + tokens for start, tokens, _ in chunks] + [position + 1 for position in decode]
+    block_counts = np.array([-(-end // block_tokens) for end in ends], dtype=np.int32)
+    lengths = np.array([tokens for _, tokens, _ in chunks], dtype=np.int32)
+    n, split = len(chunks), int(block_counts[: len(chunks)].sum())
+    all_slots = np.array(range(len(ends)) if slots is None else slots, dtype=np.int32)
+    prefill = PrefillBatch(
+        slots=all_slots[:n],
+        token_ids=np.array(np.zeros(lengths.sum()) if token_ids is None else token_ids, dtype=np.int32),
+        q_indptr=_indptr(lengths),
+        starts=np.array([start for start, _, _ in chunks], dtype=np.int32),
+        kv_indptr=_indptr(block_counts[:n]),
+        kv_indices=np.array(blocks[:split], dtype=np.int32),
+        samples=np.array([samples for _, _, samples in chunks], dtype=np.bool_),
+    )
+    decode_batch = DecodeBatch(
+        slots=all_slots[n:],
+        positions=np.array(decode, dtype=np.int32),
+        kv_indptr=_indptr(block_counts[n:]),
+        kv_indices=np.array(blocks[split : block_counts.sum()], dtype=np.int32),
+    )
+    return prefill if n else None, decode_batch if len(decode) else None
 
 
 def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_tokens: int) -> Rows:

@@ -13,8 +13,8 @@ from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.runtime.cpu import reference_attention
-from bullet_graph.runtime.rows import Rows, lay_out
-from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch
+from bullet_graph.runtime.rows import Rows, lay_out, make_batches
+from bullet_graph.runtime.step import Int32Array
 
 TOLERANCES = MappingProxyType({torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4})
 """Largest relative error of a row of logits, by dtype.
@@ -103,23 +103,19 @@ def _relative_error(decoder: Decoder, logits_of: StepLogits, batch_size: int) ->
         0, decoder.config.vocab_size, (batch_size, STEPS), dtype=np.int32
     )
     # Each sequence has a block of its own.
-    indptr = np.arange(batch_size + 1, dtype=np.int32)
-    slots, blocks = indptr[:-1], indptr[1:]
+    blocks = np.arange(1, batch_size + 1)
     for position in range(STEPS):
-        step = DecodeBatch(slots, np.full_like(slots, position), indptr, blocks)
-        logits = logits_of(tokens[:, position], lay_out(None, step, block_tokens))
+        step = make_batches((), [position] * batch_size, blocks=blocks, block_tokens=block_tokens)
+        logits = logits_of(tokens[:, position], lay_out(*step, block_tokens))
     compared = np.unique(np.linspace(0, batch_size - 1, min(batch_size, _MOST_COMPARED)).astype(np.int32))
-    num_compared = len(compared)
-    prompts = PrefillBatch(
-        slots=compared,
+    prompts = make_batches(
+        [(0, STEPS, True)] * len(compared),
+        (),
+        blocks=blocks[compared],
         token_ids=tokens[compared].ravel(),
-        q_indptr=indptr[: num_compared + 1] * np.int32(STEPS),
-        starts=np.zeros_like(compared),
-        kv_indptr=indptr[: num_compared + 1],
-        kv_indices=blocks[compared],
-        samples=np.ones(num_compared, dtype=np.bool_),
+        block_tokens=block_tokens,
     )
-    rows = lay_out(prompts, None, block_tokens)
+    rows = lay_out(*prompts, block_tokens)
     # In one forward and without a library's attention: else these two would take most of a start's self-check, seconds
     # where cuDNN first builds its kernel.
     with sdpa_kernel(SDPBackend.MATH):

@@ -38,7 +38,7 @@ def test_a_prompt_beside_the_most_rows_that_decode(monkeypatch: pytest.MonkeyPat
         seed=0,
     )
     point = ProfilePoint("mixed", batch_size=MAX_BATCH_SIZE, context_tokens=20, tokens=8, cached_tokens=20)
-    logits, _ = bench._eager.run(lay_out(bench._chunk(point), bench._decode_batch(point), KV_BLOCK_TOKENS))
+    logits, _ = bench._eager.run(lay_out(bench._chunk(point), bench._decode_rows(point), KV_BLOCK_TOKENS))
     # All of them are sampled, and one more.
     assert logits.shape == (MAX_BATCH_SIZE + 1, config.vocab_size)
     assert logits.isfinite().all()

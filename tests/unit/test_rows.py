@@ -3,11 +3,10 @@
 from typing import NamedTuple
 
 import numpy as np
-from forward_rows import Chunk, make_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.runtime.rows import lay_out
+from bullet_graph.runtime.rows import Chunk, lay_out, make_batches
 
 
 class Described(NamedTuple):
@@ -75,7 +74,7 @@ def test_rows_are_those_of_a_naive_loop(step: Described) -> None:
         step.decode,
         blocks=np.array(step.blocks),
         block_tokens=step.block_tokens,
-        token_ids=np.array(expected["token_ids"], dtype=np.int32),
+        token_ids=np.array(expected["token_ids"]),
         slots=step.slots,
     )
     rows = lay_out(*batches, step.block_tokens)

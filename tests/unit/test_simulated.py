@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from forward_rows import Chunk, make_batches
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from bullet_graph.errors import PartitionError
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.performance import Prediction, SplitPrediction
 from bullet_graph.runtime.executor import Executor
+from bullet_graph.runtime.rows import Chunk, make_batches
 from bullet_graph.runtime.simulated import SimulatedExecutor
 from bullet_graph.runtime.step import Placement, Step
 
@@ -56,7 +56,7 @@ class FakeModel:
 def make_step(
     chunks: Sequence[Chunk] = (), decode: Sequence[int] = (), num_logprobs: int | None = None
 ) -> Step:
-    return Step((), *make_batches(chunks, decode, blocks=np.arange(1, 1000), block_tokens=16), num_logprobs)
+    return Step((), *make_batches(chunks, decode, blocks=np.arange(1, 1000)), num_logprobs)
 
 
 def decode_step(*positions: int) -> Step:
