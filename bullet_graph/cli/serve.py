@@ -11,7 +11,7 @@ import click
 
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine
-from bullet_graph.cli.options import Decorator, all_of, engine_options, parsed_by
+from bullet_graph.cli.options import Decorator, all_of, engine_options, parse_size
 from bullet_graph.cli.result_file import require_extra
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine
@@ -26,16 +26,13 @@ def _server_options(command: Callable[..., None]) -> Callable[..., None]:
     hints = get_type_hints(ServeSettings)
     options: list[Decorator] = []
     for name, setting in SERVE_OPTIONS.items():
-        seconds = "SECONDS" if name.endswith("_s") else None
-        look: dict[str, Any] = {"metavar": setting.metavar or seconds, "help": setting.help}
-        if setting.shown_default is None:
-            look["default"] = setting.default
-        else:
-            look["help"] += f"  [default: {setting.shown_default}]"
-        if setting.parse is not None:
-            look["callback"] = parsed_by(setting.parse, setting.default)
+        look: dict[str, Any] = {"default": setting.default, "help": setting.help}
+        if name.endswith("_bytes"):
+            look |= {"default": f"{setting.default >> 10}KiB", "metavar": "SIZE", "callback": parse_size}
         else:
             look["type"] = next(iter(get_args(hints[name])), hints[name])
+        if name.endswith("_s"):
+            look["metavar"] = "SECONDS"
         options.append(click.option(setting.flag, name, **look))
     return all_of(options)(command)
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -21,16 +21,14 @@ from bullet_graph.perf.energy import open_probe
 from bullet_graph.serve.errors import ApiError, validation_error
 from bullet_graph.serve.generation import Generation
 from bullet_graph.serve.limits import Gate, LimitMiddleware
-from bullet_graph.serve.metrics import EnergyMeter, ServerMetrics
+from bullet_graph.serve.metrics import ServerMetrics
 from bullet_graph.serve.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
-    Health,
     Model,
     ModelList,
-    Version,
     answers,
 )
 from bullet_graph.serve.settings import OWNER, ServeSettings
@@ -42,11 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 async def watch(engine: AsyncEngine, limit_s: float) -> None:
-    """Fail all requests when a lane makes no progress for too long, even if the engine's thread is stuck.
+    """Fail all requests when a lane makes no progress for ``limit_s``, even if the engine's thread is stuck.
 
-    Args:
-        engine: the engine to watch, until it is dead.
-        limit_s: must exceed the longest step and what is compiled during it.
+    The limit must exceed the longest step and what is compiled during it.
     """
     while engine.failure is None:
         await asyncio.sleep(min(limit_s / 4, _WATCH_INTERVAL_S))
@@ -64,8 +60,8 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     Its ``state.gate`` is the :class:`~bullet_graph.serve.limits.Gate` of its requests.
     """
     gate = Gate(engine, settings.max_queue_len)
-    energy = EnergyMeter(open_probe(engine.engine.device))
-    metrics = ServerMetrics(settings.served_model_name, engine, gate, energy)
+    probe = open_probe(engine.engine.device)
+    metrics = ServerMetrics(settings.served_model_name, engine, gate, probe)
     registry = CollectorRegistry()
     registry.register(metrics)
     generation = Generation(engine, settings, gate, metrics)
@@ -79,7 +75,8 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
         with suppress(asyncio.CancelledError):
             await watchdog
         generation.close()
-        energy.close()
+        if probe is not None:
+            probe.close()
 
     # The framework's documentation pages would load scripts from other hosts.
     app = FastAPI(title="bullet-graph", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
@@ -130,25 +127,25 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
         generation.check_model(model)
         return served
 
-    @app.get("/health", responses=answers(Health))
-    async def health() -> Health:
+    @app.get("/health", responses=answers(dict[Literal["status"], Literal["ok"]]))
+    async def health() -> dict[str, str]:
         """200 while the engine lives; 503 when it is dead or the server shuts down."""
         gate.check_open()
-        return Health(status="ok")
+        return {"status": "ok"}
 
-    @app.get("/version", responses=answers(Version))
-    async def version() -> Version:
+    @app.get("/version", responses=answers(dict[Literal["version"], str]))
+    async def version() -> dict[str, str]:
         """The program's version."""
-        return Version(version=__version__)
+        return {"version": __version__}
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics_text() -> Response:
-        await energy.read()
+        await metrics.read_energy()
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/live", include_in_schema=False)
     async def live() -> dict[str, Any]:
-        await energy.read()
+        await metrics.read_energy()
         return metrics.live()
 
     @app.get("/", include_in_schema=False)

@@ -56,6 +56,8 @@ class AnswerFormat(ABC):
     id_prefix: ClassVar[str]
     whole_type: ClassVar[str]
     event_type: ClassVar[str]
+    new_text: ClassVar[str]
+    whole_text: ClassVar[str]
     prompt_ids_in_choices: ClassVar[bool]
 
     def __init__(self, model: str, texts: TokenTexts, *, with_token_ids: bool) -> None:
@@ -73,7 +75,7 @@ class AnswerFormat(ABC):
 
     def event(self, choice: int, delta: CompletionOutput, usage: str | None) -> bytes:
         """The event of new tokens of a choice."""
-        return self._event(self._choice(choice, delta, self._new_text(delta.text)), usage)
+        return self._event(self._choice(choice, delta, self.new_text), usage)
 
     def usage_event(self, usage: str) -> bytes:
         """The last event."""
@@ -88,7 +90,7 @@ class AnswerFormat(ABC):
             for sample in output.outputs:
                 choice = index * len(output.outputs) + sample.index
                 more = prompt_ids if self.prompt_ids_in_choices else ""
-                choices.append(self._choice(choice, sample, self._whole_text(sample.text), more))
+                choices.append(self._choice(choice, sample, self.whole_text, more))
         tail = "" if self.prompt_ids_in_choices else prompt_ids
         return f'{self._whole}{",".join(choices)}],"usage":{usage}{tail}}}'.encode()
 
@@ -96,19 +98,12 @@ class AnswerFormat(ABC):
         tail = "" if usage is None else f',"usage":{usage}'
         return f"{self._event_head}{choice}]{tail}}}\n\n".encode()
 
-    def _choice(self, choice: int, output: CompletionOutput, text: str, more: str = "") -> str:
+    def _choice(self, choice: int, output: CompletionOutput, text_form: str, more: str = "") -> str:
+        text = text_form % to_json_text(output.text)
         logprobs = "null" if output.logprobs is None else to_json(self._logprobs(choice, output.logprobs))
         reason = "null" if output.finish_reason is None else f'"{output.finish_reason}"'
         ids = f',"token_ids":{to_json(output.token_ids)}' if self._with_token_ids else ""
         return f'{{"index":{choice},{text},"logprobs":{logprobs},"finish_reason":{reason}{ids}{more}}}'
-
-    @abstractmethod
-    def _new_text(self, text: str) -> str:
-        """The field of an event's text."""
-
-    @abstractmethod
-    def _whole_text(self, text: str) -> str:
-        """The field of a whole choice's text."""
 
     @abstractmethod
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -120,16 +115,12 @@ class CompletionFormat(AnswerFormat):
 
     id_prefix = "cmpl"
     whole_type = event_type = "text_completion"
+    new_text = whole_text = '"text":%s'
     prompt_ids_in_choices = True
 
     def __init__(self, model: str, texts: TokenTexts, *, with_token_ids: bool) -> None:
         super().__init__(model, texts, with_token_ids=with_token_ids)
         self._offsets: dict[int, int] = {}
-
-    def _new_text(self, text: str) -> str:
-        return f'"text":{to_json_text(text)}'
-
-    _whole_text = _new_text
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         texts, offset = self._texts, self._offsets.get(choice, 0)
@@ -158,18 +149,14 @@ class ChatFormat(AnswerFormat):
     id_prefix = "chatcmpl"
     whole_type = "chat.completion"
     event_type = "chat.completion.chunk"
+    new_text = '"delta":{"content":%s}'
+    whole_text = '"message":{"role":"assistant","content":%s}'
     prompt_ids_in_choices = False
 
     def opening(self, choice: int, usage: str | None) -> bytes:
         """The event that names the speaker."""
         delta = '"delta":{"role":"assistant","content":""}'
         return self._event(f'{{"index":{choice},{delta},"logprobs":null,"finish_reason":null}}', usage)
-
-    def _new_text(self, text: str) -> str:
-        return f'"delta":{{"content":{to_json_text(text)}}}'
-
-    def _whole_text(self, text: str) -> str:
-        return f'"message":{{"role":"assistant","content":{to_json_text(text)}}}'
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         del choice

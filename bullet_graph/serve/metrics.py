@@ -70,29 +70,6 @@ class Histogram:
         return family
 
 
-class EnergyMeter:
-    """The GPU's energy since the server started, read from the board's counter on demand.
-
-    The meter closes its probe. Without one, ``joules`` is None; otherwise it is the last reading.
-    """
-
-    def __init__(self, probe: NvmlProbe | None) -> None:
-        self._probe = probe
-        self._start_mj = None if probe is None else probe.total_energy_mj()
-        self.joules: float | None = None if self._start_mj is None else 0.0
-
-    async def read(self) -> None:
-        """Read the counter in a thread, as it may take milliseconds."""
-        if self._probe is not None and self._start_mj is not None:
-            now_mj = await asyncio.to_thread(self._probe.total_energy_mj)
-            if now_mj is not None:
-                self.joules = (now_mj - self._start_mj) / 1e3
-
-    def close(self) -> None:
-        if self._probe is not None:
-            self._probe.close()
-
-
 class RequestMeter:
     """Measures one request of some prompt tokens for the server's metrics."""
 
@@ -127,13 +104,18 @@ class RequestMeter:
 
 
 class ServerMetrics(Collector):
-    """Counters since the server started; ``model_name`` labels every metric."""
+    """Counters since the server started; ``model_name`` labels every metric.
 
-    def __init__(self, model_name: str, engine: AsyncEngine, gate: Gate, energy: EnergyMeter) -> None:
+    ``energy_joules`` is the energy of the GPU's board at the last :meth:`read_energy`; None without a probe.
+    """
+
+    def __init__(self, model_name: str, engine: AsyncEngine, gate: Gate, probe: NvmlProbe | None) -> None:
         self._model_name = model_name
         self._engine = engine
         self._gate = gate
-        self._energy = energy
+        self._probe = probe
+        self._start_mj = None if probe is None else probe.total_energy_mj()
+        self.energy_joules: float | None = None if self._start_mj is None else 0.0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.ends: dict[EndReason, int] = dict.fromkeys(get_args(EndReason), 0)
@@ -162,6 +144,13 @@ class ServerMetrics(Collector):
             self._num_with_targets += 1
             self._num_met += not output.missed_targets
 
+    async def read_energy(self) -> None:
+        """Read the board's counter in a thread, as it may take milliseconds."""
+        if self._probe is not None and self._start_mj is not None:
+            now_mj = await asyncio.to_thread(self._probe.total_energy_mj)
+            if now_mj is not None:
+                self.energy_joules = (now_mj - self._start_mj) / 1e3
+
     @property
     def _slo_attainment(self) -> float | None:
         return self._num_met / self._num_with_targets if self._num_with_targets else None
@@ -189,7 +178,7 @@ class ServerMetrics(Collector):
             "ttft_ms": summarize_ms(ttft_ms for _, ttft_ms, _ in recent),
             "tpot_ms": summarize_ms(tpot_ms for *_, tpot_ms in recent),
             "slo_attainment": self._slo_attainment,
-            "energy_joules": self._energy.joules,
+            "energy_joules": self.energy_joules,
             "failure": None if engine.failure is None else str(engine.failure),
         }
 
@@ -218,8 +207,8 @@ class ServerMetrics(Collector):
         yield total("slo_requests_met", "Those that met all their targets.", self._num_met)
         if self._slo_attainment is not None:
             yield one("slo_attainment", "Share of them.", self._slo_attainment)
-        if self._energy.joules is not None:
-            yield total("energy_joules", "Energy of the GPU's board.", self._energy.joules)
+        if self.energy_joules is not None:
+            yield total("energy_joules", "Energy of the GPU's board.", self.energy_joules)
 
     def _family(
         self,

@@ -73,8 +73,6 @@ class Targets(_Strict):
 
 
 class StreamOptions(_Strict):
-    """What a stream reports besides the text."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -200,8 +198,6 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(_Strict):
-    """A part of a message's content."""
-
     type: Literal["text"]
     text: str
 
@@ -254,16 +250,12 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class Usage(BaseModel):
-    """Token counts of a request."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of a completion's tokens."""
-
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
@@ -271,8 +263,6 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One output."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -293,35 +283,25 @@ class Completion(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """One alternative."""
-
     token: str
     logprob: float
     bytes: list[int]
 
 
 class TokenLogprob(TopLogprob):
-    """One token and its alternatives."""
-
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Log-probabilities of a message's tokens."""
-
     content: list[TokenLogprob]
 
 
 class AssistantMessage(BaseModel):
-    """The model's message."""
-
     role: Literal["assistant"]
     content: str
 
 
 class ChatChoice(BaseModel):
-    """One output."""
-
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
@@ -342,8 +322,6 @@ class ChatCompletion(BaseModel):
 
 
 class ErrorInfo(BaseModel):
-    """What went wrong."""
-
     message: str
     type: str
     param: str | None
@@ -351,14 +329,10 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The answer of a request that is refused or fails."""
-
     error: ErrorInfo
 
 
 class Model(BaseModel):
-    """The served model."""
-
     id: str
     object: Literal["model"]
     created: int
@@ -368,25 +342,11 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The served models: exactly one."""
-
     object: Literal["list"]
     data: list[Model]
 
 
-class Health(BaseModel):
-    """Whether the engine lives."""
-
-    status: Literal["ok"]
-
-
-class Version(BaseModel):
-    """The program's version."""
-
-    version: str
-
-
-def answers(model: type[BaseModel], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+def answers(model: Any, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
     """A path's possible answers for OpenAPI: this model, events if it streams, or an error."""
     success: dict[str, Any] = {"model": model}
     if streams:

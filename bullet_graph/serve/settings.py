@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from bullet_graph.config import parse_bytes
 from bullet_graph.errors import ConfigError
 
 OWNER = "bullet_graph"
@@ -32,20 +31,16 @@ _KEY = _Range(
 
 
 class ServeOption(NamedTuple):
-    """Describes a field of :class:`ServeSettings`; ``shown_default`` stands for the default in the help."""
+    """Describes a field of :class:`ServeSettings`: its option on the command line."""
 
+    flag: str
     default: Any
     range: _Range
-    flag: str
     help: str
-    metavar: str | None = None
-    shown_default: str | None = None
-    parse: Callable[[str], Any] | None = None
 
 
-def _option(default: Any, *description: Any, **more: Any) -> Any:
-    option = ServeOption(default, *description, **more)
-    return field(default=default, metadata={"option": option}, repr=option.range is not _KEY)
+def _setting(default: Any, values: _Range, text: str) -> Any:
+    return field(default=default, metadata={"described": (default, values, text)}, repr=values is not _KEY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,77 +48,43 @@ class ServeSettings:
     """The server's settings; the engine has its own. A wrong one raises ConfigError, at construction."""
 
     served_model_name: str
-    host: str = _option("127.0.0.1", _TEXT, "--host", "Address to listen on; 0.0.0.0: all.")
-    port: int = _option(8000, _PORT, "--port", "TCP port; 0: a free one.")
-    api_key: str | None = _option(
-        None,
-        _KEY,
-        "--api-key",
-        "Key that every request but /health must carry, as `Authorization: Bearer KEY`.",
+    host: str = _setting("127.0.0.1", _TEXT, "Address to listen on; 0.0.0.0: all.")
+    port: int = _setting(8000, _PORT, "TCP port; 0: a free one.")
+    api_key: str | None = _setting(
+        None, _KEY, "Key that every request but /health must carry, as `Authorization: Bearer KEY`."
     )
-    max_connections: int = _option(
-        1000,
-        _COUNT,
-        "--max-connections",
-        "Most open connections; one more gets 503. Each needs a file descriptor.",
+    max_connections: int = _setting(
+        4096, _COUNT, "Most open connections; one more gets 503. Each needs a file descriptor."
     )
-    max_headers: int = _option(
-        100, _COUNT, "--max-headers", "Most headers of a request; a request with more gets 431."
+    max_headers: int = _setting(100, _COUNT, "Most headers of a request; one with more gets 431.")
+    max_header_bytes: int = _setting(
+        64 << 10, _COUNT, "Largest URL and headers of a request; larger ones get 431."
     )
-    max_header_bytes: int = _option(
-        64 << 10,
-        _COUNT,
-        "--max-header-size",
-        "Most bytes of a request's URL and headers; larger ones get 431.",
-        metavar="SIZE",
-        shown_default="64KiB",
-        parse=parse_bytes,
+    header_timeout_s: float = _setting(
+        10.0, _TIME, "Longest time to send a request's headers, from the connection on."
     )
-    header_timeout_s: float = _option(
-        10.0, _TIME, "--header-timeout", "Longest time to send a request's headers, from the connection on."
-    )
-    write_timeout_s: float = _option(
+    write_timeout_s: float = _setting(
         60.0,
         _WRITE_TIME,
-        "--write-timeout",
-        "A client that takes nothing of what it is sent for this long is cut off; 0: the system's own time.",
+        "A client that takes nothing of what it is sent for this long is cut off; 0: the system decides.",
     )
-    max_body_bytes: int = _option(
-        8 << 20,
-        _COUNT,
-        "--max-body-size",
-        "Largest body of a request; larger ones get 413.",
-        metavar="SIZE",
-        shown_default="8MiB",
-        parse=parse_bytes,
+    max_body_bytes: int = _setting(8 << 20, _COUNT, "Largest body of a request; larger ones get 413.")
+    max_prompt_tokens: int | None = _setting(
+        None, _COUNT, "Most tokens of a prompt.  [default: what the model has room for]"
     )
-    max_prompt_tokens: int | None = _option(
-        None,
-        _COUNT,
-        "--max-prompt-tokens",
-        "Most tokens of a prompt.",
-        shown_default="what the model has room for",
+    max_queue_len: int = _setting(
+        1024, _COUNT, "Requests get 429 while this many sequences wait for KV blocks."
     )
-    max_queue_len: int = _option(
-        1024, _COUNT, "--max-queue-len", "Requests get 429 while this many sequences wait for KV blocks."
+    request_timeout_s: float = _setting(
+        600.0, _TIME, "Longest time to send the body, and from a request's arrival to its last token."
     )
-    request_timeout_s: float = _option(
-        600.0,
-        _TIME,
-        "--request-timeout",
-        "Longest time to send the body, and from a request's arrival to its last token.",
-    )
-    shutdown_timeout_s: float = _option(
+    shutdown_timeout_s: float = _setting(
         30.0,
         _FINITE_TIME,
-        "--shutdown-timeout",
         "After SIGTERM, time for requests in progress; then they are aborted. A second signal aborts them at once.",
     )
-    watchdog_timeout_s: float = _option(
-        60.0,
-        _TIME,
-        "--watchdog-timeout",
-        "After this long without progress on a lane, all requests fail and /health is 503.",
+    watchdog_timeout_s: float = _setting(
+        60.0, _TIME, "After this long without progress on a lane, all requests fail and /health is 503."
     )
 
     def __post_init__(self) -> None:
@@ -136,7 +97,13 @@ class ServeSettings:
                 raise ConfigError(f"{option.flag} must be {option.range.words}, got {found}")
 
 
+def _flag(name: str) -> str:
+    return f"--{name.removesuffix('_s').replace('_bytes', '_size').replace('_', '-')}"
+
+
 SERVE_OPTIONS: dict[str, ServeOption] = {
-    each.name: each.metadata["option"] for each in fields(ServeSettings) if each.metadata
+    each.name: ServeOption(_flag(each.name), *each.metadata["described"])
+    for each in fields(ServeSettings)
+    if each.metadata
 }
 """The description of each setting that has an option of its own."""

@@ -31,6 +31,8 @@ def refused(response: httpx.Response, status: int = 400) -> str:
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
+    is_long = any(text in error["message"] for text in ("tokens here", "output together"))
+    assert (error["code"] == "context_length_exceeded") == is_long
     return str(error["message"])
 
 

@@ -302,7 +302,7 @@ async def test_the_warm_up_leaves_nothing_behind(max_model_len: int) -> None:
         ({"api_key": ""}, "--api-key must be printable ASCII"),
         ({"api_key": "\u00fc"}, "--api-key must be printable ASCII"),
         ({"max_queue_len": 0}, "--max-queue-len must be at least 1, got 0"),
-        ({"max_prompt_tokens": 0}, "--max-prompt-tokens must be at least 1"),
+        ({"write_timeout_s": 1e6}, "--write-timeout must be a number of seconds from 0 to 86400"),
         ({"max_body_bytes": 0}, "--max-body-size must be at least 1, got 0"),
         ({"request_timeout_s": 0}, "--request-timeout must be a number of seconds above 0"),
         ({"watchdog_timeout_s": float("nan")}, "--watchdog-timeout must be"),

@@ -15,7 +15,7 @@ from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, PromptE
 from bullet_graph.serve.errors import ApiError, validation_error
 from bullet_graph.serve.formats import ChatFormat, CompletionFormat, to_json_text, token_texts, usage_of
 from bullet_graph.serve.limits import Gate
-from bullet_graph.serve.metrics import PREFIX, EnergyMeter, Histogram
+from bullet_graph.serve.metrics import PREFIX, Histogram, ServerMetrics
 from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest
 
 
@@ -104,16 +104,14 @@ async def test_energy_is_what_was_used_since_the_start() -> None:
     probe = Mock()
     # The last: the driver failed for once.
     probe.total_energy_mj.side_effect = [5_000, 7_500, None]
-    meter = EnergyMeter(probe)
-    assert meter.joules == 0
+    metrics = ServerMetrics("m", Mock(), Mock(), probe)
+    assert metrics.energy_joules == 0
     for _ in range(2):
-        await meter.read()
-        assert meter.joules == 2.5
-    meter.close()
-    probe.close.assert_called_once_with()
-    nothing = EnergyMeter(None)
-    await nothing.read()
-    assert nothing.joules is None
+        await metrics.read_energy()
+        assert metrics.energy_joules == 2.5
+    nothing = ServerMetrics("m", Mock(), Mock(), None)
+    await nothing.read_energy()
+    assert nothing.energy_joules is None
 
 
 # ---- requests ----
