@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fakes.fake_streams import OBJECT_BYTES, FakeLibcuda, object_address, object_bytes, point_to
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bullet_graph import _smctrl
@@ -33,6 +33,7 @@ def test_a_mask_is_written_as_the_driver_reads_it(libcuda: FakeLibcuda, offset: 
     assert object_bytes(stream) == b"\xab" * offset + written + rest
 
 
+@example(low=U64_MAX, high=U64_MAX, enabled=1)
 @given(low=st.integers(0, U64_MAX), high=st.integers(0, U64_MAX), enabled=st.integers(0, 2**32 - 1))
 def test_a_mask_is_read_back(libcuda: FakeLibcuda, low: int, high: int, enabled: int) -> None:
     stream = libcuda.stream()
