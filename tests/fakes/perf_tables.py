@@ -6,31 +6,15 @@ The formulas are fitted to ``bench/results/h200/sm_scaling_smctrl.json`` and to 
 
 import random
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.profile_plan import ProfilePoint, to_points
 from bullet_graph.perf.table import PerfTable, Points, TableKey, shape_numbers
 
 NUM_SMS = 132
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Llama-3.1-8B, unless told otherwise."""
-
-    vocab_size: int = 128256
-    hidden_size: int = 4096
-    intermediate_size: int = 14336
-    num_layers: int = 32
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-
-LLAMA_8B = Shape()
+LLAMA_8B = PRESETS["llama-3.1-8b"]
 
 H200_KEY = TableKey(
     gpu="NVIDIA H200",

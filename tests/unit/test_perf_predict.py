@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 from fakes import perf_tables
-from fakes.perf_tables import H200_KEY, LLAMA_8B, Shape, h200_table, interrupted_table
+from fakes.perf_tables import H200_KEY, LLAMA_8B, h200_table, interrupted_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.errors import PerfTableError
+from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.accuracy import held_back_errors
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel, attention_pairs
 from bullet_graph.perf.predict import TableModel
@@ -215,7 +216,7 @@ def test_chunks_follow_the_waves_where_too_little_was_measured() -> None:
     ("table", "shape", "message"),
     [
         (interrupted_table(), LLAMA_8B, "interrupted profile: run `bullet-graph profile` again to resume"),
-        (H200, Shape(hidden_size=5120), "another model than the one to predict"),
+        (H200, replace(LLAMA_8B, hidden_size=5120), "another model than the one to predict"),
         (
             replace(H200, key=replace(H200_KEY, dtype="int3")),
             LLAMA_8B,
@@ -223,7 +224,7 @@ def test_chunks_follow_the_waves_where_too_little_was_measured() -> None:
         ),
     ],
 )
-def test_other_tables_are_refused(table: PerfTable, shape: Shape, message: str) -> None:
+def test_other_tables_are_refused(table: PerfTable, shape: ModelConfig, message: str) -> None:
     with pytest.raises(PerfTableError, match=message):
         TableModel(table, shape)
 

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 from fakes import perf_tables
-from fakes.perf_tables import LLAMA_8B, Shape
+from fakes.perf_tables import LLAMA_8B
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bullet_graph.hardware import GENERIC, H100, H200, gpu_spec
+from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.bandwidth import measure_copy_gb_per_s
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.perf.roofline import (
@@ -23,18 +25,16 @@ from bullet_graph.perf.roofline import (
     wave_efficiency,
 )
 
-TINY = Shape(
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=384,
-    num_layers=4,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=64,
-)
-SMALL = Shape(hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, num_layers=28)
-COUNTED = Shape(
-    vocab_size=100, hidden_size=8, intermediate_size=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=5
+SMALL = PRESETS["qwen3-0.6b"]
+COUNTED = replace(
+    LLAMA_8B,
+    vocab_size=100,
+    hidden_size=8,
+    intermediate_size=20,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=5,
 )
 """Small enough to count by hand."""
 
@@ -105,7 +105,7 @@ def test_16_rows_an_sm_fill_every_wave_of_llama_8b(sms: int) -> None:
 
 
 @given(st.integers(64, 4096), st.integers(1, 132), st.sampled_from([LLAMA_8B, SMALL]))
-def test_no_other_chunk_has_a_higher_rate(max_tokens: int, sms: int, shape: Shape) -> None:
+def test_no_other_chunk_has_a_higher_rate(max_tokens: int, sms: int, shape: ModelConfig) -> None:
     best, matrices = wave_chunk_tokens(max_tokens, sms, shape), layer_matrices(shape)
     assert best <= max_tokens
     assert best % 64 == 0
@@ -150,8 +150,8 @@ def test_prefill_and_mixed_on_an_h200(roofline: PerformanceModel) -> None:
 
 def test_sizes_of_the_decode_lane_leave_prefill_16_sms() -> None:
     assert tuple(Roofline(H200, LLAMA_8B).decode_sms) == (16, 32, 48, 64, 80, 96, 112)
-    assert Roofline(GENERIC, TINY).decode_sms == (16, 32, 48)
-    assert Roofline(gpu_spec("Small GPU", 20), TINY).decode_sms == ()
+    assert Roofline(GENERIC, SMALL).decode_sms == (16, 32, 48)
+    assert Roofline(gpu_spec("Small GPU", 20), SMALL).decode_sms == ()
 
 
 def test_a_known_gpu_is_found_by_name_and_says_whether_it_was_measured() -> None:
