@@ -122,7 +122,7 @@ class TableModel:
             return max_tokens
         sms = sms or self.num_sms
         max_tokens -= max_tokens % CHUNK_STEP_TOKENS
-        sizes = [int(tokens) for tokens in self._prefill.measured_rows(sms) if tokens <= max_tokens]
+        sizes = [int(tokens) for tokens in self._prefill.rows.get(sms, ()) if tokens <= max_tokens]
         if len(sizes) < _ENOUGH_SIZES:
             return self._roofline.wave_chunk_tokens(max_tokens, sms)
         if self._prefill.surface(sms).is_measured(max_tokens):
@@ -190,15 +190,16 @@ class LaneTimes:
         for sms, x, y, ms in points:
             by_sms.setdefault(sms, []).append((x, y, ms))
         self._reference = reference
-        self._rows = {sms: sorted({x for x, _, _ in measured}) for sms, measured in by_sms.items()}
+        # Numbers of rows measured, rising, by SMs.
+        self.rows = {sms: sorted({x for x, _, _ in measured}) for sms, measured in by_sms.items()}
         self.whole = whole = fill_surface(
             by_sms.pop(num_sms),
             lambda x, y: reference(x, y, num_sms),
-            xs=nodes_around(self._rows[num_sms], end),
+            xs=nodes_around(self.rows[num_sms], end),
         )
         # A part of the GPU behaves like the whole, but slower: a few points suffice to place it.
         self._surfaces = {num_sms: whole} | {
-            sms: fill_like(measured, whole, whole.measured_range[0]) for sms, measured in by_sms.items()
+            sms: fill_like(measured, whole) for sms, measured in by_sms.items()
         }
         self._measured_sizes = sorted(self._surfaces)
 
@@ -206,10 +207,6 @@ class LaneTimes:
         """Milliseconds of x rows of depth y on ``sms`` SMs, and whether they rest on measured points alone."""
         surface = self.surface(sms)
         return surface(x, y), surface.is_measured(x)
-
-    def measured_rows(self, sms: int) -> list[float]:
-        """Numbers of rows measured on ``sms`` SMs, rising."""
-        return self._rows.get(sms, [])
 
     def surface(self, sms: int) -> Surface:
         """Times on ``sms`` SMs; estimated from other numbers of SMs if none were measured."""
@@ -250,10 +247,8 @@ class BesideTimes:
             by_work.setdefault(work, []).append((x, y, ms))
         # The group with the most points gives the form; a few points then place the others.
         richest = max(by_work, key=lambda work: len(by_work[work]))
-        form = fill_like(by_work.pop(richest), alone, alone.measured_range[0])
-        surfaces = {richest: form} | {
-            work: fill_like(group, form, form.measured_range[0]) for work, group in by_work.items()
-        }
+        form = fill_like(by_work.pop(richest), alone)
+        surfaces = {richest: form} | {work: fill_like(group, form) for work, group in by_work.items()}
         self._logs = [math.log(work) for work in sorted(surfaces)]
         self._surfaces = [surfaces[work] for work in sorted(surfaces)]
         ranges = [surface.measured_range for surface in self._surfaces]

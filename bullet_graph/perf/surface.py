@@ -98,9 +98,9 @@ def fill_surface(
     return Surface(all_xs, all_ys, clamp_cells(filled, measured), measured_range)
 
 
-def fill_like(points: Iterable[tuple[float, float, float]], form: Surface, measured_from: float) -> Surface:
+def fill_like(points: Iterable[tuple[float, float, float]], form: Surface) -> Surface:
     """A surface through these points on the nodes of another, which gives it its form."""
-    return fill_surface(points, form, xs=form.xs, ys=form.ys, reference_from=measured_from)
+    return fill_surface(points, form, xs=form.xs, ys=form.ys, reference_from=form.measured_range[0])
 
 
 def nodes_around(measured: Sequence[float], end: float) -> list[float]:
