@@ -71,7 +71,7 @@ class _Refusal(click.ClickException):
     default=1,
     help="Runs at each of --rates, or all at once.",
 )
-@search_options(default_step=1.25)
+@search_options
 @click.option(
     "--best-peer-only",
     is_flag=True,

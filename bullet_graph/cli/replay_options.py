@@ -147,23 +147,20 @@ def replay_options(*, default_policy: str | None, request_rate_more: str = "") -
     return decorate
 
 
-def search_options(*, default_step: float) -> Decorator:
-    """Give a command the settings of a :class:`~bullet_graph.perf.goodput_search.GoodputSearch`, and ``max_runs``."""
-    first_rate = "First rate of a search, in requests per second; one near the answer saves runs."
-    return all_of(
-        [
-            click.option("--first-rate", default=8.0, help=first_rate),
-            click.option("--attainment", default=0.9, help="Share of requests that must meet all targets."),
-            click.option("--tolerance", default=0.02, help="Relative accuracy of a goodput."),
-            click.option(
-                "--step",
-                default=default_step,
-                help="First factor between two rates; later ones grow up to 2.",
-            ),
-            click.option("--max-runs", type=COUNT, default=20, help="Most runs of one search."),
-        ]
-    )
-
+search_options = all_of(
+    [
+        click.option(
+            "--first-rate",
+            default=8.0,
+            help="First rate of a search, in requests per second; one near the answer saves runs.",
+        ),
+        click.option("--attainment", default=0.9, help="Share of requests that must meet all targets."),
+        click.option("--tolerance", default=0.02, help="Relative accuracy of a goodput."),
+        click.option("--step", default=1.25, help="First factor between two rates; later ones grow up to 2."),
+        click.option("--max-runs", type=COUNT, default=20, help="Most runs of one search."),
+    ]
+)
+"""Gives a command the settings of a :class:`~bullet_graph.perf.goodput_search.GoodputSearch`."""
 
 sweep_file_options = all_of(
     [

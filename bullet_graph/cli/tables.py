@@ -62,12 +62,7 @@ def counters(stats: EngineStats) -> dict[str, Any]:
 
 
 def emit_replays(
-    title: str,
-    runs: Mapping[str, ReplayRun],
-    common: Fields,
-    output: Output,
-    *,
-    detailed: bool,
+    title: str, runs: Mapping[str, ReplayRun], common: Fields, output: Output, *, detailed: bool
 ) -> None:
     """Write and print replays of the same requests, by name; ``detailed`` adds the figures of each request to the JSON.
 

@@ -42,8 +42,6 @@ def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, 
     flat = parsed(result)
     assert json.loads(output.read_text()) == flat
     assert isinstance(flat["argv"], list)
-    labels, names = ("mean", "median", "std", "p90", "p99"), ("ttft", "tpot", "itl", "e2el")
-    assert {f"{label}_{name}_ms" for label in labels for name in names} < set(flat)
     served = {"num_prompts": 30, "completed": 30, "failed": 0}
     assert {"backend": "bullet-graph simulate", "model_id": "llama-3.1-8b", **served}.items() <= flat.items()
     assert (flat["request_rate"], flat["burstiness"], flat["max_concurrency"]) == (20, 1, None)

@@ -11,7 +11,7 @@ import pytest
 from bench.peers import comparison
 from bench.peers.comparison import Comparison
 from bench.peers.systems import Candidate
-from bullet_graph.cli.bench.sweep_runner import CellKey, Sweep, WorkloadSpec, make_cells
+from bullet_graph.cli.bench.sweep_runner import Sweep, WorkloadSpec, make_cells
 from bullet_graph.engine.replay import Replay, TimedRequest
 from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
@@ -51,15 +51,13 @@ async def replayed(system: Served, requests: Sequence[TimedRequest], **_: Any) -
     return Replay(served, 0.0)
 
 
-def compare(
-    path: Path, *, best_peer_only: bool, workloads: Sequence[str] = ("flat",)
-) -> dict[str, tuple[float | None, list[float]]]:
-    """Goodput and rates of the runs, by setting; of the last workload."""
+def compare(path: Path, *, best_peer_only: bool) -> dict[str, tuple[float | None, list[float]]]:
+    """Goodput and rates of the runs, by setting."""
     request = WorkloadRequest(prompt_tokens=1, output_tokens=2, arrival_s=None)
     file = Sweep.open(path, settings={}, provenance={}, overwrite=False)
     candidates = [Candidate("own", "auto"), *(Candidate("vllm", chunk) for chunk in ("512", "1024", "2048"))]
     planned = make_cells(
-        [WorkloadSpec(name, slo=Slo(tpot_ms=TPOT_MS)) for name in workloads],
+        [WorkloadSpec("flat", slo=Slo(tpot_ms=TPOT_MS))],
         (),
         {candidate.label: candidate for candidate in candidates},
         first_rate=16.0,
@@ -106,21 +104,3 @@ def test_a_setting_of_a_peer_is_given_up_when_another_is_better(tmp_path: Path) 
     assert cells["2048"][1] == [16.0, 20.0, 18.0]
     assert cells["1024"] == (18.0, [16.0, 20.0, 18.0, 19.0])
     assert len(cells["auto"][1]) == 4
-
-
-def test_all_loads_are_served_at_one_rate_before_any_at_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that a comparison which is cut has something of each."""
-    kept: list[tuple[str, str]] = []
-    add_run = Sweep.add_run
-
-    def noted(self: Sweep, key: CellKey, run: dict[str, Any]) -> None:
-        kept.append((key.task.workload, key.system.split()[-1]))
-        add_run(self, key, run)
-
-    monkeypatch.setattr(Sweep, "add_run", noted)
-    compare(tmp_path / "peers.json", best_peer_only=True, workloads=("flat", "steep"))
-    settings = ["auto", "512", "1024", "2048"]
-    assert kept[:8] == [(name, setting) for name in ("flat", "steep") for setting in settings]
-    assert [name for name, setting in kept if setting == "auto"] == ["flat", "steep"] * 4

@@ -83,11 +83,7 @@ class StartRun:
 @click.option("--plot", type=FILE, help="Draw the phases over time: a file ending in .svg or .png.")
 @result_options
 def startup(
-    config: EngineConfig,
-    num_iters_cold: int,
-    num_iters_warm: int,
-    plot: Path | None,
-    output: Output,
+    config: EngineConfig, num_iters_cold: int, num_iters_warm: int, plot: Path | None, output: Output
 ) -> None:
     """Time an engine's start, from a new process to its first token, phase by phase.
 

@@ -59,7 +59,7 @@ _SYSTEM = "bullet_graph "
     help='Latency targets in ms, such as "ttft:500 tpot:15", of workloads without their own; repeat it to sweep each.',
 )
 @policies_option("auto")
-@search_options(default_step=1.25)
+@search_options
 @burstiness_option
 @num_warmups_option(4)
 @click.option("--plot-dir", type=FILE, help="Draw pictures into this folder.")
