@@ -1,12 +1,14 @@
-"""Parts of a comparison: naming systems, vLLM's model folder and budget, counting tokens, rates, the host."""
+"""Parts of a comparison: vLLM's model folder and budget, counting tokens, the host, rates, and its runs."""
 
+import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -15,16 +17,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
+from bench.peers import comparison
 from bench.peers.budget import CONFIG_KEY, BudgetedSchedule, TokenBudget
-from bench.peers.comparison import FixedRates
+from bench.peers.comparison import Comparison, FixedRates
 from bench.peers.host import HostClock
 from bench.peers.residents import group, require_memory
 from bench.peers.systems import Candidate
 from bench.peers.vllm_system import write_model_folder
 from bullet_graph import ConfigError, RequestError
+from bullet_graph.cli.bench.sweep_runner import Sweep, WorkloadSpec, make_cells
+from bullet_graph.engine.replay import Replay, TimedRequest
 from bullet_graph.errors import DeviceError
 from bullet_graph.models.presets import PRESETS, load_model_config
+from bullet_graph.perf.goodput_search import GoodputSearch
+from bullet_graph.perf.metrics import RequestMetrics, ServedRequest
 from bullet_graph.serve.client import TokenCounter
+from bullet_graph.slo import Slo
+from bullet_graph.workloads import Workload, WorkloadRequest
 
 # ---- systems ----
 
@@ -308,3 +317,94 @@ def test_this_host() -> None:
     while (use := clock.use()) is None:
         pass
     assert 0 <= use.busy_cpus <= use.num_cpus
+
+
+# ---- which runs a comparison asks for ----
+
+NUM_REQUESTS = 40
+TPOT_MS = 10.0
+GOODPUTS = {"auto": 30.0, "512": 11.0, "1024": 19.0, "2048": 17.0}
+"""Rates up to which a setting meets the targets."""
+
+
+class Served(AsyncMock):
+    """A system that is as fast as its setting says."""
+
+    settings: Mapping[str, Any] = {}
+    setting = ""
+
+    async def configure(self, setting: str, slo: Slo) -> None:  # noqa: ARG002
+        self.setting = setting
+
+    def counters(self) -> Mapping[str, Any]:
+        return {}
+
+
+async def open_served(_: Sequence[Candidate]) -> Any:
+    return Served()
+
+
+async def replayed(system: Served, requests: Sequence[TimedRequest], **_: Any) -> Replay:
+    """All in time, or none."""
+    rate = NUM_REQUESTS / requests[-1].arrival_s
+    tpot_ms = TPOT_MS if rate < GOODPUTS[system.setting] else 2 * TPOT_MS
+    metrics = RequestMetrics(0.0, 0.0, (0.0, tpot_ms / 1e3))
+    served = tuple(ServedRequest(1, 2, metrics, slo=request.slo) for request in requests)
+    return Replay(served, 0.0)
+
+
+def compare(path: Path, *, best_peer_only: bool) -> dict[str, tuple[float | None, list[float]]]:
+    """Goodput and rates of the runs, by setting."""
+    request = WorkloadRequest(prompt_tokens=1, output_tokens=2, arrival_s=None)
+    file = Sweep.open(path, settings={}, provenance={}, overwrite=False)
+    candidates = [Candidate("own", "auto"), *(Candidate("vllm", chunk) for chunk in ("512", "1024", "2048"))]
+    planned = make_cells(
+        [WorkloadSpec("flat", slo=Slo(tpot_ms=TPOT_MS))],
+        (),
+        {candidate.label: candidate for candidate in candidates},
+        first_rate=16.0,
+        load=lambda spec: Workload(spec.name, (request,) * NUM_REQUESTS),
+        new_rates=lambda rate: GoodputSearch(first_rate=rate, step=1.25, max_runs=4),
+    )
+    with asyncio.Runner() as runner:
+        Comparison(
+            [candidates],
+            planned,
+            open_served,
+            file,
+            runner,
+            model="none",
+            vocab_size=100,
+            seed=0,
+            num_warmups=0,
+            best_peer_only=best_peer_only,
+            device_uuid=None,
+        ).run()
+    cells = file.cells
+    assert all(cell.finished for cell in cells)
+    return {
+        cell.system.split()[-1]: (cell.goodput, [run["request_rate"] for run in cell.runs]) for cell in cells
+    }
+
+
+@pytest.fixture
+def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "replay_async", replayed)
+    # Between real runs all objects of the process are collected, which would take longer than these runs.
+    monkeypatch.setattr(comparison, "collect_garbage", lambda: None)
+
+
+@pytest.mark.usefixtures("no_engines")
+def test_every_setting_is_searched(tmp_path: Path) -> None:
+    cells = compare(tmp_path / "peers.json", best_peer_only=False)
+    assert cells["512"] == (pytest.approx(10.496), [16.0, 12.8, pytest.approx(8.192), pytest.approx(10.496)])
+
+
+@pytest.mark.usefixtures("no_engines")
+def test_a_setting_of_a_peer_is_given_up_when_another_is_better(tmp_path: Path) -> None:
+    """512 fails where 1,024 serves enough; 2,048 fails a step later; this engine's search goes on."""
+    cells = compare(tmp_path / "peers.json", best_peer_only=True)
+    assert cells["512"] == (None, [16.0])
+    assert cells["2048"][1] == [16.0, 20.0, 18.0]
+    assert cells["1024"] == (18.0, [16.0, 20.0, 18.0, 19.0])
+    assert len(cells["auto"][1]) == 4
