@@ -25,6 +25,12 @@ from bullet_graph.errors import CacheError
 END = bytes(1024)
 
 
+def export(store: CaptureStore, entry: Entry, file: Path, sign_key: Path | None = None) -> Path:
+    with store.open(entry) as opened:
+        export_entry(opened, file, sign_key=sign_key)
+    return file
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> CaptureStore:
     return CaptureStore(tmp_path_factory.mktemp("source"))
@@ -37,20 +43,14 @@ def entry(source: CaptureStore) -> Entry:
 
 @pytest.fixture(scope="module")
 def file(source: CaptureStore, entry: Entry, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("archive") / "captures.tgz"
-    with source.open(entry) as opened:
-        export_entry(opened, file)
-    return file
+    return export(source, entry, tmp_path_factory.mktemp("archive") / "captures.tgz")
 
 
 @pytest.fixture(scope="module")
 def small_file(source: CaptureStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An archive of a few hundred bytes, for trying every change."""
     small = build(source, {"device": "cpu"}, {}, {"a/b.py": b"abc"})
-    file = tmp_path_factory.mktemp("small") / "small.tgz"
-    with source.open(small) as opened:
-        export_entry(opened, file)
-    return file
+    return export(source, small, tmp_path_factory.mktemp("small") / "small.tgz")
 
 
 @pytest.fixture
@@ -114,9 +114,7 @@ def test_it_comes_back_as_it_was(entry: Entry, file: Path, target: CaptureStore)
 
 
 def test_the_same_entry_gives_the_same_bytes(source: CaptureStore, entry: Entry, file: Path) -> None:
-    again = file.with_name("again.tgz")
-    with source.open(entry) as opened:
-        export_entry(opened, again)
+    again = export(source, entry, file.with_name("again.tgz"))
     assert again.read_bytes() == file.read_bytes()
 
 
@@ -260,10 +258,10 @@ def test_more_than_fits_and_files_that_are_none(
 def test_an_export_that_fails_leaves_what_was_there(
     source: CaptureStore, entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(CacheError, match="cannot export"):
+        export(source, entry, tmp_path / "nonesuch" / "x.tgz")
+    (tmp_path / "x.tgz").write_text("before")
     with source.open(entry) as opened:
-        with pytest.raises(CacheError, match="cannot export"):
-            export_entry(opened, tmp_path / "nonesuch" / "x.tgz")
-        (tmp_path / "x.tgz").write_text("before")
         monkeypatch.setattr(archive, "open_regular", lambda _: io.BytesIO(b""))
         with pytest.raises((CacheError, io.UnsupportedOperation)):
             export_entry(opened, tmp_path / "x.tgz")
@@ -305,9 +303,7 @@ def test_a_signature_by_a_trusted_key(
     tmp_path: Path,
     keys: dict[str, Path],
 ) -> None:
-    signed = tmp_path / "signed.tgz"
-    with source.open(entry) as opened:
-        export_entry(opened, signed, sign_key=keys["one"])
+    signed = export(source, entry, tmp_path / "signed.tgz", keys["one"])
     with pytest.raises(CacheError, match="none of the trusted keys"):
         import_archive(target, signed, trusted_keys=[keys["two.pub"]], tell=quiet)
     with pytest.raises(CacheError, match="is not signed: export it with --sign-key"):
@@ -327,8 +323,8 @@ def test_keys_that_cannot_be_used(
     source: CaptureStore, entry: Entry, file: Path, tmp_path: Path, keys: dict[str, Path]
 ) -> None:
     for name in ("curve", "one.pub", "locked", "noise", "nonesuch"):
-        with source.open(entry) as opened, pytest.raises(CacheError, match="key"):
-            export_entry(opened, tmp_path / "x.tgz", sign_key=keys.get(name, tmp_path / name))
+        with pytest.raises(CacheError, match="key"):
+            export(source, entry, tmp_path / "x.tgz", keys.get(name, tmp_path / name))
     for name in ("curve.pub", "one", "noise", "nonesuch"):
         trusted = [keys.get(name, tmp_path / name)]
         with pytest.raises(CacheError, match="key"):

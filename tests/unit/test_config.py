@@ -80,6 +80,9 @@ NO_SHARES = (0.0, -0.1, 1.01, math.nan, math.inf, "0.9", None)
         ("seed", (-1, None), "an integer of at least 0"),
         ("gpu_memory_utilization", NO_SHARES, r"in \(0, 1\]"),
         ("perf_table", ("", 5), "a file's name, roofline or None"),
+        ("capture_plan", ("", 3), "a file's name, a shipped plan's or None"),
+        ("capture_cache", ("",), "a folder, auto or None"),
+        ("self_check", ("some",), "one of off, sample, all"),
         ("load_format", ("gguf", None), "one of auto, safetensors, dummy"),
         ("dtype", ("int8",), "one of auto, bfloat16, float16, float32"),
         ("device", ("tpu",), "one of auto, cuda, cpu"),
@@ -91,6 +94,12 @@ def test_bad_values_are_refused_by_name(name: str, values: tuple[object, ...], a
     for value in values:
         with pytest.raises(ConfigError, match=f"^{name} must be {allowed}, got {re.escape(repr(value))}$"):
             EngineConfig(model="tiny", **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("other", [{"decode_sms": (32,)}, {"cuda_graphs": False}])
+def test_a_capture_plan_leaves_no_choice_of_graphs(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="leave out decode_sms and cuda_graphs=False"):
+        EngineConfig(model="tiny", capture_plan="p.toml", **other)
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,11 @@ def test_targets_are_read_as_written(texts: list[str], slo: Slo) -> None:
         "ttft:",
         "ttft:-1",
         "ttft:x",
-        "itl:5",
         "ttft:500s",
-        "tpot:1ms/token",
         "ttft:1/token",
         "TTFT:1",
+        "itl:5",
+        "tpot:1ms/token",
     ],
 )
 def test_other_texts_are_refused_with_the_forms_allowed(text: str) -> None:
