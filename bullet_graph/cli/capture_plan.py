@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from bullet_graph.cli.simulate import Simulator
 from bullet_graph.cli.tables import print_line
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.capture_proposal import Budget, CaptureUsage, propose
-from bullet_graph.graphs.capture_plan import CapturePlan, default_plan, format_plan
+from bullet_graph.graphs.capture_plan import default_plan, format_plan
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.workloads import Arrivals
 
@@ -96,7 +97,13 @@ def plan(
     check_result_file(output, overwrite=overwrite, option="--output")
     arrivals = Arrivals(request_rate=request_rate, burstiness=burstiness, seed=config.seed)
     simulator = Simulator(gpu=gpu, config=config, trace=trace, num_prompts=num_prompts, arrivals=arrivals)
-    full = _full_plan(simulator)
+    full = default_plan(
+        config,
+        dtype=simulator.dtype,
+        num_sms=simulator.performance.num_sms,
+        shape=simulator.model,
+        decode_sms=_lanes(simulator),
+    )
     usage = CaptureUsage(simulator.unpadded)
     with progress_bar(not as_json and sys.stderr.isatty(), unit="req") as advance:
         simulator.run(config.policy, capture_plan=full, on_done=lambda _: advance(1), on_step=usage.note)
@@ -138,19 +145,12 @@ def plan(
             print_line(line)
 
 
-def _full_plan(simulator: Simulator) -> CapturePlan:
-    """What the engine would capture without a plan."""
-    config, policy = simulator.config, simulator.config.policy
-    lanes = simulator.performance.decode_sms if policy.name in ("auto", "split") else ()
-    return default_plan(
-        model=Path(config.model).name,
-        dtype=simulator.dtype,
-        num_sms=simulator.performance.num_sms,
-        max_num_seqs=config.max_num_seqs,
-        max_rows=config.max_forward_rows,
-        shape=simulator.model,
-        decode_sms=lanes if policy.decode_sms is None else (policy.decode_sms,),
-    )
+def _lanes(simulator: Simulator) -> Sequence[int]:
+    """Sizes of the decode lane, in SMs, that the policy may choose."""
+    policy = simulator.config.policy
+    if policy.decode_sms is not None:
+        return (policy.decode_sms,)
+    return simulator.performance.decode_sms if policy.uses_prefill_lane else ()
 
 
 def _seen(usage: CaptureUsage) -> list[dict[str, Any]]:

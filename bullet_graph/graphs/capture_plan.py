@@ -145,24 +145,17 @@ class CapturePlan:
 
 
 def default_plan(
-    *,
-    model: str,
-    dtype: str,
-    num_sms: int,
-    max_num_seqs: int,
-    max_rows: int,
-    shape: DecoderShape,
-    decode_sms: Sequence[int],
+    config: EngineConfig, *, dtype: str, num_sms: int, shape: DecoderShape, decode_sms: Sequence[int]
 ) -> CapturePlan:
     """The plan of an engine that names none: all sizes, for the whole GPU and each partition; ``decode_sms`` rise."""
-    sizes = batch_size_buckets(max_num_seqs)
+    sizes = batch_size_buckets(config.max_num_seqs)
     return CapturePlan(
-        model=model,
+        model=Path(config.model).name,
         dtype=dtype,
         num_sms=num_sms,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
         decode=tuple(DecodeSizes(sms, sizes) for sms in (None, *decode_sms)),
-        piecewise_rows=row_buckets(max_rows, shape),
+        piecewise_rows=row_buckets(config.max_forward_rows, shape),
     )
 
 

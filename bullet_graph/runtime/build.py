@@ -158,15 +158,8 @@ def capture_plan_of(
     if (plan := named_plan(config, dtype=dtype, num_sms=num_sms)) is not None:
         return plan
     partitions = partitions_of(config, runtime, performance)
-    return default_plan(
-        model=Path(config.model).name,
-        dtype=dtype,
-        num_sms=num_sms,
-        max_num_seqs=config.max_num_seqs,
-        max_rows=config.max_forward_rows,
-        shape=runtime.model,
-        decode_sms=[SMS_PER_TPC * p.decode_tpcs for p in partitions if p.decode_tpcs is not None],
-    )
+    decode_sms = [SMS_PER_TPC * p.decode_tpcs for p in partitions if p.decode_tpcs is not None]
+    return default_plan(config, dtype=dtype, num_sms=num_sms, shape=runtime.model, decode_sms=decode_sms)
 
 
 @contextmanager

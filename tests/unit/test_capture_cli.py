@@ -12,6 +12,7 @@ from caches import FILES, PACKAGE, build, flip_byte
 from cli_runner import refused, run
 
 from bullet_graph.captures.store import MANIFEST_NAME, CaptureStore, Entry
+from bullet_graph.config import EngineConfig
 from bullet_graph.graphs.capture_plan import default_plan, format_plan
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime.fingerprint import machine_components, model_components
@@ -114,9 +115,9 @@ def test_explain_a_miss_by_the_nearest_entry(store: CaptureStore, foreign: Entry
 
 
 def test_explain_compares_the_plan(store: CaptureStore, tmp_path: Path) -> None:
-    shape = PRESETS["tiny"]
-    common: dict[str, Any] = {"model": "tiny", "dtype": "float32", "num_sms": 132, "max_rows": 64}
-    plans = [default_plan(**common, shape=shape, max_num_seqs=most, decode_sms=()) for most in (4, 8)]
+    device: dict[str, Any] = {"dtype": "float32", "num_sms": 132, "shape": PRESETS["tiny"], "decode_sms": ()}
+    configs = [EngineConfig(model="tiny", max_num_seqs=n, max_num_batched_tokens=64 - n) for n in (4, 8)]
+    plans = [default_plan(config, **device) for config in configs]
     entry = build(store, here(), plan=asdict(plans[0]))
     for index, plan in enumerate(plans):
         (tmp_path / f"{index}.toml").write_text(format_plan(plan))

@@ -1,5 +1,6 @@
 """Capture plans, their files, and the order of captures."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_order import CaptureProgress, PieceKey, capture_order, hot_keys
 from bullet_graph.graphs.capture_plan import (
@@ -93,13 +95,13 @@ def test_cost_follows_the_plan() -> None:
     assert PLAN.capture_s(32) == pytest.approx(6 * DECODE_GRAPH_S + 2 * 32 * PIECE_S)
 
 
-def default_of(model: str, **settings: Any) -> CapturePlan:
-    settings = {"max_num_seqs": 256, "max_rows": 8192 + 256, "decode_sms": ()} | settings
-    return default_plan(model=model, dtype="bfloat16", num_sms=132, shape=PRESETS[model], **settings)
+def default_of(model: str, decode_sms: Sequence[int] = (), **settings: Any) -> CapturePlan:
+    device: dict[str, Any] = {"dtype": "bfloat16", "num_sms": 132, "decode_sms": decode_sms}
+    return default_plan(EngineConfig(model=model, **settings), shape=PRESETS[model], **device)
 
 
 def test_without_a_plan_every_bucket_is_captured_for_every_partition() -> None:
-    plan = default_of("llama-3.1-8b", max_num_seqs=100, max_rows=300, decode_sms=(16, 96))
+    plan = default_of("llama-3.1-8b", max_num_seqs=100, max_num_batched_tokens=200, decode_sms=(16, 96))
     assert [entry.decode_sms for entry in plan.decode] == [None, 16, 96]
     assert {entry.batch_sizes for entry in plan.decode} == {batch_size_buckets(100)}
     assert plan.piecewise_rows == row_buckets(300, PRESETS["llama-3.1-8b"])

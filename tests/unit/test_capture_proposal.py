@@ -9,6 +9,7 @@ from fakes.perf_tables import LLAMA_8B, h200_table
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bullet_graph.config import EngineConfig
 from bullet_graph.engine.capture_proposal import (
     LEAST_SPLIT_GAIN,
     PIECEWISE,
@@ -39,8 +40,9 @@ from bullet_graph.runtime.step import Placement
 
 MODEL = TableModel(h200_table(), LLAMA_8B)
 SPLIT = partition_of(48, num_sms=132)
-COMMON: dict[str, Any] = {"model": "m", "dtype": "bfloat16", "num_sms": 132, "max_num_seqs": 64}
-LIKE = default_plan(**COMMON, max_rows=256, shape=LLAMA_8B, decode_sms=MODEL.decode_sms)
+CONFIG = EngineConfig(model="m", max_num_seqs=64, max_num_batched_tokens=192)
+DEVICE: dict[str, Any] = {"dtype": "bfloat16", "num_sms": 132}
+LIKE = default_plan(CONFIG, **DEVICE, shape=LLAMA_8B, decode_sms=MODEL.decode_sms)
 
 
 def decode(batch_size: int, partition: object = WHOLE_GPU, ms: float = 10.0) -> StepRecord:
@@ -139,7 +141,8 @@ def test_without_limits_all_that_came_up_is_captured() -> None:
 
 
 def test_piecewise_graphs_end_where_those_without_a_plan_do() -> None:
-    like = default_plan(**COMMON, max_rows=8192, shape=PRESETS["qwen3-0.6b"], decode_sms=())
+    config = replace(CONFIG, max_num_batched_tokens=8192)
+    like = default_plan(config, **DEVICE, shape=PRESETS["qwen3-0.6b"], decode_sms=())
     rows = range(1, 5000, 37)
     groups = usage_of(decode(3), *(forward(n, 0) for n in rows)).groups(like)
     assert {demand.size for demand in groups[PIECEWISE].demands} == {n for n in rows if n <= 3840}
