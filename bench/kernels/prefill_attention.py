@@ -89,7 +89,7 @@ def main(model: str, layers: int, output_json: Path) -> None:
         indptr = torch.arange(num_prompts + 1, dtype=torch.int32) * tokens
         ragged = lane.plan_ragged(indptr.to(DEVICE), indptr)
         q = random_tensor(num_prompts * tokens, config.num_heads, config.head_dim)
-        rows = LayerRows.of(q, random_tensor(len(q), config.q_size + 2 * config.kv_size), config)
+        rows = LayerRows.of(q, random_tensor(len(q), config.q_size + 2 * config.kv_size))
         out = torch.empty_like(q)
         measure(num_prompts, tokens, 0, lambda _, p=ragged, r=rows, o=out: p.run_into(0, r, o))  # type: ignore[misc]
     for tokens, cached in CONTINUED:

@@ -73,12 +73,12 @@ class PiecewiseForward:
 
     def rows(self, num_rows: int) -> LayerRows:
         """The first rows of the piece that ran last."""
-        return LayerRows.of(self._queries[:num_rows], self._qkv[:num_rows], self._decoder.config)
+        return LayerRows.of(self._queries[:num_rows], self._qkv[:num_rows])
 
     def run(self, layer_index: int, rows: int) -> None:
         """Compute a piece for the first ``rows`` rows."""
         decoder, ops = self._decoder, self._ops
-        config, layers, eps = decoder.config, decoder.weights.layers, decoder.config.rms_norm_eps
+        layers, eps = decoder.weights.layers, decoder.config.rms_norm_eps
         x, residual = self._x[:rows], self.residual[:rows]
         if layer_index > 0:
             layer = layers[layer_index - 1]
@@ -86,15 +86,12 @@ class PiecewiseForward:
             x, residual = attention_output(ops, attended, residual, *layer.output_weights, eps)
         layer = layers[layer_index]
         normed, _ = ops.add_rms_norm(x, residual, layer.input_norm, eps, summed=self.residual[:rows])
-        keys, values = decoder.cache.layer(layer_index)
         qkv = layer.attention.qkv
         ops.rope_and_cache(
             ops.linear(normed, qkv.weight, qkv.bias, out=self._qkv[:rows]),
             RowInputs(self._positions[:rows], self._kv_slots[:rows], decoder.cos_sin),
-            keys,
-            values,
+            decoder.cache.layer(layer_index),
             layer.attention.head_norms,
-            config,
             out=self._queries[:rows],
         )
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bullet_graph.kernels.memory import KVCache
-from bullet_graph.perf.roofline import DecoderShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +23,10 @@ class LayerRows:
     v: Tensor
 
     @classmethod
-    def of(cls, q: Tensor, qkv: Tensor, config: DecoderShape) -> "LayerRows":
+    def of(cls, q: Tensor, qkv: Tensor) -> "LayerRows":
         """Views of what :meth:`~bullet_graph.kernels.ops.TorchOps.rope_and_cache` gave (q) and left (qkv)."""
-        heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        k, v = heads[:, config.num_heads :].split(config.num_kv_heads, dim=1)
+        num_heads, head_dim = q.shape[1:]
+        k, v = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)[:, num_heads:].chunk(2, dim=1)
         return cls(q, k, v)
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bullet_graph.perf.roofline import DecoderShape
+KeysValues = tuple[Tensor, Tensor]
+"""A layer's cache: both are [num_blocks, block_tokens, num_kv_heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +64,18 @@ class TorchOps:
 
     @staticmethod
     def rope_and_cache(
-        qkv: Tensor,
-        inputs: RowInputs,
-        keys: Tensor,
-        values: Tensor,
-        norms: HeadNorms | None,
-        shape: DecoderShape,
-        out: Tensor | None = None,
+        qkv: Tensor, inputs: RowInputs, cache: KeysValues, norms: HeadNorms | None, out: Tensor | None = None
     ) -> Tensor:
         """Norm and rotate queries and keys, and write keys and values into the cache.
 
-        In ``qkv`` [rows, q_size + 2 * kv_size], rotated keys replace the keys. ``keys`` and ``values`` are [num_blocks,
-        block_tokens, num_kv_heads, head_dim]. Returns queries, [rows, num_heads, head_dim], in ``out`` or new memory.
+        In ``qkv`` [rows, q_size + 2 * kv_size], rotated keys replace the keys. Returns queries, [rows, num_heads,
+        head_dim], in ``out`` or new memory.
         """
-        rows, heads = len(qkv), shape.num_heads
-        q, k, v = torch.tensor_split(
-            qkv.view(rows, heads + 2 * shape.num_kv_heads, shape.head_dim),
-            (heads, heads + shape.num_kv_heads),
-            dim=1,
-        )
+        keys, values = cache
+        num_kv_heads, head_dim = keys.shape[2:]
+        heads = qkv.unflatten(1, (-1, head_dim))
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         normed_k = k
         if norms is not None:
             q = _rms_norm(q, norms.q, norms.eps)

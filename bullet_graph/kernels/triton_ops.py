@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bullet_graph.kernels.gpu import Gpu
-from bullet_graph.kernels.ops import HeadNorms, RowInputs, TorchOps
+from bullet_graph.kernels.ops import HeadNorms, KeysValues, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_kernels import (
     add_rms_norm_kernel,
@@ -18,7 +18,6 @@ from bullet_graph.kernels.triton_kernels import (
     silu_and_mul_kernel,
     swiglu_matmul_kernel,
 )
-from bullet_graph.perf.roofline import DecoderShape
 
 _HEADS_BLOCK = 16
 _VOCAB_BLOCK = 4096
@@ -110,17 +109,12 @@ class TritonOps(TorchOps):
 
     @staticmethod
     def rope_and_cache(
-        qkv: Tensor,
-        inputs: RowInputs,
-        keys: Tensor,
-        values: Tensor,
-        norms: HeadNorms | None,
-        shape: DecoderShape,
-        out: Tensor | None = None,
+        qkv: Tensor, inputs: RowInputs, cache: KeysValues, norms: HeadNorms | None, out: Tensor | None = None
     ) -> Tensor:
-        rows = len(qkv)
-        q = qkv.new_empty(rows, shape.num_heads, shape.head_dim) if out is None else out
-        heads = shape.num_heads + 2 * shape.num_kv_heads
+        num_kv_heads, head_dim = cache[0].shape[2:]
+        rows, heads = len(qkv), qkv.shape[1] // head_dim
+        num_heads = heads - 2 * num_kv_heads
+        q = qkv.new_empty(rows, num_heads, head_dim) if out is None else out
         rope_and_cache_kernel[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
             qkv,
             inputs.positions,
@@ -129,12 +123,11 @@ class TritonOps(TorchOps):
             None if norms is None else norms.q,
             None if norms is None else norms.k,
             q,
-            keys,
-            values,
+            *cache,
             0.0 if norms is None else norms.eps,
-            NUM_HEADS=shape.num_heads,
-            NUM_KV_HEADS=shape.num_kv_heads,
-            HALF=shape.head_dim // 2,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HALF=head_dim // 2,
             HEADS_BLOCK=_HEADS_BLOCK,
             QK_NORM=norms is not None,
         )

@@ -76,11 +76,8 @@ class Decoder:
         for index in range(first, self.config.num_layers if last is None else last):
             layer = self.weights.layers[index]
             qkv, residual = functions.attention_input(x, residual, *layer.input_weights, eps)
-            keys, values = self.cache.layer(index)
-            q = functions.ops.rope_and_cache(
-                qkv, inputs, keys, values, layer.attention.head_norms, self.config
-            )
-            rows = LayerRows.of(q, qkv, self.config)
+            q = functions.ops.rope_and_cache(qkv, inputs, self.cache.layer(index), layer.attention.head_norms)
+            rows = LayerRows.of(q, qkv)
             if sampled is not None and index == self.config.num_layers - 1:
                 return self.finish_last_layer(rows, residual, sampled, functions)
             x, residual = functions.attention_output(

@@ -109,8 +109,8 @@ def project(
         torch.from_numpy(rows.kv_slots).to(DEVICE),
         cos_sin_table(config, MAX_LEN, DEVICE),
     )
-    q = TritonOps.rope_and_cache(qkv, inputs, *cache.layer(LAYER), None, config)
-    return LayerRows.of(q, qkv, config), inputs
+    q = TritonOps.rope_and_cache(qkv, inputs, cache.layer(LAYER), None)
+    return LayerRows.of(q, qkv), inputs
 
 
 def expected_attention(config: ModelConfig, cache: KVCache, rows: Rows, q: torch.Tensor) -> torch.Tensor:

@@ -77,8 +77,8 @@ def test_kinds_of_rows_make_the_whole(
         torch.from_numpy(rows.kv_slots).long(),
         torch.randn(32, CONFIG.head_dim, generator=generator),
     )
-    q = TorchOps.rope_and_cache(qkv, inputs, *cache.layer(LAYER), None, CONFIG)
-    layer_rows = LayerRows.of(q, qkv, CONFIG)
+    q = TorchOps.rope_and_cache(qkv, inputs, cache.layer(LAYER), None)
+    layer_rows = LayerRows.of(q, qkv)
 
     n, c = rows.num_prefill, rows.num_continued
     mixed = MixedAttention(
@@ -95,7 +95,7 @@ def test_kinds_of_rows_make_the_whole(
 
 def test_rows_are_views_of_what_was_projected() -> None:
     qkv = torch.zeros(3, CONFIG.q_size + 2 * CONFIG.kv_size)
-    rows = LayerRows.of(torch.zeros(3, CONFIG.num_heads, CONFIG.head_dim), qkv, CONFIG)
+    rows = LayerRows.of(torch.zeros(3, CONFIG.num_heads, CONFIG.head_dim), qkv)
     assert rows.k.shape == rows.v.shape == (3, CONFIG.num_kv_heads, CONFIG.head_dim)
     rows.k[1] = 1.0
     rows.v[2, 0, 5] = 2.0

@@ -78,11 +78,11 @@ def test_rope_and_cache(generator: torch.Generator, preset: str) -> None:
         HeadNorms(*(normal(generator, config.head_dim) for _ in range(2)), 1e-6) if config.qk_norm else None
     )
     shape = (blocks, block_tokens, config.num_kv_heads, config.head_dim)
-    caches = [normal(generator, *shape) for _ in range(2)]
-    expected_caches = [cache.clone() for cache in caches]
+    caches = normal(generator, *shape), normal(generator, *shape)
+    expected_caches = caches[0].clone(), caches[1].clone()
     expected_qkv = qkv.clone()
-    q = TritonOps.rope_and_cache(qkv, inputs, *caches, norms, config)
-    expected_q = TorchOps.rope_and_cache(expected_qkv, inputs, *expected_caches, norms, config)
+    q = TritonOps.rope_and_cache(qkv, inputs, caches, norms)
+    expected_q = TorchOps.rope_and_cache(expected_qkv, inputs, expected_caches, norms)
     torch.testing.assert_close(qkv, expected_qkv)
     torch.testing.assert_close(q, expected_q)
     for cache, expected in zip(caches, expected_caches, strict=True):
