@@ -59,7 +59,7 @@ def collect_provenance(device: "torch.device | str") -> Provenance:
         versions={
             "bullet_graph": __version__,
             "python": platform.python_version(),
-            **{name: installed_version(distribution) for name, distribution in _DISTRIBUTIONS.items()},
+            **library_versions(),
         },
         git_commit=commit,
         git_dirty=is_dirty,
@@ -111,6 +111,11 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def library_versions() -> dict[str, str | None]:
+    """Versions of torch and the kernel libraries; None where not installed."""
+    return {name: installed_version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
 
 
 def host_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:

@@ -13,7 +13,7 @@ from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.perf.provenance import installed_version
+from bullet_graph.perf.provenance import library_versions
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import (
     PerfTable,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 ROOFLINE = "roofline"
 """The ``perf_table`` that selects an estimate by arithmetic instead of a measured table."""
-
-_KERNEL_LIBRARIES = {"flashinfer": "flashinfer-python", "torch": "torch", "triton": "triton"}
 
 
 def find_performance(
@@ -103,14 +101,13 @@ def table_file(config: EngineConfig, runtime: "Runtime") -> Path | None:
 
 def table_key(runtime: "Runtime") -> TableKey:
     """The key of tables that are valid for this runtime, which must be on a GPU."""
-    versions = {name: installed_version(package) for name, package in _KERNEL_LIBRARIES.items()}
     return TableKey(
         gpu=runtime.gpu.name,
         num_sms=runtime.gpu.num_sms,
         model=runtime.name,
         shape=shape_numbers(runtime.model),
         dtype=runtime.dtype_name,
-        kernels={name: version for name, version in versions.items() if version is not None},
+        kernels={name: version for name, version in library_versions().items() if version is not None},
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bullet_graph.graphs.capture_order import CaptureKey, CaptureProgress, capture_order, hot_keys
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
-from bullet_graph.partition.masks import WHOLE_GPU
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition
 from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, PromptLoad
 from bullet_graph.planner.slack import PREPARE_MS, PREPARE_SHARE, spare_ms
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -47,13 +47,11 @@ class PreparingExecutor(CheckedExecutor):
         self.progress = CaptureProgress(PLAN, 2)
         for key in hot_keys(PLAN):
             self.progress.note(key)
-        self.max_batch_sizes = {}
         super().__post_init__()
-        self._note_limits()
 
-    def _note_limits(self) -> None:
-        # The same mapping that the simulated executor holds against each launch.
-        self.max_batch_sizes |= {p: self.progress.max_batch_size(p) for p in self.partitions}  # type: ignore[operator]
+    def max_batch_size(self, partition: SmPartition) -> int:
+        # Also what the simulated executor holds against each launch.
+        return self.progress.max_batch_size(partition)
 
     @property
     def num_missing_graphs(self) -> int:
@@ -67,7 +65,6 @@ class PreparingExecutor(CheckedExecutor):
         self.sleep_until(start_s + self.capture_ms / 1e3)
         self.captures.append(Capture(key, start_s, self.now(), any(self.in_flight.values())))
         self.progress.note(key)
-        self._note_limits()
         return True
 
 
