@@ -206,22 +206,26 @@ def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[tuple[Work
         PartitionError: the partitions cannot be made or verified.
         CheckpointError: the weights cannot be read.
     """
-    config, runtime, ledger = prepared.config, prepared.runtime, prepared.ledger
+    config, runtime = prepared.config, prepared.runtime
     partitions = partitions_of(config, runtime)
     # Before the weights, so that a failing partition does not cost their loading.
     backend, why = open_backend(config.partition_backend, partitions, device=runtime.device.index)
     with closing(backend):
-        loading = decoder_while_loading(config, runtime, ledger, StartClock(), progress=progress)
-        with loading as (decoder, join_weights):
-            join_weights()
+        # The bench alone holds the decoder, so that closing it frees the memory.
         bench = Workbench(
-            decoder,
-            backend,
-            limits=prepared.limits,
-            seed=config.seed,
+            _loaded_decoder(prepared, progress), backend, limits=prepared.limits, seed=config.seed
         )
         try:
             yield bench, why
         finally:
             torch.cuda.synchronize()  # streams are closed only when their work has finished
             bench.close()
+
+
+def _loaded_decoder(prepared: Prepared, progress: bool) -> Decoder:
+    start = decoder_while_loading(
+        prepared.config, prepared.runtime, prepared.ledger, StartClock(), progress=progress
+    )
+    with start as (decoder, join_weights):
+        join_weights()
+    return decoder
