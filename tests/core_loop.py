@@ -7,24 +7,23 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
-from fakes.perf_tables import LLAMA_8B, h200_table
+import planner_loads
 from hypothesis import strategies as st
 from paged_device import PagedDevice, check_blocks, generate_alone
 
-from bullet_graph.config import KV_BLOCK_TOKENS, Policy
+from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence
 from bullet_graph.partition.masks import LANES, SMS_PER_TPC, Lane, SmPartition, lane_masks, partition_of
-from bullet_graph.perf.predict import TableModel
 from bullet_graph.planner.planner import Planner
 from bullet_graph.runtime.simulated import SimulatedExecutor
 from bullet_graph.runtime.step import Placement, Step, StepResult
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
-MODEL = TableModel(h200_table(), LLAMA_8B)
+MODEL = planner_loads.model()
 NUM_LAYERS = MODEL.num_layers
 
 Arrival = tuple[float, int, int, Slo]
@@ -154,15 +153,6 @@ class CheckedExecutor(SimulatedExecutor):
         return StepResult(result.token_ids, None, device_ms)
 
 
-def make_planner(policy: str, *, max_chunk_tokens: int = 8192) -> Planner:
-    return Planner(
-        Policy.parse(policy),
-        max_chunk_tokens=max_chunk_tokens,
-        decode_sms=MODEL.decode_sms,
-        model=MODEL,
-    )
-
-
 def arrivals(targets: Rows[Slo], *, max_output: int) -> st.SearchStrategy[list[Arrival]]:
     """Up to twelve requests in order of arrival, most of them at once, short or long."""
     gaps = st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.3])
@@ -177,11 +167,14 @@ def arrivals(targets: Rows[Slo], *, max_output: int) -> st.SearchStrategy[list[A
 
 
 class CoreLoop:
-    """Adds requests at their times, aborts some, steps to the end, and checks the books after each step."""
+    """Adds requests at their times, aborts some, steps to the end, and checks the books after each step.
+
+    Its planner may be a policy's name.
+    """
 
     def __init__(
         self,
-        planner: Planner,
+        planner: Planner | str,
         *,
         num_kv_blocks: int = 1000,
         max_num_seqs: int = 16,
@@ -191,7 +184,7 @@ class CoreLoop:
         self.executor = CheckedExecutor() if executor is None else executor
         self.core = EngineCore(
             self.executor,
-            planner,
+            planner_loads.planner(planner) if isinstance(planner, str) else planner,
             num_kv_blocks=num_kv_blocks,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from core_loop import MODEL, NUM_LAYERS, Arrival, CheckedExecutor, CoreLoop, Launch, arrivals, make_planner
+from core_loop import MODEL, NUM_LAYERS, Arrival, CheckedExecutor, CoreLoop, Launch, arrivals
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_loads import planner as planner_of
 
 from bullet_graph.config import Policy
 from bullet_graph.engine.core import fill
@@ -98,7 +99,7 @@ def test_every_request_ends_with_its_own_tokens(
 ) -> None:
     """No starvation, no block in two hands, no launch that the lanes do not allow (the executor checks each)."""
     loop = CoreLoop(
-        make_planner(policy, max_chunk_tokens=chunk_tokens),
+        planner_of(policy, max_chunk_tokens=chunk_tokens),
         num_kv_blocks=1 + 64 + spare_blocks,
         max_num_seqs=max_num_seqs,
         executor=CheckedExecutor(host_overhead_ms, depth, row_step=row_step),
@@ -149,7 +150,7 @@ def test_no_planner_can_break_the_books(
     aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=12),
 )
 def test_aborts_at_any_moment(requests: list[Arrival], policy: str, aborts: list[tuple[int, int]]) -> None:
-    loop = CoreLoop(make_planner(policy), num_kv_blocks=100)
+    loop = CoreLoop(policy, num_kv_blocks=100)
     for _, prompt_tokens, output_tokens, slo in requests:
         loop.add(prompt_tokens, output_tokens, slo=slo)
     for count in range(81):
@@ -177,7 +178,7 @@ def check_chunks(loop: CoreLoop) -> None:
 
 def both_phases(policy: str, slo: Slo = NO_TARGETS, executor: CheckedExecutor | None = None) -> CoreLoop:
     """Sequences that decode, then long prompts beside them."""
-    loop = CoreLoop(make_planner(policy), max_model_len=4096, num_kv_blocks=4000, executor=executor)
+    loop = CoreLoop(policy, max_model_len=4096, num_kv_blocks=4000, executor=executor)
     loop.run(
         arrivals=[(0.0, 50, 150, slo)] * 8 + [(0.1, 3000, 5, slo), (0.2, 3500, 5, slo), (0.3, 2000, 5, slo)]
     )
@@ -360,7 +361,7 @@ def test_no_pause_where_decode_waits_for_the_blocks_of_the_chunk_under_way(
 ) -> None:
     """No prompt of the chunk can be preempted between its slices, so it must go on whatever the target says."""
     executor = CheckedExecutor(max_in_flight=depth)
-    loop = CoreLoop(make_planner("auto"), num_kv_blocks=1 + 64, executor=executor)
+    loop = CoreLoop("auto", num_kv_blocks=1 + 64, executor=executor)
     loop.add(30, 600, slo=Slo(tpot_ms=tpot_ms))
     while len(loop.sequences["request-0"].output_token_ids) < 5:
         loop.step()
@@ -371,7 +372,7 @@ def test_no_pause_where_decode_waits_for_the_blocks_of_the_chunk_under_way(
 def test_a_sequence_held_back_for_its_steps_in_flight_goes_on_when_they_are_over() -> None:
     """It was to lose its blocks for another's next token; that one's end made room before it could."""
     for prompt_tokens in range(860, 890):
-        loop = CoreLoop(make_planner("serial", max_chunk_tokens=48), num_kv_blocks=66, max_num_seqs=2)
+        loop = CoreLoop(planner_of("serial", max_chunk_tokens=48), num_kv_blocks=66, max_num_seqs=2)
         loop.run(arrivals=[(0.0, 14, 100, NO_TARGETS), (0.3, prompt_tokens, 35, NO_TARGETS)], max_steps=2000)
 
 
@@ -387,7 +388,7 @@ def test_two_runs_launch_the_same(policy: str) -> None:
 
 
 def test_waiting_no_longer_than_asked() -> None:
-    loop = CoreLoop(make_planner("auto"))
+    loop = CoreLoop("auto")
     loop.add(1000, 3)
     loop.step(0.001)
     assert loop.executor.now() == pytest.approx(0.001)

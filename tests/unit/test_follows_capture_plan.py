@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from core_loop import MODEL, CheckedExecutor, CoreLoop, make_planner
+from core_loop import MODEL, CheckedExecutor, CoreLoop
 from fakes.perf_tables import LLAMA_8B, h200_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_loads import chosen, chunk_of, decoding, load_of
+from planner_loads import planner as planner_of
 
 from bullet_graph import Engine
 from bullet_graph.config import EngineConfig, Policy
@@ -163,7 +164,7 @@ def test_a_step_replays_the_smallest_graph_of_its_partition(monkeypatch: pytest.
 
 
 def limited_planner(policy: str, limits: dict[int, int]) -> Planner:
-    planner = make_planner(policy)
+    planner = planner_of(policy)
     planner.max_batch_sizes = limits
     return planner
 
@@ -207,7 +208,7 @@ def test_no_batch_is_placed_where_no_graph_holds_it(
     """The executor refuses such a launch, and checks all others as ever."""
     by_partition = {partition_of(sms, num_sms=MODEL.num_sms): most for sms, most in limits.items()}
     executor = CheckedExecutor(max_in_flight=depth, max_batch_sizes=by_partition)
-    loop = CoreLoop(make_planner(policy), executor=executor)
+    loop = CoreLoop(policy, executor=executor)
     now_s, arrivals = 0.0, []
     for gap_s, prompt, output in gaps:
         now_s += gap_s
@@ -249,7 +250,7 @@ def test_a_step_stays_beside_the_slices_in_flight_only_where_a_graph_holds_it(mo
 
 def test_a_device_refuses_a_batch_that_no_graph_holds() -> None:
     executor = CheckedExecutor(max_batch_sizes={partition_of(48, num_sms=132): 2})
-    loop = CoreLoop(make_planner("split:48"), executor=executor)
+    loop = CoreLoop("split:48", executor=executor)
     loop.core.planner.max_batch_sizes = {}
     arrivals = [(0.0, 100, 50, NO_TARGETS)] * 4 + [(0.1, 900, 5, NO_TARGETS)]
     with pytest.raises(PartitionError, match="where at most 2 are captured: place it on the whole GPU"):

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from core_loop import MODEL, CoreLoop, make_planner
+from core_loop import MODEL, CoreLoop
 
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.in_flight import InFlight, LaneSms, Launch, stalled_launches
@@ -182,7 +182,7 @@ CONFIG = EngineConfig(model="llama-3.1-8b", max_num_seqs=16, policy="split:48") 
 @pytest.fixture
 def loop() -> CoreLoop:
     """A split with work on both lanes."""
-    loop = CoreLoop(make_planner("split:48"), max_model_len=4096, num_kv_blocks=4000)
+    loop = CoreLoop("split:48", max_model_len=4096, num_kv_blocks=4000)
     for _ in range(7):
         loop.add(50, 300)
     for _ in range(40):

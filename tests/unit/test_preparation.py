@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-from core_loop import MODEL, Arrival, CheckedExecutor, CoreLoop, arrivals, make_planner
+from core_loop import MODEL, Arrival, CheckedExecutor, CoreLoop, arrivals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,7 +70,7 @@ class PreparingExecutor(CheckedExecutor):
 
 def make_loop(policy: str, **settings: float) -> tuple[CoreLoop, PreparingExecutor]:
     executor = PreparingExecutor(**settings)  # type: ignore[arg-type]
-    return CoreLoop(make_planner(policy), executor=executor), executor
+    return CoreLoop(policy, executor=executor), executor
 
 
 # ---- the rule ----
