@@ -6,7 +6,7 @@ from typing import Literal
 
 from bullet_graph.errors import UnsupportedModelError
 from bullet_graph.models.json_files import JsonObject, read_json_object
-from bullet_graph.perf.roofline import decode_weight_bytes
+from bullet_graph.perf.roofline import DecoderShape, decode_weight_bytes
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 AttentionKind = Literal["full", "window"]
@@ -33,27 +33,18 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(DecoderShape):
     """Shape and constants of a dense decoder (Llama 3.x, Qwen2/2.5, Qwen3); ``dtype`` is the checkpoint's own.
 
-    ``architecture`` is the Hugging Face class name. ``qk_norm``: RMSNorm over each query and key head before RoPE.
+    ``architecture`` is the Hugging Face class name.
     """
 
     architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Llama3RopeScaling | None = None
     tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
 

@@ -1,7 +1,7 @@
 """Step times from arithmetic alone: bytes moved, operations, and how well matrix products fill the SMs."""
 
 import math
-from typing import Protocol
+from dataclasses import dataclass
 
 from bullet_graph.hardware import GpuSpec
 from bullet_graph.perf.performance import Prediction, SplitPrediction
@@ -15,27 +15,22 @@ TILE_COLUMNS = 256
 _SPLIT_STEP_SMS = 16
 
 
-class DecoderShape(Protocol):
-    """The numbers of a dense decoder that decide its operations and memory traffic; ``ModelConfig`` has them all."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """The numbers of a dense decoder that decide its operations and memory traffic.
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def qk_norm(self) -> bool: ...
+    ``qk_norm``: RMSNorm over each query and key head before RoPE.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
 
 # ---- bytes ----

@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NoReturn
@@ -138,7 +138,7 @@ class PerfTable:
 
 def shape_numbers(shape: DecoderShape) -> dict[str, int]:
     """The numbers of a model that decide its times; flags are 0 or 1."""
-    return {name: int(getattr(shape, name)) for name in vars(DecoderShape) if not name.startswith("_")}
+    return {field.name: int(getattr(shape, field.name)) for field in fields(DecoderShape)}
 
 
 def require_match(table: PerfTable, key: TableKey) -> None:
