@@ -9,6 +9,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.settings import ServeSettings
 
+_MOST_AHEAD = 8
+"""Requests of one connection that wait for the answer of an earlier one; a packet could hold thousands."""
+
 
 class LimitedConnection(HttpToolsProtocol):
     """A connection of uvicorn's on httptools, neither of which limits headers or idle connections."""
@@ -72,6 +75,11 @@ class LimitedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._end_wait()
+        if len(self.pipeline) >= _MOST_AHEAD:
+            self._refusal = ApiError(
+                429, f"at most {_MOST_AHEAD} requests may be sent ahead of an answer: wait for it"
+            )
+            raise self._refusal
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:

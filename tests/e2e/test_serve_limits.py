@@ -145,6 +145,17 @@ def test_a_client_that_sends_too_slowly_or_too_much_is_answered_and_cut_off(
     assert message in answer.decode()
 
 
+def test_requests_sent_ahead_are_answered_in_turn_up_to_a_few(limited: Served) -> None:
+    for number, answered in ((5, 5), (5000, 0)):
+        sent = (GET + b"\r\n") * (number - 1) + GET + b"Connection: close\r\n\r\n"
+        with limited.connect(sent) as connection, suppress(ConnectionError):
+            answers = b""
+            while part := connection.recv(10_000):
+                answers += part
+        assert answers.count(b"HTTP/1.1 200 ") == answered
+    assert answers == b""
+
+
 def test_one_connection_too_many_is_refused(limited: Served) -> None:
     with ExitStack() as stack:
         slow = [stack.enter_context(limited.connect(GET)) for _ in range(3)]
