@@ -1,4 +1,4 @@
-"""A GPU as its kernels see it, and which library serves its matrix products, laid out for how many SMs."""
+"""A GPU as its kernels see it, the library of its matrix products, laid out for how many SMs, and captures."""
 
 import ctypes
 import gc

@@ -126,11 +126,6 @@ class Tokenizer:
             special_tokens=_special_tokens(config),
         )
 
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the vocabulary, added tokens included; a model may pad it to more."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around it, often a begin-of-text token.
 
