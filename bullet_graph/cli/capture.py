@@ -152,8 +152,14 @@ def _show(entry: Entry, *, as_json: bool) -> None:
         part["part"]: f"{part['num_files']} files, {format_bytes(part['num_bytes'])}"
         for part in _parts(entry)
     }
-    for values in (parts, manifest.fingerprint, manifest.plan, manifest.provenance):
-        for row in values.items():
+    for prefix, values in (
+        ("files/", parts),
+        ("", manifest.fingerprint),
+        ("plan.", manifest.plan),
+        ("provenance.", manifest.provenance),
+    ):
+        for name, value in values.items():
+            row = (f"{prefix}{name}", value)
             # As JSON, because an imported text may hold control characters.
             _add(table, *(v if isinstance(v, str) and v.isprintable() else json.dumps(v) for v in row))
         table.add_section()
