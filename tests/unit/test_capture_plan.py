@@ -181,6 +181,7 @@ def test_a_bad_file_is_refused_with_its_name_and_key(
         load_plan(str(path))
     assert str(refused.value).startswith(f"cannot use the capture plan {path}: ")
     assert message in str(refused.value)
+    assert "Value error" not in str(refused.value), "our own messages say all of it"
 
 
 def test_an_earlier_release_s_name_of_the_rows_is_read() -> None:

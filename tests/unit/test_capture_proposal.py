@@ -128,6 +128,15 @@ def test_a_forward_without_pieces_costs_the_hosts_time() -> None:
     assert alone.padded_ms(112) == pytest.approx(MODEL.prefill(112, 1e4).ms - MODEL.prefill(100, 1e4).ms)
 
 
+def test_lost_time_is_a_share_of_the_steps_that_came_up() -> None:
+    usage = usage_of(decode(40), decode(40), forward(90, 10))
+    plan = replace(LIKE, decode=(DecodeSizes(None, (64,)),), piecewise_rows=(112,))
+    (whole,), (mixed,) = seen(usage, None), seen(usage, PIECEWISE)
+    lost_ms = whole.padded_ms(64) + mixed.padded_ms(112)
+    assert lost_ms > whole.padded_ms(64) > 0
+    assert usage.lost_percent(usage.groups(LIKE), plan) == pytest.approx(100 * lost_ms / 29)
+
+
 # ---- what is proposed ----
 
 
