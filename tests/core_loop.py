@@ -222,9 +222,9 @@ class CoreLoop:
     def run(self, *, arrivals: Rows[Arrival] = (), max_steps: int = 30_000) -> None:
         """Serve these requests, in order of arrival, and all others."""
         waiting = deque(arrivals)
-        while waiting or self.core.has_work():
+        while waiting or self.core.has_unfinished_requests():
             assert self.num_steps < max_steps, "it does not come to an end"
-            if waiting and not self.core.has_work():
+            if waiting and not self.core.has_unfinished_requests():
                 self.executor.sleep_until(waiting[0][0])
             while waiting and waiting[0][0] <= self.executor.now():
                 arrival_s, prompt_tokens, output_tokens, slo = waiting.popleft()

@@ -19,7 +19,7 @@ from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, goodput_t
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings
 from bullet_graph.engine.simulation import simulate as serve_simulated
-from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError, PerfTableError
 from bullet_graph.graphs.capture_plan import CapturePlan, named_plan
 from bullet_graph.hardware import KNOWN_GPUS, GpuSpec, gpu_spec
@@ -32,6 +32,7 @@ from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline, kv_cache_bytes_per_token
 from bullet_graph.perf.table import gpu_nickname, load_table
+from bullet_graph.perf.trace import TraceHeader
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.slo import NO_TARGETS
@@ -186,7 +187,7 @@ class Simulator:
             slo=str(self.config.slo),
             version=__version__,
         )
-        return DecisionTrace.open(path, header=header, overwrite=overwrite)
+        return DecisionTrace(path, header=header, overwrite=overwrite)
 
     def title(self) -> str:
         """The simulation in a line."""

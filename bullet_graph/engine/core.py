@@ -60,7 +60,7 @@ class EngineCore:
         self.requests: dict[str, Request] = {}
         self.in_flight = InFlight(executor.num_sms)
         self.first_token_s: float | None = None
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._num_layers = num_layers
         self._num_sms = executor.num_sms
         self._num_missing_graphs = executor.num_missing_graphs
@@ -93,7 +93,7 @@ class EngineCore:
             self.trace.finished(output)
         return output
 
-    def has_work(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do."""
         # A chunk whose prompts were all aborted runs to its last layer: only then are their blocks free.
         return bool(self.requests or self.in_flight) or self._chunk is not None
@@ -176,14 +176,15 @@ class EngineCore:
         """Launch on each lane what the plan for this load says; return whether anything was launched."""
         depth = self.executor.max_in_flight
         plan = self.planner.plan(load)
-        decision = 0 if self.trace is None else self.trace.decided(load, plan)
+        if self.trace is not None:
+            self.trace.decided(load, plan)
         launched = False
         # Decode first, as its rows may need the blocks of a prompt that is idle now.
         for lane, launch in (("decode", self._decode_step), ("prefill", self._prefill_slice)):
-            launched |= len(self.in_flight[lane]) < depth and launch(plan, decision)  # type: ignore[index]
+            launched |= len(self.in_flight[lane]) < depth and launch(plan)  # type: ignore[index]
         return plan, launched
 
-    def _decode_step(self, plan: Plan, decision: int) -> bool:
+    def _decode_step(self, plan: Plan) -> bool:
         """Launch a forward on the decode lane, if the plan has rows for it."""
         chunk_tokens = plan.chunk_tokens if plan.prefill_lane == "decode" and self._chunk is None else 0
         if not plan.decode and not chunk_tokens:
@@ -205,12 +206,10 @@ class EngineCore:
         # count.
         prompt_rows = 0 if scheduled.step.prefill is None else len(scheduled.step.prefill.token_ids)
         predicted_ms = plan.decode_ms if prompt_rows >= chunk_tokens else None
-        self._submit(
-            scheduled, Placement("decode", partition), plan, predicted_ms, self._num_layers, decision
-        )
+        self._submit(scheduled, Placement("decode", partition), plan, predicted_ms)
         return True
 
-    def _prefill_slice(self, plan: Plan, decision: int) -> bool:
+    def _prefill_slice(self, plan: Plan) -> bool:
         """Launch the next layers of the current chunk, or of a new one, if the plan says so."""
         if plan.prefill_lane != "prefill" or not plan.slice_layers:
             return False
@@ -228,17 +227,11 @@ class EngineCore:
         first, layers_left = self._num_layers - chunk.layers_left, chunk.layers_left - layers
         self._chunk = (scheduled, replace(chunk, layers_left=layers_left)) if layers_left else None
         placement = Placement("prefill", plan.partition, first, first + layers if layers_left else None)
-        self._submit(scheduled, placement, plan, plan.slice_ms, layers, decision)
+        self._submit(scheduled, placement, plan, plan.slice_ms)
         return True
 
     def _submit(
-        self,
-        scheduled: ScheduledStep,
-        placement: Placement,
-        plan: Plan,
-        predicted_ms: float | None,
-        layers: int,
-        decision: int,
+        self, scheduled: ScheduledStep, placement: Placement, plan: Plan, predicted_ms: float | None
     ) -> None:
         lane, partition = placement.lane, placement.partition
         takes_turns = not self.in_flight.fit_beside(lane, partition)
@@ -255,7 +248,7 @@ class EngineCore:
         launch = Launch(ticket, scheduled, placement, plan.policy, predicted_ms, beside)
         self.in_flight.add(launch, now)
         if self.trace is not None:
-            self.trace.launched(launch, decision=decision, layers=layers, now_s=now)
+            self.trace.launched(launch, now)
 
     def _prepare_between(self) -> None:
         """Capture a missing graph while the device is busy, if no latency target suffers from the delay."""
@@ -363,7 +356,7 @@ class EngineCore:
             sample = request.samples[sequence.index]
             sample.append(token_id, row_logprobs(result, row, token_id, sequence) if has_logprobs else None)
             num_tokens = sequence.num_tokens - sequence.num_in_flight
-            if sample.finish_reason is None and num_tokens >= self._max_model_len:
+            if sample.finish_reason is None and num_tokens >= self.max_model_len:
                 sample.finish("length")
             if sequence.first_token_s is None:
                 sequence.first_token_s = now

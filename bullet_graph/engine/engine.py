@@ -16,11 +16,12 @@ from bullet_graph.engine.admission import Admission, Prompt, normalise_batch
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.in_flight import stalled_launches
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
-from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.masks import SMS_PER_TPC
 from bullet_graph.perf.start_report import StartClock, StartReport
+from bullet_graph.perf.trace import TraceHeader
 from bullet_graph.planner.options import Corrections
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.slack import PREPARE_MS
@@ -107,7 +108,7 @@ class Engine:
         self._aborted: list[RequestOutput] = []
         self._names = itertools.count()
         try:
-            self._core = self._new_core(built.executor)
+            self._core = self._new_core(built.executor, config)
             if trace_path is not None:
                 header = TraceHeader(
                     model=config.model,
@@ -118,9 +119,7 @@ class Engine:
                     slo=str(config.slo),
                     version=__version__,
                 )
-                self._trace = self._core.trace = DecisionTrace.open(
-                    trace_path, header=header, overwrite=False
-                )
+                self._trace = self._core.trace = DecisionTrace(trace_path, header=header, overwrite=False)
         except BaseException:
             # The same here.
             built.executor.shutdown()
@@ -129,9 +128,8 @@ class Engine:
 
     __signature__ = with_settings(inspect.signature(__init__))
 
-    def _new_core(self, executor: Executor) -> EngineCore:
+    def _new_core(self, executor: Executor, config: EngineConfig) -> EngineCore:
         """A loop without requests whose blocks are all free."""
-        config = self.config
         if config.policy.uses_prefill_lane and not executor.has_prefill_lane:
             raise ConfigError(
                 f"the policy {config.policy} needs a prefill lane, but the engine was made for one that has none: "
@@ -220,7 +218,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do or to report."""
-        return bool(self._core.has_work() or self._aborted)
+        return bool(self._core.has_unfinished_requests() or self._aborted)
 
     def step(self, until_s: float | None = None) -> list[RequestOutput]:
         """Launch work, wait until one launch is over or ``until_s`` of :meth:`now`, and return the new outputs.
@@ -233,7 +231,7 @@ class Engine:
         executor = self._alive()
         outputs, self._aborted = self._aborted, []
         try:
-            if self._core.has_work():
+            if self._core.has_unfinished_requests():
                 # Outputs that are ready are handed out before anything is waited for.
                 outputs += self._core.step(executor.now() if outputs else until_s)
                 if self._core.first_token_s is not None:
@@ -244,7 +242,7 @@ class Engine:
                 raise EngineDeadError(f"the engine failed while running a step: {error}") from error
             # An interrupt may strike anywhere, so the scheduler's books cannot be trusted.
             self._core.drain()
-            self._core = self._new_core(executor)
+            self._core = self._new_core(executor, self.config)
             self._aborted = []
             self._failure = None
             raise
@@ -337,12 +335,8 @@ class Engine:
         chosen = Policy.parse(policy) if isinstance(policy, str) else policy
         order = self.config.prompt_order if prompt_order is None else prompt_order
         config = dataclasses.replace(self.config, policy=chosen, slo=slo, prompt_order=order)
-        before, self.config = self.config, config
-        try:
-            self._core = self._new_core(executor)
-        except BaseException:
-            self.config = before
-            raise
+        self._core = self._new_core(executor, config)
+        self.config = config
 
     def stats(self) -> EngineStats:
         """Counters and state now."""

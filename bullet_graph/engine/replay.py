@@ -43,17 +43,10 @@ class Replay:
     start_s: float
 
     @property
-    def end_s(self) -> float:
-        """When the last token of a completed request reached the client."""
-        ends = (
-            r.metrics.token_times_s[-1] for r in self.served if r.error is None and r.metrics.token_times_s
-        )
-        return max(ends, default=self.start_s)
-
-    @property
     def duration_s(self) -> float:
-        """Seconds from the start to the last token."""
-        return self.end_s - self.start_s
+        """Seconds from the start until the last token of a completed request reached the client."""
+        times = (r.metrics.token_times_s for r in self.served if r.error is None)
+        return max((t[-1] for t in times if t), default=self.start_s) - self.start_s
 
     def result(self, arrivals: Arrivals, *, started: datetime, backend: str, model_id: str) -> ReplayResult:
         """The replay's figures."""
@@ -108,17 +101,14 @@ def require_forced_length(prompt_tokens: int, params: SamplingParams, max_model_
 
 
 class ReplayEngine(Protocol):
-    """An engine that :func:`replay` steps; :class:`~bullet_graph.engine.engine.Engine` is one."""
+    """An engine that :func:`replay` steps: the methods of :class:`~bullet_graph.engine.engine.Engine` that it calls."""
 
     @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output together."""
+    def max_model_len(self) -> int: ...
 
-    def now(self) -> float:
-        """Seconds on the clock of the requests' metrics: ``arrival_s`` and ``until_s`` are its times."""
+    def now(self) -> float: ...
 
-    def sleep_until(self, time_s: float) -> None:
-        """Let time pass with no work."""
+    def sleep_until(self, time_s: float) -> None: ...
 
     def add_request(
         self,
@@ -129,14 +119,11 @@ class ReplayEngine(Protocol):
         output_kind: OutputKind,
         arrival_s: float,
         slo: Slo,
-    ) -> None:
-        """Queue a request; RequestError if it is wrong."""
+    ) -> None: ...
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has work."""
+    def has_unfinished_requests(self) -> bool: ...
 
-    def step(self, until_s: float | None) -> list[RequestOutput]:
-        """Work until something has happened, but not beyond ``until_s``."""
+    def step(self, until_s: float | None) -> list[RequestOutput]: ...
 
 
 def replay(
@@ -156,8 +143,7 @@ def replay(
     Args:
         engine: with no other requests.
         requests: in order of arrival.
-        max_concurrency: most requests under way at once; None is no limit.
-        id_prefix: of the requests' ids in the engine, before their index.
+        id_prefix: precedes a request's index in its id.
 
     Raises:
         ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
@@ -249,12 +235,6 @@ async def replay_async(
     Latency counts from the planned arrival, even if the client or the system delayed the sending; with
     ``max_concurrency`` it counts from when the request was let in. A token's time is when the client sees it: tokens
     that come together have the same time. A request fails alone if it raises, or if its output has the wrong length.
-
-    Args:
-        system: serves the requests.
-        requests: in order of arrival.
-        max_concurrency: most requests under way at once; None is no limit.
-        clock: seconds, monotonic; ``sleep`` waits a number of them.
 
     Raises:
         ConfigError: as for :func:`replay`.

@@ -8,7 +8,7 @@ import numpy as np
 
 from bullet_graph.config import KV_BLOCK_TOKENS, Policy, PromptOrder
 from bullet_graph.engine.core import EngineCore
-from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
+from bullet_graph.engine.output import EngineStats, OutputKind
 from bullet_graph.engine.replay import Replay, TimedRequest, recorded_length, replay
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence as EngineSequence
@@ -37,9 +37,7 @@ class SimulationSettings:
         kv_cache_tokens: tokens that the KV cache holds, at least ``max_model_len``.
         decode_sms: sizes of the decode lane to choose from; None: all in the performance model.
         capture_plan: which CUDA graphs exist, and thereby the sizes of the decode lane; None: all of them.
-        host_overhead_ms: host time per launch.
-        time_noise: relative spread of the device's times around the prediction, from ``seed``; see
-            :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`.
+        host_overhead_ms, time_noise, seed: see :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`.
 
     Raises:
         ConfigError: at construction, for numbers out of range.
@@ -76,12 +74,10 @@ class SimulationSettings:
         return self.kv_cache_tokens // KV_BLOCK_TOKENS + 1
 
 
-class SimulatedEngine:
-    """An engine in virtual time, without weights, tokenizer or text.
+class SimulatedEngine(EngineCore):
+    """The engine's loop in virtual time, without weights, tokenizer or text.
 
-    Args:
-        model: gives the time of each step, and the planner's predictions.
-        on_step: called with every finished launch.
+    ``model`` gives the time of each step, and the planner's predictions.
 
     Raises:
         ConfigError: the policy needs a size of the decode lane that the model does not have.
@@ -104,8 +100,7 @@ class SimulatedEngine:
                 f"a decode lane of {unknown[0]} SMs is not in the performance table, which has "
                 f"{', '.join(map(str, model.decode_sms)) or 'none'}: choose among these, or measure it"
             )
-        self.max_model_len = settings.max_model_len
-        self._executor = SimulatedExecutor(
+        executor = SimulatedExecutor(
             model,
             partitions=[partition_of(sms, num_sms=model.num_sms) for sms in decode_sms],
             host_overhead_ms=settings.host_overhead_ms,
@@ -120,8 +115,8 @@ class SimulatedEngine:
             decode_sms=decode_sms,
             model=model,
         )
-        self._core = EngineCore(
-            self._executor,
+        super().__init__(
+            executor,
             planner,
             num_kv_blocks=settings.num_kv_blocks,
             max_num_seqs=settings.max_num_seqs,
@@ -132,10 +127,10 @@ class SimulatedEngine:
         )
 
     def now(self) -> float:
-        return self._executor.now()
+        return self.executor.now()
 
     def sleep_until(self, time_s: float) -> None:
-        self._executor.sleep_until(time_s)
+        self.executor.sleep_until(time_s)
 
     def add_request(
         self,
@@ -143,27 +138,14 @@ class SimulatedEngine:
         prompt: Sequence[int],
         sampling_params: SamplingParams,
         *,
-        output_kind: OutputKind = OutputKind.FINAL_ONLY,
-        arrival_s: float | None = None,
-        slo: Slo = NO_TARGETS,
+        output_kind: OutputKind,
+        arrival_s: float,
+        slo: Slo,
     ) -> None:
         """Queue a request; only its prompt's length matters, and every output token is 0."""
-        arrival = self.now() if arrival_s is None else arrival_s
         token_ids = np.zeros(len(prompt), dtype=np.int32)
-        sequence = EngineSequence(
-            request_id, 0, token_ids, sampling_params, 0, frozenset(), slo=slo, arrival_s=arrival
-        )
-        self._core.add(Request([Sample(sequence, None)], output_kind))
-
-    def has_unfinished_requests(self) -> bool:
-        return self._core.has_work()
-
-    def step(self, until_s: float | None = None) -> list[RequestOutput]:
-        """Launch all possible work, let time pass until a launch ends or ``until_s``, and return the outputs."""
-        return self._core.step(until_s)
-
-    def stats(self) -> EngineStats:
-        return self._core.stats()
+        sequence = EngineSequence(request_id, 0, token_ids, sampling_params, 0, frozenset(), slo, arrival_s)
+        self.add(Request([Sample(sequence, None)], output_kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +170,8 @@ def simulate(
 ) -> Simulation:
     """Serve a workload in virtual time, each request to its recorded length; the same arguments give the same result.
 
-    Args:
-        arrivals: seconds, one for each request, not decreasing.
-        slo: targets of every request.
-        max_concurrency: most requests under way at once; None is no limit.
-        on_step: called with every finished launch.
-        on_done: called with each request's outcome.
+    ``arrivals`` are in seconds, one for each request, not decreasing. ``on_step`` is called with every finished launch,
+    ``on_done`` with each request's outcome.
 
     Raises:
         ConfigError: settings that contradict each other or the performance model.

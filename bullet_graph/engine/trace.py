@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TextIO
 
 from bullet_graph.engine.in_flight import Launch
 from bullet_graph.engine.output import RequestOutput
@@ -12,8 +11,6 @@ from bullet_graph.errors import ConfigError, TraceError
 from bullet_graph.partition.masks import SMS_PER_TPC
 from bullet_graph.perf.trace import TRACE_FORMAT, TRACE_FORMAT_VERSION, TraceHeader
 from bullet_graph.planner.plan import Load, Option, Plan
-
-__all__ = ["DecisionTrace", "TraceHeader"]
 
 # A write gives up the interpreter lock, which another thread may then keep for milliseconds: write seldom. The
 # buffer is larger than any run of lines between two flushes, so only whole lines reach the file.
@@ -26,34 +23,15 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class DecisionTrace:
-    """A trace file under way; every method that writes raises TraceError when the file system refuses."""
+    """A trace file under way; every method that writes raises TraceError when the file system refuses.
 
-    def __init__(self, path: Path, file: TextIO, header: TraceHeader) -> None:
-        self._path = path
-        self._file = file
-        self._num_sms = header.num_sms
-        self._unflushed_chars = 0
-        self._num_decisions = 0
-        self._last_key: tuple[object, ...] = ()
-        self._last_s = 0.0
-        self._repeats = 0
-        # Flushed at once: a disk that takes nothing is better known before the run.
-        self._write(
-            {"type": "header", "format": TRACE_FORMAT, "format_version": TRACE_FORMAT_VERSION}
-            | asdict(header)
-        )
-        self._flush()
+    Raises:
+        ConfigError: the file exists and ``overwrite`` is unset, or it cannot be made.
+    """
 
-    @classmethod
-    def open(cls, path: Path, *, header: TraceHeader, overwrite: bool) -> "DecisionTrace":
-        """Begin a trace file.
-
-        Raises:
-            ConfigError: the file exists and ``overwrite`` is unset, or it cannot be made.
-            TraceError: nothing can be written to it.
-        """
+    def __init__(self, path: Path, *, header: TraceHeader, overwrite: bool) -> None:
         try:
-            file = path.open("w" if overwrite else "x", buffering=_BUFFER_BYTES, encoding="utf-8")
+            self._file = path.open("w" if overwrite else "x", buffering=_BUFFER_BYTES, encoding="utf-8")
         except FileExistsError:
             raise ConfigError(
                 f"the trace file {path} exists: allow overwriting it, or give another name"
@@ -63,70 +41,74 @@ class DecisionTrace:
                 f"the trace file {path} cannot be made ({error.strerror}): give a name in a folder that exists and "
                 "can be written to"
             ) from None
-        return cls(path, file, header)
-
-    def decided(self, load: Load, plan: Plan) -> int:
-        """Note a plan; returns its decision's number. Plans in a row that differ in predictions alone share it."""
-        decode = load.decode
-        running = 0 if decode is None else decode.batch_size
-        key = (
-            plan.policy,
-            plan.decode,
-            plan.partition,
-            plan.chunk_tokens,
-            plan.slice_layers,
-            plan.bound,
-            running,
-            len(load.prompts),
+        self._path = path
+        self._num_sms = header.num_sms
+        self._num_layers = header.num_layers
+        self._unflushed_chars = 0
+        self._decision = -1
+        self._last_choice: dict[str, object] = {}
+        self._last_s = 0.0
+        self._repeats = 0
+        # Flushed at once: a disk that takes nothing is better known before the run.
+        self._write(
+            {"type": "header", "format": TRACE_FORMAT, "format_version": TRACE_FORMAT_VERSION}
+            | asdict(header)
         )
+        self._flush()
+
+    def decided(self, load: Load, plan: Plan) -> None:
+        """Note a plan. Plans in a row that differ in predictions alone are one decision."""
+        decode = load.decode
+        choice: dict[str, object] = {
+            "running": 0 if decode is None else decode.batch_size,
+            "waiting": len(load.prompts),
+            "policy": plan.policy,
+            "decode": plan.decode,
+            "chunk_tokens": plan.chunk_tokens,
+            "slice_layers": plan.slice_layers,
+            "decode_sms": _sms(plan.partition.decode_tpcs),
+            "prefill_sms": _sms(plan.partition.prefill_tpcs),
+            "bound": plan.bound,
+        }
         self._last_s = load.now_s
-        if key == self._last_key:
+        if choice == self._last_choice:
             self._repeats += 1
-            return self._num_decisions - 1
+            return
         self._write_repeats()
-        self._last_key = key
-        number = self._num_decisions
-        self._num_decisions += 1
+        self._last_choice = choice
+        self._decision += 1
         self._write(
             {
                 "type": "decision",
-                "decision": number,
+                "decision": self._decision,
                 "time_s": load.now_s,
-                "running": running,
-                "waiting": len(load.prompts),
                 "kv_tokens": 0 if decode is None else decode.kv_tokens,
                 "queued_tokens": load.queued_tokens,
                 "budget_ms": None if decode is None else _finite(decode.budget_ms),
                 "slack_ms": None if decode is None else _finite(decode.slack_ms),
-                "policy": plan.policy,
-                "decode": plan.decode,
-                "chunk_tokens": plan.chunk_tokens,
-                "slice_layers": plan.slice_layers,
-                "decode_sms": _sms(plan.partition.decode_tpcs),
-                "prefill_sms": _sms(plan.partition.prefill_tpcs),
-                "bound": plan.bound,
+                **choice,
                 "options": [
                     {name: _finite(getattr(option, name)) for name in _OPTION_FIELDS}
                     for option in plan.options
                 ],
             }
         )
-        return number
 
-    def launched(self, launch: Launch, *, decision: int, layers: int, now_s: float) -> None:
-        """Note a launch of ``layers`` layers that follows a decision."""
-        step, partition = launch.scheduled.step, launch.placement.partition
+    def launched(self, launch: Launch, now_s: float) -> None:
+        """Note a launch that follows the last decision."""
+        step, placement, partition = launch.scheduled.step, launch.placement, launch.placement.partition
+        last_layer = self._num_layers if placement.last_layer is None else placement.last_layer
         self._write(
             {
                 "type": "launch",
                 "ticket": launch.ticket,
-                "lane": launch.placement.lane,
-                "decision": decision,
+                "lane": placement.lane,
+                "decision": self._decision,
                 "time_s": now_s,
                 "policy": launch.policy,
                 "decode_rows": 0 if step.decode is None else len(step.decode.slots),
                 "prefill_rows": 0 if step.prefill is None else len(step.prefill.token_ids),
-                "layers": layers,
+                "layers": last_layer - placement.first_layer,
                 "decode_sms": self._lane_sms(partition.decode_tpcs),
                 "prefill_sms": self._lane_sms(partition.prefill_tpcs),
                 "predicted_ms": _finite(launch.predicted_ms),
@@ -171,10 +153,8 @@ class DecisionTrace:
 
     def _write_repeats(self) -> None:
         if self._repeats:
-            number = self._num_decisions - 1
-            self._write(
-                {"type": "repeat", "decision": number, "count": self._repeats, "time_s": self._last_s}
-            )
+            repeats = {"count": self._repeats, "time_s": self._last_s}
+            self._write({"type": "repeat", "decision": self._decision} | repeats)
             self._repeats = 0
 
     def _write(self, record: dict[str, object]) -> None:

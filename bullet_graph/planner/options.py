@@ -3,10 +3,9 @@
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from bullet_graph.perf.performance import PerformanceModel, Prediction, attention_pairs
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, PolicyName
@@ -38,19 +37,13 @@ def _limited(factor: float) -> float:
 class Predictor:
     """What all predictions share, whatever the load.
 
-    Args:
-        model: of the device.
-        corrections: of the model's times; they change.
-        max_chunk_tokens: most rows of a forward; a mixed one may always have ``row_step`` prompt rows.
-        decode_sms: sizes of the decode lane, in SMs.
-        eager_layer_ms: host time to launch one layer.
-
     Attributes:
+        corrections: of the model's times; they change.
         slice_layers: most layers of a slice that runs beside decode.
         whole_chunk: chunk size with the highest prefill rate on the whole GPU, in rows.
         lane_chunks: the same for the prefill lane, by SMs of the decode lane.
-        lane_waits_for_host: chunks on the prefill lane take longer to launch than to run. They are launched kernel by
-            kernel, decode steps would wait for that, and no prediction includes it.
+        lane_waits_for_host: chunks on the prefill lane take longer to launch, kernel by kernel, than to run. Decode
+            steps would wait for that, and no prediction includes it.
     """
 
     def __init__(
@@ -126,7 +119,7 @@ class Backlog:
         return ms * predictor.corrections[policy, "slice"]
 
     def demand(self, ms_per_token: float) -> "Demand":
-        """What the deadlines require; those that would be missed even at ``ms_per_token`` require nothing."""
+        """What the deadlines require that can be met at ``ms_per_token``."""
         load, tokens, first_ms = self._load, 0.0, math.inf
         tightest, some_late = (0.0, math.inf), False
         dues: list[tuple[float, float]] = []
@@ -147,8 +140,7 @@ class Backlog:
         return Demand(first_ms, tightest[0] / tightest[1], some_late)
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """What the deadlines that can be met require of prefill.
 
     Attributes:
@@ -166,8 +158,6 @@ class Options:
     """Corrected predictions for a load in which sequences decode while prompts wait or a chunk is under way.
 
     Attributes:
-        batch_size: rows of a decode step.
-        backlog: the prompts.
         budget_ms: longest interval between decode steps that holds the TPOT targets and is planned with.
         infeasible: decode alone on the whole GPU misses the targets, now and later.
         limit_ms: interval to size options for: the budget, or no limit if nothing can hold it.

@@ -54,7 +54,6 @@ class ChunkLoad:
     """A prefill chunk under way on the prefill lane.
 
     Attributes:
-        tokens: rows of its forward.
         attention_pairs: (query, key) pairs of attention of all its sequences.
         layers_left: layers that are not launched.
         deadline_s: earliest deadline of its prompts.
@@ -71,7 +70,6 @@ class Load:
     """The work at one tick.
 
     Attributes:
-        decode: None when no sequence decodes.
         prompts: at most the first 64 waiting prompts, in the order to serve them.
         queued_tokens: tokens of all waiting prompts.
         steps_left: decode steps that the longest output may still take; known if the longest outputs come first,
@@ -92,7 +90,6 @@ class Option:
 
     Attributes:
         decode_sms: SMs of the decode lane in ``split``; None for the whole GPU.
-        chunk_tokens: rows of the prefill chunk.
         slice_layers: layers of a slice in ``split``; 0 elsewhere.
         interval_ms: predicted time from one decode step to the next; 0 without decode.
         prefill_tokens_per_s: predicted prefill rate; 0 without prefill.

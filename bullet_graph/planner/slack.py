@@ -77,9 +77,7 @@ def order_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: flo
        the longest so far is given up);
     3. the late ones by arrival.
 
-    Args:
-        now_s: on the clock of arrivals and deadlines.
-        ms_per_token: prefill time per token, at the rate at which prompts are really served.
+    ``ms_per_token`` is prefill time per token, at the rate at which prompts are really served.
     """
     arrival = [p.arrival_s for p in prompts]
     resumed = sorted((i for i, p in enumerate(prompts) if p.resumed), key=arrival.__getitem__)
@@ -127,7 +125,6 @@ def spare_ms(
     Args:
         load: whose slack counts every sequence with a target.
         awaited_s: when each token in flight that the slack does not count is expected, and when it is due.
-        layers: of the model.
     """
     spare = float("inf") if load.decode is None else load.decode.slack_ms
     ends = [((due_s - end_s) * 1e3) for end_s, due_s in awaited_s]

@@ -5,78 +5,61 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerTuning:
-    """Constants of the planner. The defaults are those that all measurements in bench/ were made with.
+    """Constants of the planner. The defaults are those that all measurements in bench/ were made with."""
 
-    Attributes:
-        lane_chunk_tokens: rows of the largest chunk to aim at on a prefill lane of the whole GPU; a part of the GPU
-            takes its share. A chunk's prompts get their first token when it ends, and no other can begin before.
-        whole_queue_ratio: a queue of up to this many chunk sizes becomes one chunk: a small rest would cost a chunk.
-        row_step: mixed chunks are multiples of it, in rows, and never smaller while prompts wait.
-        least_chunk_tokens: smallest mixed chunk to weigh without a time limit: with fewer rows, reading the weights
-            takes all the time.
-        floor_tokens: prompt rows of a mixed step that cannot hold its target anyway.
-        paced_rows, paced_row_step: forwards paced to last for the longest output have at least ``paced_rows`` rows
-            (prompt and decode), and a multiple of ``paced_row_step``. Fewer rows cost the matrix products more than
-            decode rows that ride along save: 1,152 rows took 1.5 % longer per row than 1,024 (bench/LOG.md).
-        paced_prompt_rows: prompt rows of such a forward however many rows decode, so that the batch keeps growing.
-        split_slice_ms: slices beside decode aim at this time, so that the split can soon change.
-        split_launch_ms: most host time to launch one slice, since the next decode step waits for the host meanwhile.
-        solo_slice_ms: slices aim at this time when nothing decodes.
-        ttft_share: share of the time to a deadline that prefill may be planned to take.
-        budget_cap: intervals are planned up to this many times the tightest TPOT target; a larger lead is kept.
-        pause_patience_s: prefill may pause this long in favour of TPOT targets, then for every second tick at most.
-        overdue_patience_s: the same once the first prompt's deadline has passed.
-        least_rate: when prefill must continue at the cost of TPOT, it gets at least this share of its solo rate.
-        stickiness: another policy must be this many times better than the last one to replace it.
-        lane_share: worth of a chunk on the prefill lane relative to rows of a mixed step. Its prompts wait for the
-            chunk's end and then for a step or two before they decode. With rates predicted within 5 %, ``split``
-            served a third fewer code requests within 8 ms per token (bench/LOG.md).
-        beside_gain: without TPOT targets, prefill beside decode must bring this many times the throughput of the
-            phases in turn. Prompts that are prefilled first let the batch grow, which makes later steps cheaper.
-            Simulated, all at once: conv 24.0 → 22.6 s, code 23.7 → 23.1 s.
-        rate_weight, correction_weight: weight of one value in the moving averages of prefill rate and corrections.
-        correction_limit: corrections stay within this factor of 1, and so does one measurement.
-        budget_horizon_tokens: a lead or lag is spread over this many tokens: soon enough for short outputs, no jumps.
-        slack_horizon_tokens: a long wait must be made good within this many tokens: an output may end early.
-        lost_horizon_tokens: a sequence is lost if it cannot be back on target within this many tokens, decoding alone.
-        reserve_share, reserve_tokens: reserve of each sequence, as a share of the time due for up to
-            ``reserve_tokens`` tokens. A target missed by little is missed, but errors of single steps even out.
-        reserve_ms: reserve besides: one late token weighs on the TPOT of a short output.
-        patience_s: a late prompt waits at least this long before it goes ahead of those on time.
-        patience_allowances: it also waits at least this many times what its target allows.
-    """
-
+    # Rows of the largest chunk to aim at on a prefill lane of the whole GPU; a part of the GPU takes its share. A
+    # chunk's prompts get their first token when it ends, and no other can begin before.
     lane_chunk_tokens: int = 2048
+    # A queue of up to this many chunk sizes becomes one chunk: a small rest would cost a chunk.
     whole_queue_ratio: float = 1.25
+    # Mixed chunks are multiples of it, in rows, and never smaller while prompts wait.
     row_step: int = 16
+    # Smallest mixed chunk to weigh without a time limit: with fewer rows, reading the weights takes all the time.
     least_chunk_tokens: int = 256
-    floor_tokens: int = 64
+    floor_tokens: int = 64  # prompt rows of a mixed step that cannot hold its target anyway
+    # Forwards paced to last for the longest output have at least ``paced_rows`` rows (prompt and decode), and a
+    # multiple of ``paced_row_step``. Fewer rows cost the matrix products more than decode rows that ride along save:
+    # 1,152 rows took 1.5 % longer per row than 1,024 (bench/LOG.md).
     paced_rows: int = 1024
     paced_row_step: int = 256
-    paced_prompt_rows: int = 512
-    split_slice_ms: float = 5.0
-    split_launch_ms: float = 1.6
-    solo_slice_ms: float = 8.0
-    ttft_share: float = 0.95
+    paced_prompt_rows: int = 512  # however many rows decode, so that the batch keeps growing
+    split_slice_ms: float = 5.0  # slices beside decode aim at this time, so that the split can soon change
+    split_launch_ms: float = 1.6  # host time to launch one slice; the next decode step waits for the host
+    solo_slice_ms: float = 8.0  # slices aim at this time when nothing decodes
+    ttft_share: float = 0.95  # share of the time to a deadline that prefill may be planned to take
+    # Intervals are planned up to this many times the tightest TPOT target; a larger lead is kept.
     budget_cap: float = 1.15
+    # Prefill may pause this long in favour of TPOT targets, then for every second tick at most.
     pause_patience_s: float = 1.0
-    overdue_patience_s: float = 0.25
+    overdue_patience_s: float = 0.25  # the same once the first prompt's deadline has passed
+    # When prefill must continue at the cost of TPOT, it gets at least this share of its solo rate.
     least_rate: float = 0.1
-    stickiness: float = 1.15
+    stickiness: float = 1.15  # another policy must be this many times better than the last one to replace it
+    # Worth of a chunk on the prefill lane relative to rows of a mixed step. Its prompts wait for the chunk's end and
+    # then for a step or two before they decode. With rates predicted within 5 %, ``split`` served a third fewer code
+    # requests within 8 ms per token (bench/LOG.md).
     lane_share: float = 0.75
+    # Without TPOT targets, prefill beside decode must bring this many times the throughput of the phases in turn.
+    # Prompts that are prefilled first let the batch grow, which makes later steps cheaper. Simulated, all at once:
+    # conv 24.0 → 22.6 s, code 23.7 → 23.1 s.
     beside_gain: float = 1.03
+    # Weight of one value in the moving averages of prefill rate and corrections.
     rate_weight: float = 0.1
     correction_weight: float = 0.05
-    correction_limit: float = 2.0
+    correction_limit: float = 2.0  # corrections stay within this factor of 1, and so does one measurement
+    # A lead or lag is spread over this many tokens: soon enough for short outputs, no jumps.
     budget_horizon_tokens: int = 32
+    # A long wait must be made good within this many tokens: an output may end early.
     slack_horizon_tokens: int = 64
+    # A sequence is lost if it cannot be back on target within this many tokens, decoding alone.
     lost_horizon_tokens: int = 256
+    # Reserve of each sequence, as a share of the time due for up to ``reserve_tokens`` tokens. A target missed by
+    # little is missed, but errors of single steps even out.
     reserve_share: float = 0.03
     reserve_tokens: int = 64
-    reserve_ms: float = 3.0
-    patience_s: float = 20.0
-    patience_allowances: float = 20.0
+    reserve_ms: float = 3.0  # besides: one late token weighs on the TPOT of a short output
+    patience_s: float = 20.0  # a late prompt waits at least this long before it goes ahead of those on time
+    patience_allowances: float = 20.0  # and at least this many times what its target allows
 
 
 TUNING = PlannerTuning()
-"""The defaults."""

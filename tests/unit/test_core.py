@@ -137,7 +137,7 @@ def test_no_planner_can_break_the_books(
         for _ in range(aborts.count(count)):
             loop.abort(f"request-{count % len(requests)}")
             loop.check_books()
-        if loop.core.has_work():
+        if loop.core.has_unfinished_requests():
             loop.step()
     loop.run()
     check_chunks(loop)
@@ -157,7 +157,7 @@ def test_aborts_at_any_moment(requests: list[Arrival], policy: str, aborts: list
         for name in (f"request-{index}" for at, index in aborts if at == count):
             loop.abort(name)
             loop.check_books()
-        if loop.core.has_work():
+        if loop.core.has_unfinished_requests():
             loop.step()
     loop.run()
 
@@ -349,7 +349,7 @@ def test_an_abort_between_slices_with_nothing_in_flight() -> None:
     assert executor.launches[-1].placement.last_layer is not None
     loop.abort("request-0")
     assert not loop.core.in_flight
-    assert loop.core.has_work(), "there are layers to run before the blocks are free"
+    assert loop.core.has_unfinished_requests(), "there are layers to run before the blocks are free"
     loop.add(900, 5)
     loop.run(max_steps=100)
 

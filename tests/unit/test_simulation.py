@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 
 from bullet_graph.config import Policy, PromptOrder
 from bullet_graph.engine.simulation import SimulatedEngine, Simulation, SimulationSettings, simulate
-from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError
 from bullet_graph.hardware import H200
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import load_table
-from bullet_graph.perf.trace import read_trace
-from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.perf.trace import TraceHeader, read_trace
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_workload
 
@@ -117,7 +116,7 @@ def test_the_longest_output_first_ends_sooner(policy: str) -> None:
 
 def test_the_split_runs_on_the_size_that_was_asked_for(tmp_path: Path) -> None:
     header = TraceHeader("m", "d", 132, 32, "split:48", "no targets", "0")
-    trace = DecisionTrace.open(tmp_path / "trace.jsonl", header=header, overwrite=False)
+    trace = DecisionTrace(tmp_path / "trace.jsonl", header=header, overwrite=False)
     conv = load_workload("azure:conv", num_requests=40)
     arrivals = Arrivals(request_rate=25).times(conv)
     simulate(
@@ -166,21 +165,6 @@ def test_concurrency_is_limited_and_progress_is_told() -> None:
     refused = workload((10, 2), (10, 9000))
     simulate(MODEL, refused, np.zeros(2), SETTINGS, on_done=lambda row: seen.append(row.error))
     assert seen == ["prompt and output have 10 + 9000 tokens, more than max_model_len=8192", None]
-
-
-def test_the_engine_can_be_driven_by_hand() -> None:
-    engine = SimulatedEngine(MODEL, SETTINGS)
-    engine.sleep_until(1.0)
-    engine.add_request("a", [5, 6], SamplingParams(max_tokens=2))
-    assert engine.step(1.0001) == []
-    assert engine.now() == pytest.approx(1.0001)
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    (output,) = outputs
-    assert (output.request_id, output.outputs[0].token_ids) == ("a", (0, 0))
-    assert output.metrics.arrival_s == 1.0
-    assert output.prompt_token_ids == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from traces import launch as launched
 
 from bullet_graph.engine.in_flight import Launch
 from bullet_graph.engine.output import CompletionOutput, FinishReason, RequestOutput
-from bullet_graph.engine.trace import DecisionTrace, TraceHeader
+from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError, TraceError
 from bullet_graph.partition.masks import SmPartition
 from bullet_graph.perf.explain import summarize_trace
 from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.perf.trace import Decision, Trace, TracedRequest, read_trace
+from bullet_graph.perf.trace import Decision, Trace, TracedRequest, TraceHeader, read_trace
 from bullet_graph.perf.trace import Launch as TracedLaunch
 from bullet_graph.planner.plan import DecodeLoad, Load, Option, Plan, PromptLoad
 from bullet_graph.runtime.step import Placement
@@ -49,19 +49,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def begin(path: Path, *, overwrite: bool = False) -> DecisionTrace:
-    return DecisionTrace.open(path, header=HEADER, overwrite=overwrite)
+    return DecisionTrace(path, header=HEADER, overwrite=overwrite)
 
 
-def launch(trace: DecisionTrace, ticket: int, decision: int, *, predicted_ms: float | None = 9.0) -> None:
+def launch(trace: DecisionTrace, ticket: int, *, predicted_ms: float | None = 9.0) -> None:
     decode = SimpleNamespace(slots=range(3))
     scheduled = SimpleNamespace(step=SimpleNamespace(decode=decode, prefill=None))
     placement = Placement(partition=SmPartition(16, None))
-    trace.launched(
-        Launch(ticket, scheduled, placement, "split", predicted_ms, beside=False),  # type: ignore[arg-type]
-        decision=decision,
-        layers=4,
-        now_s=7.25,
-    )
+    trace.launched(Launch(ticket, scheduled, placement, "split", predicted_ms, beside=False), 7.25)  # type: ignore[arg-type]
 
 
 def finish(
@@ -81,8 +76,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_what_is_written_is_read_back(path: Path) -> None:
     trace = begin(path)
-    assert trace.decided(LOAD, PLAN) == 0
-    launch(trace, 5, 0)
+    trace.decided(LOAD, PLAN)
+    launch(trace, 5)
     trace.retired(5, 7.5, 8.5)
     finish(trace, RequestMetrics(6.0, 6.5, (7.0, 7.25)), Slo(ttft_ms=100, ttft_ms_per_token=2), "stop")
     trace.close()
@@ -111,17 +106,18 @@ def test_what_is_written_is_read_back(path: Path) -> None:
 def test_decisions_that_say_the_same_are_counted(path: Path) -> None:
     trace = begin(path)
     longer = replace(DECODE, kv_tokens=303, budget_ms=12.0)
-    numbers = [
-        trace.decided(LOAD, PLAN),
-        trace.decided(replace(LOAD, now_s=7.1, decode=longer), replace(PLAN, decode_ms=9.5)),
-        trace.decided(replace(LOAD, now_s=7.2), PLAN),
-        trace.decided(replace(LOAD, now_s=7.3), replace(PLAN, policy="mixed")),
-        trace.decided(replace(LOAD, now_s=7.4), PLAN),
-        trace.decided(replace(LOAD, now_s=7.5), PLAN),
-    ]
+    trace.decided(LOAD, PLAN)
+    trace.decided(replace(LOAD, now_s=7.1, decode=longer), replace(PLAN, decode_ms=9.5))
+    trace.decided(replace(LOAD, now_s=7.2), PLAN)
+    launch(trace, 1)
+    trace.decided(replace(LOAD, now_s=7.3), replace(PLAN, policy="mixed"))
+    launch(trace, 2)
+    trace.decided(replace(LOAD, now_s=7.4), PLAN)
+    trace.decided(replace(LOAD, now_s=7.5), PLAN)
+    launch(trace, 3)
     trace.close()
-    assert numbers == [0, 0, 0, 1, 2, 2]
     read = read_trace(path)
+    assert [launched.decision for launched in read.launches] == [0, 1, 2]
     assert [(d.policy, d.count) for d in read.decisions] == [("split", 3), ("mixed", 1), ("split", 2)]
     assert read.end_s == 7.5
 
@@ -148,13 +144,16 @@ def test_every_change_of_the_plan_or_of_what_there_is_to_do_is_a_decision(
     path: Path, load: Load, plan: Plan
 ) -> None:
     trace = begin(path)
-    assert [trace.decided(LOAD, PLAN), trace.decided(load, plan)] == [0, 1]
+    trace.decided(LOAD, PLAN)
+    trace.decided(load, plan)
     trace.close()
+    assert len(read_trace(path).decisions) == 2
 
 
 def test_nothing_to_decode_and_no_targets(path: Path) -> None:
     trace = begin(path)
-    launch(trace, 1, trace.decided(replace(LOAD, decode=None), PLAN), predicted_ms=math.inf)
+    trace.decided(replace(LOAD, decode=None), PLAN)
+    launch(trace, 1, predicted_ms=math.inf)
     finish(trace, RequestMetrics(1.0, None, ()))
     trace.close()
     read = read_trace(path)
@@ -195,7 +194,8 @@ def test_only_whole_lines_reach_the_file_before_it_is_closed(path: Path) -> None
     trace = begin(path)
     written = 0
     for number in range(3000):
-        launch(trace, number, trace.decided(LOAD, PLAN))
+        trace.decided(LOAD, PLAN)
+        launch(trace, number)
         if number % 100 == 0:
             text = path.read_text(encoding="utf-8")
             assert text.endswith("}\n")
@@ -214,7 +214,8 @@ sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from pathlib import Path
 from test_trace import LOAD, PLAN, begin, launch
 trace = begin(Path({str(path)!r}))
-launch(trace, 1, trace.decided(LOAD, PLAN))
+trace.decided(LOAD, PLAN)
+launch(trace, 1)
 raise RuntimeError("the engine failed")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
