@@ -89,10 +89,7 @@ class AsyncEngine:
         """Yield the request's outputs as they come.
 
         Leaving the generator early (cancelling its task, ``aclose``, ``break``) aborts the request and frees its KV
-        blocks.
-
-        Args:
-            slo: latency targets of this request; the engine's replace those that are missing.
+        blocks. The engine's latency targets replace those that ``slo`` lacks.
 
         Raises:
             RequestError: the request is invalid.
@@ -202,8 +199,7 @@ class AsyncEngine:
     def shutdown(self, timeout_s: float | None = None) -> bool:
         """Stop the thread and free the engine's memory; running requests get an EngineDeadError.
 
-        Returns:
-            Whether the thread, which may be stuck, has ended after at most ``timeout_s`` seconds (None: no limit).
+        Returns whether the thread, which may be stuck, has ended after at most ``timeout_s`` seconds (None: no limit).
         """
         self._commands.put(None)
         self._thread.join(timeout_s)

@@ -26,13 +26,8 @@ from bullet_graph.runtime.step import Placement, StepResult
 class EngineCore:
     """Runs requests on an executor as a planner decides.
 
-    Args:
-        num_kv_blocks: blocks of the KV cache, including the padding block.
-        prompt_order: order of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
-        trace: records every decision and launch.
-
-    Attributes:
-        first_token_s: when the first token reached the host, on the executor's clock; None before that.
+    ``num_kv_blocks`` includes the padding block. ``first_token_s`` is when the first token reached the host, on the
+    executor's clock; None before that.
     """
 
     def __init__(

@@ -269,14 +269,9 @@ class Engine:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many, and return when all are done.
+        """Generate for one prompt or many; return one output per prompt, in order, when all are done.
 
-        Args:
-            sampling_params: one for all prompts, or one per prompt.
-
-        Returns:
-            One output per prompt, in order. An invalid prompt of a list fails alone: its output has ``error`` set and
-            no ``outputs``.
+        An invalid prompt of a list fails alone: its output has ``error`` set and no ``outputs``.
 
         Raises:
             RequestError: a single prompt is invalid, or requests added one by one are still under way.

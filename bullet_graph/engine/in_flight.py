@@ -17,13 +17,7 @@ LaneSms = Mapping[tuple[Lane, SmPartition], frozenset[int]]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch in flight.
-
-    Attributes:
-        scheduled: the step; for a slice, the step that it is part of.
-        predicted_ms: predicted time on the device; None without a performance model.
-        beside: whether the other lane had work at the time of the launch.
-    """
+    """A launch in flight: of a step, or of some layers of one; ``beside`` says that the other lane had work then."""
 
     ticket: int
     scheduled: ScheduledStep

@@ -43,9 +43,7 @@ class CompletionOutput:
     """One sampled output of a request.
 
     Attributes:
-        index: which of the ``n`` samples.
         text: empty without a tokenizer.
-        logprobs: one entry per token if requested, else None.
         finish_reason: ``stop`` (a stop token or string, or end of sequence), ``length``, ``abort``, or None
             while it runs.
     """
@@ -102,7 +100,7 @@ class EngineStats:
         num_running: sequences that hold KV blocks.
         num_waiting: sequences that wait for KV blocks.
         num_decoding: running sequences whose prompts are done.
-        num_missing_graphs: CUDA graphs not captured yet (``ready="hot"``).
+        num_missing_graphs: CUDA graphs not captured yet.
         policy_seconds, lane_seconds: device time of launches.
         lane_sm_seconds: device time × SMs of launches; empty without a GPU.
         lane_sms: SMs of each lane's current launch, 0 if it is idle; empty without a GPU.

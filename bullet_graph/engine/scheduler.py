@@ -91,10 +91,7 @@ class Scheduler:
 
     When blocks run out, the sequence that came last loses its blocks and is recomputed later; no token is lost. When a
     sequence ends, its blocks are released only after all launched steps that touch them have been retired.
-
-    Args:
-        num_blocks: blocks of the KV cache, including the padding block; they must hold a sequence of ``max_model_len``.
-        prompt_order: order of prompts without targets; see :class:`~bullet_graph.config.EngineConfig`.
+    ``num_blocks``, which includes the padding block, must hold a sequence of ``max_model_len``.
     """
 
     def __init__(
@@ -200,7 +197,6 @@ class Scheduler:
             decode: what :meth:`decoding` returned, with nothing retired or finished since then. Sequences without a
                 block for the next token are left out.
             prompts: what :meth:`prompts` returned; served in this order.
-            chunk_tokens: most prompt rows.
             lane: the lane of the step; a step of the prefill lane has no decode rows.
         """
         decoding = self._take_decode(decode) if decode else []

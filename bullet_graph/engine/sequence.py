@@ -29,22 +29,18 @@ class Sequence:
     host, and ``num_in_flight`` counts those that launched steps will still deliver.
 
     Attributes:
-        index: which of the request's samples.
         stop_token_ids: ids that end the output, end-of-sequence included unless ignored.
-        arrival_s: the request's arrival on the engine's clock.
         slot: its row in the device's state while it runs, else -1.
         num_cached: tokens whose keys and values launched steps write.
         prompt_launched: launched steps cover its whole prompt.
         decoding: decode rows may be launched: its prompt is done, or precedes them on the same lane.
         preempted: it lost its blocks and is recomputed.
-        first_token_s: when its first token reached the host.
         num_in_flight: sampled tokens that have not arrived.
         num_pending_steps: launched, unretired steps that touch its blocks.
         num_tokens: prompt and output tokens, including those in flight. This and the next two fields are stored, not
             computed, as every row of every step reads them.
         max_tokens: upper limit of ``num_tokens``.
         kv_capacity: tokens that fit into its blocks.
-        deadline_s: when its first token is due; infinite without a target.
     """
 
     request_id: str

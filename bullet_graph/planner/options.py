@@ -38,7 +38,6 @@ class Predictor:
     """What all predictions share, whatever the load.
 
     Attributes:
-        corrections: of the model's times; they change.
         slice_layers: most layers of a slice that runs beside decode.
         whole_chunk: chunk size with the highest prefill rate on the whole GPU, in rows.
         lane_chunks: the same for the prefill lane, by SMs of the decode lane.

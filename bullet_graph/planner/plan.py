@@ -55,8 +55,8 @@ class ChunkLoad:
 
     Attributes:
         attention_pairs: (query, key) pairs of attention of all its sequences.
-        layers_left: layers that are not launched.
-        deadline_s: earliest deadline of its prompts.
+        layers_left: those that are not launched.
+        deadline_s: the earliest of its prompts.
     """
 
     tokens: int
@@ -121,10 +121,9 @@ class Plan:
             (``serial``, ``solo``, ``mixed``), ``prefill`` runs them in slices of layers on their own lane
             (``split``, and ``solo`` while a chunk is under way there).
         chunk_tokens: most prompt rows of the next chunk; 0 starts none.
-        slice_layers: layers of each slice launched on the prefill lane.
         decode_ms, slice_ms: predicted device times of the decode lane's next forward and of the next slice; None
             without a prediction.
-        options: the weighed options; empty if there was no choice.
+        options: those weighed; empty if there was no choice.
     """
 
     policy: PolicyName

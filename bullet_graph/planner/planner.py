@@ -21,11 +21,9 @@ class Planner:
             decode rows.
         decode_sms: sizes of the decode lane, in SMs, that have captured graphs and that the model knows.
         model: of the device; ``serial`` and ``mixed`` do without.
-        corrections: learned before; None begins with none.
         eager_layer_ms: host time to launch one layer kernel by kernel.
 
     Attributes:
-        predictor: None without a model.
         prefill_ms_per_token: prefill time per token at the recently planned rate, beside decode as it is; 0 without a
             model.
         corrections: measured ÷ predicted time for each policy and kind of forward; the loop adds its measurements.
