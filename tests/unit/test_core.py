@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from core_loop import MODEL, NUM_LAYERS, Arrival, CheckedExecutor, CoreLoop, Launch, arrivals
@@ -39,12 +39,7 @@ class _Wayward(Planner):
     """Decides at random among all that a plan may be, so that the loop cannot rely on a planner's habits."""
 
     def __init__(self, choices: list[int]) -> None:
-        super().__init__(
-            Policy("auto"),
-            max_chunk_tokens=8192,
-            decode_sms=MODEL.decode_sms,
-            model=MODEL,
-        )
+        super().__init__(Policy("auto"), max_chunk_tokens=8192, decode_sms=MODEL.decode_sms, model=MODEL)
         self._choices = choices
         self._next = 0
 
@@ -117,40 +112,21 @@ def test_every_request_ends_with_its_own_tokens(
 @settings(max_examples=100, deadline=None)
 @given(
     requests=requests,
-    choices=st.lists(st.integers(0, 59), min_size=1, max_size=40),
+    choices=st.lists(st.integers(0, 59), min_size=1, max_size=40) | st.sampled_from(["split", "auto"]),
     spare_blocks=st.sampled_from([0, 3, 40]),
-    aborts=st.lists(st.integers(0, 60), max_size=6),
+    aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=12),
     depth=st.sampled_from([1, 2]),
 )
-def test_no_planner_can_break_the_books(
+def test_neither_planners_nor_aborts_at_any_moment_break_the_books(
     requests: list[Arrival],
-    choices: list[int],
+    choices: list[int] | str,
     spare_blocks: int,
-    aborts: list[int],
+    aborts: list[tuple[int, int]],
     depth: int,
 ) -> None:
     executor = CheckedExecutor(max_in_flight=depth)
-    loop = CoreLoop(_Wayward(choices), num_kv_blocks=1 + 64 + spare_blocks, executor=executor)
-    for _, prompt_tokens, output_tokens, slo in requests:
-        loop.add(prompt_tokens, output_tokens, slo=slo)
-    for count in range(61):
-        for _ in range(aborts.count(count)):
-            loop.abort(f"request-{count % len(requests)}")
-            loop.check_books()
-        if loop.core.has_unfinished_requests():
-            loop.step()
-    loop.run()
-    check_chunks(loop)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    requests=requests,
-    policy=st.sampled_from(["split", "auto"]),
-    aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=12),
-)
-def test_aborts_at_any_moment(requests: list[Arrival], policy: str, aborts: list[tuple[int, int]]) -> None:
-    loop = CoreLoop(policy, num_kv_blocks=100)
+    planner = choices if isinstance(choices, str) else _Wayward(choices)
+    loop = CoreLoop(planner, num_kv_blocks=1 + 64 + spare_blocks, executor=executor)
     for _, prompt_tokens, output_tokens, slo in requests:
         loop.add(prompt_tokens, output_tokens, slo=slo)
     for count in range(81):
@@ -160,6 +136,7 @@ def test_aborts_at_any_moment(requests: list[Arrival], policy: str, aborts: list
         if loop.core.has_unfinished_requests():
             loop.step()
     loop.run()
+    check_chunks(loop)
 
 
 def check_chunks(loop: CoreLoop) -> None:
@@ -244,15 +221,15 @@ def test_a_prompt_decodes_as_soon_as_its_last_slice_is_done() -> None:
 # ---- what the planner learns ----
 
 
-@dataclass
 class _Biased(CheckedExecutor):
-    """Reports twice the time of some launches, and the true time of the others."""
+    """Reports twice the time of launches that are slow, which depends on the launch and on whether it ran all beside.
 
-    is_slow: Callable[[Launch, bool], bool] = lambda launch, beside: False  # noqa: ARG005
-    """Takes a launch, and whether the other lane was busy when it began and when it ended."""
+    It did if the other lane was busy when it began and when it ended.
+    """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, is_slow: Callable[[Launch, bool], bool], max_in_flight: int = 2) -> None:
+        super().__init__(max_in_flight=max_in_flight)
+        self._is_slow = is_slow
         self._began_beside: set[int] = set()
 
     def launch(self, step: Step, placement: Placement) -> int:
@@ -265,12 +242,12 @@ class _Biased(CheckedExecutor):
         launch = next(launch for launch in self.launches if launch.ticket == ticket)
         result = super().wait(ticket)
         beside = ticket in self._began_beside and bool(self.in_flight[other_lane(launch.placement.lane)])
-        return replace(result, device_ms=2 * result.device_ms) if self.is_slow(launch, beside) else result
+        return replace(result, device_ms=2 * result.device_ms) if self._is_slow(launch, beside) else result
 
 
 @pytest.mark.parametrize("kind", ["step", "slice"])
 def test_slow_launches_correct_the_predictions_of_their_own_kind(kind: ForwardKind) -> None:
-    executor = _Biased(is_slow=lambda launch, _: (launch.step.decode is None) == (kind == "slice"))
+    executor = _Biased(lambda launch, _: (launch.step.decode is None) == (kind == "slice"))
     corrections = both_phases("split:48", executor=executor).core.stats().corrections
     other: ForwardKind = "step" if kind == "slice" else "slice"
     assert corrections["split", kind] > 1.2
@@ -289,7 +266,7 @@ def test_a_split_learns_nothing_from_a_step_that_ran_alone_for_a_while(
         ratios[policy, kind].append(measured_ms / predicted_ms)
 
     monkeypatch.setattr(Corrections, "observe", observe)
-    executor = _Biased(max_in_flight=depth, is_slow=lambda x, beside: x.step.prefill is None and not beside)
+    executor = _Biased(lambda x, beside: x.step.prefill is None and not beside, depth)
     both_phases("split:48", executor=executor)
     assert sum(launch.placement.partition != WHOLE_GPU for launch in executor.launches) > len(
         ratios["split", "step"]
