@@ -1,6 +1,9 @@
-"""Small engines on the CPU, and ways to steer them, for the end-to-end tests."""
+"""Small engines on the CPU, and ways to steer them, for the end-to-end tests; some predict, some are asynchronous."""
 
+import asyncio
 import math
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bullet_graph import Engine, RequestOutput, SamplingParams
+from bullet_graph import AsyncEngine, Engine, RequestOutput, SamplingParams, Slo
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.step import Placement, Step
@@ -93,3 +96,76 @@ def before_launch(monkeypatch: pytest.MonkeyPatch, act: Callable[[Step, Placemen
         return launch(executor, step, placement)
 
     monkeypatch.setattr(CpuExecutor, "launch", acting)
+
+
+# ---- engines whose planner predicts, and ways into the middle of their prefills ----
+
+POLICIES = ("serial", "mixed", "mixed:16", "auto")
+LENGTHS = (4, 1, 40, 90, 17, 33)
+PROMPTS = [[(7 * i + 3 * j) % 300 for j in range(length)] for i, length in enumerate(LENGTHS)]
+PROMPT = PROMPTS[2]
+EASY = Slo(ttft_ms=1e6, tpot_ms=1e6)
+IMPOSSIBLE = Slo(ttft_ms=1e-6, tpot_ms=1e-6)
+
+Launches = list[tuple[Step, Placement]]
+
+short_slices = pytest.mark.usefixtures("one_layer_at_a_time")
+
+
+def make(model: Model | str | Path = "tiny", policy: str = "auto", **settings: object) -> Engine:
+    folder = model.folder if isinstance(model, Model) else model
+    return make_engine(folder, policy=policy, perf_table="roofline", **settings)
+
+
+def step_into_a_prefill(engine: Engine, launches: Launches) -> None:
+    """Step until a chunk has some of its layers behind it, and others before it."""
+    while not (launches and launches[-1][1].last_layer is not None):
+        engine.step()
+
+
+def fail_launches(
+    monkeypatch: pytest.MonkeyPatch, num_good: int, error: BaseException, lane: str | None = None
+) -> None:
+    """Let the executor refuse the launch, on a lane or on any, that follows so many good ones."""
+    calls = iter(range(num_good))
+
+    def fail(_: Step, placement: Placement) -> None:
+        if lane in (None, placement.lane) and next(calls, None) is None:
+            raise error
+
+    before_launch(monkeypatch, fail)
+
+
+# ---- asynchronous engines ----
+
+
+class Gate:
+    """Lets an executor launch so many steps, and the others once it is opened."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._permits = threading.Semaphore(num_steps)
+
+    def wait(self) -> None:
+        assert self._permits.acquire(timeout=30)
+
+    def open(self) -> None:
+        self._permits.release(100_000)
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "bullet-graph-engine"]
+
+
+async def collect(
+    engine: AsyncEngine, prompt: object, params: SamplingParams = GREEDY, **options: object
+) -> list[RequestOutput]:
+    return [output async for output in engine.generate(prompt, params, **options)]  # type: ignore[arg-type]
+
+
+async def idle(engine: AsyncEngine) -> None:
+    """Wait until the engine has nothing to do; all blocks must be free then."""
+    deadline = time.monotonic() + 20
+    while engine.engine.has_unfinished_requests() or engine.engine.stats().kv_blocks_used:
+        assert time.monotonic() < deadline, engine.engine.stats()
+        await asyncio.sleep(0.002)
+    assert engine.engine.stats().num_running == engine.engine.stats().num_waiting == 0

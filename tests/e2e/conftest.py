@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from async_engines import Gate
 from checkpoints import write_checkpoint
-from engines import Model, before_launch, make_engine
-from policies import PROMPTS, Launches
+from engines import PROMPTS, Gate, Launches, Model, before_launch, make_engine
 
 from bullet_graph import Engine
 from bullet_graph.planner.plan import Load, Plan

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from policies import short_slices
+from engines import short_slices
 
 from bullet_graph import Engine, EngineStats, SamplingParams, Slo
 from bullet_graph.slo import NO_TARGETS

@@ -8,9 +8,17 @@ import weakref
 from collections.abc import AsyncIterator
 
 import pytest
-from async_engines import Gate, collect, engine_threads, idle
-from engines import Model, at_any_depth, make_engine, tokens_of
-from policies import fail_launches
+from engines import (
+    Gate,
+    Model,
+    at_any_depth,
+    collect,
+    engine_threads,
+    fail_launches,
+    idle,
+    make_engine,
+    tokens_of,
+)
 
 from bullet_graph import (
     AsyncEngine,

@@ -7,14 +7,24 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
-from engines import GREEDY, Model, at_any_depth, make_engine, run_to_end, tokens_of
-from policies import PROMPT, PROMPTS, fail_launches, make, short_slices
+from engines import (
+    GREEDY,
+    PROMPT,
+    PROMPTS,
+    Model,
+    at_any_depth,
+    fail_launches,
+    make,
+    make_engine,
+    run_to_end,
+    short_slices,
+    tokens_of,
+)
 
 from bullet_graph import Engine, EngineDeadError
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.runtime.cpu import CpuExecutor
 from bullet_graph.runtime.executor import keep_for_ever
-from bullet_graph.runtime.step import Placement, Step
 
 
 def memory_of(engine: Engine) -> list[weakref.ref[torch.Tensor]]:
@@ -218,29 +228,3 @@ def test_an_interrupt_of_a_batch_leaves_nothing_under_way(
         assert tokens_of(output) == [model.greedy(PROMPT, 12)]
         run_to_end(engine)
         assert engine.stats().kv_blocks_used == 0
-
-
-def test_each_ticket_is_waited_for_once_and_in_order(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[int] = []
-    waited: list[int] = []
-    most = 0
-    launch, wait = CpuExecutor.launch, CpuExecutor.wait
-
-    def note_launch(self: CpuExecutor, step: Step, placement: Placement) -> int:
-        nonlocal most
-        launched.append(launch(self, step, placement))
-        most = max(most, len(launched) - len(waited))
-        return launched[-1]
-
-    def note_wait(self: CpuExecutor, ticket: int) -> object:
-        waited.append(ticket)
-        return wait(self, ticket)
-
-    monkeypatch.setattr(CpuExecutor, "launch", note_launch)
-    monkeypatch.setattr(CpuExecutor, "wait", note_wait)
-    monkeypatch.setattr(CpuExecutor, "max_in_flight", 3)
-    with make_engine(model.folder) as engine:
-        engine.generate([PROMPT] * 3, GREEDY, use_tqdm=False)
-        assert engine.stats().num_steps == len(waited)
-    assert waited == launched
-    assert most == 3

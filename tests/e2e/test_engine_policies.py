@@ -4,18 +4,22 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from async_engines import collect
-from engines import GREEDY, Model, at_any_depth, run_to_end, tokens_of
-from policies import (
+from engines import (
     EASY,
+    GREEDY,
     IMPOSSIBLE,
     POLICIES,
     PROMPT,
     PROMPTS,
     Launches,
+    Model,
+    at_any_depth,
+    collect,
     make,
+    run_to_end,
     short_slices,
     step_into_a_prefill,
+    tokens_of,
 )
 
 from bullet_graph import (

@@ -72,35 +72,6 @@ def test_the_text_ends_before_the_stop_string(
         assert expected.startswith(shown)
 
 
-@at_any_depth
-def test_no_stop_string_is_looked_for_before_min_tokens(engine: Engine, script: list[str]) -> None:
-    # "the" begins "there" and comes again; min_tokens ends within "there".
-    min_tokens = num_tokens_until(script, "the")
-    second = TEXT.index("the", TEXT.index("the") + 1)
-    assert len("".join(script[:min_tokens])) < second
-    params = SamplingParams(stop="the", min_tokens=min_tokens, max_tokens=100, ignore_eos=True)
-    (output,) = stream(engine, OutputKind.FINAL_ONLY, params)
-    assert output.outputs[0].text == TEXT[:second]
-    assert output.outputs[0].finish_reason == "stop"
-
-
-@at_any_depth
-def test_held_back_text_comes_when_no_stop_string_does(engine: Engine, script: list[str]) -> None:
-    params = SamplingParams(stop="fox; never", max_tokens=len(script))
-    outputs = stream(engine, OutputKind.CUMULATIVE, params)
-    assert outputs[-1].outputs[0].text == TEXT
-    assert outputs[-1].outputs[0].finish_reason == "length"
-    assert outputs[-2].outputs[0].text == "".join(script[:-1])[: -len("fox; never") + 1]
-
-
-@at_any_depth
-def test_end_of_sequence_after_the_text(engine: Engine, script: list[str]) -> None:
-    (output,) = stream(engine, OutputKind.FINAL_ONLY, SamplingParams(stop="zzz", max_tokens=100))
-    assert output.outputs[0].text == TEXT
-    assert output.outputs[0].finish_reason == "stop"
-    assert len(output.outputs[0].token_ids) == len(script) + 1
-
-
 # ---- output kinds ----
 
 

@@ -3,8 +3,18 @@
 from pathlib import Path
 
 import pytest
-from engines import GREEDY, Model, run_to_end
-from policies import EASY, LENGTHS, PROMPTS, Launches, fail_launches, make, short_slices
+from engines import (
+    EASY,
+    GREEDY,
+    LENGTHS,
+    PROMPTS,
+    Launches,
+    Model,
+    fail_launches,
+    make,
+    run_to_end,
+    short_slices,
+)
 
 from bullet_graph import ConfigError, EngineDeadError, RequestError, Slo
 from bullet_graph.perf.trace import read_trace

@@ -364,10 +364,12 @@ def test_two_runs_launch_the_same(policy: str) -> None:
     assert first == second
 
 
-def test_waiting_no_longer_than_asked() -> None:
-    loop = CoreLoop("auto")
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_lanes_are_filled_and_waited_for_no_longer_than_asked(depth: int) -> None:
+    loop = CoreLoop("auto", executor=CheckedExecutor(max_in_flight=depth))
     loop.add(1000, 3)
     loop.step(0.001)
+    assert len(loop.core.in_flight["decode"]) == depth
     assert loop.executor.now() == pytest.approx(0.001)
     assert not loop.outputs
     loop.run()

@@ -333,11 +333,3 @@ def test_both_targets_are_held_where_an_option_holds_both(load: Load) -> None:
         option = chosen(plan)
         assert option.holds_tpot
         assert option.holds_ttft
-
-
-@given(st.sampled_from(POLICIES), st.lists(loads, max_size=4))
-def test_the_same_loads_give_the_same_plans(policy: str, some: list[Load]) -> None:
-    if policy.startswith(("serial", "mixed")):
-        some = [dataclasses.replace(load, chunk=None) for load in some]
-    one, other = planner(policy), planner(policy)
-    assert [one.plan(load) for load in some] == [other.plan(load) for load in some]

@@ -110,18 +110,6 @@ def test_how_a_policy_fills_steps(
     assert run_steps(loop) == steps
 
 
-def test_prompts_get_a_block_s_worth_however_many_rows_decode() -> None:
-    loop = Loop("mixed", chunk_tokens=5, max_num_seqs=8)
-    for _ in range(6):
-        loop.add(1, max_tokens=30)
-    while sum(s.decoding for s in loop.sequences) < 6:
-        loop.launch()
-        loop.retire()
-    loop.add(9, max_tokens=1)
-    assert slots_of(loop.launch()) == ([BLOCK_TOKENS], 6)
-    loop.drain()
-
-
 def test_the_longest_outputs_go_first_where_that_is_the_order() -> None:
     loop = Loop(max_num_seqs=2, prompt_order="longest-output")
     outputs = (3, 9, 5, 9, 4)
@@ -140,16 +128,6 @@ def test_a_prompt_with_a_deadline_goes_by_it_whatever_the_order() -> None:
     loop.scheduler.add(due)
     assert not loop.scheduler.queue.longest_first
     assert loop.scheduler.prompts(0.0, 1.0) == [due, long]
-
-
-def test_a_sequence_that_gets_no_chunk_is_not_admitted_yet() -> None:
-    loop = Loop("mixed", chunk_tokens=8)
-    loop.add(8)
-    second = loop.add(8)
-    scheduled = loop.launch()
-    assert slots_of(scheduled) == ([8], 0)
-    assert second.status is Status.WAITING
-    loop.drain()
 
 
 def test_blocks_of_a_sequence_that_ended_stay_until_its_steps_are_retired() -> None:

@@ -145,13 +145,6 @@ def test_a_full_cache_preempts_and_still_serves_all() -> None:
     assert output_lens(simulation) == [400] * 12
 
 
-def test_what_does_not_fit_is_refused_and_the_rest_is_served() -> None:
-    simulation = run([(8000, 192), (8000, 193), (9000, 1)], [0.0, 0.0, 0.1])
-    served = simulation.replay.served
-    assert [row.error is None for row in served] == [True, False, False]
-    assert output_lens(simulation) == [192, 0, 0]
-
-
 def test_concurrency_is_limited_and_progress_is_told() -> None:
     seen: list[str | None] = []
     requests = workload(*[(100, 50)] * 4)
