@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from http import HTTPStatus
 from importlib import resources
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from bullet_graph._version import __version__
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.perf.energy import open_probe
-from bullet_graph.serve.errors import ApiError, validation_error
+from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.generation import Generation
 from bullet_graph.serve.limits import Gate, LimitMiddleware
 from bullet_graph.serve.metrics import ServerMetrics
@@ -83,19 +82,11 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     app.state.gate = gate
     app.add_middleware(LimitMiddleware, settings=settings)
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse(_: Request, error: RequestValidationError) -> Response:
-        return validation_error(error).response()
-
-    @app.exception_handler(HTTPException)
-    async def framework_error(_: Request, error: HTTPException) -> Response:
-        message = f"{HTTPStatus(error.status_code).phrase}: {error.detail}"
-        return ApiError(error.status_code, message, headers=error.headers).response()
-
-    @app.exception_handler(Exception)
-    @app.exception_handler(ApiError)
     async def fail(_: Request, error: Exception) -> Response:
         return ApiError.of(error).response()
+
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, fail)
 
     @app.post("/v1/completions", responses=answers(Completion, streams=True), response_model=None)
     async def completions(body: CompletionRequest) -> Response:

@@ -4,9 +4,11 @@ import itertools
 import json
 import reprlib
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from bullet_graph.errors import BulletGraphError, EngineDeadError
@@ -71,6 +73,11 @@ class ApiError(Exception):
         """The client's view of an error; an unexpected one shows no details."""
         if isinstance(error, ApiError):
             return error
+        if isinstance(error, RequestValidationError):
+            return _validation_error(error)
+        if isinstance(error, HTTPException):
+            phrase = HTTPStatus(error.status_code).phrase
+            return cls(error.status_code, f"{phrase}: {error.detail}", headers=error.headers)
         if isinstance(error, EngineDeadError):
             return cls(503, str(error), code="engine_dead")
         if isinstance(error, BulletGraphError) and isinstance(error, ValueError):
@@ -80,7 +87,7 @@ class ApiError(Exception):
         return cls(500, "the server failed on this request; its log tells why", code="internal_error")
 
 
-def validation_error(error: RequestValidationError) -> ApiError:
+def _validation_error(error: RequestValidationError) -> ApiError:
     """The first few reasons why a request's body is invalid; their number and length do not grow with the body."""
     reasons: dict[str, None] = {}
     param: str | None = None

@@ -182,13 +182,14 @@ async def test_a_full_queue_is_told_and_loses_nothing(monkeypatch: pytest.Monkey
 
 
 async def test_sequences_whose_outputs_nobody_reads_do_not_fill_the_queue() -> None:
-    """Two requests of 128 outputs each have come to their end, and lie unread."""
-    with serving(max_model_len=64, kv_cache_bytes=16 << 20, max_queue_len=128) as served:
+    """Two requests of 64 outputs each have come to their end, and lie unread."""
+    with serving(max_model_len=64, kv_cache_bytes=16 << 20, max_num_seqs=128, max_queue_len=64) as served:
         async with session(served) as client:
-            unread = [served.connect(as_http(body([1], 10, n=128, ignore_eos=True))) for _ in range(2)]
-            stats = served.engine.engine.stats
-            await until(lambda: served.server.gate.num_inside == 2 and stats().num_running > 0)
-            await until(lambda: not stats().num_running and not served.engine.num_waiting)
+            unread = [served.connect(as_http(body([1], 12, n=64, ignore_eos=True))) for _ in range(2)]
+            gate, engine = served.server.gate, served.engine
+            await until(
+                lambda: gate.num_inside == 2 and not gate.num_waiting and not engine.engine.num_running()
+            )
             assert served.server.gate.num_inside == 2
             assert await tokens_of_stream(client, [1], 3)
             for connection in unread:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, PromptError, TokenLogprobs
-from bullet_graph.serve.errors import ApiError, validation_error
+from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import ChatFormat, CompletionFormat, to_json_text, token_texts, usage_of
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import PREFIX, Histogram, ServerMetrics
@@ -202,7 +202,7 @@ def test_a_huge_wrong_body_is_refused_in_little_time_and_few_words(body: dict[st
     errors = [
         error | {"loc": ("body", *error["loc"])} for error in invalid.value.errors()
     ]  # as the framework does
-    told = validation_error(RequestValidationError(errors, body=body))
+    told = ApiError.of(RequestValidationError(errors, body=body))
     assert len(str(told)) < 1000
     assert len(told.json()) < 1500
     assert time.perf_counter() - begin_s < 0.5
