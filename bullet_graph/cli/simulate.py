@@ -16,7 +16,7 @@ from bullet_graph.cli.options import FILE, result_options, setting_options
 from bullet_graph.cli.replay_options import TRACE_TIMES, GoodputCommand, gpu_option, replay_options
 from bullet_graph.cli.result_file import Output, check_plot_file
 from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, goodput_table, print_line, print_table
-from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
+from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings
 from bullet_graph.engine.simulation import simulate as serve_simulated
 from bullet_graph.engine.trace import DecisionTrace
@@ -30,7 +30,7 @@ from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.goodput_search import GoodputSearch
 from bullet_graph.perf.performance import PaddedModel, PerformanceModel
 from bullet_graph.perf.predict import TableModel
-from bullet_graph.perf.roofline import Roofline, kv_cache_bytes_per_token
+from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import gpu_nickname, load_table
 from bullet_graph.perf.trace import TraceHeader
 from bullet_graph.runtime.memory import GIB, DeviceMemory, plan_memory
@@ -44,6 +44,8 @@ _TOLERANCE = 0.02
 _ROOFLINE_PREFIX = "roofline:"
 _RESERVED_BYTES = 5 * GIB // 2
 """Workspaces, libraries and graphs of an engine with 1,024 sequences on an H200, by its memory ledger."""
+_AMPLE_BYTES = 2**60
+"""Of a GPU whose memory is not known, where the KV cache has a given size."""
 
 
 class Simulator:
@@ -115,20 +117,17 @@ class Simulator:
         self.workload = load_workload(trace, num_requests=num_prompts, seed=config.seed, tokenize=tokenize)
 
     def _kv_cache_tokens(self, memory_bytes: int | None) -> int:
-        config, dtype_bytes = self.config, DTYPE_BYTES[self.dtype]
-        if memory_bytes is None:
-            if config.kv_cache_bytes is None:
-                raise ConfigError(
-                    f"the memory of {self.gpu} is not known: give the KV cache's size with --kv-cache-bytes"
-                )
-            block_bytes = KV_BLOCK_TOKENS * kv_cache_bytes_per_token(self.model, dtype_bytes=dtype_bytes)
-            return max(config.kv_cache_bytes // block_bytes - 1, 0) * KV_BLOCK_TOKENS
+        if memory_bytes is None and self.config.kv_cache_bytes is None:
+            raise ConfigError(
+                f"the memory of {self.gpu} is not known: give the KV cache's size with --kv-cache-bytes"
+            )
+        num_bytes = _AMPLE_BYTES if memory_bytes is None else memory_bytes
         return plan_memory(
-            config,
+            self.config,
             self.model,
-            dtype_bytes=dtype_bytes,
+            dtype_bytes=DTYPE_BYTES[self.dtype],
             max_model_len=self.max_model_len,
-            device=DeviceMemory(memory_bytes, memory_bytes),
+            device=DeviceMemory(num_bytes, num_bytes),
             workspaces_bytes=_RESERVED_BYTES,
             graphs_bytes=0,
         ).kv_cache_tokens
