@@ -332,3 +332,7 @@ def test_tickets_may_come_again(tmp_path: Path) -> None:
         50.0,
         10.0,
     ]
+
+
+def test_a_trace_ends_with_its_last_token(tmp_path: Path) -> None:
+    assert read_run(tmp_path, request("r", [100.0, 900.0])).end_s == pytest.approx(100.9)
