@@ -142,6 +142,15 @@ def test_the_token_is_the_gumbel_max_of_what_the_cuts_leave(
     assert draw(scores, [position], state) == [best]
 
 
+@pytest.mark.parametrize(
+    "cuts", [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.95, "min_p": 0.1}]
+)
+def test_all_that_the_cuts_leave_is_drawn_and_nothing_else(cuts: dict[str, float]) -> None:
+    scores = [0.0, 1.0, -1.0, 2.0, 0.5, 0.5, -0.5, 1.5]
+    kept, _ = kept_tokens(scores, 1.0, **cuts)  # type: ignore[arg-type]
+    assert set(draw(scores, list(range(1000)), make_state(seed=2024, **cuts))) == kept
+
+
 def test_a_row_does_not_depend_on_the_batch() -> None:
     generator = torch.Generator().manual_seed(1)
     rows, vocab_size = 12, 50
