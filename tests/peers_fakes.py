@@ -10,22 +10,19 @@ from contextlib import contextmanager
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType, SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
-Telling = Literal["each", "end", "pairs"]
-"""Whether the server tells its usage with each chunk, at the end, or at the end but packs two tokens into a chunk."""
-
 
 class CompletionsServer(ThreadingHTTPServer):
-    """``/v1/completions`` as server-sent events."""
+    """``/v1/completions`` as server-sent events: a chunk a token, or two, and then their number comes at the end."""
 
     request_queue_size = 100
 
-    def __init__(self, telling: Telling) -> None:
+    def __init__(self, *, in_pairs: bool) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.telling = telling
+        self.in_pairs = in_pairs
         self.bodies: list[dict[str, Any]] = []
         self.refuse: str | None = None
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
@@ -61,20 +58,17 @@ class _Handler(BaseHTTPRequestHandler):
             told = None if usage is None else {"completion_tokens": usage}
             self.wfile.write(f"data: {json.dumps({'choices': choices, 'usage': told})}\n\n".encode())
 
-        last, unsent = body["max_tokens"], 0
-        for number in range(1, last + 1):
-            unsent += 1
-            if self.server.telling != "pairs" or unsent == 2 or number == last:
-                choice = {"text": "x" * unsent, "finish_reason": "length" if number == last else None}
-                send([choice], number if self.server.telling == "each" else None)
-                unsent = 0
+        last, pairs = body["max_tokens"], self.server.in_pairs
+        for number in [*range(2 if pairs else 1, last, 2 if pairs else 1), last]:
+            choice = {"text": "x", "finish_reason": "length" if number == last else None}
+            send([choice], None if pairs else number)
         send([], last)
         self.wfile.write(b"data: [DONE]\n\n")
 
 
 @contextmanager
-def completions_server(telling: Telling = "each") -> Iterator[CompletionsServer]:
-    with CompletionsServer(telling) as server:
+def completions_server(*, in_pairs: bool = False) -> Iterator[CompletionsServer]:
+    with CompletionsServer(in_pairs=in_pairs) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -94,34 +88,13 @@ class RequestOutputKind(Enum):
 FakeSamplingParams = dataclasses.make_dataclass(
     "FakeSamplingParams", ["temperature", "max_tokens", "ignore_eos", "output_kind", "detokenize"]
 )
+ARGUMENTS = """model load_format generation_config skip_tokenizer_init dtype seed max_model_len max_num_seqs
+max_num_batched_tokens gpu_memory_utilization enable_prefix_caching disable_log_stats enable_log_requests
+use_tqdm_on_load scheduler_cls additional_config"""
 FakeEngineArgs = dataclasses.make_dataclass(
-    "FakeEngineArgs",
-    [
-        *(
-            "model",
-            "load_format",
-            "generation_config",
-            "skip_tokenizer_init",
-            "dtype",
-            "seed",
-            "max_model_len",
-        ),
-        *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching"),
-        *(
-            "disable_log_stats",
-            "enable_log_requests",
-            "use_tqdm_on_load",
-            "scheduler_cls",
-            "additional_config",
-        ),
-        ("max_cudagraph_capture_size", int, 512),
-    ],
+    "FakeEngineArgs", [*ARGUMENTS.split(), ("max_cudagraph_capture_size", int, 512)]
 )
 """The arguments that the comparison gives, of vLLM's many."""
-
-
-class DeadError(Exception):
-    pass
 
 
 class FakeAsyncLLM:
@@ -134,7 +107,6 @@ class FakeAsyncLLM:
             raise ValueError("Free memory on device is less than desired")
         print("vLLM says hello on stdout")
         self.args = args
-        self.is_dead = False
         self.request_ids: list[str] = []
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=99, block_size=16),
@@ -155,8 +127,6 @@ class FakeAsyncLLM:
         assert prompt["type"] == "token"
         assert (params.output_kind, params.detokenize) == (RequestOutputKind.DELTA, False)
         self.request_ids.append(request_id)
-        if self.is_dead:
-            raise DeadError("EngineCore encountered an issue")
         for _ in range(params.max_tokens):
             await asyncio.sleep(0)
             yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0])])
@@ -175,7 +145,7 @@ def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> list[FakeAsyncLLM]:
         "vllm.v1": {},
         "vllm.v1.engine": {},
         "vllm.v1.engine.async_llm": {"AsyncLLM": FakeAsyncLLM},
-        "vllm.v1.engine.exceptions": {"EngineDeadError": DeadError},
+        "vllm.v1.engine.exceptions": {"EngineDeadError": RuntimeError},
         "vllm.inputs": {"tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids}},
         "vllm.sampling_params": {
             "SamplingParams": FakeSamplingParams,

@@ -1,16 +1,15 @@
 """Comparisons from the command line to the table: this engine beside stand-ins of two peers."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import DEFAULT, AsyncMock
 
 import pytest
 from cli_runner import refused, write_trace
 from click.testing import CliRunner, Result
-from peers_fakes import CompletionsServer, Telling, completions_server, install_fake_vllm
+from peers_fakes import CompletionsServer, completions_server, install_fake_vllm
 
+from bench.peers import comparison
 from bench.peers.command import compare
 from bullet_graph import EngineDeadError
 from bullet_graph.cli.bench.sweep_runner import Sweep
@@ -32,7 +31,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server() -> Iterator[CompletionsServer]:
     with completions_server() as server:
         yield server
@@ -57,16 +56,11 @@ def test_given_rates_with_all_systems_in_turn(
     monkeypatch.setattr("bench.peers.systems.installed_version", lambda _: "0.26.0")
     path = tmp_path / "peers.json"
     systems = ("vllm:512", "own:mixed:16", "vllm", "own:serial", f"openai:{server.url}")
-    del server.bodies[:]
-    result = run(f"{trace}@{EASY}", path, "--rates", "50,100", systems=systems)
+    for_vllm = ("--vllm-option", "max_cudagraph_capture_size=1024", "--vllm-log", str(tmp_path / "log"))
+    result = run(f"{trace}@{EASY}", path, "--rates", "50,100", *for_vllm, systems=systems)
     assert result.exit_code == 0, result.stderr
-    labels = [
-        "vllm 0.26.0 chunk 512",
-        "bullet_graph mixed:16",
-        "vllm 0.26.0",
-        "bullet_graph serial",
-        server.url,
-    ]
+    own = "bullet_graph mixed:16", "bullet_graph serial"
+    labels = ["vllm 0.26.0 chunk 512", own[0], "vllm 0.26.0", own[1], server.url]
     told = order_of_runs(result)
     assert [line.split(", ")[-2:] for line in told] == [
         [label, f"at {rate}/s"] for rate in (50, 100) for label in labels
@@ -74,7 +68,11 @@ def test_given_rates_with_all_systems_in_turn(
     # One vLLM for both of its settings, and nothing of its chatter among the results.
     assert len(engines) == 1
     assert len(set(engines[0].request_ids)) == 2 * (2 + 2 * 5)
-    assert "hello" not in result.stdout
+    assert "hello" not in result.output
+    assert "hello" in (tmp_path / "log").read_text(encoding="utf-8")
+    args = engines[0].args
+    assert (args.max_cudagraph_capture_size, args.max_model_len) == (1024, 53)
+    assert (Path(args.model) / "config.json").is_file()
 
     sweep = Sweep.read(path)
     assert sweep.finished
@@ -110,8 +108,6 @@ def test_searches_side_by_side_go_on_after_an_interruption(
     path = tmp_path / "peers.json"
     options = ("--first-rate", "40", "--step", "2", "--max-runs", "3")
     systems = ("own:mixed:16", "own:serial")
-
-    from bench.peers import comparison  # noqa: PLC0415 - the module is patched
 
     # Two warm-ups and three runs go well.
     real = comparison.replay_async
@@ -163,13 +159,42 @@ def test_decisions_of_this_engine_go_to_a_file(trace: Path, tmp_path: Path) -> N
     assert f"the trace file {decisions} exists" in refused(again)
 
 
-# ---- systems that are missing or fail ----
+# ---- what fails ----
 
 
-def test_a_missing_vllm_is_an_error(trace: Path, tmp_path: Path) -> None:
-    path = tmp_path / "peers.json"
-    message = refused(run(trace, path, "--rates", "50", systems=("own:mixed:16", "vllm:512")))
-    assert "vllm is not installed" in message
+def test_a_server_that_does_not_tell_its_tokens(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    with completions_server(in_pairs=True) as server:
+        result = run(trace, path, "--rates", "50", systems=(f"openai:{server.url}",))
+    assert result.exit_code == 0, result.stderr
+    (cell,) = Sweep.read(path).cells
+    (fields,) = cell.runs
+    # Of pairs that are not told, only the request of one token can be counted.
+    assert (fields["completed"], fields["failed"]) == (1, 4)
+    assert all("it must give continuous_usage_stats" in reason for reason in fields["failures"])
+
+
+def test_a_server_that_refuses_all(
+    trace: Path, server: CompletionsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "refuse", "ignore_eos is not known")
+    message = refused(run(trace, tmp_path / "p.json", "--rates", "50", systems=(f"openai:{server.url}",)))
+    assert "none of the 5 requests of trace.csv could be served" in message
+    assert "the server answered 400: ignore_eos is not known" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rates", "20", "--best-peer-only"), "--best-peer-only is for searches"),
+        ((), "has no targets to meet"),
+        (("--rates", "20", "--max-model-len", "52"), "longest request has 53 tokens, more than"),
+        (("--rates", "20", "--system", "vllm"), "vllm is not installed"),
+    ],
+)
+def test_bad_options(trace: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    path = tmp_path / "p.json"
+    assert message in refused(run(trace, path, *options))
     assert not path.exists()
 
 
@@ -177,9 +202,8 @@ def test_a_missing_vllm_is_an_error(trace: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--vllm-option", "no_such=1"), "this vLLM has no option no_such"),
-        (("--vllm-option", "no_such"), "write NAME=VALUE"),
         (("--gpu-memory-utilization", "0.95"), "vLLM did not start: Free memory on device"),
-        (("--max-num-batched-tokens", "256"), "vllm:512 needs a larger engine.*max_num_batched_tokens=256"),
+        (("--max-num-batched-tokens", "256"), "vllm:512 needs a larger engine"),
     ],
 )
 def test_settings_that_vllm_refuses(
@@ -187,81 +211,4 @@ def test_settings_that_vllm_refuses(
 ) -> None:
     install_fake_vllm(monkeypatch)
     result = run(trace, tmp_path / "p.json", "--rates", "50", *options, systems=("vllm:512",))
-    assert result.exit_code == 2
-    assert re.search(message, " ".join(result.stderr.split())), result.stderr
-
-
-def test_options_reach_vllm_and_its_messages_a_file(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engines = install_fake_vllm(monkeypatch)
-    log = tmp_path / "vllm.log"
-    options = ("--vllm-option", "max_cudagraph_capture_size=1024", "--vllm-option", "dtype=bfloat16")
-    options += ("--vllm-log", str(log))
-    result = run(trace, tmp_path / "p.json", "--rates", "50", *options, systems=("vllm",))
-    assert result.exit_code == 0, result.stderr
-    args = engines[0].args
-    assert (args.max_cudagraph_capture_size, args.dtype, args.max_model_len) == (1024, "bfloat16", 53)
-    assert (Path(args.model) / "config.json").is_file()
-    assert "hello" in log.read_text(encoding="utf-8")
-    assert "hello" not in result.output
-
-
-def test_a_vllm_that_dies_ends_the_comparison(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engines = install_fake_vllm(monkeypatch)
-    monkeypatch.setattr("bench.peers.vllm_system.VllmSystem.configure", lambda *_: _die(engines))
-    result = run(trace, tmp_path / "p.json", "--rates", "50", systems=("vllm",))
-    assert result.exit_code == 2
-    assert "Error: vLLM's core has died" in result.stderr
-
-
-async def _die(engines: list[Any]) -> None:
-    engines[0].is_dead = True
-
-
-@pytest.mark.parametrize("telling", ["end", "pairs"])
-def test_servers_that_tell_less(trace: Path, tmp_path: Path, telling: Telling) -> None:
-    path = tmp_path / "p.json"
-    with completions_server(telling) as server:
-        result = run(trace, path, "--rates", "50", systems=(f"openai:{server.url}",))
-    assert result.exit_code == 0, result.stderr
-    (cell,) = Sweep.read(path).cells
-    (fields,) = cell.runs
-    # Of pairs that are not told, only the request of one token can be counted.
-    assert (fields["completed"], fields["failed"]) == ((5, 0) if telling == "end" else (1, 4))
-    assert all("it must give continuous_usage_stats" in reason for reason in fields["failures"])
-
-
-def test_a_server_that_refuses_all(trace: Path, server: CompletionsServer, tmp_path: Path) -> None:
-    server.refuse = "ignore_eos is not known"
-    try:
-        message = refused(run(trace, tmp_path / "p.json", "--rates", "50", systems=(f"openai:{server.url}",)))
-    finally:
-        server.refuse = None
-    assert "none of the 5 requests of trace.csv could be served" in message
-    assert "the server answered 400: ignore_eos is not known" in message
-
-
-# ---- bad input ----
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--rates", "18,fast"), "is no list of rates above 0"),
-        (("--rates", "20", "--all-at-once"), "exclude one another"),
-        (("--rates", "20", "--best-peer-only"), "--best-peer-only is for searches"),
-        ((), "has no targets to meet"),
-        (
-            ("--rates", "20", "--max-model-len", "52"),
-            "longest request has 53 tokens, more than --max-model-len 52",
-        ),
-        (("--rates", "20", "--system", "sglang"), "'sglang' is no system"),
-    ],
-)
-def test_bad_options(trace: Path, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    path = tmp_path / "p.json"
-    assert message in refused(run(trace, path, *options))
-    assert not path.exists()
+    assert (result.exit_code, message in " ".join(result.stderr.split())) == (2, True), result.stderr
