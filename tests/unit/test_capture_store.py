@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from caches import FILES, FINGERPRINT, PACKAGE, PLAN, build, flip_byte, quiet
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.captures import store as store_module
@@ -118,24 +119,17 @@ def test_a_manifest_that_cannot_be_is_refused(data: bytes, message: str) -> None
     assert str(refused.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    "path", ["", "/etc/x", "../x", "a/../../x", "a//b", "./a", "a/.", "a\\b", "a\nb", "\ud800"]
-)
-def test_a_path_that_could_leave_the_folder_is_refused(path: str) -> None:
-    with pytest.raises(CacheError):
+@given(st.text(alphabet="ab./\\ \0\n\ud800~", max_size=6))
+@settings(max_examples=400)
+@pytest.mark.parametrize("start", ["", "/etc/", "../", "a/../../", "a//", "./", "a/./", "a/"])
+def test_an_accepted_path_stays_in_its_folder_and_can_be_printed(start: str, end: str) -> None:
+    path = start + end
+    with suppress(CacheError):
         StoredFile(path, 0, "0" * 64)
-
-
-@given(st.text(alphabet="ab./\\ \0~", max_size=12))
-def test_an_accepted_path_stays_in_its_folder(path: str) -> None:
-    try:
-        StoredFile(path, 0, "0" * 64)
-    except CacheError:
-        return
-    joined = Path("/cache/files") / path
-    assert Path(os.path.normpath(joined)) == joined
-    assert joined.is_relative_to("/cache/files")
-    assert joined != Path("/cache/files")
+        # As it is written: nothing is left out, and nothing leads out.
+        assert os.path.normpath(f"/cache/files/{path}") == f"/cache/files/{path}"
+        assert "\\" not in path
+        assert path.isprintable()
 
 
 def test_differences_are_told_by_component(entry: Entry) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bullet_graph.errors import PerfTableError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.perf.accuracy import held_back_errors
-from bullet_graph.perf.performance import PaddedModel, PerformanceModel, attention_pairs
+from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.table import DecodePoint, MixedPoint, PerfTable, Points, PrefillPoint, SplitPoint
 
@@ -53,13 +53,6 @@ def test_decode_between_the_measured_points(batch_size: int, context: int) -> No
     predicted = MODEL.decode(batch_size, batch_size * context)
     assert predicted.ms == pytest.approx(perf_tables.decode_ms(batch_size, context), rel=0.02)
     assert predicted.measured
-
-
-def test_batches_are_padded_to_their_graph() -> None:
-    model = PaddedModel(MODEL, lambda batch_size, _: 64 if batch_size <= 64 else 128)
-    assert model.decode(33, 33_000).ms == MODEL.decode(64, 33_000).ms
-    split = (33_000, 2048, PAIRS)
-    assert model.split(64, 33, *split) == MODEL.split(64, 64, *split)
 
 
 @pytest.mark.parametrize("sms", [20, 28, 40, 72])
