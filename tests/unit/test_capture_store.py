@@ -369,16 +369,6 @@ def names_of(found: Iterable[Entry | Pruned]) -> list[str]:
     return [entry.entry_id for entry in found]
 
 
-def test_prune_by_age(store: CaptureStore) -> None:
-    old, new = used_days_ago(store, 40, gpu="old"), used_days_ago(store, 10, gpu="new")
-    (planned,) = store.prune(max_age=timedelta(days=30), dry_run=True)
-    assert old.folder.is_dir()
-    (pruned,) = store.prune(max_age=timedelta(days=30), dry_run=False)
-    assert planned == pruned
-    assert (pruned.entry_id, pruned.reason) == (old.entry_id, "not used for 40 days")
-    assert names_of(store.entries()[0]) == [new.entry_id]
-
-
 def test_prune_by_total_size_keeps_what_was_used_last(store: CaptureStore) -> None:
     used = [used_days_ago(store, days, gpu=f"gpu{days}") for days in (3, 1, 2)]
     size = used[0].manifest.num_bytes
@@ -386,14 +376,18 @@ def test_prune_by_total_size_keeps_what_was_used_last(store: CaptureStore) -> No
     assert len(store.prune(max_total_bytes=0, dry_run=False)) == 2
 
 
-def test_prune_clears_damage_and_leftovers_but_not_what_is_in_use(store: CaptureStore) -> None:
-    fits, old, broken = (used_days_ago(store, days, gpu=str(days)) for days in (1, 40, 2))
+def test_prune_clears_age_damage_and_leftovers_but_not_what_is_in_use(store: CaptureStore) -> None:
+    fits, old, used, broken = (used_days_ago(store, days, gpu=str(days)) for days in (10, 40, 50, 2))
     (broken.folder / MANIFEST_NAME).unlink()
     shutil.copytree(fits.folder, store.root / "staging" / f"{fits.entry_id}.left")
-    with store.open(old):
-        os.utime(old.folder / MANIFEST_NAME, (0, 0))
-        pruned = {entry.entry_id: entry for entry in store.prune(max_age=timedelta(days=30), dry_run=False)}
-    assert pruned.keys() == {old.entry_id, broken.entry_id}
-    assert "in use" in (pruned[old.entry_id].kept_because or "")
-    assert set(names_of(store.entries()[0])) == {fits.entry_id, old.entry_id}
+    planned = store.prune(max_age=timedelta(days=30), dry_run=True)
+    assert set(names_of(planned)) == {old.entry_id, used.entry_id, broken.entry_id}
+    with store.open(used):
+        os.utime(used.folder / MANIFEST_NAME, (0, 0))
+        pruned = store.prune(max_age=timedelta(days=30), dry_run=False)
+    assert names_of(pruned) == names_of(planned)
+    found = {entry.entry_id: entry for entry in pruned}
+    assert (found[old.entry_id].reason, found[old.entry_id].kept_because) == ("not used for 40 days", None)
+    assert "in use" in (found[used.entry_id].kept_because or "")
+    assert set(names_of(store.entries()[0])) == {fits.entry_id, used.entry_id}
     assert not list((store.root / "staging").iterdir())

@@ -27,13 +27,11 @@ def make_stream(gpu: FakeDriver, probe: SmidProbe, *sms: int) -> int:
     return stream
 
 
-def test_an_eager_launch(gpu: FakeDriver, probe: SmidProbe) -> None:
-    assert probe.run(make_stream(gpu, probe)) == frozenset(range(132))
-    assert probe.run(make_stream(gpu, probe, 4, 5, 130)) == {4, 5, 130}
-
-
-def test_a_graph_shows_the_sms_of_its_capture(gpu: FakeDriver, probe: SmidProbe) -> None:
+def test_a_launch_shows_its_streams_sms_and_a_graph_those_of_its_capture(
+    gpu: FakeDriver, probe: SmidProbe
+) -> None:
     masked, unmasked = make_stream(gpu, probe, 6, 7), make_stream(gpu, probe)
+    assert (probe.run(masked), probe.run(unmasked)) == ({6, 7}, frozenset(range(132)))
     assert probe.run_captured(masked) == probe.run_captured(masked, unmasked) == {6, 7}
     assert probe.run_captured(unmasked, masked) == frozenset(range(132))
     gpu.graphs_ignore_masks = True
@@ -82,20 +80,18 @@ def test_close_frees_everything(gpu: FakeDriver, probe: SmidProbe) -> None:
     assert (gpu.retained, gpu.live) == (0, {})
 
 
-def test_a_probe_outlives_the_one_whose_context_it_found(gpu: FakeDriver, probe: SmidProbe) -> None:
+def test_a_context_that_is_current(gpu: FakeDriver, probe: SmidProbe) -> None:
     other = SmidProbe(driver=probe.driver)
     probe.close()
-    assert other.run(make_stream(gpu, other)) == frozenset(range(132))
-
-
-def test_a_context_that_is_current(gpu: FakeDriver) -> None:
+    stream = make_stream(gpu, other)
+    assert other.run(stream) == frozenset(range(132)), "it outlives the first"
+    gpu.cuStreamDestroy(stream)
+    other.close()
     gpu.current_context = 0xABC
     SmidProbe(driver=CudaDriver(gpu)).close()
     assert (gpu.current_context, gpu.retained) == (0xABC, 0)
     gpu.current_device = 1
-    with pytest.raises(
-        PartitionError, match="GPU 0 needs that GPU's context, but the current one is of GPU 1"
-    ):
+    with pytest.raises(PartitionError, match=r"GPU 0 needs that GPU's context, but .* one is of GPU 1"):
         SmidProbe(0, driver=CudaDriver(gpu))
     assert gpu.retained == 0
 
@@ -139,25 +135,21 @@ def test_no_gpu_no_libcuda_or_an_old_one(gpu: FakeDriver) -> None:
 
 
 def fake_bindings(monkeypatch: pytest.MonkeyPatch, version: str, driver: FakeDriver | None) -> None:
-    bindings = SimpleNamespace(__version__=version, __path__=[])
-    modules = {
-        "cuda": SimpleNamespace(__path__=[]),
-        "cuda.bindings": bindings,
-        "cuda.bindings.driver": driver,
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    package = SimpleNamespace(__version__=version, __path__=[])
+    for name, module in (("", package), (".bindings", package), (".bindings.driver", driver)):
+        monkeypatch.setitem(sys.modules, f"cuda{name}", module)  # type: ignore[arg-type]
 
 
 def test_cuda_python(monkeypatch: pytest.MonkeyPatch, gpu: FakeDriver) -> None:
     fake_bindings(monkeypatch, "13.0.3", gpu)
     assert CudaDriver().api is gpu
-    fake_bindings(monkeypatch, "13.0.3", None)
-    with pytest.raises(PartitionError, match=r"cannot be imported.*install bullet-graph\[cuda\]"):
-        CudaDriver()
-    fake_bindings(monkeypatch, "12.9.4", gpu)
-    with pytest.raises(PartitionError, match=r"13 or later, but found 12.9.4"):
-        CudaDriver()
+    for version, driver, message in (
+        ("13.0.3", None, r"cannot be imported.*install bullet-graph\[cuda\]"),
+        ("12.9.4", gpu, "13 or later, but found 12.9.4"),
+    ):
+        fake_bindings(monkeypatch, version, driver)
+        with pytest.raises(PartitionError, match=message):
+            CudaDriver()
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])

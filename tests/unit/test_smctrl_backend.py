@@ -143,20 +143,17 @@ def test_streams_that_share_a_mask_are_refused(gpu: FakeDriver, libcuda: FakeLib
     assert (gpu.live, gpu.retained) == ({}, 0)
 
 
-def test_a_mask_too_short_for_the_gpu(gpu: FakeDriver, opened: Open) -> None:
+def test_a_mask_too_short_for_the_gpu_or_that_does_not_stay_as_written(
+    gpu: FakeDriver, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = opened()
+    monkeypatch.setattr(_smctrl, "get_mask", lambda *_: (1, 0, 0))
+    expected = r"enabled=1, disable_low=18446744073709486080, .* but .*disable_low=0, .* was read back"
+    with pytest.raises(PartitionError, match=expected):
+        backend.stream("decode", PARTITION)
     gpu.num_sms = 2 * 129
     with pytest.raises(PartitionError, match="mask has 128 bits, but the GPU has 129 TPCs"):
         opened()
-
-
-def test_a_mask_that_does_not_stay_as_written(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = opened()
-    monkeypatch.setattr(_smctrl, "get_mask", lambda *_: (1, 0, 0))
-    with pytest.raises(
-        PartitionError,
-        match=r"enabled=1, disable_low=18446744073709486080, .* but .*disable_low=0, .* was read back",
-    ):
-        backend.stream("decode", PARTITION)
 
 
 # Which driver
