@@ -12,7 +12,6 @@ class GpuSpec:
     Attributes:
         name: as the driver reports it.
         is_measured: the rates were fitted to measurements of this GPU; else they are estimates.
-        memory_bytes: memory that CUDA reports; None if unknown.
         tflops: matrix products on all SMs with full waves, in 10¹² operations per second.
         attention_tflops: prefill attention, likewise.
         unthrottled: how many times faster one SM computes when so few SMs are busy that power does not limit them.

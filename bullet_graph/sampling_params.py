@@ -22,7 +22,7 @@ MAX_TEMPERATURE = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling settings of one request.
+    """Sampling settings of one request; a wrong one raises SamplingParamsError at construction.
 
     Attributes:
         temperature: 0 (or less than 1e-5) picks the most probable token; more, up to 1e6, divides the
@@ -37,9 +37,6 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence tokens (benchmarks force lengths with it).
         logprobs: None, or how many alternatives to report beside the chosen token (0 to 20).
         n: how many outputs to sample for the prompt; output i uses ``seed + i``.
-
-    Raises:
-        SamplingParamsError: at construction, naming the field, its value and what it may be.
     """
 
     temperature: float = 1.0

@@ -12,15 +12,12 @@ _FORMS = "ttft:500, ttft:500ms, ttft:0.2ms/token, tpot:15 or tpot:15ms"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Targets; None is no target.
+    """Targets; None is no target, and what is not a positive number raises ConfigError.
 
     Attributes:
         ttft_ms: most time from arrival to the first token.
         ttft_ms_per_token: more time to the first token for each token of the prompt; adds to ``ttft_ms``.
         tpot_ms: most time per output token after the first, on average over the request.
-
-    Raises:
-        ConfigError: a target that is not a positive number.
     """
 
     ttft_ms: float | None = None

@@ -91,12 +91,10 @@ class StepSums:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Steps of one size.
+    """Steps of one size; ``num_steps`` is 0 for one that may yet come up.
 
-    Attributes:
-        num_steps: number of steps seen; 0 for a size that may yet come up.
-        padded_ms: time that all of them lose together when padded to a size that holds them.
-        unserved_ms: the same when no captured size holds them; infinite where that must not be.
+    ``padded_ms`` is the time that they lose together when padded to a size that holds them; ``unserved_ms`` the same
+    when no captured size does, infinite where that must not be.
     """
 
     size: int
@@ -112,11 +110,9 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Steps that share their captured sizes.
+    """Steps that share their captured sizes, each of which costs ``num_bytes`` of device memory and ``seconds``.
 
-    Attributes:
-        candidates: sizes to choose from, rising: those that some step would be padded to.
-        num_bytes, seconds: device memory of one captured size, and time to capture it.
+    ``candidates`` are the sizes to choose from, rising: those that some step would be padded to.
     """
 
     demands: tuple[Demand, ...]
@@ -146,10 +142,8 @@ class Group:
 class CaptureUsage:
     """Collects the steps of a run.
 
-    Attributes:
-        model: predicts the device's times; pads nothing.
-        steps: by what would capture them, then by rows; piecewise graphs are of forwards with prompt tokens.
-        beside_ms: by SMs of the decode lane: time of prefill on the other SMs, and its time on the whole GPU.
+    ``model`` must pad nothing. ``steps`` are by what would capture them, then by rows; ``beside_ms``, by SMs of the
+    decode lane, is the time of prefill on the other SMs, and its time on the whole GPU.
     """
 
     model: PerformanceModel

@@ -94,17 +94,14 @@ class EngineCore:
         return bool(self.requests or self.in_flight) or self._chunk is not None
 
     def step(self, until_s: float | None = None) -> list[RequestOutput]:
-        """Launch work, wait until one launch is over or ``until_s`` of the executor's clock, and return the outputs.
-
-        Raises:
-            RuntimeError: requests wait, but nothing could be launched: a bug.
-        """
+        """Launch work, wait until one launch is over or ``until_s`` of the executor's clock, and return the outputs."""
         self._launch()
         if self._num_missing_graphs:
             self._prepare_between()
         heads = self.in_flight.heads()
         if not heads:
             if self.requests:
+                # A bug.
                 raise RuntimeError(
                     f"{len(self.requests)} requests are under way, but the planner found nothing to launch"
                 )

@@ -47,10 +47,8 @@ class Engine:
             ``policy="mixed:2048"`` is read as on the command line.
         trace_decisions: write every decision of the planner to this new file, for ``bullet-graph explain``.
         on_ledger: given the memory ledger before anything is allocated.
-        use_tqdm: show progress while loading weights and capturing graphs.
 
-    Raises:
-        ConfigError, ModelError, DeviceError, InsufficientMemoryError: as their docstrings say.
+    Raises ConfigError, ModelError, DeviceError or InsufficientMemoryError, as their docstrings say.
     """
 
     @former_names_too
@@ -271,10 +269,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; return one output per prompt, in order, when all are done.
 
-        An invalid prompt of a list fails alone: its output has ``error`` set and no ``outputs``.
-
-        Raises:
-            RequestError: a single prompt is invalid, or requests added one by one are still under way.
+        An invalid prompt of a list fails alone: its output has ``error`` set and no ``outputs``. A single one raises
+        RequestError, as do requests that were added one by one and are still under way.
         """
         self._alive()
         if self._core.requests:

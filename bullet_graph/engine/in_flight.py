@@ -35,9 +35,8 @@ class Launch:
 class InFlight:
     """In-flight launches of each lane, oldest first.
 
-    Attributes, which other threads may read:
-        oldest: each lane's oldest launch, and the time since which it is the oldest.
-        launching: the step, the placement and the start of a call of the executor that has not returned.
+    Other threads may read ``oldest``, each lane's oldest launch and since when it is, and ``launching``: step,
+    placement and start of a call of the executor that has not returned.
     """
 
     def __init__(self, num_sms: int | None) -> None:

@@ -40,12 +40,9 @@ class TokenLogprobs:
 
 @dataclass(slots=True)  # a frozen one takes 2.5 times as long to make; there is one per token
 class CompletionOutput:
-    """One sampled output of a request.
+    """One sampled output of a request; its text is empty without a tokenizer.
 
-    Attributes:
-        text: empty without a tokenizer.
-        finish_reason: ``stop`` (a stop token or string, or end of sequence), ``length``, ``abort``, or None
-            while it runs.
+    ``finish_reason`` is ``stop`` after a stop token, a stop string or the end of sequence, and None while it runs.
     """
 
     index: int
@@ -57,13 +54,9 @@ class CompletionOutput:
 
 @dataclass(slots=True)  # not frozen, as CompletionOutput
 class RequestOutput:
-    """State of one request.
+    """State of one request: its samples by index, and the latency targets that hold for it.
 
-    Attributes:
-        prompt_token_ids: the prompt as the model saw it.
-        outputs: one entry per sample, by index; empty for a refused request.
-        error: why ``generate`` refused the request of a batch, else None.
-        slo: the latency targets that hold for it.
+    ``error`` says why ``generate`` refused a request of a batch, which then has no ``outputs``.
     """
 
     request_id: str
@@ -97,10 +90,8 @@ class EngineStats:
 
     Attributes:
         num_preemptions: times that a sequence lost its KV blocks and was recomputed.
-        num_running: sequences that hold KV blocks.
-        num_waiting: sequences that wait for KV blocks.
+        num_running, num_waiting: sequences that hold KV blocks, and that wait for them.
         num_decoding: running sequences whose prompts are done.
-        num_missing_graphs: CUDA graphs not captured yet.
         policy_seconds, lane_seconds: device time of launches.
         lane_sm_seconds: device time × SMs of launches; empty without a GPU.
         lane_sms: SMs of each lane's current launch, 0 if it is idle; empty without a GPU.

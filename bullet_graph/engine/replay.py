@@ -138,16 +138,10 @@ def replay(
 
     A request that the engine refuses fails alone, as does one whose output cannot reach its length. Latency counts from
     the planned arrival, even if the engine's loop was busy at that moment. With ``max_concurrency`` it counts from when
-    the request was let in, as in vLLM's serving benchmark.
+    the request was let in, as in vLLM's serving benchmark. The engine must have no other requests.
 
-    Args:
-        engine: with no other requests.
-        requests: in order of arrival.
-        id_prefix: precedes a request's index in its id.
-
-    Raises:
-        ConfigError: ``max_concurrency`` is below 1, or the requests are not in order of arrival.
-        EngineDeadError: the engine failed.
+    Raises ConfigError where ``max_concurrency`` is below 1 or the requests are not in order of arrival, and
+    EngineDeadError where the engine fails.
     """
     _require_replayable(requests, max_concurrency)
     served: dict[int, ServedRequest] = {}
@@ -235,10 +229,7 @@ async def replay_async(
     Latency counts from the planned arrival, even if the client or the system delayed the sending; with
     ``max_concurrency`` it counts from when the request was let in. A token's time is when the client sees it: tokens
     that come together have the same time. A request fails alone if it raises, or if its output has the wrong length.
-
-    Raises:
-        ConfigError: as for :func:`replay`.
-        EngineDeadError: the system failed as a whole.
+    Raises as :func:`replay` does.
     """
     _require_replayable(requests, max_concurrency)
     places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)

@@ -191,13 +191,10 @@ class Scheduler:
         chunk_tokens: int = 0,
         lane: Lane = "decode",
     ) -> ScheduledStep | None:
-        """Fill a step; None if it would have no rows.
+        """Fill a step of a lane; None if it would have no rows.
 
-        Args:
-            decode: what :meth:`decoding` returned, with nothing retired or finished since then. Sequences without a
-                block for the next token are left out.
-            prompts: what :meth:`prompts` returned; served in this order.
-            lane: the lane of the step; a step of the prefill lane has no decode rows.
+        ``decode`` and ``prompts`` are what :meth:`decoding` and :meth:`prompts` returned, with nothing retired or
+        finished since then. Sequences without a block for the next token are left out.
         """
         decoding = self._take_decode(decode) if decode else []
         chunks = self._take_prefill(prompts, chunk_tokens) if chunk_tokens else []

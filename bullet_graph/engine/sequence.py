@@ -35,12 +35,9 @@ class Sequence:
         prompt_launched: launched steps cover its whole prompt.
         decoding: decode rows may be launched: its prompt is done, or precedes them on the same lane.
         preempted: it lost its blocks and is recomputed.
-        num_in_flight: sampled tokens that have not arrived.
         num_pending_steps: launched, unretired steps that touch its blocks.
-        num_tokens: prompt and output tokens, including those in flight. This and the next two fields are stored, not
-            computed, as every row of every step reads them.
-        max_tokens: upper limit of ``num_tokens``.
-        kv_capacity: tokens that fit into its blocks.
+        num_tokens: prompt and output tokens, including those in flight, ``max_tokens`` at most. As ``kv_capacity``, the
+            tokens that fit into its blocks, it is stored because every row of every step reads it.
     """
 
     request_id: str
@@ -98,12 +95,9 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step and its sequences.
+    """A step and its sequences: those that got their slot in it, whose blocks it reads or writes, and that get a token.
 
-    Attributes:
-        admitted: sequences that got their slot in this step.
-        touched: sequences whose blocks the step reads or writes.
-        sampled: sequences that get a token, in the order of the result's rows.
+    ``sampled`` are in the order of the result's rows.
     """
 
     step: Step

@@ -33,14 +33,9 @@ HOST_OVERHEAD_MS = 0.2
 class SimulationSettings:
     """The engine to simulate; fields of :class:`~bullet_graph.config.EngineConfig` mean the same here.
 
-    Attributes:
-        kv_cache_tokens: tokens that the KV cache holds, at least ``max_model_len``.
-        decode_sms: sizes of the decode lane to choose from; None: all in the performance model.
-        capture_plan: which CUDA graphs exist, and thereby the sizes of the decode lane; None: all of them.
-        host_overhead_ms, time_noise, seed: see :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`.
-
-    Raises:
-        ConfigError: at construction, for numbers out of range.
+    ``decode_sms`` None takes all sizes of the performance model, unless ``capture_plan`` names the CUDA graphs there
+    are. For the last three see :class:`~bullet_graph.runtime.simulated.SimulatedExecutor`. Numbers out of range raise
+    ConfigError at construction.
     """
 
     policy: Policy
@@ -77,10 +72,8 @@ class SimulationSettings:
 class SimulatedEngine(EngineCore):
     """The engine's loop in virtual time, without weights, tokenizer or text.
 
-    ``model`` gives the time of each step, and the planner's predictions.
-
-    Raises:
-        ConfigError: the policy needs a size of the decode lane that the model does not have.
+    ``model`` gives the time of each step, and the planner's predictions. Raises ConfigError where it lacks a size of
+    the decode lane that is needed.
     """
 
     def __init__(
@@ -171,10 +164,7 @@ def simulate(
     """Serve a workload in virtual time, each request to its recorded length; the same arguments give the same result.
 
     ``arrivals`` are in seconds, one for each request, not decreasing. ``on_step`` is called with every finished launch,
-    ``on_done`` with each request's outcome.
-
-    Raises:
-        ConfigError: settings that contradict each other or the performance model.
+    ``on_done`` with each request's outcome. Settings that do not fit the performance model raise ConfigError.
     """
     requests = [
         TimedRequest(float(arrival_s), range(request.prompt_tokens), recorded_length(request), slo)

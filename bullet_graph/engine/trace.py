@@ -25,8 +25,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 class DecisionTrace:
     """A trace file under way; every method that writes raises TraceError when the file system refuses.
 
-    Raises:
-        ConfigError: the file exists and ``overwrite`` is unset, or it cannot be made.
+    Raises ConfigError where the file exists and ``overwrite`` is unset, or where it cannot be made.
     """
 
     def __init__(self, path: Path, *, header: TraceHeader, overwrite: bool) -> None:

@@ -45,12 +45,7 @@ _OLD_ROWS = "short_forward_rows"
 
 @dataclass(frozen=True, slots=True)
 class DecodeSizes:
-    """Batch sizes captured for one size of the decode lane.
-
-    Attributes:
-        decode_sms: number of SMs of the decode lane (the prefill lane has the others); None for the whole GPU.
-        batch_sizes: rows of the captured steps, rising; a batch is padded up to the next of them.
-    """
+    """Batch sizes captured for one size of the decode lane, rising; ``decode_sms`` is None for the whole GPU."""
 
     decode_sms: Count | None = None
     batch_sizes: tuple[Count, ...] = ()
@@ -64,15 +59,12 @@ class CapturePlan:
 
     Attributes:
         model: a preset's name, or the name of a model folder.
-        dtype: of weights and KV cache.
-        num_sms: SMs of the GPU.
         max_num_seqs: most sequences running at once; also the largest batch size of the whole GPU.
         decode: the whole GPU, then partitions by rising size of the decode lane.
         piecewise_rows: rising row counts, prompt and decode rows together, of forwards with prompt tokens that run as
             piecewise CUDA graphs on the whole GPU. Longer forwards are launched kernel by kernel.
 
-    Raises:
-        ConfigError: at construction; names the entry, the value found and what to do.
+    A wrong one raises ConfigError at construction, which names the entry and the values found and required.
     """
 
     model: str
@@ -229,10 +221,9 @@ def load_plan(name_or_path: str) -> CapturePlan:
 
 
 def named_plan(config: EngineConfig, *, dtype: str, num_sms: int) -> CapturePlan | None:
-    """The plan that the configuration names, checked against engine and GPU; None where it names none.
+    """The plan that the configuration names; None where it names none.
 
-    Raises:
-        ConfigError: it cannot be read, or was made for something else; names the key, both values, and what to do.
+    Raises ConfigError where it cannot be read, or was made for another engine or GPU.
     """
     if config.capture_plan is None:
         return None

@@ -95,8 +95,7 @@ def compile_now(part: LayerPart) -> CompiledPart:
 def compile_ahead(part: LayerPart, package: Path) -> CompiledPart:
     """Compile a part into a package, a new file, and load it.
 
-    Raises:
-        Exception: of any kind, where torch cannot do so, or this machine lacks a C++ compiler or CUDA headers.
+    Torch may raise any exception, for instance where this machine lacks a C++ compiler or CUDA headers.
     """
     with inductor_contained(), warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         # Torch's own code calls what torch deprecates.
@@ -136,10 +135,8 @@ def exported(part: LayerPart) -> torch.export.ExportedProgram:
 def load_package(package: Path, part: LayerPart) -> CompiledPart:
     """Load the package of a part, to the device of its arguments. A package is code: it must come from a trusted place.
 
-    Calls it once: kernels are loaded at the first call, which a capture does not allow.
-
-    Raises:
-        Exception: of any kind, where the package is not from :func:`compile_ahead` with the same torch.
+    Calls it once: kernels are loaded at the first call, which a capture does not allow. Torch may raise any exception
+    where the package is not from :func:`compile_ahead` with the same torch.
     """
     device = part.rows[0].device
     # `torch._inductor.aoti_load_package`, the documented way to this class, imports Dynamo, Inductor and sympy for

@@ -121,10 +121,8 @@ class TritonDecodeAttention:
     """Kernels and scratch of one lane; never shared by two lanes that run at the same time.
 
     The launches depend on the number of rows alone, so a captured graph serves batches of any lengths. ``settings``
-    None takes :func:`default_settings` of the SMs that a plan names.
-
-    Raises:
-        ConfigError: a head's size is not one the kernels can take.
+    None takes :func:`default_settings` of the SMs that a plan names. Raises ConfigError for a size of heads that the
+    kernels cannot take.
     """
 
     def __init__(
@@ -159,8 +157,7 @@ class TritonDecodeAttention:
     def plan(self, batch: DecodeBatch, *, num_sms: int | None = None) -> "PlannedDecode":
         """Lay the launches out for a number of SMs, None for all; computes and copies nothing.
 
-        Raises:
-            ConfigError: no rows or SMs, or more than the scratch holds.
+        Raises ConfigError for no rows or SMs, or more than the scratch holds.
         """
         rows = len(batch.last_block_tokens)
         if not 1 <= rows <= self._max_rows:

@@ -66,9 +66,7 @@ class Checkpoint:
         """Copy the tensors into ``weights``, converting their types, and yield the bytes of each piece.
 
         Copies to a GPU go through pinned buffers on the current stream, and may be under way after the last piece.
-
-        Raises:
-            CheckpointError: a file that was whole when it was opened cannot be read any more.
+        Raises CheckpointError for a file that was whole when it was opened and cannot be read any more.
         """
         views = dict(checkpoint_views(self.config, weights))
         ring = None if weights.embed.device.type == "cpu" else PinnedRing(_STAGING_BYTES)
@@ -84,11 +82,8 @@ class Checkpoint:
 def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
     """Open a folder's safetensors files, and check names, shapes and types in their headers; allocates nothing.
 
-    A tensor that the config does not require is an error, except precomputed rotary frequencies and the ``lm_head`` of
-    tied embeddings.
-
-    Raises:
-        CheckpointError: a file is missing or broken, or a tensor is missing, unexpected, or of the wrong shape or type.
+    Raises CheckpointError for a tensor that is missing, wrong, or not required by the config. Precomputed rotary
+    frequencies and the ``lm_head`` of tied embeddings may be there.
     """
     with ExitStack() as stack:
         checkpoint = Checkpoint(*_open_files(folder, stack), config)

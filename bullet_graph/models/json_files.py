@@ -59,11 +59,7 @@ class JsonObject:
 
 
 def read_json_object(path: Path, error: type[ModelError] = ModelError) -> JsonObject:
-    """Read a JSON file whose top level is an object.
-
-    Raises:
-        ModelError: (or ``error``) the file is missing, unreadable, not JSON, or holds no object.
-    """
+    """Read a JSON file whose top level is an object; raises ``error`` for any other file."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError as cause:

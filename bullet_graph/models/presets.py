@@ -34,9 +34,7 @@ _READERS: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
 def load_model_config(folder: Path) -> ModelConfig:
     """Read ``config.json`` of a Hugging Face model folder.
 
-    Raises:
-        UnsupportedModelError: the architecture, or a feature that the file switches on, is not implemented.
-        ModelError: no such folder or file, invalid JSON, or a key that is missing, wrong or contradictory.
+    Raises UnsupportedModelError for an architecture or feature that is not implemented, else ModelError.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; expected a model folder that holds config.json")
@@ -53,8 +51,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 def resolve_model(name_or_path: str) -> tuple[ModelConfig, Path | None]:
     """The config and path of a model folder, or a preset's config and None; a folder comes first.
 
-    Raises:
-        ModelError: neither a folder nor a preset, or the folder's config.json cannot be used.
+    Raises ModelError for neither, or as :func:`load_model_config`.
     """
     folder = Path(name_or_path)
     if folder.is_dir():

@@ -105,8 +105,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
         """Read the tokenizer, its config and the chat template; None for a folder without ``tokenizer.json``.
 
-        Raises:
-            ModelError: one of the files cannot be used.
+        Raises ModelError where one of the files cannot be used.
         """
         path = folder / "tokenizer.json"
         if not path.exists():
@@ -130,9 +129,7 @@ class Tokenizer:
         """Token ids of a text, with what the tokenizer puts around it, often a begin-of-text token.
 
         ``add_special_tokens`` is off for the result of ``apply_chat_template``, whose text holds its special tokens.
-
-        Raises:
-            PromptError: the text is not a string, or holds half a surrogate pair.
+        Raises PromptError for what is not a string, or holds half a surrogate pair.
         """
         try:
             if isinstance(text, str) and len(text) > _LONG_TEXT:
@@ -166,10 +163,8 @@ class Tokenizer:
     ) -> str:
         """Render a conversation, messages with ``role`` and ``content``, into a prompt, special tokens included.
 
-        ``add_generation_prompt`` ends it with what opens an answer of the assistant.
-
-        Raises:
-            ModelError: the model has no template, or it is broken or refuses the messages.
+        ``add_generation_prompt`` ends it with what opens an answer of the assistant. Raises ModelError where the model
+        has no template, or it is broken or refuses the messages.
         """
         if self._chat_template is None:
             raise ModelError(
@@ -238,8 +233,7 @@ def _special_tokens(config: JsonObject) -> dict[str, str]:
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
     """A tokenizer that needs no file: bytes, two tokens around a turn of a conversation, and pairs of letters.
 
-    Raises:
-        ModelError: ``vocab_size`` is not in [258, 514].
+    Raises ModelError where ``vocab_size`` is not in [258, 514].
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     num_pairs = vocab_size - len(alphabet) - 2

@@ -37,12 +37,9 @@ def _limited(factor: float) -> float:
 class Predictor:
     """What all predictions share, whatever the load.
 
-    Attributes:
-        slice_layers: most layers of a slice that runs beside decode.
-        whole_chunk: chunk size with the highest prefill rate on the whole GPU, in rows.
-        lane_chunks: the same for the prefill lane, by SMs of the decode lane.
-        lane_waits_for_host: chunks on the prefill lane take longer to launch, kernel by kernel, than to run. Decode
-            steps would wait for that, and no prediction includes it.
+    Chunks of ``whole_chunk`` rows have the highest prefill rate on the whole GPU; ``lane_chunks``, by SMs of the decode
+    lane, on the prefill lane. With ``lane_waits_for_host``, launching a chunk there takes longer than running it:
+    decode steps would wait for that, and no prediction includes it.
     """
 
     def __init__(
@@ -74,12 +71,7 @@ class Predictor:
 
 
 class Backlog:
-    """The prompt tokens of a load, and what its next chunk could be.
-
-    Attributes:
-        tokens: of all waiting prompts in sight; of the chunk under way, if there is one.
-        layers_left: layers that the next chunk, or the one under way, still has to run.
-    """
+    """The prompt tokens of a load, and its next chunk; with a chunk under way, those of that chunk alone."""
 
     def __init__(self, load: Load, predictor: Predictor) -> None:
         self._load = load
@@ -140,12 +132,9 @@ class Backlog:
 
 
 class Demand(NamedTuple):
-    """What the deadlines that can be met require of prefill.
+    """Time to the earliest deadline that can be met (infinite without any), and the rate that meets all of those.
 
-    Attributes:
-        first_ms: time to the earliest; infinite without any.
-        tokens_per_ms: the rate that meets them all.
-        some_late: other deadlines are missed at any rate; their prompts wait for the highest rate.
+    With ``some_late``, other deadlines are missed at any rate; their prompts wait for the highest rate.
     """
 
     first_ms: float
@@ -156,10 +145,8 @@ class Demand(NamedTuple):
 class Options:
     """Corrected predictions for a load in which sequences decode while prompts wait or a chunk is under way.
 
-    Attributes:
-        budget_ms: longest interval between decode steps that holds the TPOT targets and is planned with.
-        infeasible: decode alone on the whole GPU misses the targets, now and later.
-        limit_ms: interval to size options for: the budget, or no limit if nothing can hold it.
+    ``budget_ms`` is the longest interval between decode steps to plan with. The load is ``infeasible`` if decode alone
+    on the whole GPU misses the targets, now and later: then ``limit_ms``, for which options are sized, is infinite.
     """
 
     def __init__(self, load: Load, decode: DecodeLoad, backlog: Backlog, predictor: Predictor) -> None:

@@ -51,12 +51,9 @@ class PromptLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkLoad:
-    """A prefill chunk under way on the prefill lane.
+    """A prefill chunk under way on the prefill lane, with the earliest deadline of its prompts.
 
-    Attributes:
-        attention_pairs: (query, key) pairs of attention of all its sequences.
-        layers_left: those that are not launched.
-        deadline_s: the earliest of its prompts.
+    ``attention_pairs`` are (query, key) pairs of all its sequences; ``layers_left`` are not launched.
     """
 
     tokens: int
@@ -67,13 +64,9 @@ class ChunkLoad:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The work at one tick.
+    """The work at one tick: at most the first 64 waiting prompts, in serving order, but the tokens of them all.
 
-    Attributes:
-        prompts: at most the first 64 waiting prompts, in the order to serve them.
-        queued_tokens: tokens of all waiting prompts.
-        steps_left: decode steps that the longest output may still take; known if the longest outputs come first,
-            else None.
+    ``steps_left`` decode steps may the longest output still take; known if the longest outputs come first, else None.
     """
 
     now_s: float
@@ -89,13 +82,11 @@ class Option:
     """A weighed way to share the GPU.
 
     Attributes:
-        decode_sms: SMs of the decode lane in ``split``; None for the whole GPU.
-        slice_layers: layers of a slice in ``split``; 0 elsewhere.
-        interval_ms: predicted time from one decode step to the next; 0 without decode.
+        decode_sms, slice_layers: of ``split``; None and 0 elsewhere.
+        interval_ms: predicted time from one decode step to the next; infinite without decode.
         prefill_tokens_per_s: predicted prefill rate; 0 without prefill.
         throughput: prefill rate ÷ its solo rate + decode rate ÷ its solo rate; more than 1 beats taking turns.
         measured: the prediction rests on measured points alone.
-        holds_tpot: the interval fits the budget.
         holds_ttft: the rate meets the deadlines that can be met, and the next chunk ends before the earliest.
     """
 
@@ -116,7 +107,6 @@ class Plan:
     """How the next launches share the GPU.
 
     Attributes:
-        decode: whether decode steps may be launched.
         prefill_lane: lane of the prompt rows: ``decode`` puts whole chunks into the decode lane's forwards
             (``serial``, ``solo``, ``mixed``), ``prefill`` runs them in slices of layers on their own lane
             (``split``, and ``solo`` while a chunk is under way there).

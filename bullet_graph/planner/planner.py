@@ -18,20 +18,15 @@ class Planner:
 
     Args:
         max_chunk_tokens: most rows of a forward with prompt tokens in it; ``row_step`` prompt rows may always join
-            decode rows.
+            decode rows. The policy may lower it to ``max_rows``.
         decode_sms: sizes of the decode lane, in SMs, that have captured graphs and that the model knows.
-        model: of the device; ``serial`` and ``mixed`` do without.
         eager_layer_ms: host time to launch one layer kernel by kernel.
 
     Attributes:
-        prefill_ms_per_token: prefill time per token at the recently planned rate, beside decode as it is; 0 without a
-            model.
-        corrections: measured ÷ predicted time for each policy and kind of forward; the loop adds its measurements.
+        prefill_ms_per_token: at the recently planned rate, beside decode as it is; 0 without a model.
         max_batch_sizes: most rows of a decode step on a lane, by its SMs; a lane that is not in it takes any.
-        max_rows: most rows of a forward with prompt tokens in it under the policy; see ``max_chunk_tokens``.
 
-    Raises:
-        ConfigError: the policy needs a performance model, or a size of the decode lane, that is not available.
+    Raises ConfigError where the policy needs a performance model or a decode lane that is not available.
     """
 
     def __init__(

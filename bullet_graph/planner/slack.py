@@ -31,11 +31,9 @@ def decode_load(
     Token k of a sequence (the first is 0) is on target if it is out by ``first_token_s + k · tpot``. A sequence that
     would miss its target even if nothing but decode ran is lost: it limits neither budget nor slack.
 
-    Args:
-        rows: the sequences with a target; ``batch_size`` and ``kv_tokens`` are of all that decode.
-        now_s: when the interval to the next token begins: now, or when the tokens in flight are expected.
-        solo_ms: time of a decode step of (batch size, tokens attended to) alone on the whole GPU. With None, no
-            sequence is lost, and the slack is the budget.
+    ``rows`` are the sequences with a target; ``batch_size`` and ``kv_tokens`` are of all that decode. The interval to
+    the next token begins at ``now_s``: now, or when the tokens in flight are expected. ``solo_ms`` is the time of a
+    decode step of (batch size, tokens attended to) alone; with None, no sequence is lost, and the slack is the budget.
     """
     budget_horizon, slack_horizon = TUNING.budget_horizon_tokens, TUNING.slack_horizon_tokens
     lost_horizon, reserve_tokens = TUNING.lost_horizon_tokens, TUNING.reserve_tokens
@@ -122,9 +120,8 @@ def spare_ms(
     Sequences that decode can wait for their slack. A prompt can wait until it would end after its deadline, if prompts
     are served in their order at the recent rate. A prompt that is late in any case limits nothing.
 
-    Args:
-        load: whose slack counts every sequence with a target.
-        awaited_s: when each token in flight that the slack does not count is expected, and when it is due.
+    The load's slack must count every sequence with a target. ``awaited_s`` has, for each token in flight that it does
+    not count, when it is expected and when it is due.
     """
     spare = float("inf") if load.decode is None else load.decode.slack_ms
     ends = [((due_s - end_s) * 1e3) for end_s, due_s in awaited_s]

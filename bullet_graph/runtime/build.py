@@ -75,14 +75,8 @@ def build_executor(
 ) -> BuiltRuntime:
     """Plan the memory, call ``on_ledger``, then load the weights and, meanwhile, build the executor.
 
-    Raises:
-        InsufficientMemoryError: the ledger does not fit.
-        PerfTableError: the policy or the targets need a performance table, and none fits.
-        CheckpointError: the weights cannot be read.
-        DeviceError: a library that the GPU path needs is missing.
-        ConfigError: settings that are for the other kind of device.
-        UnsupportedModelError: the GPU path has no kernels for the model.
-        PartitionError: the back end cannot make the SM partitions, or they do not hold.
+    Raises as :func:`check_device`, :func:`find_performance` and :func:`plan_memory` do; CheckpointError where the
+    weights cannot be read; PartitionError where the SM partitions cannot be made, or do not hold.
     """
     with clock.phase("device"):
         check_device(config, runtime)

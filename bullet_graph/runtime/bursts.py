@@ -200,11 +200,8 @@ class Workbench:
 def open_workbench(prepared: Prepared, *, progress: bool) -> Iterator[tuple[Workbench, str]]:
     """Verify the partitions, load the weights and make a workbench; closes its streams after the block.
 
-    Yields the workbench, and the back end that confines its lanes, and why.
-
-    Raises:
-        PartitionError: the partitions cannot be made or verified.
-        CheckpointError: the weights cannot be read.
+    Yields the workbench, and the back end that confines its lanes, and why. Raises PartitionError where the partitions
+    cannot be made or verified, CheckpointError where the weights cannot be read.
     """
     config, runtime = prepared.config, prepared.runtime
     partitions = partitions_of(config, runtime)

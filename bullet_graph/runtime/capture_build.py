@@ -49,18 +49,13 @@ from bullet_graph.runtime.step import Placement, SlotInit, Step
 def build_entry(
     config: EngineConfig, store: CaptureStore, *, progress: bool, tell: Callable[[str], None]
 ) -> tuple[Entry, CompileCounts | None]:
-    """Build the entry that an engine of this configuration starts from.
+    """Build the entry that an engine of this configuration starts from; tells a line when it waits for another builder.
 
-    Args:
-        config: its ``capture_cache``, ``self_check`` and ``ready`` are ignored: all batch sizes are checked.
-        tell: told a line when this waits for another builder.
+    The configuration's ``capture_cache``, ``self_check`` and ``ready`` are ignored: all batch sizes are checked.
+    Returns the entry, and what was compiled for it; None where it was finished before.
 
-    Returns:
-        The entry, and what was compiled for it; None where it was finished before.
-
-    Raises:
-        CacheError: the store cannot be written, or what was compiled does not compute the model.
-        BulletGraphError: any error of an engine of this configuration.
+    Raises CacheError where the store cannot be written, or what was compiled does not compute the model, and any error
+    of an engine of this configuration.
     """
     start_s = time.perf_counter()
     runtime = resolve(config)

@@ -72,11 +72,9 @@ NO_CACHE = CacheUse()
 class CapturedStart:
     """Compiled code and tuning of one start.
 
-    Args:
-        files: an entry's folder of files; None compiles everything.
-        is_build: the folder is empty, and what is compiled is kept there.
-        entry: of the files, and its store, to be rejected where it computes something else than the model.
-        use: what an earlier attempt of this start got.
+    Without ``files``, an entry's folder, everything is compiled. With ``is_build`` the folder is empty, and what is
+    compiled is kept there. ``entry`` is rejected where it computes something else than the model. ``use`` is what an
+    earlier attempt of this start got.
     """
 
     def __init__(
@@ -93,11 +91,7 @@ class CapturedStart:
         self._is_rejected = False
 
     def compiler(self, part: LayerPart) -> CompiledPart:
-        """Compile a part of a layer, or load it: a :data:`~bullet_graph.graphs.compiled.PartCompiler`.
-
-        Raises:
-            CacheError: of a build, where it cannot be compiled ahead of time.
-        """
+        """Compile a part of a layer, or load it; CacheError of a build, where it cannot be compiled ahead of time."""
         if self._files is None:
             return compile_now(part)
         package = self._files / LAYERS / f"{part.name}.pt2"
@@ -142,10 +136,9 @@ class CapturedStart:
             self._tell(f"{library.name} cannot be loaded, so FlashInfer compiles it: {error!s:.300}")
 
     def holds(self, check: SelfCheck | None) -> bool:
-        """Self-check: whether the logits are those of the uncompiled model. Where not, the entry is rejected.
+        """Self-check: whether the logits are those of the uncompiled model.
 
-        Raises:
-            CacheError: of a build, where they are not.
+        Where they are not, the entry is rejected; a build raises CacheError.
         """
         if check is None or self._files is None or self._self_check == "off":
             return True
@@ -287,8 +280,7 @@ def start_with_captures(
 ) -> tuple["BuiltRuntime", CompileCounts, CacheUse]:
     """Start from a capture cache. Where that computes something else than the model, start again without it.
 
-    Returns:
-        The result of ``start``, what was compiled on the way, and what the cache gave.
+    Returns the result of ``start``, what was compiled on the way, and what the cache gave.
     """
     gpu = runtime.device.type == "cuda"
 

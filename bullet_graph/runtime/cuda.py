@@ -102,12 +102,10 @@ class _Lane:
 class CudaExecutor(Executor):
     """Runs a decoder on the NVIDIA GPU of its weights and KV cache.
 
-    Args:
-        config: ``ready`` "all" captures all graphs of the plan here, "hot" the hot ones, and the rest in
-            :meth:`prepare_next`; without ``cuda_graphs`` every step is launched kernel by kernel.
-        backend: closed with the executor.
-        join_weights: waits until the decoder's weights are loaded; they may still be loading when this is called.
-        tuned_rows: the plan's rows of piecewise graphs that are known to be worthwhile; None: they are timed.
+    With ``ready`` "hot", :meth:`prepare_next` captures all but the hot graphs. Without ``cuda_graphs`` every step is
+    launched kernel by kernel. The back end is closed with the executor. ``join_weights`` waits for the decoder's
+    weights, which may still be loading. ``tuned_rows`` are the plan's rows of piecewise graphs that are known to be
+    worthwhile; None: they are timed.
     """
 
     def __init__(

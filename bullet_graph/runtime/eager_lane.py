@@ -46,11 +46,9 @@ class EagerForward:
 
 
 class EagerLane:
-    """Runs forwards eagerly for one lane, in buffers of its own.
+    """Runs forwards eagerly for one lane, in buffers of its own; at most ``max_num_seqs`` rows decode or are sampled.
 
-    Args:
-        max_num_seqs: most rows that decode or are sampled.
-        graphs: piecewise CUDA graphs of this lane alone; None launches every forward kernel by kernel.
+    ``graphs`` are of this lane alone; None launches every forward kernel by kernel.
     """
 
     def __init__(

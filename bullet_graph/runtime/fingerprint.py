@@ -35,11 +35,7 @@ _NO_KERNELS = frozenset(f"models/{name}.py" for name in ("checkpoint", "json_fil
 
 
 def fingerprint_of(runtime: Runtime) -> dict[str, str]:
-    """The fingerprint that an entry for this runtime needs on this machine, by component.
-
-    Raises:
-        DeviceError: the driver's version is unknown.
-    """
+    """The fingerprint that an entry for this runtime needs here; DeviceError where the driver's version is unknown."""
     return {**machine_components(runtime.device), **model_components(runtime.model, runtime.dtype_name)}
 
 

@@ -109,13 +109,9 @@ class PartitionChecks:
 class Machine:
     """What was found; None for what is missing, and for GPU matters where the engine would run on the CPU.
 
-    Attributes:
-        cuda_python: release of the driver's Python bindings.
-        torch_cuda: the CUDA release that torch was built for.
-        gpu_path_problem: why the engine's modules for the GPU, or their libraries, cannot be imported.
-        missing_compilers: of those that FlashInfer and Triton need at first use.
-        mask_offset: where stream masks may be written under this driver.
-        ledger: the memory of the model that was asked for.
+    ``torch_cuda`` is the CUDA release that torch was built for. ``gpu_path_problem`` says why the modules for the GPU
+    cannot be imported. FlashInfer and Triton need ``missing_compilers`` at first use; stream masks may be written at
+    ``mask_offset`` under this driver.
     """
 
     platform: str
@@ -284,10 +280,8 @@ def check_partitions(
 ) -> PartitionChecks:
     """Open each back end, prove the sizes one by one, and close it; their failures are reported, not raised.
 
-    Args:
-        name: of the back end to check, or "auto" for all of them.
-        decode_sms: sizes of the decode lane, in SMs; empty for :func:`default_decode_sms`.
-        device: ordinal of the GPU; nothing else should run on it meanwhile.
+    ``name`` is that of a back end, or "auto" for all of them. Without ``decode_sms``, :func:`default_decode_sms` are
+    checked. Nothing else should run on the GPU meanwhile.
     """
     asked = tuple(dict.fromkeys(decode_sms))
     sizes = asked or default_decode_sms(num_sms)

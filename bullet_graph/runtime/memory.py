@@ -42,7 +42,7 @@ class MemoryLedger:
         budget_bytes: the engine's share by ``gpu_memory_utilization``, less the memory in use before.
         activations_bytes: intermediate results of the widest forward, on each lane.
         workspaces_bytes: attention and matrix-product scratch, and loaded kernels.
-        graphs_bytes: captured CUDA graphs, and the buffers of piecewise CUDA graphs (an estimate).
+        graphs_bytes: with the buffers of piecewise CUDA graphs; an estimate.
         num_kv_blocks: the padding block included.
     """
 
@@ -91,13 +91,10 @@ def plan_memory(
 ) -> MemoryLedger:
     """Divide the device's memory; the KV cache takes the remainder, up to ``max_num_seqs`` sequences of full length.
 
-    Args:
-        dtype_bytes: of an element of weights, activations and cache.
-        kv_cache_limit_bytes: upper limit of the KV cache where ``kv_cache_bytes`` is not set; one sequence always fits.
+    ``kv_cache_limit_bytes`` is its upper limit where ``kv_cache_bytes`` is not set; one sequence always fits.
 
-    Raises:
-        InsufficientMemoryError: one sequence of ``max_model_len`` tokens does not fit, or ``kv_cache_bytes`` does not;
-            the text names the shortage and the settings to change.
+    Raises InsufficientMemoryError, which names the shortage and the settings to change, where one sequence of
+    ``max_model_len`` tokens, or ``kv_cache_bytes``, does not fit.
     """
     budget = int(device.total_bytes * config.gpu_memory_utilization) - (
         device.total_bytes - device.free_bytes

@@ -38,12 +38,9 @@ def find_performance(
 ) -> PerformanceModel | None:
     """The performance model that the configuration names or needs; None if it needs none.
 
-    ``cached_table`` is asked if neither the user nor the package has a table.
-
-    Raises:
-        PerfTableError: the named table cannot be read or is of another GPU, model, dtype or kernels; or a table is
-            needed and none fits.
-        ConfigError: the configuration names a capture plan that it cannot follow.
+    ``cached_table`` is asked if neither the user nor the package has a table. Raises PerfTableError where the named
+    table cannot be read or is of another GPU, model, dtype or kernels, or where one is needed and none fits. Raises
+    ConfigError as :func:`named_plan`.
     """
     name = config.perf_table
     if name == ROOFLINE:

@@ -67,9 +67,7 @@ class Prepared:
 def prepare_profile(config: EngineConfig) -> Prepared:
     """Decide what the configuration leaves open: sizes of the decode lane, length limit, share of the memory.
 
-    Raises:
-        DeviceError: there is no GPU, or a library it needs is missing.
-        BulletGraphError: any other error of an engine with this configuration.
+    Raises as an engine with this configuration on a GPU.
     """
     if not torch.cuda.is_available():
         raise DeviceError(
@@ -115,15 +113,11 @@ def profile_model(
 ) -> PerfTable:
     """Measure a table and write it to a file.
 
-    Results are saved beside the file after each pass and on an interrupt, and the next call continues from there.
+    Results are saved beside the file after each pass and on an interrupt. The next call continues from there, unless it
+    is to ``restart``. ``time_budget_s`` is without loading and capturing.
 
-    Args:
-        time_budget_s: for the measurements, without loading and capturing.
-        restart: measure everything again instead of continuing.
-
-    Raises:
-        ConfigError: the budget is too short, or saved results cannot be read or belong to another plan.
-        BulletGraphError: see :func:`~bullet_graph.runtime.bursts.open_workbench`.
+    Raises ConfigError where the budget is too short, or saved results cannot be read or belong to another plan; and as
+    :func:`~bullet_graph.runtime.bursts.open_workbench`.
     """
     # Imports the kernel libraries, which `prepare_profile` must report as missing in its own words.
     from bullet_graph.runtime.bursts import open_workbench  # noqa: PLC0415

@@ -24,13 +24,9 @@ GPU_HEAD_DIMS = (64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A model on a device: the resolved part of a configuration.
+    """A model on a device, with its index where it is a GPU: the resolved part of a configuration.
 
-    Attributes:
-        name: the preset's, or the folder's.
-        folder: the model's files; None for a preset.
-        device: with its index where it is a GPU.
-        dtype: of weights, activations and KV cache.
+    ``name`` is that of the preset or the folder, ``folder`` None for a preset.
     """
 
     model: ModelConfig
@@ -57,10 +53,7 @@ class Runtime:
 def resolve(config: EngineConfig) -> Runtime:
     """Find model and device, and choose the dtype and length limit that the configuration leaves open.
 
-    Raises:
-        ModelError: the model cannot be found or used.
-        DeviceError: a GPU was asked for where there is none.
-        ConfigError: settings that contradict the model.
+    Raises ModelError, DeviceError where a GPU was asked for and there is none, or ConfigError.
     """
     model, folder = resolve_model(config.model)
     if config.load_format == "safetensors" and folder is None:

@@ -75,11 +75,8 @@ def make_batches(
 ) -> tuple[PrefillBatch | None, DecodeBatch | None]:
     """The batches of a step that no scheduler made; None where there are no rows of the kind.
 
-    Args:
-        decode: position of each row.
-        blocks: taken in this order, as many as the sequences need.
-        token_ids: of all chunks; None: zeros.
-        slots: of chunks and decode rows; None: ascending.
+    ``decode`` are the rows' positions. ``blocks`` are taken in this order, as many as the sequences need. ``token_ids``
+    are of all chunks (None: zeros), ``slots`` of chunks and decode rows (None: ascending).
     """
     ends = [start + tokens for start, tokens, _ in chunks] + [position + 1 for position in decode]
     block_counts = np.array([-(-end // block_tokens) for end in ends], dtype=np.int32)

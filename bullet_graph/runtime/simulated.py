@@ -20,11 +20,7 @@ from bullet_graph.runtime.step import Placement, Step, StepResult
 class StepWork:
     """The work of a step, in the terms of the performance model.
 
-    Attributes:
-        tokens: number of prompt rows.
-        pairs: (query, key) pairs of their attention.
-        batch_size: number of decode rows.
-        kv_tokens: tokens that the decode rows attend to, all together.
+    ``tokens`` prompt rows have ``pairs`` (query, key) pairs; ``batch_size`` decode rows attend to ``kv_tokens`` in all.
     """
 
     tokens: int
@@ -59,12 +55,10 @@ class StepRecord:
 
 @dataclass(slots=True)
 class _Job:
-    """A launch in flight.
+    """A launch in flight: ``left`` is the share of the step's layers that is left of it.
 
-    Attributes:
-        alone_ms: time of its whole step, all layers, alone on the device; includes ``factor``.
-        factor: real ÷ predicted time.
-        left: share of the step's layers that is left of this launch.
+    ``alone_ms`` is the time of its whole step, all layers, alone on the device, times ``factor``: real ÷ predicted
+    time.
     """
 
     ticket: int
@@ -83,11 +77,9 @@ class SimulatedExecutor(Executor):
     both run on parts of the GPU. If one of them may use the whole GPU and neither takes turns, each gets half of the
     time. Sampled tokens are all 0, and there are no log-probabilities.
 
-    Args:
-        partitions: partitions for steps, besides the whole GPU.
-        max_batch_sizes: most rows of a decode step by partition; a partition that is not in it takes any.
-        host_overhead_ms: host time of a launch; the device continues meanwhile.
-        time_noise: standard deviation of the logarithm of a launch's real ÷ predicted time; the median stays 1.
+    Besides the whole GPU, steps may run on ``partitions``; one that is not in ``max_batch_sizes`` takes any batch. The
+    device continues for ``host_overhead_ms`` a launch. ``time_noise`` is the standard deviation of the logarithm of a
+    launch's real ÷ predicted time, whose median stays 1.
     """
 
     def __init__(
@@ -121,13 +113,7 @@ class SimulatedExecutor(Executor):
         return self._max_batch_sizes.get(partition)
 
     def launch(self, step: Step, placement: Placement) -> int:
-        """Enqueue a step.
-
-        Raises:
-            PartitionError: the partition is not in ``partitions``, has no times for this kind of step, or is too small
-                for the batch.
-            ValueError: the layers do not follow those that the lane ran last, or decode rows are on the prefill lane.
-        """
+        """Enqueue a step; PartitionError or ValueError for what no device could run as placed."""
         if placement.partition not in self.partitions:
             raise PartitionError(
                 f"a step was placed on {placement.partition}, but this device has {list(self.partitions)}: "

@@ -15,12 +15,8 @@ BoolArray = NDArray[np.bool_]
 class SlotInit:
     """Sampling settings of a sequence that enters a slot; they hold until the slot is initialised again.
 
-    Attributes:
-        temperature: 0 for greedy.
-        top_k: 0 for all.
-        seed: random numbers follow from (seed, position) alone.
-        masked_token_ids: ids that may not be sampled yet (``min_tokens``).
-        masked_until: first position of a sampled token at which they may.
+    ``temperature`` 0 is greedy, ``top_k`` 0 keeps all. Random numbers follow from (seed, position) alone. Tokens at
+    positions below ``masked_until`` are none of ``masked_token_ids`` (``min_tokens``).
     """
 
     slot: int
@@ -57,9 +53,8 @@ class PrefillBatch:
 class DecodeBatch:
     """One new token for each of ``n`` sequences; its input token is the one last sampled for the slot.
 
-    Attributes:
-        positions: [n], position of the input token; the KV length after the step is one more.
-        kv_indptr: [n + 1], where each sequence's blocks start in ``kv_indices``: up to the input's position.
+    ``positions`` [n] are the input tokens'; the KV length after the step is one more. ``kv_indptr`` [n + 1] is where
+    each sequence's blocks start in ``kv_indices``: up to the input's position.
     """
 
     slots: Int32Array
