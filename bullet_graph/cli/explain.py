@@ -16,6 +16,14 @@ from bullet_graph.perf.explain import TraceSummary, Window, summarize_trace
 from bullet_graph.perf.trace import Trace, read_trace
 
 _MOST_MISSES_SHOWN = 10
+_OUTCOMES = {
+    "completed": "completed",
+    "met": "met their targets",
+    "missed_ttft": "missed TTFT",
+    "missed_tpot": "missed TPOT",
+    "without_targets": "had no targets",
+    "cut_off": "aborted or failed",
+}
 
 
 @click.command()
@@ -111,17 +119,17 @@ def _print(summary: TraceSummary) -> None:
 
 
 def _tables(summary: TraceSummary) -> list[Table]:
-    lanes, requests = summary.lanes, summary.requests
+    lanes = summary.lanes
     run = table_of("run", "")
     run.add_row("time", f"{summary.duration_s:,.3f} s")
     run.add_row("launches", f"{summary.num_launches:,}")
     run.add_row("plans made", f"{summary.num_decisions:,}")
     if summary.num_infeasible:
         run.add_row("… no option could hold TPOT", f"{summary.num_infeasible:,}")
-    run.add_row("decode lane busy", _percent(lanes.decode))
-    run.add_row("prefill lane busy", _percent(lanes.prefill))
-    run.add_row("both lanes busy", _percent(lanes.both))
-    run.add_row("device idle", _percent(lanes.idle))
+    run.add_row("decode lane busy", _percent(lanes["decode"]))
+    run.add_row("prefill lane busy", _percent(lanes["prefill"]))
+    run.add_row("both lanes busy", _percent(lanes["both"]))
+    run.add_row("device idle", _percent(lanes["idle"]))
 
     policies = table_of("policy", "launches", "of device time", "of time passed")
     for share in summary.policies:
@@ -144,16 +152,9 @@ def _tables(summary: TraceSummary) -> list[Table]:
             f"{error.bias_percent:+.1f} %",
         )
     fared = table_of("requests", "")
-    for label, number in (
-        ("completed", requests.completed),
-        ("met their targets", requests.met),
-        ("missed TTFT", requests.missed_ttft),
-        ("missed TPOT", requests.missed_tpot),
-        ("had no targets", requests.without_targets),
-        ("aborted or failed", requests.cut_off),
-    ):
-        if number or label == "completed":
-            fared.add_row(label, f"{number:,}")
+    for name, label in _OUTCOMES.items():
+        if summary.requests[name] or name == "completed":
+            fared.add_row(label, f"{summary.requests[name]:,}")
     causes = table_of("why targets were missed", "misses")
     for cause, count in summary.causes.items():
         causes.add_row(Text(cause), f"{count:,}")

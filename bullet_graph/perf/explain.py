@@ -120,16 +120,6 @@ class PolicyShare:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneShares:
-    """The shares of the time that passed in which the lanes had a launch on the device."""
-
-    decode: float
-    prefill: float
-    both: float
-    idle: float
-
-
-@dataclass(frozen=True, slots=True)
 class PredictionError:
     """Predicted against measured device time of a policy's launches on a lane, where there is a prediction.
 
@@ -143,21 +133,6 @@ class PredictionError:
     median_percent: float
     p90_percent: float
     bias_percent: float
-
-
-@dataclass(frozen=True, slots=True)
-class RequestCounts:
-    """Requests that ended; those ``cut_off`` were aborted or failed, and are not judged by their targets.
-
-    A request may have missed both targets.
-    """
-
-    completed: int
-    cut_off: int
-    without_targets: int
-    met: int
-    missed_ttft: int
-    missed_tpot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +162,9 @@ class TraceSummary:
         num_infeasible: those at which there were options but none held the TPOT budget.
         bounds: ticks by what decided.
         policies: largest wall share first.
+        lanes: shares of the time that passed in which each lane, ``both`` or none had a launch on the device.
+        requests: those that ended; ``cut_off`` were aborted or failed, and are not judged by their targets. A request
+            may have missed both targets.
         causes: misses by ``target: cause``, most frequent first.
         misses: the worst first, as a multiple of the target.
     """
@@ -198,9 +176,9 @@ class TraceSummary:
     num_infeasible: int
     bounds: dict[str, int]
     policies: tuple[PolicyShare, ...]
-    lanes: LaneShares
+    lanes: dict[str, float]
     errors: tuple[PredictionError, ...]
-    requests: RequestCounts
+    requests: dict[str, int]
     causes: dict[str, int]
     misses: tuple[Miss, ...]
     notes: tuple[str, ...]
@@ -237,14 +215,14 @@ def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
         policies=_policy_shares(ended, occupancy, weights, window),
         lanes=_lane_shares(occupancy, window),
         errors=_prediction_errors(ended),
-        requests=RequestCounts(
-            completed=len(completed),
-            cut_off=len(requests) - len(completed),
-            without_targets=len(completed) - len(targeted),
-            met=len(targeted) - len(missed),
-            missed_ttft=targets["ttft"],
-            missed_tpot=targets["tpot"],
-        ),
+        requests={
+            "completed": len(completed),
+            "cut_off": len(requests) - len(completed),
+            "without_targets": len(completed) - len(targeted),
+            "met": len(targeted) - len(missed),
+            "missed_ttft": targets["ttft"],
+            "missed_tpot": targets["tpot"],
+        },
         causes=dict(Counter(f"{miss.target}: {miss.cause}" for miss in misses).most_common()),
         misses=tuple(misses),
         notes=trace.notes,
@@ -271,13 +249,12 @@ def _policy_shares(
     return tuple(sorted(shares, key=lambda share: -share.wall_share))
 
 
-def _lane_shares(occupancy: Occupancy, window: Window) -> LaneShares:
+def _lane_shares(occupancy: Occupancy, window: Window) -> dict[str, float]:
     decode, prefill = occupancy.active["decode"] >= 0, occupancy.active["prefill"] >= 0
-    on_decode, on_prefill, on_both, on_any = (
-        occupancy.share(busy.astype(np.float64), window)
-        for busy in (decode, prefill, decode & prefill, decode | prefill)
-    )
-    return LaneShares(on_decode, on_prefill, on_both, 1.0 - on_any)
+    busy = {"decode": decode, "prefill": prefill, "both": decode & prefill, "any": decode | prefill}
+    shares = {name: occupancy.share(on.astype(np.float64), window) for name, on in busy.items()}
+    shares["idle"] = 1.0 - shares.pop("any")
+    return shares
 
 
 def _prediction_errors(ended: list[Launch]) -> tuple[PredictionError, ...]:

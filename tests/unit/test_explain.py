@@ -8,11 +8,9 @@ from traces import HEADER, RUN, launch, read_run, request, retire, write
 
 from bullet_graph.perf.chrome_trace import to_chrome_trace
 from bullet_graph.perf.explain import (
-    LaneShares,
     Miss,
     Occupancy,
     PolicyShare,
-    RequestCounts,
     Window,
     summarize_trace,
 )
@@ -30,8 +28,8 @@ def test_shares_of_time(tmp_path: Path) -> None:
     ]
     for share, want in zip(summary.policies, expected, strict=True):
         assert dataclasses.astuple(share) == pytest.approx(dataclasses.astuple(want))
-    want_lanes = LaneShares(decode=250 / 400, prefill=200 / 400, both=100 / 400, idle=50 / 400)
-    assert dataclasses.astuple(summary.lanes) == pytest.approx(dataclasses.astuple(want_lanes))
+    lanes = {"decode": 250 / 400, "prefill": 200 / 400, "both": 100 / 400, "idle": 50 / 400}
+    assert summary.lanes == pytest.approx(lanes)
 
 
 def test_decisions_by_bound_count_repeats(tmp_path: Path) -> None:
@@ -51,7 +49,7 @@ def test_a_window_sums_up_what_is_in_it(tmp_path: Path) -> None:
         "mixed": 0.5,
         "solo": 0.0,
     }
-    assert summary.lanes.idle == pytest.approx(0.0)
+    assert summary.lanes["idle"] == pytest.approx(0.0)
     assert (summary.num_launches, summary.bounds) == (2, {"ttft": 1})
 
 
@@ -122,9 +120,14 @@ def test_requests_are_counted_once_each(tmp_path: Path) -> None:
         request("failed", [], reason="error", **both),
     )
     summary = summarize_trace(trace)
-    assert summary.requests == RequestCounts(
-        completed=6, cut_off=2, without_targets=1, met=2, missed_ttft=2, missed_tpot=2
-    )
+    assert summary.requests == {
+        "completed": 6,
+        "cut_off": 2,
+        "without_targets": 1,
+        "met": 2,
+        "missed_ttft": 2,
+        "missed_tpot": 2,
+    }
     # The worst first, as a multiple of the target.
     assert [(m.request_id, m.target) for m in summary.misses] == [
         ("again", "tpot"),
@@ -138,7 +141,7 @@ def test_requests_are_counted_once_each(tmp_path: Path) -> None:
 def test_a_trace_in_which_nothing_happened(tmp_path: Path) -> None:
     summary = summarize_trace(read_trace(write(tmp_path / "t.jsonl", [HEADER])))
     assert (summary.duration_s, summary.num_launches, summary.policies, summary.errors) == (0.0, 0, (), ())
-    assert summary.requests == RequestCounts(0, 0, 0, 0, 0, 0)
+    assert set(summary.requests.values()) == {0}
 
 
 def test_launches_seen_late_do_not_overlap() -> None:
