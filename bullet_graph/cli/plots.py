@@ -43,12 +43,7 @@ def picture(draw: Callable[_P, Figure]) -> Callable[Concatenate[str, _P], bytes]
 
 @picture
 def draw_rates(curves: Mapping[str, Runs], *, title: str, slo: Slo, attainment: float) -> Figure:
-    """Draw attainment, TTFT and TPOT over the request rate.
-
-    Args:
-        curves: runs by the name of the policy or system, at rising finite rates.
-        attainment: the share of requests that is to meet the targets.
-    """
+    """Draw attainment, TTFT and TPOT over the request rate; ``curves`` has runs by system, at rising finite rates."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     shares, ttft, tpot = figure.subplots(1, 3)
     for index, (name, runs) in enumerate(curves.items()):

@@ -54,7 +54,6 @@ class Simulator:
     Args:
         gpu: a table file of ``bullet-graph profile`` (ending in .json), a GPU's name for a table that comes with the
             package, or ``roofline:`` and a name for an estimate.
-        config: of the engine; its memory is divided as an engine would.
         time_noise: relative spread of the device's times around the prediction.
 
     Attributes:
@@ -140,11 +139,9 @@ class Simulator:
         capture_plan: CapturePlan | None = None,
         **observers: Any,
     ) -> ReplayRun:
-        """Serve the workload once.
+        """Serve the workload once, with other ``arrivals`` or another ``capture_plan`` than the simulator's if given.
 
-        Args:
-            arrivals: other than the simulator's; ``capture_plan`` likewise.
-            observers: ``trace``, ``on_done`` and ``on_step`` of :func:`bullet_graph.engine.simulation.simulate`.
+        ``observers`` are ``trace``, ``on_done`` and ``on_step`` of :func:`bullet_graph.engine.simulation.simulate`.
         """
         config, arrivals = self.config, arrivals or self.arrivals
         padded = self.performance if capture_plan is None else PaddedModel(self.unpadded, capture_plan.padded)

@@ -108,8 +108,8 @@ class DecisionTrace:
                 "decode_rows": 0 if step.decode is None else len(step.decode.slots),
                 "prefill_rows": 0 if step.prefill is None else len(step.prefill.token_ids),
                 "layers": last_layer - placement.first_layer,
-                "decode_sms": self._lane_sms(partition.decode_tpcs),
-                "prefill_sms": self._lane_sms(partition.prefill_tpcs),
+                "decode_sms": _sms(partition.decode_tpcs, self._num_sms),
+                "prefill_sms": _sms(partition.prefill_tpcs, self._num_sms),
                 "predicted_ms": _finite(launch.predicted_ms),
             }
         )
@@ -147,9 +147,6 @@ class DecisionTrace:
         except OSError as error:
             raise self._failed(error) from error
 
-    def _lane_sms(self, tpcs: int | None) -> int | None:
-        return self._num_sms if tpcs is None else tpcs * SMS_PER_TPC
-
     def _write_repeats(self) -> None:
         if self._repeats:
             repeats = {"count": self._repeats, "time_s": self._last_s}
@@ -181,5 +178,5 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _sms(tpcs: int | None) -> int | None:
-    return None if tpcs is None else tpcs * SMS_PER_TPC
+def _sms(tpcs: int | None, whole_gpu: int | None = None) -> int | None:
+    return whole_gpu if tpcs is None else tpcs * SMS_PER_TPC

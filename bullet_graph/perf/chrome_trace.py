@@ -1,6 +1,5 @@
 """A decision trace in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing show."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -12,16 +11,12 @@ _PLANNER_THREAD = 0
 _LANE_THREADS: dict[LaneName, int] = {"decode": 1, "prefill": 2}
 
 
-def to_chrome_trace(trace: Trace, window: Window | None = None) -> dict[str, Any]:
-    """The trace as an object to be written as JSON; times in microseconds from the trace's start.
+def to_chrome_trace(trace: Trace, window: Window) -> dict[str, Any]:
+    """The decisions made, and the launches begun, in the window, as an object to be written as JSON.
 
     Each lane is a thread of launches, and the planner is one of decisions. Counters show running and waiting
-    sequences and each lane's SMs.
-
-    Args:
-        window: keeps the decisions made, and the launches begun, in it; None keeps all.
+    sequences and each lane's SMs. Times are in microseconds from the trace's start.
     """
-    window = window or Window(-math.inf, math.inf)
     occupancy = Occupancy.of(trace.launches)
     header = trace.header
     threads = {_PLANNER_THREAD: "planner"} | {n: f"{lane} lane" for lane, n in _LANE_THREADS.items()}

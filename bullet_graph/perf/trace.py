@@ -41,18 +41,12 @@ class TraceHeader:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A plan, and the load it was made for. Times are on the engine's clock.
+    """A plan, and the load it was made for, with the fields of ``planner/plan.py``. Times are on the engine's clock.
 
     Attributes:
         waiting: prompts that waited, as far as the planner looked; ``queued_tokens`` is of all.
-        kv_tokens: tokens that the running sequences attended to.
-        budget_ms: longest interval between tokens that holds every TPOT target; None without targets.
-        slack_ms: longest wait for the next token that does; None without targets.
-        decode: whether decode steps may be launched.
-        chunk_tokens: most prompt rows of the next chunk.
-        slice_layers: layers of each launch on the prefill lane.
+        budget_ms, slack_ms: None without targets.
         decode_sms, prefill_sms: SMs of the lanes; None for all.
-        bound: what decided.
         count: consecutive ticks with this decision.
     """
 
@@ -81,7 +75,6 @@ class Launch:
 
     Attributes:
         ticket: the executor's number for it, unique among those in flight.
-        decision: the number of the decision that it followed.
         decode_sms, prefill_sms: SMs of the lanes at the time; None for all.
         retired_s, device_ms: when the host saw its end, and the measured device time; None if it never ended.
     """

@@ -156,9 +156,11 @@ def test_launches_seen_late_do_not_overlap() -> None:
 
 # ---- Chrome's format ----
 
+ALL = Window(0.0, 1e6)
+
 
 def test_chrome_trace(tmp_path: Path) -> None:
-    events = to_chrome_trace(read_run(tmp_path))["traceEvents"]
+    events = to_chrome_trace(read_run(tmp_path), ALL)["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     launches = [e for e in events if e["ph"] == "X"]
     lanes = ("decode", "decode", "prefill", "decode")
@@ -200,5 +202,5 @@ def test_chrome_trace_of_a_window(tmp_path: Path) -> None:
 
 def test_chrome_trace_where_there_are_no_sms(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", [HEADER | {"num_sms": None}, *RUN[1:]])
-    events = to_chrome_trace(read_trace(path))["traceEvents"]
+    events = to_chrome_trace(read_trace(path), ALL)["traceEvents"]
     assert {e["name"] for e in events if e["ph"] == "C"} == {"running", "waiting"}

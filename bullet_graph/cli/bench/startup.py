@@ -42,14 +42,10 @@ class StartKind:
 
 @dataclass(frozen=True, slots=True)
 class StartRun:
-    """One start; seconds since its process was started.
+    """One start, with phases in the order of their ends; seconds since its process was started.
 
-    Attributes:
-        startup_s: until requests could be added.
-        first_token_s: until the first token of a short request.
-        phases: in the order of their ends; they may overlap.
-        capture, compiles, cache_use: fields of the engine's own reports; ``capture`` is None where nothing is captured.
-        num_missing_graphs: left to be captured after the first token.
+    ``startup_s`` is when requests could be added. ``capture``, ``compiles`` and ``cache_use`` are of the engine's own
+    reports; ``num_missing_graphs`` were left to be captured after the first token.
     """
 
     startup_s: float

@@ -86,7 +86,6 @@ class Sweep(BaseModel):
     """A sweep and its file, which appears with the first run and has each run as soon as it has ended.
 
     Attributes:
-        argv: the command line that began it.
         settings: everything that decides the runs; ``attainment`` is the share of requests that must meet all targets.
         provenance: of the machine and the code that began the sweep; ``continued`` has those of later starts on others.
         cells: in the order of their first runs.
@@ -281,7 +280,6 @@ def make_cells(
 
     Args:
         slos: the targets of workloads without targets of their own; ``first_rate`` likewise.
-        new_rates: makes the rates of one cell, from its first rate.
 
     Raises:
         ConfigError: a workload has no targets, or two different cells have the same name.
