@@ -52,17 +52,6 @@ class Launch:
             0 if decode is None else len(decode.slots)
         )
 
-    @property
-    def summary(self) -> tuple[object, ...]:
-        """All that two equal runs have in common."""
-        step = self.step
-        return (
-            self.time_s,
-            self.placement,
-            None if step.prefill is None else (step.prefill.slots.tolist(), step.prefill.q_indptr.tolist()),
-            None if step.decode is None else (step.decode.slots.tolist(), step.decode.positions.tolist()),
-        )
-
 
 @dataclass
 class CheckedExecutor(SimulatedExecutor):

@@ -73,11 +73,6 @@ def test_greedy_tokens_and_logprobs_equal_under_a_planner(oracle: Oracle, chunk:
     check(oracle, policy="auto", max_num_batched_tokens=chunk, max_num_seqs=6, slo=slo, perf_table="roofline")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_batches_of_other_sizes(oracle: Oracle, count: int) -> None:
-    check(oracle, count, policy="mixed:16", max_num_seqs=3)
-
-
 @pytest.mark.parametrize("policy", ["serial", "mixed:7", "auto"])
 def test_forced_preemption_changes_nothing(oracle: Oracle, policy: str) -> None:
     with Engine(str(oracle.folder), device="cpu", max_model_len=112) as probe:

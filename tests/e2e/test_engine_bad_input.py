@@ -54,11 +54,6 @@ def edit_config(name: str, value: object) -> Callable[[Path], object]:
     return edit
 
 
-def test_an_unknown_model_names_the_presets() -> None:
-    with pytest.raises(ModelError, match=r"'no-such-model'.*config\.json.*tiny.*llama-3\.1-8b"):
-        make_engine("no-such-model")
-
-
 def test_a_folder_without_weights(folder: Path) -> None:
     for path in folder.glob("*.safetensors*"):
         path.unlink()
@@ -68,25 +63,11 @@ def test_a_folder_without_weights(folder: Path) -> None:
         assert engine.generate("text", GREEDY, use_tqdm=False)[0].error is None
 
 
-def first_shard(folder: Path) -> Path:
-    return sorted(folder.glob("*.safetensors"))[0]
-
-
-def cut_first_shard(folder: Path) -> None:
-    first_shard(folder).write_bytes(first_shard(folder).read_bytes()[:-100])
-
-
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
         (lambda f: (f / "config.json").unlink(), ModelError, r"config\.json is missing"),
         (edit_config("architectures", ["Mamba"]), UnsupportedModelError, "LlamaForCausalLM.*Mamba"),
-        (
-            lambda f: first_shard(f).unlink(),
-            CheckpointError,
-            "00001-of-00003.safetensors, not in that folder",
-        ),
-        (cut_first_shard, CheckpointError, "00001-of-00003.safetensors is not a complete safetensors file"),
         (edit_config("intermediate_size", 256), CheckpointError, r"shape \[256, 64\].*found \[128, 64\]"),
         (lambda f: (f / "tokenizer.json").write_text("{"), ModelError, r"tokenizer\.json is not a usable"),
     ],
@@ -131,28 +112,22 @@ def test_bad_settings(settings: dict[str, object], error: type[BulletGraphError]
         make_engine(**settings)
 
 
-def test_nothing_is_allocated_for_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*_: object, **__: object) -> None:
-        raise AssertionError("allocated in spite of the ledger")
-
-    monkeypatch.setattr("bullet_graph.runtime.build.KVCache", forbidden)
-    monkeypatch.setattr("bullet_graph.runtime.build.zero_weights", forbidden)
-    with pytest.raises(InsufficientMemoryError):
-        make_engine(gpu_memory_utilization=1e-9)
-
-
-def test_the_ledger_is_told_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ledger_is_told_and_must_fit_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told = []
 
-    def check(*_: object, **__: object) -> None:
+    def allocate(*_: object, **__: object) -> None:
         assert told
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr("bullet_graph.runtime.build.KVCache", check)
-    monkeypatch.setattr("bullet_graph.runtime.build.zero_weights", check)
+    monkeypatch.setattr("bullet_graph.runtime.build.KVCache", allocate)
+    monkeypatch.setattr("bullet_graph.runtime.build.zero_weights", allocate)
     with pytest.raises(RuntimeError, match="far enough"):
         make_engine(on_ledger=told.append)
     assert told[0].kv_cache_bytes > 0
+    with pytest.raises(InsufficientMemoryError):
+        make_engine(gpu_memory_utilization=1e-9)
 
 
 # ---- requests ----
@@ -190,11 +165,6 @@ BAD_PROMPTS = [
     (None, "integer"),
     (b"12", "integer"),
 ]
-
-
-def test_the_longest_prompt_that_fits_gives_one_token(engine: Engine) -> None:
-    (output,) = engine.generate([1] * 63, GREEDY, use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 1
 
 
 def test_bad_requests_in_a_batch_fail_alone(engine: Engine) -> None:
@@ -249,19 +219,15 @@ def test_many_stop_tokens_are_fine_without_min_tokens(engine: Engine) -> None:
     assert engine.generate(PROMPT, params, use_tqdm=False)[0].error is None
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 3])
-def test_params_of_another_type_are_refused(engine: Engine, params: object) -> None:
+@pytest.mark.parametrize("params", [{"temperature": 0}, ["a"], 3])
+def test_params_and_ids_of_another_type_are_refused(engine: Engine, params: object) -> None:
     with pytest.raises(RequestError, match="SamplingParams"):
         engine.add_request("bad", PROMPT, params)  # type: ignore[arg-type]
     good, bad = engine.generate([PROMPT] * 2, [GREEDY, params], use_tqdm=False)  # type: ignore[list-item]
     assert good.error is None
     assert "SamplingParams" in str(bad.error)
-
-
-@pytest.mark.parametrize("request_id", [None, 7, ["a"]])
-def test_request_ids_are_strings(engine: Engine, request_id: object) -> None:
     with pytest.raises(RequestError, match="request_id must be a str"):
-        engine.add_request(request_id, PROMPT)  # type: ignore[arg-type]
+        engine.add_request(params, PROMPT)  # type: ignore[arg-type]
     assert not engine.has_unfinished_requests()
 
 

@@ -9,56 +9,30 @@ from bullet_graph import Engine, SamplingParams
 from bullet_graph.runtime.cpu import CpuExecutor
 
 PROMPT = [5, 17, 300, 8]
-PROMPTS = [[5, 17, 300, 8], [9], [44, 3, 2, 1, 250, 77, 31], list(range(60, 100))]
 
 
 # ---- forms of prompts ----
 
 
-def test_text_and_its_ids_give_the_same(engine: Engine) -> None:
+def test_text_and_its_ids_give_the_same_alone_and_in_a_list(engine: Engine, model: Model) -> None:
     text = "A request waits."
     assert engine.tokenizer is not None
     ids = engine.tokenizer.encode(text)
     (from_text,) = engine.generate(text, GREEDY, use_tqdm=False)
-    (from_ids,) = engine.generate(ids, GREEDY, use_tqdm=False)
-    (from_array,) = engine.generate(np.array(ids), GREEDY, use_tqdm=False)
-    assert from_text.prompt_token_ids == from_ids.prompt_token_ids == tuple(ids)
-    assert tokens_of(from_text) == tokens_of(from_ids) == tokens_of(from_array)
+    alone = [engine.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in (ids, np.array(ids))]
+    listed = engine.generate([text, (9, 9), np.array([7, 8])], GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in (*alone, *listed)] == [tuple(ids)] * 3 + [(9, 9), (7, 8)]
+    assert [tokens_of(output) for output in (*alone, listed[0])] == [tokens_of(from_text)] * 3
+    assert tokens_of(listed[1]) == [model.greedy([9, 9], GREEDY.max_tokens)]
+    assert len({output.request_id for output in (from_text, *alone, *listed)}) == 6
     assert from_text.finished
     assert from_text.error is None
     assert from_text.outputs[0].text == engine.tokenizer.decode(list(from_text.outputs[0].token_ids))
 
 
-def test_lists_of_text_and_ids_come_back_in_order(engine: Engine, model: Model) -> None:
-    assert engine.tokenizer is not None
-    texts = ["The dog", "你好", "queue; then"]
-    as_text = engine.generate(texts, GREEDY, use_tqdm=False)
-    as_ids = engine.generate([engine.tokenizer.encode(text) for text in texts], GREEDY, use_tqdm=False)
-    mixed = engine.generate([texts[0], (9, 9), np.array([7, 8])], GREEDY, use_tqdm=False)
-    assert [tokens_of(o) for o in as_text] == [tokens_of(o) for o in as_ids]
-    assert [o.prompt_token_ids for o in mixed][1:] == [(9, 9), (7, 8)]
-    assert tokens_of(mixed[1]) == [model.greedy([9, 9], GREEDY.max_tokens)]
-    assert len({output.request_id for output in as_text + as_ids + mixed}) == 9
-
-
 def test_no_prompts_give_no_outputs(engine: Engine) -> None:
     assert engine.generate([], use_tqdm=False) == []
     assert engine.generate([], [], use_tqdm=False) == []
-
-
-def test_each_prompt_may_have_its_own_params(engine: Engine, model: Model) -> None:
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5, 9, 2)]
-    outputs = engine.generate(PROMPTS, params, use_tqdm=False)
-    for prompt, param, output in zip(PROMPTS, params, outputs, strict=True):
-        assert tokens_of(output) == [model.greedy(prompt, param.max_tokens)]
-
-
-@at_any_depth
-def test_more_sequences_than_slots_all_finish(model: Model) -> None:
-    with make_engine(model.folder, max_num_seqs=2, policy="mixed:5") as engine:
-        outputs = engine.generate(PROMPTS * 3, GREEDY, use_tqdm=False)
-    expected = [model.greedy(prompt, GREEDY.max_tokens) for prompt in PROMPTS] * 3
-    assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 def test_an_engine_of_dummy_weights_is_the_same_each_time() -> None:

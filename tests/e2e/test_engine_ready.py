@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from engines import GREEDY, make_engine
@@ -75,16 +75,15 @@ async def test_an_idle_engine_captures_and_still_listens(missing: Missing) -> No
     assert missing.left == 0
 
 
-def test_a_capture_that_fails_ends_the_engine(engine: Engine, missing: Missing) -> None:
+@pytest.mark.parametrize(
+    ("call", "doing"), [(Engine.prepare_next, "capturing a graph"), (Engine.step, "running a step")]
+)
+def test_a_capture_that_fails_ends_the_engine(
+    engine: Engine, missing: Missing, call: Callable[[Engine], object], doing: str
+) -> None:
+    engine.add_request("under way", [1, 2], GREEDY)
     missing.error = RuntimeError("the stream was invalidated")
-    with pytest.raises(EngineDeadError, match="failed while capturing a graph: the stream was invalidated"):
-        engine.prepare_next()
+    with pytest.raises(EngineDeadError, match=f"failed while {doing}: the stream was invalidated"):
+        call(engine)
     with pytest.raises(EngineDeadError, match="has failed"):
         engine.add_request("a", [1])
-
-
-def test_a_capture_that_fails_in_a_step_ends_the_engine(engine: Engine, missing: Missing) -> None:
-    missing.error = RuntimeError("the stream was invalidated")
-    engine.add_request("a", [1, 2], GREEDY)
-    with pytest.raises(EngineDeadError, match="while running a step: the stream was invalidated"):
-        engine.step()

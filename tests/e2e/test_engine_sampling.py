@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from engines import Model, at_any_depth, make_engine, tokens_of
+from engines import Model, at_any_depth, make, make_engine, short_slices, tokens_of
 
 from bullet_graph import Engine, SamplingParams
 
@@ -69,14 +69,15 @@ def seeded(model: Model) -> list[tuple[int, ...]]:
 
 
 @at_any_depth
-@pytest.mark.parametrize("policy", ["serial", "mixed", "mixed:3", "serial:2"])
+@short_slices
+@pytest.mark.parametrize("policy", ["serial", "mixed", "mixed:3", "serial:2", "auto"])
 def test_a_seed_fixes_the_tokens_whatever_else_runs(
     model: Model, seeded: list[tuple[int, ...]], policy: str
 ) -> None:
     assert len(set(seeded)) == len(seeded)
     company = [SamplingParams(max_tokens=n) for n in (3, 25, 9, 14, 30)]
     prompts = [[n, n + 1, n + 2] * (1 + n % 5) for n in range(len(company))]
-    with make_engine(model.folder, policy=policy, max_num_seqs=5) as engine:
+    with make(model, policy, max_num_seqs=5) as engine:
         outputs = engine.generate(
             [prompts[0], PROMPT, *prompts[1:3], PROMPT, *prompts[3:], PROMPT],
             [company[0], SEEDED[0], *company[1:3], SEEDED[1], *company[3:], SEEDED[2]],

@@ -245,13 +245,6 @@ def test_a_launch_that_the_driver_has_not_taken_comes_last(loop: CoreLoop, lane_
     assert "is still being launched after" in last
 
 
-def test_without_a_gpu_there_is_neither_graph_nor_mask(loop: CoreLoop) -> None:
-    told = told_of(loop, limit_s=-1, config=CONFIG, lane_sms={})
-    assert any(
-        "a decode step of 7 rows, launched kernel by kernel on a device without SMs" in text for text in told
-    )
-
-
 def test_time_and_sms_of_the_lanes_are_counted(loop: CoreLoop) -> None:
     now = loop.core.stats()
     assert now.lane_sms == {"decode": 48, "prefill": MODEL.num_sms - 48}

@@ -118,15 +118,6 @@ async def test_a_late_send_counts_against_the_system() -> None:
     assert [r.metrics.ttft_ms for r in served] == [2500, 2250, 2000]
 
 
-async def test_with_a_limit_latency_counts_from_the_entry() -> None:
-    system = Scripted(VirtualTime(), {name: [(1.0, 1), (1.0, 1)] for name in range(4)})
-    requests = [request(name, 0.25 * name, 2) for name in range(4)]
-    served = (await run(system, requests, max_concurrency=2)).served
-    assert [r.metrics.arrival_s for r in served] == [100.0, 100.25, 102.0, 102.25]
-    assert [r.metrics.ttft_ms for r in served] == [1000] * 4
-    assert system.most_under_way == 2
-
-
 @settings(deadline=None, max_examples=30)
 @given(
     plan=st.lists(

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bullet_graph.engine.output import CompletionOutput, OutputKind, TokenLogprobs
-from bullet_graph.engine.request import Request, Sample, row_logprobs
+from bullet_graph.engine.output import CompletionOutput, OutputKind
+from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence
 from bullet_graph.models.tokenizer import DetokenizeStream
-from bullet_graph.runtime.step import StepLogprobs, StepResult
 from bullet_graph.sampling_params import SamplingParams
 
 
@@ -107,30 +106,6 @@ def test_text_ends_where_a_naive_search_says(
 
 
 @pytest.mark.parametrize(
-    ("pieces", "params", "expected"),
-    [
-        (["He", "llo ", "w", "orl", "d!"], {"stop": "wor", "max_tokens": 9}, ("Hello ", 4, "stop")),
-        # The earliest of several ends the text.
-        (["one two three"], {"stop": ["three", "two"]}, ("one ", 1, "stop")),
-        # One from before min_tokens does not count later, nor is one looked for before them, even at the end.
-        (
-            ["a", "bx", "c", "dx"],
-            {"stop": ["x", "longer"], "min_tokens": 2, "max_tokens": 9},
-            ("abxcd", 4, "stop"),
-        ),
-        (["a", "~"], {"stop": "\ufffd", "min_tokens": 2, "max_tokens": 2}, ("a\ufffd", 2, "length")),
-    ],
-)
-def test_stop_strings(pieces: list[str], params: dict[str, object], expected: tuple[object, ...]) -> None:
-    sample = make_sample(pieces, SamplingParams(**params))  # type: ignore[arg-type]
-    for token_id in range(len(pieces)):
-        if sample.finish_reason is None:
-            sample.append(token_id, None)
-    output = sample.report(OutputKind.CUMULATIVE)
-    assert (output.text, len(output.token_ids), output.finish_reason) == expected
-
-
-@pytest.mark.parametrize(
     ("token_ids", "params"),
     [
         ([0, 1], {"max_tokens": 9}),
@@ -147,16 +122,6 @@ def test_a_stop_token_ends_the_output_and_is_part_of_it(token_ids: list[int], pa
     assert (output.token_ids, output.finish_reason) == (tuple(token_ids), "stop")
 
 
-def test_text_held_back_for_a_stop_string_comes_when_the_output_ends() -> None:
-    sample = make_sample(["abc", "s", "top"], SamplingParams(stop="stop!", max_tokens=3))
-    shown = []
-    for token_id in range(3):
-        sample.append(token_id, None)
-        shown.append(sample.report(OutputKind.CUMULATIVE).text)
-    # Four characters may be the beginning of the stop string.
-    assert shown == ["", "", "abcstop"]
-
-
 @pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.DELTA])
 @pytest.mark.parametrize("stop", ["zzzz", "\ufffd"])  # the text that an abort releases is not searched
 def test_an_abort_releases_what_was_held_back(kind: OutputKind, stop: str) -> None:
@@ -168,27 +133,6 @@ def test_an_abort_releases_what_was_held_back(kind: OutputKind, stop: str) -> No
     last = sample.report(kind)
     assert (first + last.text if kind is OutputKind.DELTA else last.text) == "abcdef\ufffd"
     assert last.finish_reason == "abort"
-
-
-def test_a_model_without_tokenizer_has_no_text() -> None:
-    sequence = Sequence("a", 0, np.zeros(1, dtype=np.int32), SamplingParams(max_tokens=2), 0, frozenset())
-    sample = Sample(sequence, None)
-    sample.append(4, None)
-    sample.append(5, None)
-    output = sample.report(OutputKind.CUMULATIVE)
-    assert (output.text, output.token_ids, output.finish_reason) == ("", (4, 5), "length")
-
-
-def test_logprobs_come_in_deltas_too() -> None:
-    sample = make_sample(["a", "b", "c"], SamplingParams(max_tokens=3, logprobs=0))
-    entries = [TokenLogprobs(i, -float(i), ()) for i in range(3)]
-    reported: list[TokenLogprobs] = []
-    for token_id, entry in enumerate(entries):
-        sample.append(token_id, entry)
-        if token_id != 1:
-            reported += sample.report(OutputKind.DELTA).logprobs or ()
-    assert reported == entries
-    assert sample.report(OutputKind.CUMULATIVE).logprobs == tuple(entries)
 
 
 def test_a_request_is_finished_when_all_its_samples_are() -> None:
@@ -207,21 +151,3 @@ def test_a_request_is_finished_when_all_its_samples_are() -> None:
     assert output.prompt_token_ids == (7, 8)
     assert output.metrics.arrival_s == 1.5
     assert [completion.token_ids for completion in output.outputs] == [(0,), (0, 1)]
-
-
-def test_a_row_s_logprobs_are_cut_to_what_its_request_asked_for() -> None:
-    logprobs = StepLogprobs(
-        chosen=np.array([-1.5, -0.5], dtype=np.float32),
-        top_ids=np.array([[3, 4, 5], [6, 7, 8]], dtype=np.int32),
-        top=np.array([[-0.25, -1.0, -2.0], [-0.5, -3.0, -4.0]], dtype=np.float32),
-    )
-    result = StepResult(np.array([9, 6], dtype=np.int32), logprobs, device_ms=1.0)
-
-    def entry(row: int, count: int | None) -> TokenLogprobs | None:
-        params = SamplingParams(logprobs=count)
-        sequence = Sequence("a", 0, np.zeros(1, dtype=np.int32), params, 0, frozenset())
-        return row_logprobs(result, row, int(result.token_ids[row]), sequence)
-
-    assert entry(0, 2) == TokenLogprobs(9, -1.5, ((3, -0.25), (4, -1.0)))
-    assert entry(1, 0) == TokenLogprobs(6, -0.5, ())
-    assert entry(1, None) is None

@@ -130,22 +130,6 @@ def test_a_prompt_with_a_deadline_goes_by_it_whatever_the_order() -> None:
     assert loop.scheduler.prompts(0.0, 1.0) == [due, long]
 
 
-def test_blocks_of_a_sequence_that_ended_stay_until_its_steps_are_retired() -> None:
-    loop = Loop(depth=3)
-    sequence = loop.add(5, max_tokens=30)
-    for _ in range(3):
-        loop.launch()
-    used = loop.pool.num_used
-    loop.abort(sequence)
-    for remaining in (2, 1):
-        loop.retire()
-        assert len(loop.in_flight) == remaining
-        assert loop.pool.num_used == used
-    loop.retire()
-    assert loop.pool.num_used == 0
-    assert sequence.slot == -1
-
-
 def test_no_step_is_launched_for_tokens_beyond_max_tokens_or_max_model_len() -> None:
     loop = Loop(depth=3)
     loop.add(4, max_tokens=2)
@@ -274,12 +258,3 @@ def test_settings_fit_the_device_s_32_bit_numbers() -> None:
     assert np.float32(init.top_p) > 0
     # Dividing by it would overflow: the most probable token is what it means.
     assert init.temperature == 0
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 3), (1, 6), (3, 6), (4, 6), (5, 6), (2, 2)])
-def test_known_token_ids_run_from_the_prompt_into_the_output(start: int, stop: int) -> None:
-    sequence = Sequence("a", 0, np.array([5, 6, 7], dtype=np.int32), SamplingParams(), 0, frozenset())
-    sequence.output_token_ids += [8, 9, 10]
-    ids = sequence.known_token_ids(start, stop)
-    assert ids.tolist() == [5, 6, 7, 8, 9, 10][start:stop]
-    assert ids.dtype == np.int32

@@ -91,18 +91,6 @@ def finish_ms(device: Executor, ticket: int) -> float:
     return device.now() * 1e3
 
 
-def test_a_lane_alone_runs_its_launches_in_order() -> None:
-    device = executor()
-    first, second = (
-        device.launch(decode_step(5), on("decode")),
-        device.launch(decode_step(5, 6), on("decode")),
-    )
-    assert not is_done(device, first)
-    assert finish_ms(device, first) == pytest.approx(10)
-    assert not is_done(device, second)
-    assert finish_ms(device, second) == pytest.approx(30)
-
-
 def test_the_model_is_asked_with_what_the_step_holds() -> None:
     model = FakeModel()
     device = SimulatedExecutor(model, partitions=(NARROW,))
@@ -239,14 +227,6 @@ def test_a_launch_costs_the_host_time_that_the_device_uses() -> None:
     assert finish_ms(device, second) == pytest.approx(24)
     device.sleep_until(0.1)
     assert finish_ms(device, device.launch(decode_step(1), on("decode"))) == pytest.approx(114)
-
-
-def test_the_device_says_what_it_has() -> None:
-    device = SimulatedExecutor(FakeModel(), partitions=(NARROW, WHOLE_GPU, NARROW))
-    assert (device.num_sms, device.partitions) == (100, (WHOLE_GPU, NARROW))
-    for until_s in (2.5, 1.0):  # time does not run backwards
-        device.sleep_until(until_s)
-        assert device.now() == 2.5
 
 
 MIXED = make_step([(0, 3, True)], [1])

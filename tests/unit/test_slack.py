@@ -54,13 +54,6 @@ class TestDecodeLoad:
         assert (load.batch_size, load.kv_tokens) == (1, 1000)
         assert load.budget_ms == load.slack_ms == load.target_ms == math.inf
 
-    def test_a_lead_and_a_lag_are_spread_over_the_horizon(self) -> None:
-        level = load_of(RowProgress(10.0 - 0.15, 11, MANY, 15.0)).budget_ms
-        ahead = load_of(RowProgress(10.0 - 0.15 + 0.064, 11, MANY, 15.0)).budget_ms
-        behind = load_of(RowProgress(10.0 - 0.15 - 0.064, 11, MANY, 15.0)).budget_ms
-        assert ahead - level == pytest.approx(64 / TUNING.budget_horizon_tokens)
-        assert level - behind == pytest.approx(64 / TUNING.budget_horizon_tokens)
-
     def test_the_reserve_stops_growing(self) -> None:
         level = load_of(RowProgress(10.0 - 0.015 * 999, 1000, MANY, 15.0))
         reserve_ms = TUNING.reserve_share * TUNING.reserve_tokens * 15.0 + TUNING.reserve_ms
