@@ -33,6 +33,10 @@ def write(path: Path, content: str | bytes) -> str:
     return str(path)
 
 
+def read(path: Path, content: str | bytes, num_requests: int | None = None) -> tuple[WorkloadRequest, ...]:
+    return load_workload(write(path, content), num_requests=num_requests, tokenize=tokenize).requests
+
+
 def conversation(*turns: tuple[str, str]) -> dict[str, object]:
     return {"id": "x", "conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
 
@@ -63,21 +67,13 @@ class TestAzure:
     @pytest.mark.parametrize("last", ["", "END"])
     def test_line_ends_and_a_last_line_without_one(self, tmp_path: Path, line_end: str, last: str) -> None:
         text = line_end.join([HEADER, ROW, "2023-11-16 18:17:05.9799600,7,3", ""])
-        spec = write(tmp_path / "t.csv", text if last else text.rstrip())
-        workload = load_workload(spec, num_requests=None)
-        assert workload.name == "t.csv"
-        assert workload.requests == (WorkloadRequest(4808, 10, 0.0), WorkloadRequest(7, 3, 2.0))
+        requests = read(tmp_path / "t.csv", text if last else text.rstrip())
+        assert requests == (WorkloadRequest(4808, 10, 0.0), WorkloadRequest(7, 3, 2.0))
 
     def test_byte_order_mark_blank_lines_quotes_and_offsets_from_utc(self, tmp_path: Path) -> None:
-        rows = [
-            '"2024-05-10 00:00:00.009930+00:00","5","2"',
-            "",
-            "2024-05-10 00:00:01.009930+00:00, 6 ,3",
-            "",
-        ]
-        spec = write(tmp_path / "T.CSV", "\ufeff" + "\n".join([HEADER, *rows]))
-        requests = load_workload(spec, num_requests=None).requests
-        assert [(r.prompt_tokens, r.output_tokens, r.arrival_s) for r in requests] == [(5, 2, 0), (6, 3, 1)]
+        first, second = '"2024-05-10 00:00:00.00993+00:00","5","2"', "2024-05-10 00:00:01.00993+00:00, 6 ,3"
+        requests = read(tmp_path / "T.CSV", "\ufeff" + "\n".join([HEADER, first, "", second, ""]))
+        assert requests == (WorkloadRequest(5, 2, 0.0), WorkloadRequest(6, 3, 1.0))
 
     @pytest.mark.parametrize(
         ("content", "line", "message"),
@@ -89,11 +85,9 @@ class TestAzure:
             (f"{HEADER}\n{ROW}\n{ROW[:-3]}", 3, "3 columns"),
             (f"{HEADER}\nyesterday,1,1", 2, "TIMESTAMP"),
             (f"{HEADER}\n2023-11-31 18:17:03.9799600,1,1", 2, "TIMESTAMP"),
-            (f"{HEADER}\n,1,1", 2, "TIMESTAMP"),
             (f"{HEADER}\n{ROW}\n2023-11-16 18:17:04+00:00,1,1", 3, "TIMESTAMP"),
             (f"{HEADER}\n{ROW}\n\n2023-11-16 18:17:03.8799600,1,1", 4, "earlier"),
             (f"{HEADER}\n2023-11-16 18:17:03,0,1", 2, "ContextTokens"),
-            (f"{HEADER}\n2023-11-16 18:17:03,-5,1", 2, "ContextTokens"),
             (f"{HEADER}\n2023-11-16 18:17:03,1.5,1", 2, "ContextTokens"),
             (f"{HEADER}\n2023-11-16 18:17:03,1_0,1", 2, "ContextTokens"),
             (f"{HEADER}\n2023-11-16 18:17:03,٣,1", 2, "ContextTokens"),
@@ -101,7 +95,6 @@ class TestAzure:
             (f"{HEADER}\n2023-11-16 18:17:03,1,0", 2, "GeneratedTokens"),
             (f"{HEADER}\n2023-11-16 18:17:03,1,", 2, "GeneratedTokens"),
             (f'{HEADER}\n"2023-11-16 18:17:03,1,1', 2, "CSV"),
-            (f'{HEADER}\n"{ROW}\n{ROW}\n{ROW}', 2, "CSV"),
             (b"\x7fELF\x00\xff\xfe\x80", 1, "UTF-8"),
             (f"{HEADER}\n".encode() + ROW.encode("utf-16"), 2, "UTF-8"),
         ],
@@ -113,10 +106,9 @@ class TestAzure:
         assert f"{spec}, line {line}:" in str(caught.value)
 
     def test_reads_no_further_than_asked(self, tmp_path: Path) -> None:
-        spec = write(tmp_path / "t.csv", f"{HEADER}\n{ROW}\nbroken")
-        assert len(load_workload(spec, num_requests=1).requests) == 1
+        assert len(read(tmp_path / "t.csv", f"{HEADER}\n{ROW}\nbroken", 1)) == 1
         with pytest.raises(WorkloadError, match="holds none"):
-            load_workload(write(tmp_path / "t.csv", HEADER + "\n"), num_requests=None)
+            read(tmp_path / "t.csv", HEADER + "\n")
 
     @SHARED_FOLDER
     @given(
@@ -133,9 +125,7 @@ class TestAzure:
             f"{start + timedelta(microseconds=at):%Y-%m-%d %H:%M:%S.%f}0,{prompt},{output}"
             for at, (_, prompt, output) in zip(microseconds, rows, strict=True)
         ]
-        requests = load_workload(
-            write(tmp_path / "t.csv", "\n".join([HEADER, *lines])), num_requests=None
-        ).requests
+        requests = read(tmp_path / "t.csv", "\n".join([HEADER, *lines]))
         assert [(r.prompt_tokens, r.output_tokens) for r in requests] == [row[1:] for row in rows]
         assert [r.arrival_s for r in requests] == pytest.approx(
             [(at - microseconds[0]) / 1e6 for at in microseconds]
@@ -149,54 +139,46 @@ class TestMooncake:
             {"timestamp": 3000, "input_length": 7322, "output_length": 490},
             {"timestamp": 6052.5, "input_length": 1, "output_length": 1},
         ]
-        spec = write(tmp_path / "m.jsonl", "\n\n".join(json.dumps(row) for row in rows))
-        assert load_workload(spec, num_requests=None).requests == (
+        assert read(tmp_path / "m.jsonl", "\n\n".join(json.dumps(row) for row in rows)) == (
             WorkloadRequest(6758, 500, 0.0),
             WorkloadRequest(7322, 490, 0.0),
             WorkloadRequest(1, 1, 3.0525),
         )
 
     @pytest.mark.parametrize(
-        ("row", "message"),
+        ("changes", "message"),
         [
-            ('{"timestamp": 1, "input_length"', "line 2: Invalid JSON"),
-            ("[1, 2]", "an object"),
-            ("[" * 100_000, "Invalid JSON"),
-            ("{}", "timestamp: Field required"),
-            ('{"timestamp": "1", "input_length": 2, "output_length": 3}', "timestamp: Input should be"),
-            ('{"timestamp": NaN, "input_length": 2, "output_length": 3}', "timestamp: Input should be"),
-            (
-                f'{{"timestamp": {10**400}, "input_length": 2, "output_length": 3}}',
-                "timestamp: Input should be",
-            ),
-            ('{"timestamp": -1, "input_length": 2, "output_length": 3}', "timestamp: Input should be"),
-            ('{"timestamp": true, "input_length": 2, "output_length": 3}', "timestamp: Input should be"),
-            ('{"timestamp": 1, "input_length": 0, "output_length": 3}', "input_length: Input should be"),
-            ('{"timestamp": 1, "input_length": 2.0, "output_length": 3}', "input_length: Input should be"),
-            ('{"timestamp": 1, "input_length": 2, "output_length": true}', "output_length: Input should be"),
-            ('{"timestamp": 1, "input_length": 2, "output_length": 0}', "output_length: Input should be"),
+            ({"timestamp": "1"}, "timestamp: Input should be"),
+            ({"timestamp": math.nan}, "timestamp: Input should be"),
+            ({"timestamp": 10**400}, "timestamp: Input should be"),
+            ({"timestamp": -1}, "timestamp: Input should be"),
+            ({"timestamp": True}, "timestamp: Input should be"),
+            ({"input_length": 0}, "input_length: Input should be"),
+            ({"input_length": 2.0}, "input_length: Input should be"),
+            ({"output_length": True}, "output_length: Input should be"),
+            ({"output_length": 0}, "output_length: Input should be"),
         ],
     )
-    def test_broken_row(self, tmp_path: Path, row: str, message: str) -> None:
-        spec = write(tmp_path / "m.jsonl", f"{MOONCAKE_ROW}\n{row}\n")
-        with pytest.raises(WorkloadError, match=message) as caught:
-            load_workload(spec, num_requests=None)
-        assert f"{spec}, line 2:" in str(caught.value)
+    def test_a_field_out_of_range(self, tmp_path: Path, changes: dict[str, object], message: str) -> None:
+        row = json.dumps({"timestamp": 1, "input_length": 2, "output_length": 3} | changes)
+        with pytest.raises(WorkloadError, match=f"m.jsonl, line 2: {message}"):
+            read(tmp_path / "m.jsonl", f"{MOONCAKE_ROW}\n{row}\n")
 
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            (
-                f"{MOONCAKE_ROW.replace(': 0', ': 1500')}\n{MOONCAKE_ROW}",
-                r"line 2: timestamp must not be earlier .* 1.5 s",
-            ),
+            (f'{MOONCAKE_ROW}\n{{"timestamp": 1, "input_length"\n', "line 2: Invalid JSON"),
+            (f"{MOONCAKE_ROW}\n[1, 2]", "line 2: Input should be an object"),
+            (f"{MOONCAKE_ROW}\n{'[' * 100_000}", "line 2: Invalid JSON"),
+            (f"{MOONCAKE_ROW}\n{{}}", "line 2: timestamp: Field required"),
+            (f"{MOONCAKE_ROW.replace(': 0', ': 1500')}\n{MOONCAKE_ROW}", r"line 2: .* earlier .* 1.5 s"),
             (f"{MOONCAKE_ROW}\n".encode() + b"\xff", "line 2: UTF-8"),
             ("\n", "holds none"),
         ],
     )
     def test_broken_file(self, tmp_path: Path, content: str | bytes, message: str) -> None:
         with pytest.raises(WorkloadError, match=message):
-            load_workload(write(tmp_path / "m.jsonl", content), num_requests=None)
+            read(tmp_path / "m.jsonl", content)
 
 
 class TestShareGpt:
@@ -205,8 +187,7 @@ class TestShareGpt:
             conversation(("human", "one two"), ("gpt", "a bc d"), ("human", "three"), ("gpt", "e")),
             conversation(("gpt", "begins here"), ("human", "a question"), ("gpt", "answered")),
         ]
-        spec = write(tmp_path / "s.json", json.dumps(records, indent=1))
-        assert load_workload(spec, num_requests=None, tokenize=tokenize).requests == (
+        assert read(tmp_path / "s.json", json.dumps(records, indent=1)) == (
             WorkloadRequest(2, 3, None, (3, 3)),
             WorkloadRequest(2, 1, None, (1, 8)),
         )
@@ -241,10 +222,6 @@ class TestShareGpt:
             ('[{"id": "x"}]', r"0\.conversations: Field required"),
             ('[{"conversations": "text"}]', r"0\.conversations: Input should be a valid array"),
             ('[{"conversations": [{"from": "human"}]}]', r"0\.conversations\.0\.value: Field required"),
-            (
-                '[{"conversations": [{"from": "human", "value": null}]}]',
-                r"0\.conversations\.0\.value: Input should be",
-            ),
             ('[{"conversations": ["hello"]}]', r"0\.conversations\.0: Input should be an object"),
             (b"[\n\n\xff]", "line 3: UTF-8"),
             # Half a surrogate pair, which a tokenizer cannot encode.
@@ -259,11 +236,9 @@ class TestShareGpt:
 
 
 class TestLoadWorkload:
-    @pytest.mark.parametrize("num_requests", [0, -1])
-    @pytest.mark.parametrize("spec", ["azure:conv", "synthetic:code"])
-    def test_fewer_than_one(self, spec: str, num_requests: int) -> None:
-        with pytest.raises(WorkloadError, match=f"at least 1, got {num_requests}"):
-            load_workload(spec, num_requests=num_requests)
+    def test_fewer_than_one(self) -> None:
+        with pytest.raises(WorkloadError, match="at least 1, got 0"):
+            load_workload("azure:conv", num_requests=0)
 
     @pytest.mark.parametrize(
         ("spec", "message"),
@@ -300,11 +275,9 @@ class TestLoadWorkload:
     def test_any_bytes_give_requests_or_the_projects_error(
         self, tmp_path: Path, suffix: str, start: str, rest: bytes
     ) -> None:
-        path = tmp_path / f"fuzz{suffix}"
-        path.write_bytes(start.encode() + rest)
         # Anything but the project's own error fails the test.
         with contextlib.suppress(WorkloadError):
-            requests = load_workload(str(path), num_requests=None, tokenize=tokenize).requests
+            requests = read(tmp_path / f"fuzz{suffix}", start.encode() + rest)
             assert all(request.prompt_tokens >= 1 <= request.output_tokens for request in requests)
 
 
@@ -320,10 +293,8 @@ class TestPromptTokenIds:
     ) -> None:
         request = WorkloadRequest(prompt_tokens, 1, None)
         ids = make_prompt_token_ids(request, index, vocab_size, seed)
-        assert ids.dtype == np.int32
-        assert ids.shape == (prompt_tokens,)
-        assert ids.min() >= 0
-        assert ids.max() < vocab_size
+        assert (ids.dtype, ids.shape) == (np.int32, (prompt_tokens,))
+        assert 0 <= ids.min() <= ids.max() < vocab_size
         np.testing.assert_array_equal(ids, make_prompt_token_ids(request, index, vocab_size, seed))
 
     def test_whole_vocabulary_is_used_and_indices_and_seeds_differ(self) -> None:
@@ -352,8 +323,7 @@ def arrival_times(num_requests: int, **settings: float) -> Times:
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0, math.inf])
 def test_the_mean_rate_is_exact_for_every_seed(burstiness: float, seed: int) -> None:
     times = arrival_times(400, request_rate=20, burstiness=burstiness, seed=seed)
-    assert times.shape == (400,)
-    assert times.dtype == np.float64
+    assert (times.shape, times.dtype) == ((400,), np.float64)
     assert times[-1] == pytest.approx(400 / 20)
     assert times[0] > 0
     assert (np.diff(times) >= 0).all()
