@@ -1,4 +1,4 @@
-"""``bullet-graph bench online``, end to end on the CPU."""
+"""``bullet-graph bench online``, end to end on the CPU; ``test_cli_refusals.py`` has its bad input."""
 
 import json
 from pathlib import Path
@@ -144,50 +144,6 @@ def test_warm_up_is_in_no_figure(trace: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (flat["completed"], flat["total_output_tokens"]) == (6, 35)
     # Warm-up's arrivals take 0.14 s, and all the workload's tokens at most one forward each.
     assert flat["num_steps"] <= 6 + 35
-
-
-# ---- bad input ----
-
-
-@pytest.fixture
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "__init__", lambda *_, **__: pytest.fail("the engine was built"))
-
-
-@pytest.mark.usefixtures("no_engine")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--request-rate", "0"), "request_rate must be a number above 0"),
-        (("--request-rate", "nan"), "request_rate must be a number above 0"),
-        (("--request-rate", "often"), "is no rate: give requests per second, inf, or trace"),
-        (("--request-rate", "5", "--burstiness", "0"), "burstiness must be a number above 0"),
-        (("--request-rate", "trace", "--time-scale", "0"), "scale"),
-        (("--goodput", "500"), "'500' is no latency target: write ttft:500"),
-        (("--goodput", "ttft:500", "e2el:100"), "'e2el:100' is no latency target"),
-        (("--goodput", "ttft:500", "ttft:600"), "given twice"),
-        (("--num-warmups", "-1"), "--num-warmups"),
-        (("--num-prompts", "7"), "7"),
-        (("--max-concurrency", "0"), "--max-concurrency"),
-        (("--trace-decisions", "t", "--policy", "mixed", "--policy", "serial"), "give one --policy"),
-        (("--model", "gpt-9"), "unknown model 'gpt-9'"),
-        (("--max-model-len", "8"), "longer than max_model_len=8"),
-        (("--trace", "synthetic:conv", "--request-rate", "trace"), "has no arrival times"),
-    ],
-)
-def test_bad_input_is_refused_before_the_model_is_loaded(
-    arguments: tuple[str, ...], message: str, trace: Path
-) -> None:
-    assert message in refused(bench("--json", *arguments, trace=trace))
-
-
-def test_an_output_file_is_overwritten_when_asked(trace: Path, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    path.write_text("old")
-    assert "add --overwrite" in refused(bench("--output-json", str(path), trace=trace))
-    assert path.read_text() == "old"
-    assert bench("--output-json", str(path), "--overwrite", trace=trace).exit_code == 0
-    assert json.loads(path.read_text())["completed"] == 6
 
 
 def test_a_policy_that_the_engine_cannot_serve_is_refused_before_the_first_run(

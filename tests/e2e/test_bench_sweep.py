@@ -118,50 +118,6 @@ def test_targets_that_nothing_meets(folder: Path) -> None:
     assert "< 25" in result.stdout
 
 
-@pytest.fixture
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr(sweep_module, "open_engine", fail)
-
-
-@pytest.mark.usefixtures("no_engine")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--workload", "nonesuch"), "'nonesuch' is no workload"),
-        (("--workload", "conv=50"), "requests of azure:conv are longer than max_model_len=512"),
-        (("--first-rate", "0"), "first_rate must be a finite number above 0"),
-        (("--slo", ""), "a goodput needs targets"),
-        (("--policy", "auto"), "perf_table='roofline'"),
-        (("--attainment", "0"), "attainment must be a share above 0 and at most 1, got 0"),
-        (("--burstiness", "0"), "burstiness"),
-        (("--max-runs", "0"), "max-runs"),
-        (("--output-json", "missing/sweep.json"), "make it first"),
-        (("--plot-dir", "missing/plots"), "make it first"),
-        (("--plot-dir", __file__), "this is a file"),
-    ],
-)
-def test_bad_input_is_refused_before_the_model_loads(
-    arguments: tuple[str, ...], message: str, folder: Path
-) -> None:
-    assert message in refused(sweep(folder, *arguments))
-    assert not (folder / "sweep.json").exists()
-
-
-@pytest.mark.usefixtures("no_engine")
-@pytest.mark.parametrize("text", ["half a fi", '{"results": []}'])
-def test_a_file_of_something_else_is_kept(text: str, folder: Path) -> None:
-    path = folder / "sweep.json"
-    path.write_text(text)
-    message = refused(sweep(folder))
-    assert "is no sweep's file" in message
-    assert "add --overwrite" in message
-    assert path.read_text() == text
-
-
-@pytest.mark.usefixtures("no_engine")
 def test_pictures_need_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'bullet-graph[bench]'" in refused(sweep(folder, "--plot-dir", str(folder / "plots")))

@@ -1,18 +1,25 @@
-"""What the commands refuse: exit code 2 and a message, before an engine is built."""
+"""What the commands refuse: exit code 2 and a message, before an engine is built or a file is written."""
 
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from cli_runner import TINY, refused, run
+from cli_runner import TINY, refused, run, write_trace
 
 from bullet_graph import Engine
+from bullet_graph.cli.bench import startup
 
 COMMANDS = {
     "generate": ("generate", *TINY, "--prompt-ids", "1"),
     "throughput": ("bench", "throughput", *TINY, "--json"),
     "latency": ("bench", "latency", *TINY),
+    "online": ("bench", "online", *TINY, "--trace", "trace.csv"),
+    "startup": ("bench", "startup", *TINY),
+    "sweep": (
+        *("bench", "sweep", *TINY, "--workload", "trace.csv", "--slo", "ttft:60000"),
+        *("--policy", "serial", "--output-json", "sweep.json"),
+    ),
     "simulate": ("simulate", "--gpu", "roofline:h200", "--trace", "azure:conv", "--num-prompts", "30"),
     "capture plan": ("capture", "plan", "--trace", "azure:conv", "--num-prompts", "60"),
     "doctor": ("doctor",),
@@ -27,8 +34,6 @@ TARGETS = "--goodput ttft:500 tpot:15"
     [
         ("generate", "--max-tokens 0", "max_tokens must be an integer ≥ 1, got 0"),
         ("generate", "--temperature nan", "temperature must be in [0, 1e+06], got nan"),
-        ("generate", "--top-p 0", "top_p"),
-        ("generate", "--min-p 2", "min_p"),
         ("generate", "--n 0", "n must be"),
         ("generate", "--logprobs 21 --json", "logprobs"),
         ("generate", "--logprobs 1", "--json"),
@@ -40,22 +45,41 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("throughput", "", "--trace"),
         ("throughput", "--trace missing.csv", "missing.csv"),
         ("throughput", "--trace nonsense", "azure:conv"),
-        ("throughput", "--trace synthetic:nonsense", "nonsense"),
         ("throughput", "--trace azure:conv --policy mixed:0", "unknown policy 'mixed:0'"),
-        ("throughput", "--trace azure:conv --max-num-seqs 0", "0 is not in the range x>=1"),
         ("throughput", "--trace azure:conv --gpu-memory-utilization nan", "gpu_memory_utilization"),
         ("throughput", "--trace azure:conv --kv-cache-bytes 8XB", "8XB"),
-        ("throughput", "--trace azure:conv --num-prompts 0", "--num-prompts"),
         ("throughput", "--trace azure:conv --output-json missing/result.json", "does not exist"),
         ("throughput", "--trace azure:conv --output-json o --trace-decisions o", "give another name"),
-        ("latency", "--output-json missing/result.json", "does not exist"),
         ("latency", "--batch-size 8 --max-num-seqs 4", "batch_size=8"),
         ("latency", "--input-len 500 --output-len 13", "max_model_len=512"),
-        ("latency", "--batch-size 0", "--batch-size"),
-        ("latency", "--num-iters 0", "--num-iters"),
-        ("latency", "--output-len 0", "--output-len"),
+        ("online", "--request-rate nan", "request_rate must be a number above 0"),
+        ("online", "--request-rate often", "is no rate: give requests per second, inf, or trace"),
+        ("online", "--request-rate 5 --burstiness 0", "burstiness must be a number above 0"),
+        ("online", "--request-rate trace --time-scale 0", "scale"),
+        ("online", "--goodput 500", "'500' is no latency target: write ttft:500"),
+        ("online", "--goodput ttft:500 e2el:100", "'e2el:100' is no latency target"),
+        ("online", "--goodput ttft:500 ttft:600", "given twice"),
+        ("online", "--num-prompts 7", "7 requests were asked for, the file holds 2"),
+        ("online", "--trace-decisions t --policy mixed --policy serial", "give one --policy"),
+        ("online", "--model gpt-9", "unknown model 'gpt-9'"),
+        ("online", "--max-model-len 8", "longer than max_model_len=8"),
+        ("online", "--trace synthetic:conv --request-rate trace", "has no arrival times"),
+        ("online", "--output-json trace.csv", "add --overwrite"),
+        ("startup", "--plot start.pdf", "must end in .svg or .png"),
+        ("startup", "--output-json missing/x.json", "does not exist"),
+        ("startup", "--max-model-len 99999", "more than the model's own limit"),
+        ("sweep", "--workload nonesuch", "'nonesuch' is no workload"),
+        ("sweep", "--workload conv=50", "requests of azure:conv are longer than max_model_len=512"),
+        ("sweep", "--first-rate 0", "first_rate must be a finite number above 0"),
+        ("sweep", "--slo ''", "a goodput needs targets"),
+        ("sweep", "--policy auto", "perf_table='roofline'"),
+        ("sweep", "--attainment 0", "attainment must be a share above 0 and at most 1, got 0"),
+        ("sweep", "--burstiness 0", "burstiness"),
+        ("sweep", "--output-json missing/sweep.json", "make it first"),
+        ("sweep", "--output-json trace.csv", "is no sweep's file"),
+        ("sweep", "--plot-dir missing/plots", "make it first"),
+        ("sweep", "--plot-dir trace.csv", "this is a file"),
         ("simulate", "--request-rate 0", "request_rate must be a number above 0"),
-        ("simulate", "--policy split:50", "50"),
         ("simulate", "--policy split --decode-sms 30", "30 SMs is not in the performance table"),
         ("simulate", "--sweep", "give some"),
         ("simulate", f"--sweep {TARGETS} --request-rate trace", "leave out"),
@@ -65,20 +89,15 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("simulate", "--trace-decisions t --policy mixed --policy auto", "one run"),
         ("simulate", "--model qwen3-0.6b --max-model-len 50000", "model's own limit"),
         ("simulate", "--kv-cache-bytes 1MiB", "KV cache for one sequence"),
-        ("simulate", "--output-json missing/r.json", "does not exist"),
         ("simulate", "--gpu roofline:abacus", "abacus"),
-        ("simulate", "--gpu abacus", "abacus"),
         ("simulate", "--gpu missing.json", "missing.json"),
         ("simulate", "--gpu roofline:generic", "--kv-cache-bytes"),
         ("capture plan", f"{PLAN} --memory-gb 0.005", "the whole GPU needs a graph of max_num_seqs=256 rows"),
         ("capture plan", f"{PLAN} --time-s 0.01", "raise --memory-gb or --time-s"),
-        ("capture plan", f"{PLAN} --time-s 0", "0.0 is not in the range"),
         ("capture plan", f"{PLAN} --gpu abacus", "no performance table abacus_llama-3.1-8b_bfloat16.json"),
         ("capture plan", f"{PLAN} --model llama-3.2-1b", "no performance table h200_llama-3.2-1b"),
-        ("capture plan", f"{PLAN} --model gpt-9", "unknown model 'gpt-9'"),
         ("capture plan", f"{PLAN} --slo soon", "is no latency target"),
         ("capture plan", f"{PLAN} --request-rate often", "is no rate"),
-        ("capture plan", f"{PLAN} --trace azure:none", "unknown excerpt"),
         ("capture plan", f"{PLAN} --output missing/plan.toml", "the folder missing does not exist"),
         ("doctor", "--partition-backend mig", "mig"),
         ("doctor", "--decode-sms many", "32,48,64"),
@@ -87,7 +106,6 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("doctor", "--calibrate --decode-sms 16", "--calibrate takes no --decode-sms"),
         ("profile", "", "Missing option '--model'"),
         ("profile", "--model tiny --decode-sms many", "no list of numbers"),
-        ("profile", "--model tiny --time-budget-s 0", "--time-budget-s"),
         ("profile", "--model tiny --seed -1", "--seed"),
         ("profile", "--model tiny", "a profile measures a GPU"),
         # What the machine lacks comes first: no other option could mend it.
@@ -100,7 +118,12 @@ def test_bad_options_are_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(Engine, "__init__", lambda *_, **__: pytest.fail("the engine was built"))
+    monkeypatch.setattr(startup, "_start", lambda *_, **__: pytest.fail("a process was started"))
+    trace = write_trace(tmp_path, (8, 3), (40, 3))
+    before = trace.read_bytes()
     assert message in refused(run(*COMMANDS[command], *shlex.split(arguments)))
+    assert list(tmp_path.iterdir()) == [trace]
+    assert trace.read_bytes() == before
 
 
 @pytest.mark.parametrize(

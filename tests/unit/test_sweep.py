@@ -16,7 +16,6 @@ from bullet_graph.cli.bench.sweep_runner import (
     Task,
     WorkloadSpec,
     make_cells,
-    parse_targets,
 )
 from bullet_graph.cli.plots import draw_sweep
 from bullet_graph.cli.result_file import command_line
@@ -87,7 +86,10 @@ def test_every_run_is_there_at_once_and_the_same_sweep_goes_on(path: Path) -> No
         sweep = open_sweep(path, overwrite=number % 2 == 1)
         assert sweep.cell(AUTO).runs == tuple(run_at(2**i) for i in range(number))
         sweep.add_run(AUTO, run_at(2**number))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        sweep.add_run(AUTO, run_at(float("inf")))
     sweep.finish_cell(AUTO, 8)
+    assert len(open_sweep(path).cell(AUTO).runs) == 4
     assert open_sweep(path).cell(AUTO).best == run_at(8)
     assert open_sweep(path).cell(MIXED).runs == ()
 
@@ -119,26 +121,22 @@ def test_another_sweep_is_not_gone_on_with(path: Path) -> None:
     assert [cell.runs for cell in Sweep.read(path).cells] == [(run_at(5),)]
 
 
-def damaged(runs: list[Any] | None = None, **changes: Any) -> bytes:
-    cell = {"system": "s", "workload": "w", "num_prompts": 1, "slo": "x", "goodput": 1, "finished": True}
-    whole = {"format": 1, "kind": "goodput sweep", "finished": False, "settings": {}, "provenance": {}}
-    whole |= {"continued": [], "cells": [cell | {"runs": runs or []}]}
-    return json.dumps(whole | changes).encode()
+def damaged(*runs: Any, **changes: Any) -> bytes:
+    sweep = Sweep(settings={}, provenance={}, cells=[SweepCell(system="s", **TASK._asdict())])
+    fields = json.loads(json.dumps(sweep.fields()))
+    fields["cells"][0]["runs"] = runs
+    return json.dumps(fields | changes).encode()
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"{half a fi", "is no sweep's file of format 1, or it is damaged: .*Invalid JSON"),
-        (b"", "Invalid JSON"),
         (b"\xff\xfe\x00", "Invalid JSON"),
-        (b"[]", "should be an object"),
         (b'{"results": []}', "settings: Field required"),
-        (damaged(kind="profile"), "kind: Input should be 'goodput sweep', found 'profile'"),
         (damaged(format=2), "format: Input should be 1, found 2"),
-        (damaged(cells=[{}]), r"cells\.0\.system: Field required"),
-        (damaged(runs=[run_at("inf")]), "request_rate of a run must be a number, got 'inf'"),
-        (damaged(runs=[run_at(1, None)]), "slo_attainment of a run must be a number"),
+        (damaged(run_at("inf")), "request_rate of a run must be a number, got 'inf'"),
+        (damaged(run_at(1, None)), "slo_attainment of a run must be a number"),
     ],
 )
 def test_a_file_that_is_something_else_is_kept(content: bytes, message: str, path: Path) -> None:
@@ -148,20 +146,6 @@ def test_a_file_that_is_something_else_is_kept(content: bytes, message: str, pat
     assert path.read_bytes() == content
     open_sweep(path, overwrite=True).add_run(AUTO, run_at(1))
     assert [(cell.key, cell.runs) for cell in Sweep.read(path).cells] == [(AUTO, (run_at(1),))]
-
-
-def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="make it first"):
-        open_sweep(tmp_path / "missing" / "sweep.json")
-    with pytest.raises(ConfigError, match="this is a folder"):
-        open_sweep(tmp_path, overwrite=True)
-
-
-def test_a_figure_that_json_has_no_number_for_is_a_bug(path: Path) -> None:
-    sweep = open_sweep(path)
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        sweep.add_run(AUTO, run_at(float("inf")))
-    assert sweep.cell(AUTO).runs == ()
 
 
 # ---- the cells ----
@@ -180,7 +164,6 @@ POLICIES = (Policy("mixed", 2048), Policy("auto"))
         ("code@ttft:500ms,tpot:8", WorkloadSpec("azure:code", slo=TIGHT)),
         ("traces/mine.jsonl=5", WorkloadSpec("traces/mine.jsonl", 5)),
         ("~/mine.csv", WorkloadSpec("~/mine.csv")),
-        ("synthetic:conv", WorkloadSpec("synthetic:conv")),
     ],
 )
 def test_a_workload_is_read(text: str, spec: WorkloadSpec) -> None:
@@ -191,12 +174,9 @@ def test_a_workload_is_read(text: str, spec: WorkloadSpec) -> None:
     ("text", "message"),
     [
         ("", "write NAME"),
-        ("=5", "write NAME"),
         ("conv=0", "'0' is no number of prompts"),
-        ("conv=many", "'many' is no number of prompts"),
         ("conv=", "'' is no number of prompts"),
         ("conv~0", "'0' is no rate above 0"),
-        ("conv~inf", "'inf' is no rate above 0"),
         ("conv=5~", "'' is no rate above 0"),
         ("conv@", "a goodput needs targets"),
         ("conv@500", "'500' is no latency target"),
@@ -206,12 +186,6 @@ def test_a_workload_is_read(text: str, spec: WorkloadSpec) -> None:
 def test_a_workload_in_another_form_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         WorkloadSpec.parse(text)
-
-
-def test_no_targets_are_none() -> None:
-    assert parse_targets("ttft:500, tpot:15") == LOOSE
-    with pytest.raises(ConfigError, match="got none"):
-        parse_targets(" ")
 
 
 def load(spec: WorkloadSpec) -> Workload:
@@ -318,21 +292,11 @@ def make_sweep() -> Sweep:
 def test_each_comparison_has_its_pictures_from_the_file_alone(path: Path) -> None:
     sweep = make_sweep()
     pictures = draw_sweep(sweep, "svg")
-    assert set(pictures) == {
-        "goodput.svg",
-        *(
-            f"{kind}_{task}.svg"
-            for kind in ("rates", "throughput")
-            for task in ("azure-conv-600-ttft-500ms-tpot-15ms", "azure-code-600-ttft-0.2ms-token")
-        ),
-    }
+    tasks = "azure-conv-600-ttft-500ms-tpot-15ms", "azure-code-600-ttft-0.2ms-token"
+    of_tasks = {f"{kind}_{task}.svg" for kind in ("rates", "throughput") for task in tasks}
+    assert set(pictures) == {"goodput.svg"} | of_tasks
     assert all(picture.lstrip().startswith(b"<?xml") for picture in pictures.values())
     path.write_text(json.dumps(sweep.fields()))
     assert draw_sweep(Sweep.read(path), "svg") == pictures, "the same, byte for byte"
-
-
-def test_a_picture_may_be_a_png() -> None:
-    sweep = Sweep(settings={"attainment": 0.5}, provenance={}, cells=make_sweep().cells[1:2])
-    for name, picture in draw_sweep(sweep, "png").items():
-        assert name.endswith(".png")
-        assert picture.startswith(b"\x89PNG")
+    one = sweep.model_copy(update={"cells": sweep.cells[1:2]})
+    assert all(picture.startswith(b"\x89PNG") for picture in draw_sweep(one, "png").values())
