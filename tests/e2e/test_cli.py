@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from cli_runner import TINY, EnergyProbe, refused, run, write_trace
+from cli_runner import TINY, EnergyProbe, printed, refused, run, write_trace
 from click.testing import Result
 from engines import Model
 
@@ -35,33 +35,22 @@ def folder(model: Model) -> Path:
 
 
 def test_throughput_counts_what_it_served(trace: Path) -> None:
-    result = bench(
-        *("--json", "--policy", "serial:64", "--seed", "3", "--prompt-order", "longest-output"), trace=trace
-    )
-    assert result.exit_code == 0
-    assert result.stderr == ""
-    figures = json.loads(result.stdout)
-    assert figures["num_requests"] == 3
-    assert figures["num_failed"] == 0
-    assert figures["total_input_tokens"] == 137
-    assert figures["total_output_tokens"] == 18
-    assert figures["total_num_tokens"] == 155
+    options = ("--policy", "serial:64", "--seed", "3", "--prompt-order", "longest-output")
+    figures = printed(bench("--json", *options, trace=trace))
+    counts = {"num_requests": 3, "num_failed": 0, "num_preemptions": 0}
+    counts |= {"total_input_tokens": 137, "total_output_tokens": 18, "total_num_tokens": 155}
+    told = {"model": "tiny", "load_format": "dummy", "dtype": "float32", "policy": "serial:64", "seed": 3}
+    assert (counts | told | {"trace": "trace.csv"}).items() <= figures.items()
     elapsed = figures["elapsed_time"]
     assert figures["requests_per_second"] == pytest.approx(3 / elapsed)
     assert figures["tokens_per_second"] == pytest.approx(155 / elapsed)
     assert figures["output_tokens_per_second"] == pytest.approx(18 / elapsed)
     # 137 prompt tokens in forwards of at most 64, then 11 decode steps for the longest output.
     assert figures["num_steps"] == 3 + 11
-    assert figures["num_preemptions"] == 0
     assert 0 < figures["kv_blocks_peak"] <= figures["kv_blocks_total"]
     assert 0 < figures["ttft_ms"]["p50"] <= figures["e2e_ms"]["p99"] <= elapsed * 1e3
-    assert figures["trace"] == "trace.csv"
-    shown = {name: figures[name] for name in ("model", "load_format", "dtype", "policy", "seed")}
-    expected = {"model": "tiny", "load_format": "dummy", "dtype": "float32", "policy": "serial:64", "seed": 3}
-    assert shown == expected
-    assert figures["engine"]["max_num_seqs"] == 1024
-    assert figures["engine"]["max_model_len"] == 512
-    assert figures["engine"]["prompt_order"] == "longest-output"
+    engine = {"max_num_seqs": 1024, "max_model_len": 512, "prompt_order": "longest-output"}
+    assert engine.items() <= figures["engine"].items()
     assert figures["provenance"]["device_name"] == "cpu"
     assert figures["provenance"]["versions"]["torch"] == torch.__version__
     assert figures["device"].pop("num_samples") == 0
@@ -85,9 +74,7 @@ def test_a_request_that_is_too_long_fails_alone(tmp_path: Path) -> None:
     fits_exactly = (500, 12)
     trace = write_trace(tmp_path, *LENGTHS, (509, 4), fits_exactly)
     figures = json.loads(bench("--json", trace=trace).stdout)
-    assert figures["num_requests"] == 4
-    assert figures["num_failed"] == 1
-    assert figures["total_output_tokens"] == 18 + 12
+    assert (figures["num_requests"], figures["num_failed"], figures["total_output_tokens"]) == (4, 1, 18 + 12)
     (failure,) = figures["failures"]
     assert failure["index"] == 3
     assert "509 + 4" in failure["reason"]
@@ -159,14 +146,11 @@ def test_ctrl_c_shuts_the_engine_down(trace: Path, tmp_path: Path, monkeypatch: 
     shut_down: list[Engine] = []
     shutdown = Engine.shutdown
 
-    def interrupt(*_: object) -> Any:
-        raise KeyboardInterrupt
-
     def record_shutdown(engine: Engine) -> None:
         shut_down.append(engine)
         shutdown(engine)
 
-    monkeypatch.setattr(Engine, "step", interrupt)
+    monkeypatch.setattr(Engine, "step", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(Engine, "shutdown", record_shutdown)
     path = tmp_path / "result.json"
     result = bench("--output-json", str(path), trace=trace)
@@ -176,20 +160,15 @@ def test_ctrl_c_shuts_the_engine_down(trace: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_failing_engine_shows_where(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> Any:
-        raise EngineDeadError("the engine failed: boom") from RuntimeError("boom")
-
-    monkeypatch.setattr(Engine, "step", fail)
+    error = EngineDeadError("the engine failed: boom")
+    error.__cause__ = RuntimeError("boom")
+    monkeypatch.setattr(Engine, "step", Mock(side_effect=error))
     message = refused(bench("--json", trace=trace))
     assert "RuntimeError: boom" in message
     assert message.endswith("error: the engine failed: boom\n")
 
 
 def test_an_unexpected_exception_keeps_its_traceback(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> Any:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(Engine, "step", fail)
+    monkeypatch.setattr(Engine, "step", Mock(side_effect=ZeroDivisionError))
     result = bench("--json", trace=trace)
-    assert result.exit_code == 1
-    assert isinstance(result.exception, ZeroDivisionError)
+    assert (result.exit_code, type(result.exception)) == (1, ZeroDivisionError)

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cli_runner import parsed, refused, run
@@ -27,10 +26,6 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def simulate(*arguments: str, trace: str = "azure:conv", gpu: object = "roofline:h200") -> Result:
     return run("simulate", "--gpu", str(gpu), "--trace", trace, "--num-prompts", "30", *arguments)
-
-
-def without_date(flat: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in flat.items() if name != "date"}
 
 
 def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, tmp_path: Path) -> None:
@@ -60,7 +55,7 @@ def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(table: Path, 
 def test_the_same_arguments_give_the_same_figures() -> None:
     arguments = ("--request-rate", "20", "--policy", "auto", *TARGETS, "--save-detailed", "--json")
     first, again, other = (
-        without_date(parsed(simulate(*arguments, "--seed", seed))) for seed in ("0", "0", "1")
+        parsed(simulate(*arguments, "--seed", seed)) | {"date": None} for seed in ("0", "0", "1")
     )
     assert first == again
     assert first["start_times"] != other["start_times"]
@@ -96,7 +91,6 @@ def test_recorded_arrivals_and_failed_requests() -> None:
     "targets",
     [
         ("--goodput", "ttft:500", "tpot:15"),
-        ("--goodput", "ttft:500 tpot:15"),
         ("--goodput", "ttft:500,tpot:15"),
         ("--goodput", "tpot:15ms", "--goodput", "ttft:500ms"),
         ("--goodput=ttft:500", "tpot:15"),
@@ -110,9 +104,8 @@ def test_only_targets_follow_the_option() -> None:
     assert spread_targets(["--goodput", "ttft:1", "tpot:2", "--policy", "mixed:8", "x:1"]) == [
         *("--goodput", "ttft:1", "--goodput", "tpot:2", "--policy", "mixed:8", "x:1")
     ]
-    assert spread_targets(["--policy", "mixed:8"]) == ["--policy", "mixed:8"]
-    assert spread_targets(["--goodput", "--goodput"]) == ["--goodput", "--goodput"]
-    assert spread_targets(["--goodput"]) == ["--goodput"]
+    for unchanged in (["--policy", "mixed:8"], ["--goodput", "--goodput"], ["--goodput"]):
+        assert spread_targets(unchanged) == unchanged
 
 
 def test_decisions_are_traced(tmp_path: Path) -> None:
