@@ -108,12 +108,9 @@ def test_a_run_shorter_than_the_interval_is_sampled_once(nvml: FakeNvml) -> None
 
 
 @pytest.mark.usefixtures("nvml")
-def test_monitor_lets_go_of_the_device_when_the_run_fails() -> None:
+def test_monitor_lets_go_of_the_device_when_the_run_fails_and_without_one_reports_none() -> None:
     with pytest.raises(KeyError), DeviceMonitor(NvmlProbe.open("ab"), interval_s=60):
         raise KeyError
-
-
-def test_monitor_without_a_device_reports_none() -> None:
     with DeviceMonitor.for_gpu(None) as monitor:
         pass
     assert monitor.report == DeviceReport(
@@ -135,19 +132,14 @@ def test_probe_reads_units_of_the_report_and_leaves_out_what_the_gpu_refuses(
     probe.close()
 
 
-@pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
-def test_no_library_or_no_such_gpu_gives_no_probe(nvml: FakeNvml, refused: str) -> None:
-    nvml.refused = (refused,)
-    assert NvmlProbe.open("ab") is None
-
-
-def test_no_python_package_gives_no_probe_and_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert NvmlProbe.open("ab") is None
-    assert nvml_driver_version() is None
-
-
-def test_driver_version(nvml: FakeNvml) -> None:
+def test_without_library_package_or_gpu_there_is_no_probe_and_no_version(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert nvml_driver_version() == "580.1"
-    nvml.refused = ("nvmlSystemGetDriverVersion",)
-    assert nvml_driver_version() is None
+    nvml.refused = ("nvmlSystemGetDriverVersion", "nvmlDeviceGetHandleByUUID")
+    assert (nvml_driver_version(), NvmlProbe.open("ab")) == (None, None)
+    assert nvml.num_open == 0
+    nvml.refused = ("nvmlInit",)
+    assert (nvml_driver_version(), NvmlProbe.open("ab")) == (None, None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert (nvml_driver_version(), NvmlProbe.open("ab")) == (None, None)

@@ -15,7 +15,6 @@ from bullet_graph.perf import table as tables
 from bullet_graph.perf.table import (
     DecodePoint,
     _checksum,
-    gpu_nickname,
     list_tables,
     load_table,
     read_table,
@@ -54,18 +53,14 @@ def test_what_is_written_is_read(tmp_path: Path, table: Any) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
-def test_writing_fails_without_leaving_a_file(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     (tmp_path / "table.json").mkdir()
-    with pytest.raises(PerfTableError, match="cannot write the performance table"):
-        write_table(h200_table(), tmp_path / "table.json")
-    with pytest.raises(PerfTableError, match="cannot write the performance table"):
-        write_table(h200_table(), tmp_path / "missing" / "table.json")
-    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "table.json", tmp_path / "missing" / "table.json"):
+        with pytest.raises(PerfTableError, match="cannot write the performance table"):
+            write_table(h200_table(), path)
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"], "nothing is left"
     with pytest.raises(PerfTableError, match=r"there is no performance table .*bullet-graph profile"):
-        read_table(tmp_path / "table.json")
+        read_table(tmp_path / "other.json")
     with pytest.raises(PerfTableError, match="cannot read the performance table"):
         read_table(tmp_path)
 
@@ -172,17 +167,14 @@ def test_every_difference_is_named() -> None:
     assert "triton" not in str(error.value)
 
 
-def test_shape_numbers_are_plain_integers() -> None:
+def test_shape_numbers_and_file_names() -> None:
     assert list(shape_numbers(LLAMA_8B).values()) == [128256, 4096, 14336, 32, 32, 8, 128, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("gpu", "nickname"),
-    [("NVIDIA H200", "h200"), ("h200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3")],
-)
-def test_nicknames(gpu: str, nickname: str) -> None:
-    assert gpu_nickname(gpu) == nickname
-    assert table_file_name(gpu, "/models/tiny", "float32") == f"{nickname}_tiny_float32.json"
+    for gpu, short in (
+        ("NVIDIA H200", "h200"),
+        ("h200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
+    ):
+        assert table_file_name(gpu, "/models/tiny", "float32") == f"{short}_tiny_float32.json"
 
 
 def test_tables_are_found_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

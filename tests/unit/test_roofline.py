@@ -49,13 +49,9 @@ def test_weight_bytes_by_hand() -> None:
     rest = 8 + 800 + 2 * 8
     assert decode_weight_bytes(COUNTED, batch_size=2, dtype_bytes=2) == 2 * (3 * layer + rest)
 
-
-def test_biases_and_head_norms_are_counted() -> None:
-    plain = decode_weight_bytes(COUNTED, batch_size=1, dtype_bytes=2)
-    biased = decode_weight_bytes(replace(COUNTED, qkv_bias=True), batch_size=1, dtype_bytes=2)
-    normed = decode_weight_bytes(replace(COUNTED, qk_norm=True), batch_size=1, dtype_bytes=2)
-    assert biased - plain == 3 * 40 * 2
-    assert normed - plain == 3 * 10 * 2
+    for more, elements in (({"qkv_bias": True}, 3 * 40), ({"qk_norm": True}, 3 * 10)):
+        counted = decode_weight_bytes(replace(COUNTED, **more), batch_size=2, dtype_bytes=2)
+        assert counted == 2 * (3 * layer + rest + elements)
 
 
 def test_step_bytes_by_hand() -> None:
@@ -69,6 +65,7 @@ def test_step_bytes_by_hand() -> None:
 
 def test_llama_3_1_8b_matches_its_known_size() -> None:
     # 8.03e9 parameters, less the embedding table (128256×4096) but for one row.
+    assert layer_matrices(LLAMA_8B) == ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
     parameters = decode_weight_bytes(LLAMA_8B, batch_size=1, dtype_bytes=1)
     assert parameters == 8_030_261_248 - 128256 * 4096 + 4096
     assert kv_cache_bytes_per_token(LLAMA_8B, dtype_bytes=2) == 131_072
@@ -80,10 +77,6 @@ def test_copy_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch)
 
 
 # ---- waves ----
-
-
-def test_layer_matrices_of_llama_8b() -> None:
-    assert layer_matrices(LLAMA_8B) == ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 
 
 @pytest.mark.parametrize(

@@ -150,27 +150,21 @@ def test_every_change_of_the_plan_or_of_what_there_is_to_do_is_a_decision(
     assert len(read_trace(path).decisions) == 2
 
 
-def test_nothing_to_decode_and_no_targets(path: Path) -> None:
+def test_nothing_to_decode_no_targets_and_any_request_id(path: Path) -> None:
     trace = begin(path)
     trace.decided(replace(LOAD, decode=None), PLAN)
     launch(trace, 1, predicted_ms=math.inf)
-    finish(trace, RequestMetrics(1.0, None, ()))
+    request_id = 'é "quoted"\n\ud800'
+    finish(trace, RequestMetrics(1.0, None, ()), request_id=request_id)
     trace.close()
     read = read_trace(path)
+    assert read.requests[0].request_id == request_id
     assert (read.decisions[0].running, read.decisions[0].budget_ms) == (0, None)
     assert read.launches[0].predicted_ms is None
     assert read.launches[0].device_ms is None
     assert read.notes == ("launches that were never seen to end, and are left out: 1",)
     assert (read.requests[0].ttft_ms, read.requests[0].tpot_ms) == (None, None)
     assert (read.requests[0].ttft_limit_ms, read.requests[0].tpot_limit_ms) == (None, None)
-
-
-def test_any_request_id_can_be_written(path: Path) -> None:
-    trace = begin(path)
-    request_id = 'é "quoted"\n\ud800'
-    finish(trace, RequestMetrics(1.0, None, ()), request_id=request_id)
-    trace.close()
-    assert read_trace(path).requests[0].request_id == request_id
 
 
 def test_a_file_is_overwritten_only_when_asked_and_never_in_a_missing_folder(path: Path) -> None:
@@ -242,11 +236,8 @@ def test_a_last_line_cut_short_is_left_out(tmp_path: Path, run_file: Path) -> No
         )
         assert summarize_trace(trace).notes == trace.notes
         assert summarize_trace(trace).num_launches == 3
-
-
-def test_a_last_line_that_lacks_its_end_alone_is_whole(tmp_path: Path, run_file: Path) -> None:
     (tmp_path / "cut.jsonl").write_bytes(run_file.read_bytes()[:-1])
-    assert read_trace(tmp_path / "cut.jsonl") == read_trace(run_file)
+    assert read_trace(tmp_path / "cut.jsonl") == read_trace(run_file), "it lacks the line's end alone"
 
 
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
@@ -265,18 +256,16 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
         (b"[" * 100_000, "line 1: must hold one JSON object"),
         (b'{"timestamp": 1}\n', "line 1: does not begin a decision trace"),
         (b"[]\n", "line 1: does not begin a decision trace"),
+        (
+            json.dumps(RUN_HEADER | {"format_version": 1, "version": "9.9"}).encode(),
+            r"line 1: format version 2 is required, but the trace has 1.*9\.9",
+        ),
     ],
 )
 def test_files_that_are_no_trace(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "t.jsonl").write_bytes(content)
     with pytest.raises(TraceError, match=rf"t\.jsonl.*{message}"):
         read_trace(tmp_path / "t.jsonl")
-
-
-def test_another_version(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", [RUN_HEADER | {"format_version": 1, "version": "9.9"}])
-    with pytest.raises(TraceError, match=r"line 1: format version 2 is required, but the trace has 1.*9\.9"):
-        read_trace(path)
 
 
 @pytest.mark.parametrize("line", [b'{"type": "retire", "tick\n', b"\n", b"\xff\n", b'{"a": NaN}\n'])
@@ -311,10 +300,7 @@ def test_a_broken_line_in_the_middle(tmp_path: Path, line: bytes) -> None:
         ),
         (decision(9, 101.0, "solo", options=[1]), r"options\.0: Input should be a valid dictionary, found 1"),
         (decision(9, 101.0, "solo", decode=1), r"decode: Input should be a valid boolean, found 1"),
-        (
-            request("r", []) | {"token_us": [1, 2.5]},
-            r"token_us\.1: Input should be a valid integer, found 2.5",
-        ),
+        (request("r", []) | {"token_us": [1, 2.5]}, r"token_us\.1: .* a valid integer, found 2.5"),
         (request("r", []) | {"request_id": 5}, "request_id: Input should be a valid string, found 5"),
     ],
 )
@@ -323,16 +309,8 @@ def test_broken_records(tmp_path: Path, record: Record, message: str) -> None:
         read_run(tmp_path, record)
 
 
-def test_tickets_may_come_again(tmp_path: Path) -> None:
-    again = (launched(1, "decode", 101.0, "solo", 0), retire(1, 101.1, 10.0))
-    assert [step.device_ms for step in read_run(tmp_path, *again).launches] == [
-        100.0,
-        100.0,
-        200.0,
-        50.0,
-        10.0,
-    ]
-
-
-def test_a_trace_ends_with_its_last_token(tmp_path: Path) -> None:
-    assert read_run(tmp_path, request("r", [100.0, 900.0])).end_s == pytest.approx(100.9)
+def test_tickets_may_come_again_and_a_trace_ends_with_its_last_token(tmp_path: Path) -> None:
+    again = (launched(1, "decode", 100.5, "solo", 0), retire(1, 100.6, 10.0))
+    trace = read_run(tmp_path, *again, request("r", [100.0, 900.0]))
+    assert [step.device_ms for step in trace.launches] == [100.0, 100.0, 200.0, 50.0, 10.0]
+    assert trace.end_s == pytest.approx(100.9)
