@@ -98,10 +98,7 @@ NOT_HONOURED = [verdict for verdict in Verdict if verdict is not Verdict.HONOURE
         ),
         ({0x600: Verdict.HONOURED, OFFSET: Verdict.HONOURED}, r"exactly one .* but found 0x51c, 0x600 \("),
         # An offset that cannot be tried may be the second one.
-        (
-            {OFFSET: Verdict.HONOURED, 0x600: Verdict.NOT_TRIED},
-            r"has to be tried, but 0x600 was not \(what it said\)",
-        ),
+        ({OFFSET: Verdict.HONOURED, 0x600: Verdict.NOT_TRIED}, r"to be tried, but 0x600 was not \(what it"),
         *(
             (
                 {OFFSET: [Verdict.HONOURED] * (1 + proofs_held) + [verdict]},
@@ -173,13 +170,10 @@ def test_a_child_that_hangs_is_killed() -> None:
     assert outcome == Outcome(AROUND, Verdict.TIMED_OUT, "killed after 0.2 s")
 
 
-def test_the_real_child_does_without_torch() -> None:
+def test_the_real_child_does_without_torch_and_reports() -> None:
     start, _ = BOOTSTRAP.split("child_main(sys.argv[2])")
     program = f"{start}import json; print(json.dumps(['crashed', str('torch' in sys.modules)]))"
     assert run_child(AROUND, bootstrap=program).detail == "False"
-
-
-def test_the_real_child_reports() -> None:
     # Without a seed it writes nothing, so this is harmless where there is a GPU.
     outcome = run_child(AROUND)
     assert outcome.verdict in (Verdict.NOT_TRIED, Verdict.HONOURED), outcome
@@ -210,12 +204,9 @@ def test_the_memory_is_left_as_it_was(probe: SmidProbe, offset: int, fill: int) 
     assert object_bytes(stream) == before
 
 
-def test_the_proof_uses_masks_of_its_own() -> None:
-    assert len({trial_mask(seed, 66).bits for seeds in (SEARCH_SEEDS, *PROOF_SEEDS) for seed in seeds}) == 8
-
-
 @given(seed=st.integers(0, 1000), num_tpcs=st.integers(1, 128))
-def test_trial_masks_are_masks(seed: int, num_tpcs: int) -> None:
+def test_trial_masks_are_masks_and_the_proof_has_its_own(seed: int, num_tpcs: int) -> None:
+    assert len({trial_mask(seed, 66).bits for seeds in (SEARCH_SEEDS, *PROOF_SEEDS) for seed in seeds}) == 8
     mask = trial_mask(seed, num_tpcs)
     assert mask.num_tpcs == num_tpcs
     assert mask.bits.bit_count() == max(1, num_tpcs // 3)

@@ -117,20 +117,17 @@ def test_the_libraries_work_elsewhere_for_a_while(tmp_path: Path, monkeypatch: p
     assert dict(os.environ) == before
 
 
-def test_rows_that_were_worthwhile(tmp_path: Path) -> None:
+def test_rows_that_were_worthwhile_and_rows_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / MEASURED).write_text(json.dumps({"piecewise_rows": [16, 48]}))
     assert CapturedStart(tmp_path).piecewise_rows(ROW_PLAN) == (16, 48)
     assert CapturedStart(tmp_path, is_build=True).piecewise_rows(ROW_PLAN) is None, "a build measures"
     assert CapturedStart().piecewise_rows(ROW_PLAN) is None
-
-
-@pytest.mark.parametrize("recorded", ["[48, 16]", "[17]", "{", '{"piecewise_rows": [16, 16]}', "{}"])
-def test_rows_that_cannot_be(tmp_path: Path, recorded: str) -> None:
-    (tmp_path / MEASURED).write_text(recorded)
-    captured = CapturedStart(tmp_path)
-    with pytest.warns(CaptureCacheWarning, match=r"timed anew: measured\.json"):
-        assert captured.piecewise_rows(ROW_PLAN) is None
-    assert len(captured.use.problems) == 1
+    for recorded in ("[48, 16]", "[17]", "{", '{"piecewise_rows": [16, 16]}', "{}"):
+        (tmp_path / MEASURED).write_text(recorded)
+        captured = CapturedStart(tmp_path)
+        with pytest.warns(CaptureCacheWarning, match=r"timed anew: measured\.json"):
+            assert captured.piecewise_rows(ROW_PLAN) is None
+        assert len(captured.use.problems) == 1
 
 
 def test_an_offset_is_remembered_where_none_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,28 +167,29 @@ def test_what_cannot_be_compiled_ahead_is_not_built(tmp_path: Path, monkeypatch:
 MODULE = "flashinfer/fa3_bfloat16_128.so"
 
 
+RUNTIME: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
+
+
 def test_flashinfer_s_modules(
     flashinfer: FakeFlashInfer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
     (tmp_path / "files").mkdir()
-    keep_attention(tmp_path / "files", runtime)
+    keep_attention(tmp_path / "files", RUNTIME)
     assert flashinfer.built == ["prefill_fa3_128"]
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # who imports it from here on, fails
-    CapturedStart(tmp_path / "files").load_attention(runtime)
+    CapturedStart(tmp_path / "files").load_attention(RUNTIME)
     assert flashinfer.loaded == [tmp_path / "files" / MODULE]
-    load_module(needed_module(Gpu.of(runtime.device), torch.bfloat16, 128))
+    load_module(needed_module(Gpu.of(RUNTIME.device), torch.bfloat16, 128))
     assert len(flashinfer.loaded) == 1, "an attention lane gets what the cache has brought"
 
 
 def test_a_library_of_flashinfer_s_that_cannot_be_loaded(flashinfer: FakeFlashInfer, tmp_path: Path) -> None:
     (tmp_path / MODULE).parent.mkdir()
     (tmp_path / MODULE).write_bytes(FakeFlashInfer.BROKEN)
-    runtime: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, model=LLAMA)
     captured = CapturedStart(tmp_path)
     with pytest.warns(CaptureCacheWarning, match="fa3_bfloat16_128.so cannot be loaded.* undefined symbol"):
-        captured.load_attention(runtime)
+        captured.load_attention(RUNTIME)
     assert flashinfer.loaded == []
     assert len(captured.use.problems) == 1
-    load_module(needed_module(Gpu.of(runtime.device), torch.bfloat16, 128))
+    load_module(needed_module(Gpu.of(RUNTIME.device), torch.bfloat16, 128))
     assert flashinfer.built == ["prefill_fa3_128"]

@@ -194,13 +194,9 @@ def test_chrome_trace(tmp_path: Path) -> None:
     assert decisions[1]["args"]["options"] == [{"holds_tpot": False}, {"holds_tpot": True}]
 
 
-def test_chrome_trace_of_a_window(tmp_path: Path) -> None:
-    events = to_chrome_trace(read_run(tmp_path), Window(100.12, 100.3))["traceEvents"]
+def test_chrome_trace_of_a_window_where_there_are_no_sms(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [HEADER | {"num_sms": None}, *RUN[1:]])
+    events = to_chrome_trace(read_trace(path), Window(100.12, 100.3))["traceEvents"]
     assert [e["args"]["policy"] for e in events if e["ph"] == "X"] == ["split", "split"]
     assert [e["args"]["decision"] for e in events if e["ph"] == "i"] == [1]
-
-
-def test_chrome_trace_where_there_are_no_sms(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", [HEADER | {"num_sms": None}, *RUN[1:]])
-    events = to_chrome_trace(read_trace(path), ALL)["traceEvents"]
     assert {e["name"] for e in events if e["ph"] == "C"} == {"running", "waiting"}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -102,19 +101,17 @@ def test_a_named_back_end_is_checked_alone(check: Check) -> None:
     assert found.choice is None
 
 
-def test_none_has_the_whole_gpu_only(check: Check) -> None:
-    for decode_sms, choice in (((), "none"), ((16,), None)):
-        found = check("none", decode_sms)
-        assert (found.choice, found.decode_sms) == (choice, decode_sms)
-        assert len(found.backends[0].problems) == len(decode_sms)
-
-
 def test_sizes_that_cannot_be(check: Check) -> None:
-    for size in (17, 0, 132, -2):
-        found = check("smctrl", (size,))
-        assert found.choice is None
+    assert (check("none", ()).choice, check("none", ()).backends[0].problems) == ("none", ())
+    for name, size, message in (
+        ("none", 16, "has the whole GPU only"),
+        ("smctrl", 17, "choose 16 or 18"),
+        *(("smctrl", size, "from 2 to 130") for size in (0, 132, -2)),
+    ):
+        found = check(name, (size,))
+        assert (found.choice, found.decode_sms) == (None, (size,))
         (problem,) = found.backends[0].problems
-        assert re.search("choose 16 or 18" if size == 17 else "from 2 to 130", problem)
+        assert message in problem
 
 
 def test_a_library_that_every_back_end_needs(check: Check) -> None:
@@ -182,10 +179,9 @@ def test_cache_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_libraries_own_settings_place_their_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "/f")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/i")
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/t")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    names = ("FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+    for name, folder in zip(names, "fitx", strict=True):
+        monkeypatch.setenv(name, f"/{folder}")
     assert {name: str(path) for name, path in cache_folders().items()} == {
         "bullet_graph": "/x/bullet_graph",
         "FlashInfer": "/f/.cache/flashinfer",
@@ -221,16 +217,14 @@ def test_looking_at_a_gpu(gpu: FakeDriver) -> None:
 
 
 @pytest.mark.usefixtures("torch_gpu")
-def test_looking_at_a_gpu_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_fails_and_one_that_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = "CUDA error: all devices are busy"
-    monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(side_effect=RuntimeError(problem)))
+    ask = Mock(side_effect=RuntimeError(problem))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", ask)
     machine = look_around(AUTO, openers={}, make_probe=lambda _: pytest.fail("the GPU was used"))
     assert (machine.gpu, machine.gpu_problem) == (None, problem)
     assert not diagnose(AUTO, machine).works
-
-
-@pytest.mark.usefixtures("torch_gpu")
-def test_the_cpu_asked_for_leaves_the_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: pytest.fail("the GPU was used"))
+    ask.reset_mock()
     machine = look_around(CPU, make_probe=lambda _: pytest.fail("the GPU was used"))
     assert (machine.uses_gpu, machine.gpu, machine.gpu_path_problem) == (False, None, None)
+    ask.assert_not_called()

@@ -79,11 +79,9 @@ def test_a_layout_names_each_tpc_of_the_gpu_once(layout: GpcLayout) -> None:
         lane_masks(WHOLE_GPU, num_tpcs=3, layout=layout)
 
 
-@pytest.mark.parametrize(
-    ("sms", "text"), [([], "none"), ([3], "3"), ([0, 1, 2], "0-2"), ([5, 0, 1, 7, 6], "0-1, 5-7")]
-)
-def test_sm_ranges(sms: list[int], text: str) -> None:
-    assert sm_ranges(sms) == text
+def test_sm_ranges() -> None:
+    texts = [sm_ranges(sms) for sms in ([], [3], [0, 1, 2], [5, 0, 1, 7, 6])]
+    assert texts == ["none", "3", "0-2", "0-1, 5-7"]
 
 
 @pytest.mark.parametrize(

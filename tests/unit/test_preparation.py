@@ -182,20 +182,19 @@ def test_no_target_is_missed_for_a_capture() -> None:
     assert max(decode_tpots_ms(hasty)) > TPOT_MS
 
 
-def test_nothing_is_captured_while_targets_leave_no_time() -> None:
-    loop, executor = make_loop("mixed")
-    tight = Slo(tpot_ms=1.02 * MODEL.decode(8, 8 * 300).ms)
-    for _ in range(8):
-        loop.add(30, 100, slo=tight)
-    loop.run()
-    assert not executor.captures
+DUE_MS = MODEL.prefill(900, 900 * 900 / 2).ms + 0.9 * PREPARE_MS
 
 
-def test_first_tokens_that_are_due_go_first() -> None:
+@pytest.mark.parametrize(
+    ("count", "prompt", "output", "slo"),
+    [(8, 30, 100, Slo(tpot_ms=1.02 * MODEL.decode(8, 8 * 300).ms)), (1, 900, 1, Slo(ttft_ms=DUE_MS))],
+)
+def test_nothing_is_captured_while_targets_leave_no_time(
+    count: int, prompt: int, output: int, slo: Slo
+) -> None:
     loop, executor = make_loop("mixed")
-    prefill_ms = MODEL.prefill(900, 900 * 900 / 2).ms
-    loop.add(900, 1, slo=Slo(ttft_ms=prefill_ms + 0.9 * PREPARE_MS))
+    for _ in range(count):
+        loop.add(prompt, output, slo=slo)
     loop.run()
     assert not executor.captures
-    (output,) = loop.outputs.values()
-    assert not output.missed_targets
+    assert not any(output.missed_targets for output in loop.outputs.values())
