@@ -45,13 +45,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
         graphs = PiecewiseGraphs(decoder, TritonOps(Gpu.of(DEVICE)), buckets=buckets)
         state = SamplingState(MAX_SEQS + 1, DEVICE)
         captured, eager = (
-            EagerLane(
-                decoder,
-                state,
-                max_num_seqs=MAX_SEQS,
-                max_rows=MAX_ROWS,
-                graphs=of_lane,
-            )
+            EagerLane(decoder, state, max_num_seqs=MAX_SEQS, max_rows=MAX_ROWS, graphs=of_lane)
             for of_lane in (graphs, None)
         )
         stream = torch.cuda.Stream()

@@ -89,17 +89,13 @@ def test_steps_are_told_apart() -> None:
     assert whole_ms == pytest.approx(MODEL.prefill(512, 51200.0).ms), "two halves of one chunk"
 
 
-def test_padding_costs_what_the_padded_rows_cost() -> None:
-    whole = seen(usage_of(decode(40), decode(40)), None)
-    (demand,) = whole
+def test_padding_costs_what_the_padded_rows_cost_and_one_row_has_kernels_of_its_own() -> None:
+    (demand,) = seen(usage_of(decode(40), decode(40)), None)
     assert demand.padded_ms(40) == 0
     expected = 2 * (MODEL.decode(64, 40_000).ms - MODEL.decode(40, 40_000).ms)
     assert demand.padded_ms(64) == pytest.approx(expected)
     assert demand.padded_ms(64) > 0
     assert demand.unserved_ms == math.inf, "no batch may be left out on the whole GPU"
-
-
-def test_one_row_has_kernels_of_its_own() -> None:
     (one,) = seen(usage_of(decode(1)), None)
     assert one.padded_ms(1) == 0
     assert one.padded_ms(2) >= SINGLE_ROW_LOSS * MODEL.decode(1, 1000).ms
@@ -165,12 +161,9 @@ def test_the_whole_gpu_always_holds_the_largest_batch() -> None:
     plan = propose(usage.groups(LIKE), Budget(time_s=DECODE_GRAPH_S), like=LIKE)
     assert plan.decode[0].batch_sizes == (64,)
     assert (len(plan.decode), plan.piecewise_rows) == (1, ())
-
-
-@pytest.mark.parametrize("budget", [Budget(memory_bytes=DECODE_GRAPH_BYTES - 1), Budget(time_s=0.001)])
-def test_a_budget_for_nothing_is_refused(budget: Budget) -> None:
-    with pytest.raises(ConfigError, match="the whole GPU needs a graph of max_num_seqs=64 rows"):
-        propose(usage_of(decode(3)).groups(LIKE), budget, like=LIKE)
+    for budget in (Budget(memory_bytes=DECODE_GRAPH_BYTES - 1), Budget(time_s=0.001)):
+        with pytest.raises(ConfigError, match="the whole GPU needs a graph of max_num_seqs=64 rows"):
+            propose(usage.groups(LIKE), budget, like=LIKE)
 
 
 records = st.lists(

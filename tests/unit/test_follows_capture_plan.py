@@ -63,11 +63,10 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 # ---- which plan ----
 
 
-def test_the_plan_that_is_named_is_followed(plan_file: str, h200: Runtime) -> None:
+def test_the_plan_that_is_named_or_without_one_all_buckets_for_all_partitions(
+    plan_file: str, h200: Runtime
+) -> None:
     assert capture_plan_of(replace(CONFIG, capture_plan=plan_file), h200) == PLAN
-
-
-def test_without_one_all_buckets_are_captured_for_all_partitions(h200: Runtime) -> None:
     plan = capture_plan_of(replace(CONFIG, decode_sms=(48, 32)), h200)
     assert plan.decode_sms == (32, 48)
     assert {entry.batch_sizes for entry in plan.decode} == {(1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)}
@@ -100,9 +99,6 @@ def test_a_plan_for_another_engine_is_refused(plan_file: str, change: dict[str, 
         named_plan(replace(CONFIG, capture_plan=plan_file, **change), **device)
     assert str(refused.value).startswith(f"the capture plan {plan_file} ")
     assert message in str(refused.value)
-
-
-def test_a_plan_on_the_cpu_is_refused(plan_file: str) -> None:
     with pytest.raises(ConfigError, match="the device is the CPU: leave out capture_plan"):
         Engine("tiny", device="cpu", capture_plan=plan_file)
 

@@ -80,6 +80,8 @@ def test_mixed_takes_context_and_cached_prefix_into_account() -> None:
     predicted = MODEL.mixed(700, attention_pairs(700, 2000), 100, 100 * 3000).ms
     more_pairs_ms = 700 * 2000 * 1.165e-6
     assert predicted == pytest.approx(perf_tables.mixed_ms(700, 100, 3000) + more_pairs_ms, rel=0.03)
+    # Without decode rows it is nearly a prefill.
+    assert MODEL.mixed(2048, PAIRS, 0, 0).ms == pytest.approx(MODEL.prefill(2048, PAIRS).ms, rel=0.05)
 
 
 def test_mixed_points_at_two_contexts_give_the_slope() -> None:
@@ -99,10 +101,6 @@ def test_without_mixed_points_the_parts_are_added_up_and_flagged() -> None:
     predicted = model.mixed(1024, attention_pairs(1024), 64, 64_000)
     assert predicted.ms == pytest.approx(perf_tables.mixed_ms(1024, 64, 1000), rel=0.06)
     assert not predicted.measured
-
-
-def test_a_mixed_forward_without_decode_rows_is_nearly_a_prefill() -> None:
-    assert MODEL.mixed(2048, PAIRS, 0, 0).ms == pytest.approx(MODEL.prefill(2048, PAIRS).ms, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +159,11 @@ def test_a_single_point_of_each_kind_is_enough() -> None:
     smaller = model.split(32, 32, 32_000, 1024, attention_pairs(1024))
     assert 10 < smaller.decode_ms < 17.9
     assert 35 < smaller.prefill_ms < 50
-
-
-def test_an_empty_table_is_a_roofline() -> None:
-    model = TableModel(replace(H200, points=Points()), LLAMA_8B)
-    predicted = model.decode(64, 64_000)
-    assert predicted.ms == pytest.approx(7.3, rel=0.15)
-    assert not predicted.measured
-    assert not model.prefill(512, attention_pairs(512)).measured
+    # Of no point at all, a roofline.
+    empty = TableModel(replace(H200, points=Points()), LLAMA_8B)
+    assert empty.decode(64, 64_000).ms == pytest.approx(7.3, rel=0.15)
+    assert not empty.decode(64, 64_000).measured
+    assert not empty.prefill(512, attention_pairs(512)).measured
 
 
 def test_groups_of_split_points_are_told_apart() -> None:
@@ -188,7 +183,7 @@ def test_groups_of_split_points_are_told_apart() -> None:
     assert beside(8192) == pytest.approx(11.5)
 
 
-def test_chunks_follow_measured_rates_where_there_are_enough() -> None:
+def test_chunks_follow_measured_rates_where_there_are_enough_and_else_the_waves() -> None:
     assert MODEL.wave_chunk_tokens(2048) == 2048
     assert MODEL.wave_chunk_tokens(2000) == 1984
     assert MODEL.wave_chunk_tokens(30) == 30
@@ -198,9 +193,7 @@ def test_chunks_follow_measured_rates_where_there_are_enough() -> None:
     )
     points = tuple(p for p in slow if p.tokens <= 4096 or p.sms is not None)
     assert with_points(prefill=points).wave_chunk_tokens(4096) == 2048
-
-
-def test_chunks_follow_the_waves_where_too_little_was_measured() -> None:
+    # Too little was measured.
     assert with_points(prefill=H200.points.prefill[:2]).wave_chunk_tokens(2000, 96) == 1536
     assert MODEL.wave_chunk_tokens(700, 40) == 640
 
@@ -210,11 +203,7 @@ def test_chunks_follow_the_waves_where_too_little_was_measured() -> None:
     [
         (interrupted_table(), LLAMA_8B, "interrupted profile: run `bullet-graph profile` again to resume"),
         (H200, replace(LLAMA_8B, hidden_size=5120), "another model than the one to predict"),
-        (
-            replace(H200, key=replace(H200_KEY, dtype="int3")),
-            LLAMA_8B,
-            "one of bfloat16, float16, float32, found 'int3'",
-        ),
+        (replace(H200, key=replace(H200_KEY, dtype="int3")), LLAMA_8B, "one of bfloat16, .*, found 'int3'"),
     ],
 )
 def test_other_tables_are_refused(table: PerfTable, shape: ModelConfig, message: str) -> None:

@@ -141,7 +141,10 @@ def test_prefill_and_mixed_on_an_h200(roofline: PerformanceModel) -> None:
     assert mixed.ms == pytest.approx(perf_tables.mixed_ms(2048, 64, 1000), rel=0.2)
 
 
-def test_sizes_of_the_decode_lane_leave_prefill_16_sms() -> None:
+def test_sizes_of_the_decode_lane_leave_prefill_16_sms_and_chunks_follow_the_waves() -> None:
+    # Fewer rows than a step are a chunk as they are.
+    chunks = {rows: Roofline(H200, LLAMA_8B).wave_chunk_tokens(rows, 96) for rows in (10, 63, 64, 2000)}
+    assert chunks == {10: 10, 63: 63, 64: 64, 2000: 1536}
     assert tuple(Roofline(H200, LLAMA_8B).decode_sms) == (16, 32, 48, 64, 80, 96, 112)
     assert Roofline(GENERIC, SMALL).decode_sms == (16, 32, 48)
     assert Roofline(gpu_spec("Small GPU", 20), SMALL).decode_sms == ()
@@ -155,12 +158,6 @@ def test_a_known_gpu_is_found_by_name_and_says_whether_it_was_measured() -> None
     for name, known in (("NVIDIA H200", H200), ("Some GPU", GENERIC)):
         spec = gpu_spec(name, 60)
         assert (spec.name, spec.num_sms, spec.tflops, spec.is_measured) == (name, 60, known.tflops, False)
-
-
-def test_chunks_follow_the_waves(roofline: PerformanceModel) -> None:
-    assert roofline.wave_chunk_tokens(2000, 96) == 1536
-    # Fewer rows than a step are a chunk as they are.
-    assert [roofline.wave_chunk_tokens(rows, 96) for rows in (10, 63, 64)] == [10, 63, 64]
 
 
 @given(
