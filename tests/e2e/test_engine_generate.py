@@ -109,14 +109,6 @@ def test_metrics_by_a_clock_that_counts(model: Model, monkeypatch: pytest.Monkey
     assert (b.arrival_s, b.first_scheduled_s, b.token_times_s) == (1, 9, (13,))
 
 
-def test_metrics_are_those_of_the_first_sample(model: Model) -> None:
-    params = SamplingParams(seed=1, n=3, max_tokens=6, ignore_eos=True)
-    with make_engine(model.folder, max_num_seqs=1) as engine:
-        (output,) = engine.generate(PROMPT, params, use_tqdm=False)
-    assert [len(tokens) for tokens in tokens_of(output)] == [6, 6, 6]
-    assert len(output.metrics.token_times_s) == 6
-
-
 def test_stats_count_steps_and_blocks(model: Model) -> None:
     with make_engine(model.folder, max_model_len=64) as engine:
         assert engine.stats().num_steps == 0

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 
 import pytest
@@ -66,6 +66,17 @@ def fail(patch: pytest.MonkeyPatch, where: str, num_good: int, error: BaseExcept
     patch.setattr(owner, name, failing)
 
 
+def calls_of(engine: Engine) -> tuple[Callable[[], object], ...]:
+    """What an engine that has ended refuses."""
+    return (
+        lambda: engine.generate(PROMPT, use_tqdm=False),
+        lambda: engine.generate([], use_tqdm=False),
+        lambda: engine.add_request("b", PROMPT),
+        lambda: engine.set_policy("mixed"),
+        engine.step,
+    )
+
+
 # ---- shutdown ----
 
 
@@ -105,13 +116,7 @@ def test_shutdown_twice_and_calls_afterwards(model: Model) -> None:
     engine.step()
     engine.shutdown()
     engine.shutdown()
-    for call in (
-        lambda: engine.generate(PROMPT, use_tqdm=False),
-        lambda: engine.generate([], use_tqdm=False),
-        lambda: engine.add_request("b", PROMPT),
-        lambda: engine.set_policy("mixed"),
-        engine.step,
-    ):
+    for call in calls_of(engine):
         with pytest.raises(EngineDeadError, match="shut down"):
             call()
     engine.abort("a")
@@ -147,12 +152,7 @@ def test_a_failing_device_ends_the_engine_with_the_cause(monkeypatch: pytest.Mon
                 engine.generate([PROMPT, [3]], GREEDY, use_tqdm=False)
             assert caught.value.__cause__ is error
         # It stays dead, whatever the device does now, and goes on saying why.
-        for call in (
-            lambda: engine.generate(PROMPT, use_tqdm=False),
-            lambda: engine.add_request("b", PROMPT),
-            lambda: engine.set_policy("mixed"),
-            engine.step,
-        ):
+        for call in calls_of(engine):
             with pytest.raises(EngineDeadError, match="on fire") as caught:
                 call()
             assert caught.value.__cause__ is error

@@ -115,14 +115,8 @@ def test_a_change_of_policy_keeps_what_was_learned_of_the_device() -> None:
         assert engine.stats().num_steps == 0
 
 
-@pytest.mark.parametrize(
-    ("policy", "seen"),
-    [
-        ("serial", {"serial", "solo"}),
-        ("mixed", {"mixed", "solo"}),
-    ],
-)
-def test_the_time_spent_in_each_policy(policy: PolicyName, seen: set[str]) -> None:
+@pytest.mark.parametrize("policy", ["serial", "mixed"])
+def test_the_time_spent_in_each_policy(policy: PolicyName) -> None:
     with make(policy=policy) as engine:
         engine.add_request("a", PROMPTS[0], GREEDY)
         for _ in range(4):
@@ -131,7 +125,7 @@ def test_the_time_spent_in_each_policy(policy: PolicyName, seen: set[str]) -> No
         started_s = engine.now()
         run_to_end(engine)
         seconds = engine.stats().policy_seconds
-        assert set(seconds) == seen
+        assert set(seconds) == {policy, "solo"}
         assert all(value > 0 for value in seconds.values())
         assert seconds[policy] < engine.now() - started_s
 

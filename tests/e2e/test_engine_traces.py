@@ -1,6 +1,7 @@
 """Decision traces of an engine."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from engines import (
@@ -95,23 +96,17 @@ def test_a_trace_goes_on_under_another_policy_and_after_an_interrupt(
 
 
 def test_a_trace_file_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    shut_down = []
-    shutdown = CpuExecutor.shutdown
-
-    def note(self: CpuExecutor) -> None:
-        shut_down.append(self)
-        shutdown(self)
-
-    monkeypatch.setattr(CpuExecutor, "shutdown", note)
+    shutdown = Mock(wraps=CpuExecutor.shutdown)
+    monkeypatch.setattr(CpuExecutor, "shutdown", lambda executor: shutdown(executor))
     path = tmp_path / "trace.jsonl"
     path.write_text("precious")
     with pytest.raises(ConfigError, match=r"trace\.jsonl exists"):
         make(trace_decisions=path)
     assert path.read_text() == "precious"
-    assert not shut_down, "known before the engine is built"
+    assert not shutdown.called, "known before the engine is built"
     with pytest.raises(ConfigError, match="cannot be made"):
         make(trace_decisions=tmp_path / "no-such-folder" / "trace.jsonl")
-    assert len(shut_down) == 1, "the memory is given back"
+    assert shutdown.call_count == 1, "the memory is given back"
 
 
 def test_a_trace_of_a_failed_engine_is_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

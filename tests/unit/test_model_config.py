@@ -89,21 +89,33 @@ def test_transformers_5_layout_reads_the_same(tmp_path: Path) -> None:
     assert load_model_config(write(tmp_path, {**newer, "rope_parameters": parameters})) == expected
 
 
+UNSCALED = {"rope_scaling": None, "rope_theta": 500000.0}
+
+
 @pytest.mark.parametrize(
-    ("changes", "rope_theta"),
+    ("base", "changes", "expected"),
     [
-        ({"rope_scaling": None}, 500000.0),
-        ({"rope_scaling": {"rope_type": "default"}}, 500000.0),
-        ({"rope_scaling": ABSENT, "rope_theta": ABSENT}, 10000.0),
-        ({"rope_scaling": ABSENT, "rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, 7e4),
-        ({"rope_scaling": ABSENT, "rope_parameters": {"rope_theta": 7e4}}, 7e4),
-        ({"rope_scaling": None, "partial_rotary_factor": 1.0}, 500000.0),
+        (LLAMA, {"rope_scaling": None}, UNSCALED),
+        (LLAMA, {"rope_scaling": {"rope_type": "default"}}, UNSCALED),
+        (LLAMA, {"rope_scaling": None, "partial_rotary_factor": 1.0}, UNSCALED),
+        (LLAMA, {"rope_scaling": ABSENT, "rope_theta": ABSENT}, UNSCALED | {"rope_theta": 10000.0}),
+        *(
+            (LLAMA, {"rope_scaling": ABSENT, "rope_parameters": rope}, UNSCALED | {"rope_theta": 7e4})
+            for rope in ({"rope_type": "default", "rope_theta": 7e4}, {"rope_theta": 7e4})
+        ),
+        (LLAMA, {"torch_dtype": "float16"}, {"dtype": "float16"}),
+        (LLAMA, {"torch_dtype": "float16", "dtype": "float32"}, {"dtype": "float32"}),
+        (LLAMA, {"torch_dtype": "torch.bfloat16"}, {"dtype": "bfloat16"}),
+        (LLAMA, {"torch_dtype": ABSENT}, {"dtype": "float32"}),
+        # An explicit head_dim needs no hidden size that the heads divide.
+        (QWEN3, {"hidden_size": 1000}, {"head_dim": 128, "q_size": 2048, "kv_size": 1024}),
     ],
 )
-def test_unscaled_rope(tmp_path: Path, changes: dict[str, Any], rope_theta: float) -> None:
-    config = load_model_config(write(tmp_path, changed(LLAMA, **changes)))
-    assert config.rope_scaling is None
-    assert config.rope_theta == rope_theta
+def test_what_keys_mean(
+    tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = load_model_config(write(tmp_path, changed(base, **changes)))
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 def test_older_llama_configs(tmp_path: Path) -> None:
@@ -113,24 +125,6 @@ def test_older_llama_configs(tmp_path: Path) -> None:
     )
     expected = replace(PRESETS["llama-3.1-8b"], num_kv_heads=32, eos_token_ids=(128009,))
     assert load_model_config(write(tmp_path, older)) == expected
-
-
-def test_explicit_head_dim_needs_no_divisible_hidden_size(tmp_path: Path) -> None:
-    config = load_model_config(write(tmp_path, changed(QWEN3, hidden_size=1000)))
-    assert (config.head_dim, config.q_size, config.kv_size) == (128, 2048, 1024)
-
-
-@pytest.mark.parametrize(
-    ("changes", "dtype"),
-    [
-        ({"torch_dtype": "float16"}, "float16"),
-        ({"torch_dtype": "float16", "dtype": "float32"}, "float32"),
-        ({"torch_dtype": "torch.bfloat16"}, "bfloat16"),
-        ({"torch_dtype": ABSENT}, "float32"),
-    ],
-)
-def test_dtype(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:
-    assert load_model_config(write(tmp_path, changed(LLAMA, **changes))).dtype == dtype
 
 
 @pytest.mark.parametrize(

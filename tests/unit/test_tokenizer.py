@@ -72,10 +72,6 @@ def test_ids_outside_the_vocabulary_add_no_text(tokenizer: Tokenizer) -> None:
     assert streamed(tokenizer, padded) == "a 🙂 b"
 
 
-def test_text_without_a_tokenizer(tmp_path: Path) -> None:
-    assert Tokenizer.from_folder(tmp_path) is None
-
-
 NOT_USABLE = r"tokenizer\.json is not a usable tokenizer"
 
 

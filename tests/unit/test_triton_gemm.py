@@ -1,5 +1,7 @@
 """The fused SwiGLU product against plain torch: in Triton's interpreter where there is no GPU."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -52,20 +54,15 @@ def test_any_sizes(rows: int, hidden_eighths: int, intermediate_eighths: int, gr
 
 def test_swiglu_on_both_sides_of_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ops, "FUSED_SWIGLU_MIN_ROWS", 20)
-    fused_rows: list[int] = []
-
-    def recorded(x: torch.Tensor, gate_up_weight: torch.Tensor, *, num_sms: int) -> torch.Tensor:
-        fused_rows.append(len(x))
-        return swiglu_matmul(x, gate_up_weight, num_sms=num_sms)
-
-    monkeypatch.setattr(triton_ops, "swiglu_matmul", recorded)
+    fused = Mock(wraps=swiglu_matmul)
+    monkeypatch.setattr(triton_ops, "swiglu_matmul", fused)
     for rows in (1, 19, 20, 21):
         x, gate_up = inputs(rows, 128, 136)
         out, expected = OPS.swiglu(x, gate_up), TorchOps().swiglu(x, gate_up)
         assert out.shape == expected.shape
         assert out.dtype == expected.dtype
         assert relative_error(out, expected.float()) <= ERROR
-    assert fused_rows == [20, 21]
+    assert [len(call.args[0]) for call in fused.call_args_list] == [20, 21]
 
 
 def test_every_preset_fits_in_sixteen_bits() -> None:
