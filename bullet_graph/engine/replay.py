@@ -8,6 +8,7 @@ import asyncio
 import importlib
 import importlib.util
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Protocol
 
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ConfigError, EngineDeadError, PromptError, RequestError
-from bullet_graph.perf.metrics import ReplayResult, RequestMetrics, ServedRequest, summarize_replay
+from bullet_graph.perf.metrics import ReplayResult, RequestMetrics, ServedRequest, summarize_ms
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, make_prompt_token_ids
@@ -49,17 +50,52 @@ class Replay:
         return max((t[-1] for t in times if t), default=self.start_s) - self.start_s
 
     def result(self, arrivals: Arrivals, *, started: datetime, backend: str, model_id: str) -> ReplayResult:
-        """The replay's figures."""
-        return summarize_replay(
-            self.served,
-            duration_s=self.duration_s,
-            started=started,
+        """The figures of at least one request."""
+        duration_s, request_rate = self.duration_s, arrivals.request_rate
+        done = [request for request in self.served if request.error is None]
+        metrics = [request.metrics for request in done]
+        num_input = sum(request.input_tokens for request in done)
+        num_output = sum(request.output_tokens for request in done)
+        has_targets = any(request.slo != NO_TARGETS for request in self.served)
+        num_good = sum(request.meets_slo for request in self.served)
+
+        def per_second(count: int) -> float:
+            return count / duration_s if count else 0.0
+
+        return ReplayResult(
+            date=started.strftime("%Y%m%d-%H%M%S"),
             backend=backend,
             model_id=model_id,
-            request_rate=arrivals.request_rate,
-            burstiness=None if arrivals.request_rate is None else arrivals.burstiness,
+            num_prompts=len(self.served),
+            request_rate="trace" if request_rate is None else _finite(request_rate),
+            burstiness=None if request_rate is None else _finite(arrivals.burstiness),
             max_concurrency=arrivals.max_concurrency,
+            duration=duration_s,
+            completed=len(done),
+            failed=len(self.served) - len(done),
+            total_input_tokens=num_input,
+            total_output_tokens=num_output,
+            request_throughput=per_second(len(done)),
+            request_goodput=per_second(num_good) if has_targets else None,
+            slo_attainment=num_good / len(self.served) if has_targets else None,
+            output_throughput=per_second(num_output),
+            total_token_throughput=per_second(num_input + num_output),
+            ttft=summarize_ms(m.ttft_ms for m in metrics),
+            tpot=summarize_ms(m.tpot_ms for m in metrics),
+            itl=summarize_ms(gap for m in metrics for gap in m.itl_ms),
+            e2el=summarize_ms(m.e2e_ms for m in metrics),
+            input_lens=tuple(r.input_tokens for r in self.served),
+            output_lens=tuple(r.output_tokens for r in self.served),
+            ttfts=tuple((r.metrics.ttft_ms or 0.0) / 1e3 for r in self.served),
+            itls=tuple(tuple(gap / 1e3 for gap in r.metrics.itl_ms) for r in self.served),
+            start_times=tuple(r.metrics.arrival_s for r in self.served),
+            errors=tuple(r.error or "" for r in self.served),
         )
+
+
+def _finite(value: float) -> float | str:
+    """The number, or text where JSON has no number for it."""
+    return value if math.isfinite(value) else "inf"
 
 
 # ---- requests ----

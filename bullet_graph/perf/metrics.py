@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -166,65 +165,3 @@ class ReplayResult:
             for label, field in _LABELS.items():
                 flat[f"{label}_{name}_ms"] = None if summary is None else getattr(summary, field)
         return flat | details if detailed else flat
-
-
-def summarize_replay(
-    requests: Sequence[ServedRequest],
-    *,
-    duration_s: float,
-    started: datetime,
-    backend: str,
-    model_id: str,
-    request_rate: float | None,
-    burstiness: float | None,
-    max_concurrency: int | None = None,
-) -> ReplayResult:
-    """Compute the figures of at least one request, in the order of the workload; see :class:`ReplayResult`.
-
-    ``duration_s`` is above 0 if a request completed. ``request_rate`` is infinite for all at once, None for recorded
-    times.
-    """
-    done = [request for request in requests if request.error is None]
-    metrics = [request.metrics for request in done]
-    num_input = sum(request.input_tokens for request in done)
-    num_output = sum(request.output_tokens for request in done)
-    has_targets = any(request.slo != NO_TARGETS for request in requests)
-    num_good = sum(request.meets_slo for request in requests)
-
-    def per_second(count: int) -> float:
-        return count / duration_s if count else 0.0
-
-    return ReplayResult(
-        date=started.strftime("%Y%m%d-%H%M%S"),
-        backend=backend,
-        model_id=model_id,
-        num_prompts=len(requests),
-        request_rate="trace" if request_rate is None else _finite(request_rate),
-        burstiness=None if burstiness is None else _finite(burstiness),
-        max_concurrency=max_concurrency,
-        duration=duration_s,
-        completed=len(done),
-        failed=len(requests) - len(done),
-        total_input_tokens=num_input,
-        total_output_tokens=num_output,
-        request_throughput=per_second(len(done)),
-        request_goodput=per_second(num_good) if has_targets else None,
-        slo_attainment=num_good / len(requests) if has_targets else None,
-        output_throughput=per_second(num_output),
-        total_token_throughput=per_second(num_input + num_output),
-        ttft=summarize_ms(m.ttft_ms for m in metrics),
-        tpot=summarize_ms(m.tpot_ms for m in metrics),
-        itl=summarize_ms(gap for m in metrics for gap in m.itl_ms),
-        e2el=summarize_ms(m.e2e_ms for m in metrics),
-        input_lens=tuple(r.input_tokens for r in requests),
-        output_lens=tuple(r.output_tokens for r in requests),
-        ttfts=tuple((r.metrics.ttft_ms or 0.0) / 1e3 for r in requests),
-        itls=tuple(tuple(gap / 1e3 for gap in r.metrics.itl_ms) for r in requests),
-        start_times=tuple(r.metrics.arrival_s for r in requests),
-        errors=tuple(r.error or "" for r in requests),
-    )
-
-
-def _finite(value: float) -> float | str:
-    """The number, or text where JSON has no number for it."""
-    return value if math.isfinite(value) else "inf"

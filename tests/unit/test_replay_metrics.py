@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
+from bullet_graph.engine.replay import Replay
 from bullet_graph.perf.metrics import (
     PercentileSummary,
     ReplayResult,
     RequestMetrics,
     ServedRequest,
     summarize_ms,
-    summarize_replay,
 )
 from bullet_graph.slo import NO_TARGETS, Slo
+from bullet_graph.workloads import Arrivals
 
 TIGHT = Slo(ttft_ms=500, tpot_ms=15)
 
@@ -27,16 +28,14 @@ def served(
     )
 
 
-def summarize(*requests: ServedRequest, **changes: Any) -> ReplayResult:
-    settings: dict[str, Any] = {
-        "duration_s": 4.0,
-        "started": datetime(2026, 3, 4, 5, 6, 7),
-        "backend": "b",
-        "model_id": "m",
-        "request_rate": 2.0,
-        "burstiness": 1.0,
-    }
-    return summarize_replay(requests, **(settings | changes))
+def summarize(
+    *requests: ServedRequest, duration_s: float = 4.0, request_rate: float | None = 2.0, **more: Any
+) -> ReplayResult:
+    last_s = max((r.metrics.token_times_s[-1] for r in requests if r.metrics.token_times_s), default=0.0)
+    replay = Replay(requests, last_s - duration_s)
+    started = datetime(2026, 3, 4, 5, 6, 7)
+    arrivals = Arrivals(request_rate=request_rate, **more)
+    return replay.result(arrivals, started=started, backend="b", model_id="m")
 
 
 def test_every_figure_by_hand() -> None:
@@ -139,7 +138,7 @@ def test_a_target_is_met_up_to_its_limit(slo: Slo, good: bool) -> None:
 
 
 def test_figures_of_nothing_are_none() -> None:
-    result = summarize(served(0.0, error="no"), served(1.0, error="no"), duration_s=0.0)
+    result = summarize(served(0.0, error="no"), served(1.0, error="no"))
     assert result.completed == result.request_throughput == result.output_throughput == 0
     assert result.ttft is result.tpot is result.itl is result.e2el is None
     assert not served(1.0).meets_slo
@@ -150,7 +149,7 @@ def test_figures_of_nothing_are_none() -> None:
 def test_what_json_has_no_number_for_is_text() -> None:
     at_once = summarize(served(0.0, 0.1), request_rate=float("inf"), burstiness=float("inf"))
     assert (at_once.request_rate, at_once.burstiness) == ("inf", "inf")
-    recorded = summarize(served(0.0, 0.1), request_rate=None, burstiness=None)
+    recorded = summarize(served(0.0, 0.1), request_rate=None)
     assert (recorded.request_rate, recorded.burstiness) == ("trace", None)
 
 
