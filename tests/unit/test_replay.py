@@ -203,6 +203,6 @@ def test_requests_have_the_workloads_lengths(
 
 
 def test_recorded_prompts_are_kept() -> None:
-    workload = Workload("w", (WorkloadRequest(3, 1, None, "abc", (5, 6, 7)),))
+    workload = Workload("w", (WorkloadRequest(3, 1, None, (5, 6, 7)),))
     (request,) = timed_requests(workload, [0.0], vocab_size=100, slo=Slo(), seed=0)
     assert list(request.prompt_token_ids) == [5, 6, 7]
