@@ -74,10 +74,8 @@ def import_archive(
 ) -> tuple[Entry, bool]:
     """Place an exported entry into the store after all of it was checked. Memory stays bounded, nothing is loaded.
 
-    One of the ``trusted_keys`` must have signed it; without any, no signature is required.
-
-    Returns:
-        The entry in the store; and whether it is new, since the store did not have it, or had it damaged or rejected.
+    One of the ``trusted_keys`` must have signed it; without any, no signature is required. Returns the entry in the
+    store; and whether it is new, since the store did not have it, or had it damaged or rejected.
 
     Raises:
         CacheError: the file is not exactly as :func:`export_entry` writes it, the signature does not hold, or the

@@ -23,7 +23,6 @@ LANES: tuple[LaneName, LaneName] = ("decode", "prefill")
 _LIMIT = 2**53
 Whole = Annotated[int, Field(strict=True, gt=-_LIMIT, lt=_LIMIT)]
 Number = Annotated[float, Field(strict=True, gt=-_LIMIT, lt=_LIMIT)]
-Flag = Annotated[bool, Field(strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Decision:
     budget_ms: Number | None
     slack_ms: Number | None
     policy: str
-    decode: Flag
+    decode: Annotated[bool, Field(strict=True)]
     chunk_tokens: Whole
     slice_layers: Whole
     decode_sms: Whole | None

@@ -24,10 +24,7 @@ class OpenAiServer:
     """A connection to a running server. Prompts are token ids; outputs are streamed.
 
     Forced output lengths need ``ignore_eos``, an extension that vLLM and SGLang know. Only ``bullet-graph serve`` gets
-    latency targets.
-
-    Attributes:
-        settings: the server's description of itself.
+    latency targets. ``settings`` is the server's description of itself.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, settings: Mapping[str, Any]) -> None:

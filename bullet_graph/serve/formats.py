@@ -47,10 +47,7 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> str:
 class AnswerFormat(ABC):
     """Writes the answer to one request; ``usage`` is JSON, or None to leave it out.
 
-    Args:
-        model: the served model's name.
-        texts: texts of single tokens.
-        with_token_ids: also write the token ids of prompts and outputs.
+    ``texts`` gives the texts of single tokens. ``with_token_ids`` also writes the ids of prompts and outputs.
     """
 
     id_prefix: ClassVar[str]

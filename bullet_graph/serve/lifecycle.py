@@ -123,8 +123,7 @@ def run_server(
 ) -> bool:
     """Serve until a signal stops the server, then shut the engine down.
 
-    Returns:
-        Whether the engine's thread has ended; a thread that is stuck in the device never does.
+    Returns whether the engine's thread has ended; a thread that is stuck in the device never does.
     """
     server = DrainingServer(engine, settings, on_started=on_started)
     try:

@@ -160,11 +160,9 @@ def measure(
     prompt_seed: int | None = None,
     label: str | None = None,
 ) -> ReplayRun:
-    """Replay a workload, each request to its recorded length.
+    """Replay a workload, each request to its recorded length; a ``label`` gets a progress bar on a terminal.
 
-    Args:
-        arrivals: their seed is that of random prompts, too, without a ``prompt_seed``.
-        label: of a progress bar on a terminal; None: no bar.
+    Random prompts have the arrivals' seed unless there is a ``prompt_seed``.
 
     Raises:
         ConfigError: arrivals out of range, or a policy that the engine cannot serve.

@@ -278,8 +278,7 @@ def make_cells(
 ) -> list[Cell[S]]:
     """Make the cells of a sweep: each workload with each of its targets on each system, systems changing fastest.
 
-    Args:
-        slos: the targets of workloads without targets of their own; ``first_rate`` likewise.
+    ``slos`` and ``first_rate`` are for workloads without their own.
 
     Raises:
         ConfigError: a workload has no targets, or two different cells have the same name.
