@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from hypothesis import strategies as st
 
 from bullet_graph.captures import store as store_module
 from bullet_graph.captures.manifest import Manifest, StoredFile, digest, entry_id
-from bullet_graph.captures.store import FILES_NAME, MANIFEST_NAME, CaptureStore, Entry, Pruned, default_root
+from bullet_graph.captures.store import (
+    FILES_NAME,
+    MANIFEST_NAME,
+    CaptureStore,
+    Entry,
+    Lookup,
+    Pruned,
+    default_root,
+)
 from bullet_graph.errors import CacheError
 
 BUILDER = """
@@ -153,8 +162,7 @@ def test_differences_are_told_by_component(entry: Entry) -> None:
 
 
 def test_a_store_that_does_not_exist_is_empty_and_stays_so(store: CaptureStore) -> None:
-    lookup = store.find(FINGERPRINT, PLAN)
-    assert (lookup.hit, lookup.nearest, lookup.damaged) == (None, None, ())
+    assert store.find(FINGERPRINT, PLAN) == Lookup(None, (), ())
     assert not store.root.exists()
     assert default_root().name == "captures"
 
@@ -217,21 +225,18 @@ def test_a_damaged_entry_is_not_opened(
     store.remove(entry.entry_id)
 
 
-def _other_version(path: Path) -> None:
-    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
+def _replace(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda path: os.truncate(path, 300), "it is damaged"),
-        (_other_version, "version 2 is required"),
+        (partial(_replace, old='"version": 2', new='"version": 3'), "version 2 is required"),
         (Path.unlink, "cannot be read, or has no manifest"),
         (lambda path: path.symlink_to(path.rename(path.parents[2] / "secret")), "cannot be read"),
-        (
-            lambda path: path.write_text(path.read_text().replace("580.159.04", "581")),
-            "the manifest of entry",
-        ),
+        (partial(_replace, old="580.159.04", new="581"), "the manifest of entry"),
     ],
 )
 def test_a_damaged_manifest_is_told_and_never_a_hit(
@@ -302,10 +307,10 @@ def test_an_entry_that_is_replaced_while_it_is_opened_is_not_used(
         pass
 
 
-@pytest.mark.parametrize("name", ["nonesuch", "../../x", "."])
-def test_nothing_else_is_removed(store: CaptureStore, entry: Entry, name: str) -> None:
-    with pytest.raises(CacheError):
-        store.remove(name)
+def test_nothing_else_is_removed(store: CaptureStore, entry: Entry) -> None:
+    for name in ("nonesuch", "../../x", "."):
+        with pytest.raises(CacheError):
+            store.remove(name)
     assert entry.folder.is_dir()
 
 

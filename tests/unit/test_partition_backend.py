@@ -116,9 +116,7 @@ def test_lanes_that_disturb_each_other(
         return [decode, *(ALL for _ in prefill)]
 
     monkeypatch.setattr(probe, "run_together", disturbed)
-    with pytest.raises(
-        PartitionError, match=r"prefill lane .* an eager launch beside the other lane's ran on"
-    ):
+    with pytest.raises(PartitionError, match=r"prefill lane .* eager launch beside the other lane's ran on"):
         verify(masks, PARTITION, probe)
 
 
@@ -148,6 +146,13 @@ def test_green_lanes(gpu: FakeDriver, green: GreenBackend) -> None:
     assert prefill == ALL - decode
     for one in (WHOLE_GPU, partition):
         assert [gpu.live[green.stream(lane, one)].priority for lane in LANES] == [-5, 0], "decode is urgent"
+    # Each stream is made once.
+    stream = green.stream("decode", SmPartition(16, 50))
+    live = len(gpu.live)
+    for prefill_tpcs in (50, None):
+        assert green.stream("decode", SmPartition(16, prefill_tpcs)) == stream
+    assert len(gpu.live) == live
+    assert green.stream("decode", PARTITION) != stream
 
 
 @pytest.mark.parametrize(
@@ -160,15 +165,6 @@ def test_green_partitions_verify(green: GreenBackend, probe: SmidProbe, partitio
     assert (len(verified.decode_sms), len(verified.prefill_sms)) == (decode, prefill)
     assert len(verified.decode_sms & verified.prefill_sms) == max(0, decode + prefill - 132)
     assert verified.together == (decode + prefill <= 132)
-
-
-def test_a_green_stream_is_made_once(gpu: FakeDriver, green: GreenBackend) -> None:
-    stream = green.stream("decode", SmPartition(16, 50))
-    live = len(gpu.live)
-    for prefill_tpcs in (50, None):
-        assert green.stream("decode", SmPartition(16, prefill_tpcs)) == stream
-    assert len(gpu.live) == live
-    assert green.stream("decode", PARTITION) != stream
 
 
 @pytest.mark.parametrize(
@@ -193,9 +189,7 @@ def test_a_size_off_the_granularity(
 
 def test_a_green_context_of_another_size(gpu: FakeDriver, green: GreenBackend) -> None:
     gpu.green_extra = (100, 101)
-    with pytest.raises(
-        PartitionError, match=r"16 SMs was asked for.*one of 16 and its work ran on 18 \(SMs "
-    ):
+    with pytest.raises(PartitionError, match=r"16 SMs was asked for.*of 16 and its work ran on 18 \(SMs "):
         green.stream("decode", PARTITION)
     green.close()
     assert (gpu.live, gpu.retained) == ({}, 0)
@@ -211,9 +205,6 @@ def test_the_gpc_layout_follows_the_green_contexts(gpu: FakeDriver, green: Green
         partition = SmPartition(tpcs, None)
         mask = lane_masks(partition, num_tpcs=66, layout=layout)["decode"]
         assert mask.sms == green.expected_sms("decode", partition)
-
-
-def test_a_gpc_layout_of_half_tpcs(gpu: FakeDriver, green: GreenBackend) -> None:
     gpu.busy_sms = frozenset({0})
     gpu.green_extra = (131,)
     with pytest.raises(PartitionError, match="whole TPCs to be followed by a mask, but has SMs 1, 16-17"):
