@@ -38,12 +38,9 @@ class Policy:
     forward. ``split`` runs both at once on disjoint SMs. ``auto`` chooses among them at every step, by measured
     performance and latency targets.
 
-    Attributes:
-        chunk_tokens: most rows of a forward of ``serial`` and ``mixed``; None takes the engine's
-            ``max_num_batched_tokens``, or, in ``mixed`` under a TPOT target, what the target allows.
-        decode_sms: SMs of the decode lane in ``split``; None lets the planner choose.
-
-    A wrong one raises ConfigError, at construction.
+    ``chunk_tokens`` are the most rows of a forward of ``serial`` and ``mixed``; None takes the engine's
+    ``max_num_batched_tokens``, or, in ``mixed`` under a TPOT target, what the target allows. ``decode_sms`` are those
+    of the decode lane in ``split``; None lets the planner choose. A wrong value raises ConfigError, at construction.
     """
 
     name: PolicyChoice
@@ -306,7 +303,6 @@ class EngineConfig:
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {each.name: each.metadata["setting"] for each in fields(EngineConfig)}
 )
-"""The description of each setting."""
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {each.name: each.default for each in fields(EngineConfig) if each.default is not MISSING}

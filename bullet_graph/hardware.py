@@ -77,7 +77,6 @@ H100 = replace(
 """The H200's rates, since the chip and its power cap are the same, with the bandwidth of the H100's memory."""
 
 KNOWN_GPUS: Mapping[str, GpuSpec] = MappingProxyType({gpu.name: gpu for gpu in (H200, H100, GENERIC)})
-"""Known GPUs by name."""
 
 
 def gpu_spec(name: str, num_sms: int) -> GpuSpec:

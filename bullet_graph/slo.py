@@ -66,7 +66,6 @@ class Slo:
 
     @property
     def has_ttft(self) -> bool:
-        """Whether there is a target for the first token."""
         return self.ttft_ms is not None or self.ttft_ms_per_token is not None
 
     def ttft_limit_ms(self, prompt_tokens: int) -> float:

@@ -40,13 +40,7 @@ class Admission:
         arrival_s: float,
         slo: Slo,
     ) -> Request:
-        """Make a request of ``params.n`` samples.
-
-        Raises:
-            PromptError: the prompt is empty or too long, holds an id outside the vocabulary, or is text without a
-                tokenizer.
-            SamplingParamsError: the settings are no SamplingParams or do not fit the model.
-        """
+        """Make a request of ``params.n`` samples; PromptError or SamplingParamsError for what cannot be served."""
         token_ids = self._token_ids(prompt)
         stop_ids = self._stop_ids(params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed

@@ -59,7 +59,8 @@ class AsyncEngine:
     """Runs an :class:`Engine` in its own thread; the event loop never waits for the device.
 
     It owns the engine and shuts it down. Other threads may call only those methods of ``engine`` that are documented
-    as safe in any thread. ``stats`` holds the counters after the last step or change of policy.
+    as safe in any thread. ``stats`` holds the counters after the last step or change of policy, ``failure`` why the
+    engine is dead.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -70,7 +71,7 @@ class AsyncEngine:
         self._open: set[_OutputStream] = set()
         self._busy_since_s: float | None = None
         self._names = itertools.count()
-        self._failure: EngineDeadError | None = None
+        self.failure: EngineDeadError | None = None
         self._num_arriving = 0
         # Makes the check that the engine lives and the new command one step: a late request would wait for ever.
         self._lock = threading.Lock()
@@ -89,11 +90,7 @@ class AsyncEngine:
         """Yield the request's outputs as they come.
 
         Leaving the generator early (cancelling its task, ``aclose``, ``break``) aborts the request and frees its KV
-        blocks. The engine's latency targets replace those that ``slo`` lacks.
-
-        Raises:
-            RequestError: the request is invalid.
-            EngineDeadError: the engine was shut down or has failed.
+        blocks. The engine's latency targets replace those that ``slo`` lacks. Raises as :meth:`Engine.add_request`.
         """
         name = f"async-{next(self._names)}" if request_id is None else request_id
         num_samples = sampling_params.n if isinstance(sampling_params, SamplingParams) else 1
@@ -164,18 +161,13 @@ class AsyncEngine:
         await asyncio.wrap_future(done)
 
     @property
-    def failure(self) -> EngineDeadError | None:
-        """Why the engine is dead; None while it lives."""
-        return self._failure
-
-    @property
     def num_waiting(self) -> int:
         """Sequences that wait for KV blocks, or for the engine's thread to take their request."""
         return self._num_arriving + self.engine.num_waiting()
 
     def _require_alive(self) -> None:
-        if self._failure is not None:
-            raise _copy(self._failure)
+        if self.failure is not None:
+            raise _copy(self.failure)
 
     def stalled(self, limit_s: float) -> str | None:
         """Describe what has made no progress for ``limit_s`` seconds, or return None. Safe in any thread."""
@@ -239,9 +231,9 @@ class AsyncEngine:
     def _end_streams(self, failure: EngineDeadError) -> None:
         """Fail all requests, including later ones and those the engine has not seen; the first failure counts."""
         with self._lock:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            self._failure = failure
+            self.failure = failure
             streams = list(self._open)
         for stream in streams:
             _send(stream.loop, (stream, _copy(failure)))
@@ -267,7 +259,7 @@ class AsyncEngine:
     def _take_commands(self) -> bool:
         """Run the callers' commands; wait, and capture missing graphs, while the engine is idle. False means stop."""
         # After a failure from outside, _run refuses the rest.
-        while self._failure is None:
+        while self.failure is None:
             self._busy_since_s = time.monotonic()
             try:
                 command = self._commands.get_nowait()

@@ -28,12 +28,10 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks without an owner."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Blocks with an owner."""
         return self.num_usable - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:

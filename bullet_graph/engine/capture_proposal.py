@@ -22,7 +22,7 @@ from bullet_graph.graphs.capture_plan import (
 )
 from bullet_graph.graphs.key import batch_size_buckets, smallest_holding
 from bullet_graph.hardware import GENERIC
-from bullet_graph.partition.masks import SMS_PER_TPC
+from bullet_graph.partition.masks import lane_sms
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.runtime.simulated import StepRecord
 
@@ -79,7 +79,6 @@ class StepSums:
     device_ms: float = 0.0
 
     def add(self, record: StepRecord) -> None:
-        """Add one step."""
         work = record.work
         self.num_steps += 1
         self.tokens += work.tokens
@@ -153,8 +152,7 @@ class CaptureUsage:
     def note(self, record: StepRecord) -> None:
         """Add a launch. Those on the prefill lane are never captured."""
         placement, work = record.placement, record.work
-        tpcs = placement.partition.decode_tpcs
-        decode_sms = None if tpcs is None else SMS_PER_TPC * tpcs
+        decode_sms = lane_sms(placement.partition)
         if placement.lane == "decode":
             sizes = self.steps.setdefault(PIECEWISE if work.tokens else decode_sms, {})
             sizes.setdefault(work.tokens + work.batch_size, StepSums()).add(record)

@@ -13,7 +13,7 @@ from bullet_graph.engine.request import Request, row_logprobs
 from bullet_graph.engine.scheduler import Scheduler, prompt_load
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.engine.trace import DecisionTrace
-from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, lane_tpcs
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, lane_sms
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.planner.options import ForwardKind
 from bullet_graph.planner.plan import ChunkLoad, DecodeLoad, Load, Plan, PolicyName
@@ -89,7 +89,6 @@ class EngineCore:
         return output
 
     def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has something to do."""
         # A chunk whose prompts were all aborted runs to its last layer: only then are their blocks free.
         return bool(self.requests or self.in_flight) or self._chunk is not None
 
@@ -122,7 +121,6 @@ class EngineCore:
             self.executor.wait(ticket)
 
     def stats(self) -> EngineStats:
-        """Counters and state now."""
         scheduler, num_sms, heads = self.scheduler, self._num_sms, self.in_flight.oldest
         return EngineStats(
             num_steps=self._num_steps,
@@ -139,7 +137,10 @@ class EngineCore:
             lane_sm_seconds=dict(self._lane_sm_seconds),
             lane_sms={}
             if num_sms is None
-            else {lane: _sms(head[0].placement, num_sms) if head else 0 for lane, head in heads.items()},
+            else {
+                lane: (lane_sms(head[0].placement.partition, lane) or num_sms) if head else 0
+                for lane, head in heads.items()
+            },
             corrections=dict(self.planner.corrections),
         )
 
@@ -319,7 +320,8 @@ class EngineCore:
         self._policy_seconds[launch.policy] += seconds
         self._lane_seconds[lane] += seconds
         if self._num_sms is not None:
-            self._lane_sm_seconds[lane] += _sms(launch.placement, self._num_sms) * seconds
+            sms = lane_sms(launch.placement.partition, lane) or self._num_sms
+            self._lane_sm_seconds[lane] += sms * seconds
         if self.trace is not None:
             self.trace.retired(launch.ticket, now, result.device_ms)
         # A split's step that ran alone for a while does not show its time beside the other lane.
@@ -383,8 +385,3 @@ def _chunk_load(scheduled: ScheduledStep, num_layers: int) -> ChunkLoad:
     pairs = sum(attention_pairs(tokens, before) for tokens, before in zip(lengths, cached, strict=True))
     deadline_s = min(sequence.deadline_s for sequence in scheduled.touched)
     return ChunkLoad(len(prefill.token_ids), pairs, num_layers, deadline_s)
-
-
-def _sms(placement: Placement, num_sms: int) -> int:
-    tpcs = lane_tpcs(placement.partition, placement.lane)
-    return num_sms if tpcs is None else SMS_PER_TPC * tpcs

@@ -19,7 +19,7 @@ from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
 from bullet_graph.models.progress import progress_bar
-from bullet_graph.partition.masks import SMS_PER_TPC
+from bullet_graph.partition.masks import lane_sms
 from bullet_graph.perf.start_report import StartClock, StartReport
 from bullet_graph.perf.trace import TraceHeader
 from bullet_graph.planner.options import Corrections
@@ -136,9 +136,7 @@ class Engine:
         planner = Planner(
             config.policy,
             max_chunk_tokens=config.chunk_tokens,
-            decode_sms=[
-                SMS_PER_TPC * p.decode_tpcs for p in executor.partitions if p.decode_tpcs is not None
-            ],
+            decode_sms=[sms for p in executor.partitions if (sms := lane_sms(p)) is not None],
             model=self._performance,
             corrections=self._corrections,
             eager_layer_ms=self._eager_layer_ms,
@@ -175,10 +173,7 @@ class Engine:
         """Queue a request; :meth:`step` runs it.
 
         It arrived at ``arrival_s`` of :meth:`now` (None: now). The engine's targets replace those that ``slo`` lacks.
-
-        Raises:
-            RequestError: the request is invalid (see the subclasses); the engine is unaffected.
-            EngineDeadError: the engine was shut down or has failed.
+        Raises RequestError for an invalid request, and EngineDeadError if the engine was shut down or has failed.
         """
         executor = self._alive()
         if not isinstance(request_id, str):
@@ -221,10 +216,8 @@ class Engine:
     def step(self, until_s: float | None = None) -> list[RequestOutput]:
         """Launch work, wait until one launch is over or ``until_s`` of :meth:`now`, and return the new outputs.
 
-        Raises:
-            EngineDeadError: the engine was shut down, or the device has failed (the error is its cause); all requests
-                are lost.
-            KeyboardInterrupt: or another interrupt; all requests are lost, but the engine can go on.
+        Raises EngineDeadError if the engine was shut down, or the device has failed (the error is its cause). All
+        requests are then lost; so they are after KeyboardInterrupt or another interrupt, but the engine can go on.
         """
         executor = self._alive()
         outputs, self._aborted = self._aborted, []
@@ -315,10 +308,8 @@ class Engine:
         """Change the policy and the targets; the graphs and partitions stay.
 
         Counters restart at 0. The planner's corrections stay, and so does the prompt order if ``prompt_order`` is None.
-
-        Raises:
-            RequestError: requests are under way.
-            ConfigError: the policy needs a performance table or partitions that this engine does not have.
+        Raises RequestError while requests are under way, and ConfigError for a policy that needs a performance table or
+        partitions that this engine does not have.
         """
         executor = self._alive()
         if self.has_unfinished_requests():

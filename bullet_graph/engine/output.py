@@ -80,7 +80,6 @@ class RequestOutput:
 
     @classmethod
     def refused(cls, request_id: str, error: RequestError, now: float) -> "RequestOutput":
-        """The output of a refused request."""
         return cls(request_id, (), (), True, RequestMetrics(now, None, ()), error)
 
 

@@ -1,6 +1,6 @@
 """Running requests: their samples and text, stop conditions, and what has been reported."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from bullet_graph.engine.output import (
     CompletionOutput,
@@ -13,19 +13,15 @@ from bullet_graph.engine.sequence import Sequence
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.runtime.step import StepResult
 
-
-class TextStream(Protocol):
-    """Detokenizes incrementally: ``push`` returns the text that is now certain, ``flush`` what was held back."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
+if TYPE_CHECKING:
+    # It imports the tokenizers, and the simulator does without.
+    from bullet_graph.models.tokenizer import DetokenizeStream
 
 
 class Sample:
     """One output of a request: detokenizes its tokens (not without a ``stream``) and looks for stop strings."""
 
-    def __init__(self, sequence: Sequence, stream: TextStream | None) -> None:
+    def __init__(self, sequence: Sequence, stream: "DetokenizeStream | None") -> None:
         self.sequence = sequence
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprobs] = []
@@ -104,12 +100,9 @@ class Request:
         self.first_scheduled_s: float | None = None
         self.token_times_s: list[float] = []
         self._first = samples[0].sequence
+        self.request_id = self._first.request_id
         self._prompt_token_ids = tuple(self._first.prompt_token_ids.tolist())
         self._output_kind = output_kind
-
-    @property
-    def request_id(self) -> str:
-        return self._first.request_id
 
     @property
     def finished(self) -> bool:
@@ -117,7 +110,6 @@ class Request:
         return None not in [sample.finish_reason for sample in self.samples]
 
     def output(self) -> RequestOutput:
-        """The request's state now."""
         return RequestOutput(
             self.request_id,
             self._prompt_token_ids,

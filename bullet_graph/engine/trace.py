@@ -8,7 +8,7 @@ from pathlib import Path
 from bullet_graph.engine.in_flight import Launch
 from bullet_graph.engine.output import RequestOutput
 from bullet_graph.errors import ConfigError, TraceError
-from bullet_graph.partition.masks import SMS_PER_TPC
+from bullet_graph.partition.masks import lane_sms
 from bullet_graph.perf.trace import TRACE_FORMAT, TRACE_FORMAT_VERSION, TraceHeader
 from bullet_graph.planner.plan import Load, Option, Plan
 
@@ -65,8 +65,8 @@ class DecisionTrace:
             "decode": plan.decode,
             "chunk_tokens": plan.chunk_tokens,
             "slice_layers": plan.slice_layers,
-            "decode_sms": _sms(plan.partition.decode_tpcs),
-            "prefill_sms": _sms(plan.partition.prefill_tpcs),
+            "decode_sms": lane_sms(plan.partition, "decode"),
+            "prefill_sms": lane_sms(plan.partition, "prefill"),
             "bound": plan.bound,
         }
         self._last_s = load.now_s
@@ -108,8 +108,8 @@ class DecisionTrace:
                 "decode_rows": 0 if step.decode is None else len(step.decode.slots),
                 "prefill_rows": 0 if step.prefill is None else len(step.prefill.token_ids),
                 "layers": last_layer - placement.first_layer,
-                "decode_sms": _sms(partition.decode_tpcs, self._num_sms),
-                "prefill_sms": _sms(partition.prefill_tpcs, self._num_sms),
+                "decode_sms": lane_sms(partition, "decode") or self._num_sms,
+                "prefill_sms": lane_sms(partition, "prefill") or self._num_sms,
                 "predicted_ms": _finite(launch.predicted_ms),
             }
         )
@@ -176,7 +176,3 @@ class DecisionTrace:
 def _finite(value: object) -> object:
     """JSON has no infinity: no limit is null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _sms(tpcs: int | None, whole_gpu: int | None = None) -> int | None:
-    return whole_gpu if tpcs is None else tpcs * SMS_PER_TPC

@@ -67,16 +67,11 @@ class CaptureProgress:
         return list(self._missing)
 
     @property
-    def num_missing(self) -> int:
-        return len(self._missing)
-
-    @property
     def next(self) -> CaptureKey | None:
         """The next to capture; None: nothing is left."""
         return next(iter(self._missing), None)
 
     def note(self, key: CaptureKey) -> None:
-        """This has been captured."""
         del self._missing[key]
 
     def max_batch_size(self, partition: SmPartition) -> int:

@@ -122,7 +122,6 @@ class CapturePlan:
 
     @property
     def num_decode_graphs(self) -> int:
-        """Decode steps to capture."""
         return sum(len(entry.batch_sizes) for entry in self.decode)
 
     def graph_bytes(self, num_layers: int) -> int:

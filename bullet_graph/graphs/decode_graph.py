@@ -17,7 +17,7 @@ from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_ops import TritonOps, sample
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import LayerFunctions, eager_functions
-from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, lane_sms
 
 Int32Array = NDArray[np.int32]
 
@@ -172,12 +172,12 @@ class DecodeGraphs:
         # To the end of the buffer: a captured step may read more blocks when it is replayed.
         all_indices = self._uploader.device_buffer[kv_indices.storage_offset() :]
         batch = DecodeBatch(kv_indptr, all_indices, last_block_tokens)
-        attention = self._attention.plan(batch, num_sms=_lane_sms(partition))
+        attention = self._attention.plan(batch, num_sms=lane_sms(partition))
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 
     def _run(self, step: _DeviceStep, partition: SmPartition, last: int | None = None) -> Tensor:
         """Launch the step's kernels, of the layers before ``last``."""
-        rows, num_sms = len(step.slots), _lane_sms(partition)
+        rows, num_sms = len(step.slots), lane_sms(partition)
         functions = self._functions_for(rows)
         with fitting_blas(rows, num_sms):
             hidden = self._decoder.run_layers(
@@ -190,8 +190,3 @@ class DecodeGraphs:
             )
             logits = self._decoder.logits(hidden, functions.ops, out=self._logits[:rows])
             return sample(logits, step.slots, step.sample_positions, self._state)
-
-
-def _lane_sms(partition: SmPartition) -> int | None:
-    """SMs to lay kernels out for; None: all of the device."""
-    return None if partition.decode_tpcs is None else SMS_PER_TPC * partition.decode_tpcs

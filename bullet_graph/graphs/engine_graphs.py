@@ -84,7 +84,7 @@ class EngineGraphs(CaptureProgress):
     @property
     def next_needs_quiet(self) -> bool:
         """Whether the next :meth:`prepare_next` measures a time, and so needs the GPU for itself."""
-        return not self.num_missing
+        return self.next is None
 
     def prepare_next(self, stream: torch.cuda.Stream) -> None:
         """Capture the next graph on this stream; once all are captured, time the next size of piecewise graphs."""

@@ -13,7 +13,6 @@ AttentionKind = Literal["full", "window"]
 """A window is refused where a config is read: no kernel here has one."""
 
 DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of an element, by dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,12 @@ def lane_tpcs(partition: SmPartition, lane: Lane) -> int | None:
     return partition.decode_tpcs if lane == "decode" else partition.prefill_tpcs
 
 
+def lane_sms(partition: SmPartition, lane: Lane = "decode") -> int | None:
+    """SMs of one lane, None for all."""
+    tpcs = lane_tpcs(partition, lane)
+    return None if tpcs is None else SMS_PER_TPC * tpcs
+
+
 def asks_for_disjoint_lanes(partition: SmPartition, *, num_tpcs: int) -> bool:
     """Whether the two lanes' TPCs fit on the GPU side by side."""
     counts = (partition.decode_tpcs, partition.prefill_tpcs)

@@ -34,11 +34,8 @@ class DecodeLoad:
 class PromptLoad(NamedTuple):
     """A prompt, or the rest of one, that is in no launched step; times are on the engine's clock.
 
-    Attributes:
-        tokens_cached: tokens before them, which are in the KV cache or in launched steps.
-        deadline_s: when its first token is due; infinite without a target.
-        started: part of it is prefilled.
-        resumed: it has emitted tokens before and is recomputed after a preemption.
+    The ``tokens_cached`` before them are in the KV cache or in launched steps. Its first token is due at
+    ``deadline_s``, which is infinite without a target. A ``resumed`` prompt is recomputed after a preemption.
     """
 
     tokens_left: int

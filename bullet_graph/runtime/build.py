@@ -22,7 +22,7 @@ from bullet_graph.models.decoder import Decoder, cos_sin_table
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.weights import fill_dummy, zero_weights
 from bullet_graph.partition.backend import open_backend
-from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, partition_of
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, lane_sms, partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.capture_cache import (
@@ -152,7 +152,7 @@ def capture_plan_of(
     if (plan := named_plan(config, dtype=dtype, num_sms=num_sms)) is not None:
         return plan
     partitions = partitions_of(config, runtime, performance)
-    decode_sms = [SMS_PER_TPC * p.decode_tpcs for p in partitions if p.decode_tpcs is not None]
+    decode_sms = [sms for p in partitions if (sms := lane_sms(p)) is not None]
     return default_plan(config, dtype=dtype, num_sms=num_sms, shape=runtime.model, decode_sms=decode_sms)
 
 

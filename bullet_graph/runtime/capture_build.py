@@ -185,9 +185,9 @@ def exercise(
     for tokens in (tokens for tokens in PROMPT_TOKENS if tokens < min(max_rows, max_model_len, room)):
         # A whole prompt, then its last token as a chunk that goes on.
         for lane, start in itertools.product(lanes, sorted({0, tokens - 1})):
-            _run(executor, _step([(start, tokens - start, True)]), lane)
+            executor.wait(executor.launch(_step([(start, tokens - start, True)]), Placement(lane)))
     for step in _decode_steps(max_rows, max_num_seqs, max_model_len, room):
-        _run(executor, step, "decode")
+        executor.wait(executor.launch(step, Placement("decode")))
 
 
 def _decode_steps(max_rows: int, max_num_seqs: int, max_model_len: int, room: int) -> Iterator[Step]:
@@ -199,10 +199,6 @@ def _decode_steps(max_rows: int, max_num_seqs: int, max_model_len: int, room: in
             fits = prompts + rows <= max_num_seqs and prompts * tokens + rows <= max_rows
             if fits and prompts * _num_blocks(tokens) * KV_BLOCK_TOKENS <= room:
                 yield _step([(0, tokens, True)] * prompts, rows)
-
-
-def _run(executor: Executor, step: Step, lane: Lane) -> None:
-    executor.wait(executor.launch(step, Placement(lane=lane)))
 
 
 def _step(chunks: Sequence[Chunk], decode_rows: int = 0) -> Step:

@@ -221,7 +221,7 @@ class CudaExecutor(Executor):
 
     @property
     def num_missing_graphs(self) -> int:
-        return 0 if self._captures is None else self._captures.num_missing
+        return 0 if self._captures is None else len(self._captures.missing)
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:

@@ -7,7 +7,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from bullet_graph.partition.masks import SMS_PER_TPC, WHOLE_GPU, SmPartition
+from bullet_graph.partition.masks import WHOLE_GPU, SmPartition, lane_sms
 from bullet_graph.runtime.step import Placement, Step, StepResult
 
 
@@ -97,5 +97,5 @@ def clear_frames(failure: BaseException | None) -> None:
 
 def max_batch_sizes(executor: Executor) -> dict[int, int]:
     """Most rows of a decode step by SMs of the decode lane, for partitions with such a limit."""
-    limits = ((p.decode_tpcs, executor.max_batch_size(p)) for p in executor.partitions)
-    return {SMS_PER_TPC * tpcs: rows for tpcs, rows in limits if tpcs is not None and rows is not None}
+    limits = ((lane_sms(p), executor.max_batch_size(p)) for p in executor.partitions)
+    return {sms: rows for sms, rows in limits if sms is not None and rows is not None}

@@ -36,14 +36,11 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLedger:
-    """Every part of the engine's device memory.
+    """Every part of the engine's device memory; ``num_kv_blocks`` includes the padding block.
 
-    Attributes:
-        budget_bytes: the engine's share by ``gpu_memory_utilization``, less the memory in use before.
-        activations_bytes: intermediate results of the widest forward, on each lane.
-        workspaces_bytes: attention and matrix-product scratch, and loaded kernels.
-        graphs_bytes: with the buffers of piecewise CUDA graphs; an estimate.
-        num_kv_blocks: the padding block included.
+    ``budget_bytes`` is the share by ``gpu_memory_utilization``, less the memory in use before. Workspaces are scratch
+    of attention and matrix products, and loaded kernels. ``graphs_bytes`` is an estimate, with the buffers of piecewise
+    graphs.
     """
 
     device: DeviceMemory
@@ -57,7 +54,6 @@ class MemoryLedger:
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens that fit into the KV cache."""
         return (self.num_kv_blocks - 1) * KV_BLOCK_TOKENS
 
     def rows(self) -> list[tuple[str, int]]:

@@ -51,7 +51,6 @@ class Rows:
 
     @property
     def num_prefill_rows(self) -> int:
-        """Rows that belong to prefill chunks."""
         return len(self.token_ids)
 
     def ended_prompts(self) -> tuple[Int32Array, Int32Array, Int32Array]:

@@ -46,7 +46,6 @@ class SelfCheckPoint:
 
     @property
     def holds(self) -> bool:
-        """Whether it is within the tolerance."""
         return self.relative_error <= self.tolerance
 
     def __str__(self) -> str:

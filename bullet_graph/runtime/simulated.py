@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.masks import LANES, SMS_PER_TPC, WHOLE_GPU, Lane, SmPartition, lane_tpcs
+from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, lane_sms
 from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.step import Placement, Step, StepResult
@@ -186,8 +186,7 @@ class SimulatedExecutor(Executor):
                 f"prompt rows were placed on {partition} in the decode lane, but the performance model knows them "
                 "there on the whole GPU only: place them on it, or in the prefill lane"
             )
-        tpcs = lane_tpcs(partition, lane)
-        sms = None if tpcs is None else tpcs * SMS_PER_TPC
+        sms = lane_sms(partition, lane)
         if not work.batch_size:
             return self._model.prefill(work.tokens, work.pairs, sms).ms
         if not work.tokens:
@@ -196,14 +195,14 @@ class SimulatedExecutor(Executor):
 
     def _beside_ms(self, decode: _Job, prefill: _Job) -> dict[Lane, float]:
         """Times of both lanes' whole steps while both run; if they are on two partitions, each on its own."""
-        decode_tpcs = decode.placement.partition.decode_tpcs
-        prefill_tpcs = prefill.placement.partition.prefill_tpcs
-        if decode_tpcs is None or prefill_tpcs is None:
+        decode_sms = lane_sms(decode.placement.partition)
+        prefill_sms = lane_sms(prefill.placement.partition, "prefill")
+        if decode_sms is None or prefill_sms is None:
             return {"decode": 2 * decode.alone_ms, "prefill": 2 * prefill.alone_ms}
         rows, prompts = decode.work, prefill.work
         first, second = (
-            self._model.split(decode_sms, rows.batch_size, rows.kv_tokens, prompts.tokens, prompts.pairs)
-            for decode_sms in (decode_tpcs * SMS_PER_TPC, self._model.num_sms - prefill_tpcs * SMS_PER_TPC)
+            self._model.split(sms, rows.batch_size, rows.kv_tokens, prompts.tokens, prompts.pairs)
+            for sms in (decode_sms, self._model.num_sms - prefill_sms)
         )
         return {"decode": decode.factor * first.decode_ms, "prefill": prefill.factor * second.prefill_ms}
 

@@ -78,14 +78,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a step runs, and which of its layers.
+    """Where a step runs, and which of its layers; decode rows run on the decode lane only.
 
-    Attributes:
-        lane: whose stream, buffers and workspaces the step uses. Decode rows run on the decode lane only.
-        partition: the lane's SMs; decode steps replay the graph captured for it.
-        first_layer: continue the step that this lane began from here; 0 begins it.
-        last_layer: stop before this layer; None runs to the end and samples.
-        takes_turns: begin, on the device, after all earlier launches of the other lane.
+    It continues the lane's step at ``first_layer`` (0 begins one) and stops before ``last_layer`` (None: it samples).
+    With ``takes_turns`` it begins, on the device, after all earlier launches of the other lane.
     """
 
     lane: Lane = "decode"

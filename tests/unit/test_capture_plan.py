@@ -259,5 +259,5 @@ def test_a_part_of_the_gpu_takes_only_batches_padded_as_planned(plan: CapturePla
             most = progress.max_batch_size(partition)
             planned = [plan.padded(rows, entry.decode_sms) for rows in range(1, most + 1)]
             assert all(GraphKey(size, partition) in captured for size in planned)
-    assert progress.num_missing == 0
+    assert progress.missing == []
     assert {p: progress.max_batch_size(p) for p in plan.batch_sizes} == plan.max_batch_sizes

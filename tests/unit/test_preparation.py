@@ -55,7 +55,7 @@ class PreparingExecutor(CheckedExecutor):
 
     @property
     def num_missing_graphs(self) -> int:
-        return self.progress.num_missing
+        return len(self.progress.missing)
 
     def prepare_next(self) -> bool:
         key = self.progress.next
