@@ -1,14 +1,11 @@
 """The engine against ``transformers`` on the same weights: greedy tokens equal, log-probabilities close."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from checkpoints import write_checkpoint
-from engines import short_slices
+from checkpoints import FAMILIES, write_checkpoint
+from engines import Model, short_slices
 
 from bullet_graph import Engine, EngineStats, SamplingParams, Slo
 from bullet_graph.slo import NO_TARGETS
@@ -18,43 +15,37 @@ OUTPUT_TOKENS = 24
 
 
 @dataclass(frozen=True)
-class Oracle:
-    folder: Path
+class Oracle(Model):
     prompts: list[list[int]]
-    tokens: list[list[int]]
+    tokens: list[tuple[int, ...]]
     logprobs: list[list[float]]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+@pytest.fixture(scope="module", params=FAMILIES)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     folder = tmp_path_factory.mktemp(request.param)
-    model = write_checkpoint(folder, request.param, seed=1, tokenizer=False).eval()
+    model = Model(folder, write_checkpoint(folder, request.param, seed=1, tokenizer=False).eval())
     rng = np.random.default_rng(5)
-    prompts = [rng.integers(0, model.config.vocab_size, size=n).tolist() for n in PROMPT_LENGTHS]
-    tokens, logprobs = [], []
-    with torch.inference_mode():
-        for prompt in prompts:
-            ids, scores = list(prompt), []
-            for _ in range(OUTPUT_TOKENS):
-                distribution = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
-                ids.append(int(distribution.argmax()))
-                scores.append(float(distribution.max()))
-            tokens.append(ids[len(prompt) :])
-            logprobs.append(scores)
-    return Oracle(folder, prompts, tokens, logprobs)
+    prompts = [rng.integers(0, model.network.config.vocab_size, size=n).tolist() for n in PROMPT_LENGTHS]
+    tokens = [model.greedy(prompt, OUTPUT_TOKENS) for prompt in prompts]
+    logprobs = []
+    for prompt, output in zip(prompts, tokens, strict=True):
+        distributions = model.logits([*prompt, *output]).log_softmax(-1)
+        logprobs.append(distributions[len(prompt) - 1 : -1].amax(-1).tolist())
+    return Oracle(folder, model.network, prompts, tokens, logprobs)
 
 
-def check(oracle: Oracle, count: int = 16, **settings: object) -> EngineStats:
+def check(oracle: Oracle, **settings: object) -> EngineStats:
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=2)
     with Engine(str(oracle.folder), device="cpu", **settings) as engine:
-        outputs, stats = engine.generate(oracle.prompts[:count], params, use_tqdm=False), engine.stats()
+        outputs, stats = engine.generate(oracle.prompts, params, use_tqdm=False), engine.stats()
     for i, output in enumerate(outputs):
         completion = output.outputs[0]
-        assert list(completion.token_ids) == oracle.tokens[i]
+        assert completion.token_ids == oracle.tokens[i]
         assert completion.finish_reason == "length"
         chosen = [entry.logprob for entry in completion.logprobs]
         np.testing.assert_allclose(chosen, oracle.logprobs[i], atol=1e-4)
-        assert [entry.top[0][0] for entry in completion.logprobs] == oracle.tokens[i]
+        assert tuple(entry.top[0][0] for entry in completion.logprobs) == oracle.tokens[i]
     return stats
 
 

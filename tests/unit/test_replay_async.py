@@ -178,8 +178,3 @@ async def test_a_dead_system_ends_the_replay() -> None:
     with pytest.raises(EngineDeadError, match="core died"):
         await run(system, [request(0, 0.0, 1), request(1, 0.5, 1)])
     assert system.under_way == 0
-
-
-async def test_nothing_served_has_no_duration() -> None:
-    run_ = await run(Scripted(VirtualTime(), {0: [OSError("no route")]}), [request(0, 3.0, 1)])
-    assert run_.duration_s == 0

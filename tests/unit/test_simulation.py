@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,12 @@ from hypothesis import strategies as st
 
 from bullet_graph.config import Policy, PromptOrder
 from bullet_graph.engine.simulation import SimulatedEngine, Simulation, SimulationSettings, simulate
-from bullet_graph.engine.trace import DecisionTrace
 from bullet_graph.errors import ConfigError
 from bullet_graph.hardware import H200
 from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.predict import TableModel
 from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import load_table
-from bullet_graph.perf.trace import TraceHeader, read_trace
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_workload
 
@@ -112,21 +109,6 @@ def test_the_longest_output_first_ends_sooner(policy: str) -> None:
     # The rest of it, alone at the end, takes a second and more of some six.
     assert longest.replay.duration_s < 0.95 * arrival.replay.duration_s
     assert output_lens(longest) == output_lens(arrival)
-
-
-def test_the_split_runs_on_the_size_that_was_asked_for(tmp_path: Path) -> None:
-    header = TraceHeader("m", "d", 132, 32, "split:48", "no targets", "0")
-    trace = DecisionTrace(tmp_path / "trace.jsonl", header=header, overwrite=False)
-    conv = load_workload("azure:conv", num_requests=40)
-    arrivals = Arrivals(request_rate=25).times(conv)
-    simulate(
-        MODEL, conv, arrivals, replace(SETTINGS, policy=Policy.parse("split:48")), slo=TIGHT, trace=trace
-    )
-    trace.close()
-    read = read_trace(tmp_path / "trace.jsonl")
-    assert {launch.decode_sms for launch in read.launches if launch.policy == "split"} == {48}
-    assert len(read.requests) == 40
-    assert {request.ttft_limit_ms for request in read.requests} == {500}
 
 
 def test_deadlines_count_from_arrival() -> None:
