@@ -17,7 +17,7 @@ from bullet_graph.perf.explain import (
 from bullet_graph.perf.trace import Launch, read_trace
 
 
-def test_shares_of_time(tmp_path: Path) -> None:
+def test_shares_of_time_and_decisions_by_bound(tmp_path: Path) -> None:
     summary = summarize_trace(read_run(tmp_path))
     assert summary.duration_s == pytest.approx(0.4)
     assert summary.num_launches == 4
@@ -30,10 +30,7 @@ def test_shares_of_time(tmp_path: Path) -> None:
         assert dataclasses.astuple(share) == pytest.approx(dataclasses.astuple(want))
     lanes = {"decode": 250 / 400, "prefill": 200 / 400, "both": 100 / 400, "idle": 50 / 400}
     assert summary.lanes == pytest.approx(lanes)
-
-
-def test_decisions_by_bound_count_repeats(tmp_path: Path) -> None:
-    summary = summarize_trace(read_run(tmp_path))
+    # Decisions by bound, with their repeats.
     assert summary.bounds == {"tpot": 4, "nothing": 1, "ttft": 1}
     assert next(iter(summary.bounds)) == "tpot"
     assert summary.num_decisions == 6

@@ -75,10 +75,6 @@ def test_a_lane_keeps_its_stream_and_changes_its_mask(probe: SmidProbe, opened: 
     assert object_bytes(prefill) == untouched
 
 
-def test_masks_that_follow_the_gpcs(probe: SmidProbe, opened: Open) -> None:
-    assert probe.run(opened(LAYOUT).stream("decode", SmPartition(4, 62))) == {0, 1, 44, 45, 88, 89, 2, 3}
-
-
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
@@ -88,8 +84,11 @@ def test_masks_that_follow_the_gpcs(probe: SmidProbe, opened: Open) -> None:
         (SmPartition(1, 67), "1 to 66 TPCs"),
     ],
 )
-def test_a_partition_that_cannot_be_made(opened: Open, partition: SmPartition, message: str) -> None:
+def test_masks_that_follow_the_gpcs_and_a_partition_that_cannot_be_made(
+    probe: SmidProbe, opened: Open, partition: SmPartition, message: str
+) -> None:
     backend = opened(LAYOUT)
+    assert probe.run(backend.stream("decode", SmPartition(4, 62))) == {0, 1, 44, 45, 88, 89, 2, 3}
     for ask in (backend.stream, backend.expected_sms):
         with pytest.raises(PartitionError, match=message):
             ask("decode", partition)
@@ -159,13 +158,6 @@ def test_a_mask_too_short_for_the_gpu_or_that_does_not_stay_as_written(
 # Which driver
 
 
-def test_the_release_is_in_the_librarys_name(libcuda: FakeLibcuda, tmp_path: Path) -> None:
-    libcuda.answer(13000)
-    link = tmp_path / "libcuda.so.1"
-    link.symlink_to(libcuda.path)
-    assert identify_driver(link) == DRIVER
-
-
 def test_the_release_is_in_the_kernels_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = tmp_path / "version"
     monkeypatch.setattr("bullet_graph.partition.smctrl._KERNEL_MODULE", module)
@@ -180,7 +172,11 @@ def test_the_release_is_in_the_kernels_module(tmp_path: Path, monkeypatch: pytes
         assert identify_driver(libcuda.path) == DRIVER
 
 
-def test_without_a_driver(libcuda: FakeLibcuda, tmp_path: Path) -> None:
+def test_the_release_is_in_the_librarys_name(libcuda: FakeLibcuda, tmp_path: Path) -> None:
+    libcuda.answer(13000)
+    link = tmp_path / "libcuda.so.1"
+    link.symlink_to(libcuda.path)
+    assert identify_driver(link) == DRIVER
     with pytest.raises(PartitionError, match=r"need an NVIDIA driver, but found no driver: .*none"):
         identify_driver(tmp_path / "none.so")
     libcuda.answer(0, result=100)
