@@ -208,10 +208,7 @@ class CaptureUsage:
         return demands
 
     def _beside_prefill(self, decode_sms: int, size: int, sums: StepSums) -> Demand:
-        """Decode steps beside prefill.
-
-        Without a graph they take turns with prefill on the whole GPU, which costs what both take there in turn.
-        """
+        """Decode steps beside prefill; without a graph the two take turns on the whole GPU, and lose that time."""
         beside_ms, whole_ms = self.beside_ms.get(decode_sms, (1.0, 0.0))
         split_ms = sums.device_ms / sums.num_steps
         alone_ms = self.model.decode(size, sums.kv_tokens // sums.num_steps).ms

@@ -174,11 +174,7 @@ def by_rows(one: LayerFunctions, several: LayerFunctions) -> LayerFunctions:
 
 
 def compiled_functions(
-    decoder: Decoder,
-    between: TorchOps,
-    fused: TorchOps,
-    max_rows: int,
-    compiler: PartCompiler = compile_now,
+    decoder: Decoder, between: TorchOps, fused: TorchOps, max_rows: int, compiler: PartCompiler = compile_now
 ) -> LayerFunctions:
     """Layer functions whose two parts are compiled once, for 2 to ``max_rows`` rows.
 

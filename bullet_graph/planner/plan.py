@@ -14,10 +14,9 @@ Bound = Literal["forced", "tpot", "ttft", "throughput", "nothing"]
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """The sequences that decode now; without targets the times are infinite.
+    """The sequences that decode now, attending to ``kv_tokens`` in all; without targets the times are infinite.
 
     Attributes:
-        kv_tokens: tokens they attend to, all together.
         budget_ms: longest constant interval between tokens that holds every TPOT target that can still be held.
         slack_ms: longest single wait for the next token after which decode alone on the whole GPU still holds every
             such target.

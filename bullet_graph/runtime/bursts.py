@@ -93,12 +93,7 @@ class Workbench:
     """A model, its cache, filled with random numbers, and both lanes' buffers, which measure points up to limits."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        backend: PartitionBackend,
-        *,
-        limits: ProfileLimits,
-        seed: int,
+        self, decoder: Decoder, backend: PartitionBackend, *, limits: ProfileLimits, seed: int
     ) -> None:
         device = decoder.cos_sin.device
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -110,11 +105,7 @@ class Workbench:
                 half.normal_()
         state = SamplingState(max_batch_size + 2, device)
         self._prefill_slot = max_batch_size + 1
-        self._graphs = DecodeGraphs(
-            decoder,
-            state,
-            max_batch_size=max_batch_size,
-        )
+        self._graphs = DecodeGraphs(decoder, state, max_batch_size=max_batch_size)
         max_rows = limits.max_tokens + max_batch_size
         buckets = row_buckets(max_rows, decoder.config)
         self._layer_graphs = PiecewiseGraphs(decoder, TritonOps(Gpu.of(device)), buckets=buckets)

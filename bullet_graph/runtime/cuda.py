@@ -167,10 +167,7 @@ class CudaExecutor(Executor):
         if self._layer_graphs is not None:
             with torch.cuda.stream(stream), torch.inference_mode():
                 self._graphs = DecodeGraphs(
-                    decoder,
-                    self._state,
-                    max_batch_size=max_num_seqs,
-                    compiler=compiler,
+                    decoder, self._state, max_batch_size=max_num_seqs, compiler=compiler
                 )
                 self._captures = EngineGraphs(
                     self._graphs,

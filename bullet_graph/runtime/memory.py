@@ -39,8 +39,7 @@ class MemoryLedger:
     """Every part of the engine's device memory; ``num_kv_blocks`` includes the padding block.
 
     ``budget_bytes`` is the share by ``gpu_memory_utilization``, less the memory in use before. Workspaces are scratch
-    of attention and matrix products, and loaded kernels. ``graphs_bytes`` is an estimate, with the buffers of piecewise
-    graphs.
+    of attention and matrix products, and loaded kernels. ``graphs_bytes`` is estimated, with piecewise graphs' buffers.
     """
 
     device: DeviceMemory

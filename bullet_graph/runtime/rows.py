@@ -29,7 +29,6 @@ class Rows:
         sample_rows: [s], rows whose next token is sampled: the last of their sequence.
         sample_indptr: [n + 1], place of each sequence's sampled row, if it has one, among them.
         sample_positions: [s], position that each sampled token will have.
-        num_prefill: how many of the n sequences are prefill chunks.
         num_continued: prefill chunks up to the last one whose prompt an earlier step began. Chunks after it begin
             their prompts here and need no cache. An urgent prompt that begins here but stands before it is counted.
     """
