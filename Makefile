@@ -38,7 +38,7 @@ help: ## list the targets
 demo: $(VENV)/.installed ## the offline benchmark: an 8B model on a GPU, else a tiny one on the CPU
 	$(BIN)/bullet-graph bench throughput $(DEMO)
 
-test: lint typecheck sanitize unit ## everything that continuous integration runs
+test: size lint typecheck sanitize unit ## everything that continuous integration runs
 
 lint: $(VENV)/.installed-dev ## style, import contract, C formatting
 	$(BIN)/ruff check $(PYTHON_SOURCES)

@@ -130,7 +130,7 @@ class _PeerClient:
         collect_garbage()
         host = HostClock()
         with DeviceMonitor.for_gpu(self._device_uuid) as monitor:
-            replayed = self._runner.run(replay_async(self._system, requests, **options))
+            replayed = self._runner.run(replay_async(self._system.generate, requests, **options))
         used = host.use()
         own = {
             "device": dataclasses.asdict(monitor.report),

@@ -36,8 +36,7 @@ _LEVEL = 4
 def export_entry(entry: Entry, file: Path, *, sign_key: Path | None = None) -> None:
     """Write an open entry (:meth:`CaptureStore.open`) into one file, as a whole or not at all; replaces a file.
 
-    Raises:
-        CacheError: the file cannot be written, the key cannot be used, or a file changed meanwhile.
+    Raises CacheError where the file cannot be written, the key cannot be used, or a file changed meanwhile.
     """
     text = entry.manifest.to_bytes()
     signature: bytes | None = None

@@ -178,8 +178,7 @@ class CaptureStore:
     def open(self, entry: Entry) -> Iterator[Entry]:
         """Check every file of an entry, and keep it from being removed during the block.
 
-        Raises:
-            CacheError: it was removed or rejected, or a file is missing, changed or not listed; names all of them.
+        Raises CacheError where it is gone or rejected, or a file is missing, changed or not listed; names all of them.
         """
         where = entry.folder / MANIFEST_NAME
         refusal = f"entry {entry.entry_id} cannot be opened, it may have been removed"

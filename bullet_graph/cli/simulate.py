@@ -60,8 +60,7 @@ class Simulator:
         times: where step times come from: ``measured table``, ``roofline``, or ``roofline of an unmeasured GPU``.
         performance: predicts step times, batches padded as the engine's CUDA graphs pad them; ``unpadded``: not padded.
 
-    Raises:
-        BulletGraphError: errors in workload, model, table or settings.
+    Raises BulletGraphError for errors in workload, model, table or settings.
     """
 
     performance: PerformanceModel

@@ -229,11 +229,8 @@ def replay(
 # ---- a system that streams ----
 
 
-class StreamingSystem(Protocol):
-    """A system whose client :func:`replay_async` is. Any error but EngineDeadError is the request's alone."""
-
-    def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
-        """Serve a request; yield the number of new tokens of each output."""
+StreamedTokens = Callable[[TimedRequest], AsyncGenerator[int, None]]
+"""Serves a request and yields numbers of new tokens. Any error but EngineDeadError is the request's alone."""
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -252,7 +249,7 @@ def _require_replayable(requests: Sequence[TimedRequest], max_concurrency: int |
 
 
 async def replay_async(
-    system: StreamingSystem,
+    generate: StreamedTokens,
     requests: Sequence[TimedRequest],
     *,
     max_concurrency: int | None = None,
@@ -273,7 +270,7 @@ async def replay_async(
 
     async def serve(request: TimedRequest, arrival_s: float) -> ServedRequest:
         try:
-            served = await _serve(system, request, arrival_s, clock)
+            served = await _serve(generate, request, arrival_s, clock)
         finally:
             if places is not None:
                 places.release()
@@ -303,12 +300,12 @@ async def replay_async(
 
 
 async def _serve(
-    system: StreamingSystem, request: TimedRequest, arrival_s: float, clock: Callable[[], float]
+    generate: StreamedTokens, request: TimedRequest, arrival_s: float, clock: Callable[[], float]
 ) -> ServedRequest:
     num_input, wanted = len(request.prompt_token_ids), request.params.max_tokens
     times: list[float] = []
     try:
-        async with aclosing(system.generate(request)) as outputs:
+        async with aclosing(generate(request)) as outputs:
             async for num_tokens in outputs:
                 times += [clock()] * num_tokens
         if len(times) != wanted:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -141,8 +142,7 @@ class SimulatedEngine(EngineCore):
         self.add(Request([Sample(sequence, None)], output_kind))
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
+class Simulation(NamedTuple):
     """A replay in virtual time, from 0 on, and the engine's counters at its end."""
 
     replay: Replay

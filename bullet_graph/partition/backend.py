@@ -182,8 +182,7 @@ def open_backend(
     The name "auto" takes the first that can be opened and verifies; for the whole GPU alone it takes "none". Nothing
     else may run on the GPU, named by its ordinal, meanwhile.
 
-    Raises:
-        PartitionError: no such back end, or it cannot be opened here, or a partition does not hold.
+    Raises PartitionError where there is no such back end, it cannot be opened here, or a partition does not hold.
     """
     if name != AUTO and name not in openers:
         raise PartitionError(

@@ -25,8 +25,7 @@ class GoodputSearch:
         attainment: the share of requests that must meet all targets, in (0, 1].
         tolerance: stop when the two rates are this close, relative to the lower one.
 
-    Raises:
-        ConfigError: a number is out of range.
+    Raises ConfigError for a number out of range.
     """
 
     def __init__(

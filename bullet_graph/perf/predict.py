@@ -37,8 +37,7 @@ class TableModel:
     prediction has ``measured=False``. Predictions never fall as rows or depth rise, except for a split of a size that
     was not measured. Rows are at least 1; a mixed forward may have no decode rows. Decode steps are not padded.
 
-    Raises:
-        PerfTableError: the table is of an interrupted profile, or of another model.
+    Raises PerfTableError where the table is of an interrupted profile, or of another model.
     """
 
     def __init__(self, table: PerfTable, shape: DecoderShape) -> None:

@@ -131,8 +131,7 @@ def plan_profile(
 ) -> ProfilePlan:
     """Choose the points and the length of their bursts for a time budget, which is for the measurements alone.
 
-    Raises:
-        ConfigError: not even the fewest useful points fit the budget, or the limits allow none of a kind.
+    Raises ConfigError where not even the fewest useful points fit the budget, or the limits allow none of a kind.
     """
     coarse, fine = (
         [point for point in _at_level(level, num_sms, decode_sms, limits) if limits.allows(point)]

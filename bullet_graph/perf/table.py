@@ -185,8 +185,7 @@ def write_table(table: PerfTable, path: Path) -> None:
 def read_table(path: Path) -> PerfTable:
     """Read a table and check that it is complete and unchanged.
 
-    Raises:
-        PerfTableError: the file is missing, truncated, edited, of another version, or holds bad numbers.
+    Raises PerfTableError where the file is missing, truncated, edited, of another version, or holds bad numbers.
     """
     try:
         return _read_content(json.loads(path.read_bytes(), parse_constant=_reject_constant))
@@ -261,8 +260,7 @@ def list_tables() -> tuple[Path, ...]:
 def load_table(gpu_or_path: str | Path, *, model: str, dtype: str = "bfloat16") -> PerfTable:
     """Read a table from a path that ends in ``.json``, or a shipped one by its GPU, such as ``h200``.
 
-    Raises:
-        PerfTableError: there is no such table (the message lists those that there are), or it cannot be used.
+    Raises PerfTableError where there is no such table (the message lists those that there are), or it is unusable.
     """
     if Path(gpu_or_path).suffix == ".json":
         return read_table(Path(gpu_or_path))

@@ -36,8 +36,7 @@ class OpenAiServer:
     async def connect(cls, url: str, *, api_key: str | None = None) -> "OpenAiServer":
         """Connect and ask for the server's model and version; ``url`` goes up to ``/v1``.
 
-        Raises:
-            ConfigError: there is no such server, or it does not name its model.
+        Raises ConfigError where there is no such server, or it does not name its model.
         """
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -68,8 +67,7 @@ class OpenAiServer:
     async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
         """Serve a request; yield the number of new tokens of each chunk.
 
-        Raises:
-            RequestError: the server refuses, breaks off, or does not report how many tokens a chunk has.
+        Raises RequestError where the server refuses, breaks off, or does not report how many tokens a chunk has.
         """
         body = {
             "model": self.settings["model"],

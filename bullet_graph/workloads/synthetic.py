@@ -56,8 +56,7 @@ def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
     ``longdoc`` has lognormal lengths: prompts of mean 7,000 tokens (at most 32,000) and outputs of mean 200 (at most
     2,000).
 
-    Raises:
-        WorkloadError: an unknown name, no request, or a negative seed.
+    Raises WorkloadError for an unknown name, no request, or a negative seed.
     """
     if name not in SYNTHETIC_NAMES:
         raise WorkloadError(

@@ -75,7 +75,7 @@ async def run(system: Scripted, requests: Sequence[TimedRequest], **options: obj
     mover = asyncio.create_task(system.time.run())
     try:
         return await replay_async(
-            system, requests, clock=system.time.clock, sleep=system.time.sleep, **options
+            system.generate, requests, clock=system.time.clock, sleep=system.time.sleep, **options
         )  # type: ignore[arg-type]
     finally:
         mover.cancel()

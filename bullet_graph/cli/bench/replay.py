@@ -117,7 +117,7 @@ class ServerClient:
     async def _replay(self, requests: Sequence[TimedRequest], **options: Any) -> Served:
         before: dict[str, Any] = await self._server.live()
         collect_garbage()
-        replayed = await replay_async(self._server, requests, **options)
+        replayed = await replay_async(self._server.generate, requests, **options)
         after: dict[str, Any] = await self._server.live()
         if not (before and after):
             return replayed, None, {}

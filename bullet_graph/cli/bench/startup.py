@@ -134,8 +134,7 @@ def startup(
 def run_starts(kinds: Sequence[StartKind], *, quiet: bool) -> dict[str, tuple[StartRun, ...]]:
     """Start engines one after another; returns the starts of each kind, by its name. The first kind has empty caches.
 
-    Raises:
-        BulletGraphError: from the settings, the model or the device.
+    Raises BulletGraphError from the settings, the model or the device.
     """
     runs: dict[str, tuple[StartRun, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="bullet-graph-startup-") as folder:

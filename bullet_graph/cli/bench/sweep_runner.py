@@ -135,8 +135,7 @@ class Sweep(BaseModel):
     def read(cls, path: Path) -> "Sweep":
         """Read a sweep's file, finished or not.
 
-        Raises:
-            ConfigError: it cannot be read, or is not a sweep's file of this format.
+        Raises ConfigError where it cannot be read, or is not a sweep's file of this format.
         """
         try:
             return cls.model_validate_json(path.read_bytes())
@@ -280,8 +279,7 @@ def make_cells(
 
     ``slos`` and ``first_rate`` are for workloads without their own.
 
-    Raises:
-        ConfigError: a workload has no targets, or two different cells have the same name.
+    Raises ConfigError where a workload has no targets, or two different cells have the same name.
     """
     cells: dict[CellKey, Cell[S]] = {}
     for spec in specs:
