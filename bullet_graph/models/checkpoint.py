@@ -133,6 +133,9 @@ def _open_files(folder: Path, stack: ExitStack) -> tuple[Path, Mapping[str, _Sto
 
 
 def _open_file(path: Path, stack: ExitStack) -> Any:
+    # A pipe would block for ever. A link is followed: a hub's cache holds links.
+    if not path.is_file():
+        raise CheckpointError(f"{path} must be a regular file; found a folder, a pipe or a device")
     try:
         return stack.enter_context(safe_open(path, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:

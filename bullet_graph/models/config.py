@@ -15,6 +15,11 @@ AttentionKind = Literal["full", "window"]
 DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+_MAX_EOS_IDS = 1024
+_MAX_VOCAB, _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_WIDTH = 2**24, 2**10, 2**12, 2**12, 2**20
+"""Several times the largest published models': above, a file is broken or made to exhaust this machine."""
+
+
 @dataclass(frozen=True, slots=True)
 class Llama3RopeScaling:
     """Llama 3's frequency-dependent RoPE scaling (Llama 3.1 model card; ``rope_type: llama3``).
@@ -75,19 +80,19 @@ def read_dense_config(
 ) -> ModelConfig:
     """Read a dense decoder's config, as transformers 4 or 5 writes it; raises as ``presets.load_model_config``."""
     _refuse_unsupported_features(config)
-    hidden_size = config.read("hidden_size", int)
-    num_heads = config.read("num_attention_heads", int)
+    hidden_size = config.read("hidden_size", int, at_most=_MAX_WIDTH)
+    num_heads = config.read("num_attention_heads", int, at_most=_MAX_HEADS)
     num_kv_heads = config.read("num_key_value_heads", int, default=num_heads)
     if num_heads % num_kv_heads:
         config.fail("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
-    vocab_size = config.read("vocab_size", int)
+    vocab_size = config.read("vocab_size", int, at_most=_MAX_VOCAB)
     rope_theta, rope_scaling = _read_rope(config)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=config.read("intermediate_size", int),
-        num_layers=config.read("num_hidden_layers", int),
+        intermediate_size=config.read("intermediate_size", int, at_most=_MAX_WIDTH),
+        num_layers=config.read("num_hidden_layers", int, at_most=_MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(config, hidden_size, num_heads),
@@ -120,7 +125,7 @@ def _head_dim(config: JsonObject, hidden_size: int, num_heads: int) -> int:
         config.fail(
             "hidden_size", f"a multiple of num_attention_heads ({num_heads}), as there is no head_dim"
         )
-    head_dim = config.read("head_dim", int, default=hidden_size // num_heads)
+    head_dim = config.read("head_dim", int, default=hidden_size // num_heads, at_most=_MAX_HEAD_DIM)
     if head_dim % 2:
         config.fail("head_dim", f"even, for RoPE rotates pairs; it is {head_dim}")
     return head_dim
@@ -172,6 +177,8 @@ def _eos_token_ids(config: JsonObject, vocab_size: int) -> tuple[int, ...]:
         source = generation
     value = source.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > _MAX_EOS_IDS:
+        source.fail("eos_token_id", f"at most {_MAX_EOS_IDS} token ids")
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
             source.fail("eos_token_id", f"token ids in [0, vocab_size ({vocab_size}))")

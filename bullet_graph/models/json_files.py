@@ -1,7 +1,13 @@
-"""JSON files of a Hugging Face model folder, read key by key; errors name file, key, value and what is required."""
+"""Files of a Hugging Face model folder; JSON is read key by key: errors name file, key, value and what is required.
+
+A model folder may come from anybody: what is read from it is bounded, and every error is a ModelError.
+"""
 
 import json
 import math
+import os
+import reprlib
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +15,15 @@ from typing import Any, NoReturn, TypeVar
 
 from bullet_graph.errors import ModelError, UnsupportedModelError
 
+MAX_FILE_BYTES = 256 * 1024**2
+"""Most bytes of a file that is read as a whole; the largest tokenizer published has about 35 MB."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+
 T = TypeVar("T", bool, int, float, dict[str, Any])
+
+_MAX_INT = 2**31 - 1
 
 _REQUIRED: Mapping[type, str] = {
     bool: "true or false",
@@ -34,13 +48,19 @@ class JsonObject:
     def get(self, key: str) -> Any:
         return self.values.get(key)
 
-    def read(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value: a bool, an int of at least 1, a finite float above 0 (an int counts), or a dict."""
+    def read(self, key: str, kind: type[T], default: T | None = None, *, at_most: int | None = None) -> T:
+        """The value: a bool, an int of at least 1, a finite float above 0 (an int counts), or a dict.
+
+        ``at_most`` bounds an int; None: by what 32 bits hold.
+        """
         value = default if self.get(key) is None else self.get(key)
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) <= _MAX_INT:
             value = float(value)
         if type(value) is not kind or (kind in (int, float) and not 0 < value < math.inf):
             self.fail(key, _REQUIRED[kind])
+        limit = _MAX_INT if at_most is None else at_most
+        if kind is int and value > limit:
+            self.fail(key, f"at most {limit}")
         return value
 
     def nested(self, key: str) -> "JsonObject":
@@ -54,18 +74,38 @@ class JsonObject:
 
     def fail(self, key: str, required: str, error: type[ModelError] | None = None) -> NoReturn:
         """Raise ``error`` (None: the object's own) with the file, the key, and the required and found values."""
-        found = repr(self.values[key]) if key in self.values else "no such key"
+        found = _SHORT.repr(self.values[key]) if key in self.values else "no such key"
         raise (error or self.error)(f"{self.path}: {self.prefix}{key} must be {required}; found {found}")
+
+
+def read_model_file(path: Path, error: type[ModelError] = ModelError) -> bytes:
+    """The content of a regular file; links are followed, since a hub's cache holds links.
+
+    Raises:
+        ModelError: (or ``error``) the file is missing, unreadable, a pipe or a device, or above ``MAX_FILE_BYTES``.
+    """
+    try:
+        # O_NONBLOCK: a pipe without a writer would block.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise error(f"{path} must be a regular file; found a folder, a pipe or a device")
+            content = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError as cause:
+        raise error(f"{path} is missing; a Hugging Face model folder must hold it") from cause
+    except OSError as cause:
+        raise error(f"{path} cannot be read: {cause}") from cause
+    if len(content) > MAX_FILE_BYTES:
+        raise error(f"{path} must have at most {MAX_FILE_BYTES} bytes; found {found.st_size}")
+    return content
 
 
 def read_json_object(path: Path, error: type[ModelError] = ModelError) -> JsonObject:
     """Read a JSON file whose top level is an object; raises ``error`` for any other file."""
     try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError as cause:
-        raise error(f"{path} is missing; a Hugging Face model folder must hold it") from cause
-    except OSError as cause:
-        raise error(f"{path} cannot be read: {cause}") from cause
+        values = json.loads(read_model_file(path, error))
+    except RecursionError as cause:
+        raise error(f"{path} is nested too deeply for JSON of a model; download it again") from cause
     except ValueError as cause:
         raise error(f"{path} is not valid JSON ({cause}); download it again") from cause
     if not isinstance(values, dict):

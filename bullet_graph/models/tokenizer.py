@@ -2,7 +2,8 @@
 
 import functools
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
 from bullet_graph.errors import ModelError, PromptError
-from bullet_graph.models.json_files import JsonObject, read_json_object
+from bullet_graph.models.json_files import JsonObject, read_json_object, read_model_file
 
 _LONG_TEXT = 4096
 """Characters that take about 1 ms to encode. Longer texts are encoded as a batch, during which the library releases
@@ -110,8 +111,10 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.exists():
             return None
+        content = read_model_file(path)
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            with _no_panic():
+                tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # The library raises nothing more specific.
             raise ModelError(f"{path} is not a usable tokenizer ({error}); download it again") from error
         # Settings left from training would cut prompts short without a word.
@@ -129,13 +132,14 @@ class Tokenizer:
         """Token ids of a text, with what the tokenizer puts around it, often a begin-of-text token.
 
         ``add_special_tokens`` is off for the result of ``apply_chat_template``, whose text holds its special tokens.
-        Raises PromptError for what is not a string, or holds half a surrogate pair.
+        Raises PromptError for what is not a string, or holds half a surrogate pair; ModelError for a broken tokenizer.
         """
         try:
-            if isinstance(text, str) and len(text) > _LONG_TEXT:
-                (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-            else:
-                encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            with _no_panic():
+                if isinstance(text, str) and len(text) > _LONG_TEXT:
+                    (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+                else:
+                    encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return list(encoding.ids)
         except TypeError as error:
             found = f"half a surrogate pair in {text!r:.80}" if isinstance(text, str) else type(text).__name__
@@ -183,6 +187,17 @@ class Tokenizer:
             raise ModelError(f"the model's chat template failed on these messages: {error}") from error
 
 
+@contextmanager
+def _no_panic() -> Iterator[None]:
+    """Turn a panic of the library, which is no Exception and would end the process, into a ModelError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"tokenizer.json made its library panic: {error!s:.200}") from error
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """The filters and globals that Hugging Face's templates expect."""
     environment = ImmutableSandboxedEnvironment(
@@ -203,8 +218,8 @@ def _read_chat_template(folder: Path, config: JsonObject) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return read_model_file(path).decode("utf-8")
+        except UnicodeDecodeError as error:
             raise ModelError(f"{path} cannot be read as UTF-8 text: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
