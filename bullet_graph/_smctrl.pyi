@@ -2,10 +2,24 @@
 
 ``stream`` is a CUstream handle; ``offset`` counts bytes from the start of the driver's stream object. In the mask a
 set bit *disables* a TPC: ``low`` holds TPCs 0-63, ``high`` TPCs 64-127. These functions touch memory of the driver: a
-wrong offset corrupts it, and a handle that is no stream crashes the process.
+wrong offset corrupts it. Only registered streams are touched: whoever creates a stream registers it, and forgets it
+before it is destroyed.
 """
 
 from os import PathLike
+
+def register_stream(stream: int) -> None:
+    """Allow the mask of a created CUstream to be read and written; registering it again changes nothing.
+
+    Raises:
+        ValueError: a null stream, or one of the driver's special handles.
+        RuntimeError: 64 streams are registered already.
+        TypeError: ``stream`` is not an int.
+        OverflowError: it is negative or above 64 bits.
+    """
+
+def forget_stream(stream: int) -> None:
+    """Refuse a stream from now on, registered or not. Raises TypeError and OverflowError like :func:`register_stream`."""
 
 def set_mask(stream: int, offset: int, disable_low: int, disable_high: int, enabled: int = 1) -> None:
     """Write the mask that the stream's next kernel launches obey.
@@ -18,7 +32,7 @@ def set_mask(stream: int, offset: int, disable_low: int, disable_high: int, enab
         enabled: the 32-bit word before the mask, 1 for "in force".
 
     Raises:
-        ValueError: a special or null stream, an offset outside the object, or a value too large.
+        ValueError: a stream that is not registered, an offset outside the object, or a value too large.
         TypeError: an argument is not an int.
         OverflowError: an argument is negative or above 64 bits.
     """

@@ -26,6 +26,20 @@ struct tpc_mask {
     uint32_t mask[4];
 };
 
+/* The streams whose objects may be reached: a handle that was not registered is never followed. The GIL guards it. */
+#define MAX_STREAMS 64
+static unsigned long long streams[MAX_STREAMS];
+
+/* Where the handle stands among the registered ones; 0 finds a free place, NULL says that there is none. */
+static unsigned long long *find_stream(unsigned long long stream) {
+    for (size_t i = 0; i < MAX_STREAMS; i++) {
+        if (streams[i] == stream) {
+            return &streams[i];
+        }
+    }
+    return NULL;
+}
+
 /* "O&" converter. PyArg's own unsigned formats wrap around without an error. */
 static int as_u64(PyObject *object, void *out) {
     unsigned long long value = PyLong_AsUnsignedLongLong(object);
@@ -44,9 +58,8 @@ static struct tpc_mask *locate(unsigned long long stream, unsigned long long off
                      offset);
         return NULL;
     }
-    /* Also refuses the driver's special handles 1 (legacy) and 2 (per-thread), which are no addresses. */
-    if (stream == 0 || stream % sizeof(void *) != 0) {
-        PyErr_Format(PyExc_ValueError, "stream must be the handle of a created CUstream, got %llu", stream);
+    if (stream == 0 || find_stream(stream) == NULL) {
+        PyErr_Format(PyExc_ValueError, "stream must be a registered CUstream, got %llu", stream);
         return NULL;
     }
     char *base = *(char **)(uintptr_t)stream;
@@ -55,6 +68,39 @@ static struct tpc_mask *locate(unsigned long long stream, unsigned long long off
         return NULL;
     }
     return (struct tpc_mask *)(base + offset);
+}
+
+static PyObject *register_stream(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"stream", NULL};
+    unsigned long long stream;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:register_stream", names, as_u64, &stream)) {
+        return NULL;
+    }
+    /* Also refuses the driver's special handles 1 (legacy) and 2 (per-thread), which are no addresses. */
+    if (stream == 0 || stream % sizeof(void *) != 0) {
+        return PyErr_Format(PyExc_ValueError, "stream must be the handle of a created CUstream, got %llu",
+                            stream);
+    }
+    unsigned long long *place = find_stream(stream);
+    if (place == NULL && (place = find_stream(0)) == NULL) {
+        return PyErr_Format(PyExc_RuntimeError, "at most %d streams can be registered: forget one first",
+                            MAX_STREAMS);
+    }
+    *place = stream;
+    Py_RETURN_NONE;
+}
+
+static PyObject *forget_stream(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"stream", NULL};
+    unsigned long long stream;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&:forget_stream", names, as_u64, &stream)) {
+        return NULL;
+    }
+    unsigned long long *place = find_stream(stream);
+    if (place != NULL) {
+        *place = 0;
+    }
+    Py_RETURN_NONE;
 }
 
 static PyObject *set_mask(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
@@ -148,6 +194,8 @@ static PyObject *driver_path(PyObject *Py_UNUSED(module), PyObject *args, PyObje
 #define METHOD(name, doc) {#name, (PyCFunction)(void (*)(void))name, METH_VARARGS | METH_KEYWORDS, doc}
 
 static PyMethodDef methods[] = {
+    METHOD(register_stream, "Allow the masks of a created CUstream to be read and written."),
+    METHOD(forget_stream, "Refuse a stream again; before it is destroyed."),
     METHOD(set_mask, "Write a stream's mask of disabled TPCs."),
     METHOD(get_mask, "Read a stream's mask: (enabled, low, high)."),
     METHOD(driver_version, "The CUDA version that libcuda supports, such as 13000."),

@@ -37,6 +37,7 @@ from bullet_graph.partition.calibrate import (
 )
 from bullet_graph.partition.offsets import DriverId
 from bullet_graph.partition.probe import SmidProbe
+from bullet_graph.partition.smctrl import register
 
 RELEASE = "999.12.34"
 DRIVER = DriverId(13990, RELEASE, "x86_64")
@@ -188,15 +189,22 @@ def probe(libcuda: FakeLibcuda) -> SmidProbe:
     return fake_probe(FakeDriver(libcuda=libcuda, mask_offset=OFFSET))
 
 
-@pytest.mark.parametrize("seeds", [SEARCH_SEEDS, PROOF_SEEDS[0]])
-def test_of_all_offsets_only_the_right_one_is_honoured(probe: SmidProbe, seeds: tuple[int, ...]) -> None:
+@pytest.fixture(scope="module")
+def stream(probe: SmidProbe) -> int:
     stream = probe.driver.create_stream()
+    register(stream)
+    return stream
+
+
+@pytest.mark.parametrize("seeds", [SEARCH_SEEDS, PROOF_SEEDS[0]])
+def test_of_all_offsets_only_the_right_one_is_honoured(
+    probe: SmidProbe, stream: int, seeds: tuple[int, ...]
+) -> None:
     assert [offset for offset in CANDIDATES if honours(Attempt(offset, seeds), probe, stream)] == [OFFSET]
 
 
 @given(offset=st.sampled_from(CANDIDATES), fill=st.integers(0, 255))
-def test_the_memory_is_left_as_it_was(probe: SmidProbe, offset: int, fill: int) -> None:
-    stream = probe.driver.create_stream()
+def test_the_memory_is_left_as_it_was(probe: SmidProbe, stream: int, offset: int, fill: int) -> None:
     ctypes.memset(object_address(stream), fill, OBJECT_BYTES)
     before = object_bytes(stream)
     with suppress(PartitionError):  # a mask may leave the stream no SM

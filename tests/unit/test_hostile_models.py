@@ -141,7 +141,9 @@ def test_a_normalizer_that_panics(folder: Path, charsmap: str) -> None:
     fields = json.loads(path.read_bytes())
     fields["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
     replace(path, json.dumps(fields))
-    with pytest.raises(ModelError, match=r"tokenizer\.json (is not a usable tokenizer|made its library panic)"):
+    with pytest.raises(
+        ModelError, match=r"tokenizer\.json (is not a usable tokenizer|made its library panic)"
+    ):
         for text in ("h\u00e9llo", "h\u00e9llo " * 2000):
             tokenizer = Tokenizer.from_folder(folder)
             assert tokenizer is not None
@@ -155,7 +157,10 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_any_change_of_a_config_is_a_model_or_a_model_error(folder: Path, written: Path, data: Any) -> None:
     fields = json.loads((written / "config.json").read_bytes())

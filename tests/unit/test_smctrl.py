@@ -1,7 +1,10 @@
 """The C extension over a fake libcuda; `make sanitize` runs this file under AddressSanitizer and UBSan."""
 
 import struct
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,13 +24,21 @@ mask_access = pytest.mark.parametrize(
 NO_INTEGERS = (("5", TypeError), (None, TypeError), (-1, OverflowError), (2**64, OverflowError))
 
 
+@contextmanager
+def registered(libcuda: FakeLibcuda, fill: int = 0) -> Iterator[int]:
+    stream = libcuda.stream(fill=fill)
+    _smctrl.register_stream(stream)
+    yield stream
+    _smctrl.forget_stream(stream)
+
+
 # Reading and writing
 
 
 @pytest.mark.parametrize("offset", [0, 0x51C, LAST_OFFSET])
 def test_a_mask_is_written_as_the_driver_reads_it(libcuda: FakeLibcuda, offset: int) -> None:
-    stream = libcuda.stream(fill=0xAB)
-    _smctrl.set_mask(stream, offset, 0x1111_2222_3333_4444, 0x5555_6666_7777_8888)
+    with registered(libcuda, fill=0xAB) as stream:
+        _smctrl.set_mask(stream, offset, 0x1111_2222_3333_4444, 0x5555_6666_7777_8888)
     written = struct.pack("<5I", 1, 0x3333_4444, 0x1111_2222, 0x7777_8888, 0x5555_6666)
     rest = b"\xab" * (OBJECT_BYTES - offset - len(written))
     assert object_bytes(stream) == b"\xab" * offset + written + rest
@@ -36,13 +47,13 @@ def test_a_mask_is_written_as_the_driver_reads_it(libcuda: FakeLibcuda, offset: 
 @example(low=U64_MAX, high=U64_MAX, enabled=1)
 @given(low=st.integers(0, U64_MAX), high=st.integers(0, U64_MAX), enabled=st.integers(0, 2**32 - 1))
 def test_a_mask_is_read_back(libcuda: FakeLibcuda, low: int, high: int, enabled: int) -> None:
-    stream = libcuda.stream()
-    _smctrl.set_mask(stream=stream, offset=0x51C, disable_low=low, disable_high=high, enabled=enabled)
-    assert (
-        _smctrl.get_mask(stream, 0x51C)
-        == _smctrl.get_mask(stream=stream, offset=0x51C)
-        == (enabled, low, high)
-    )
+    with registered(libcuda) as stream:
+        _smctrl.set_mask(stream=stream, offset=0x51C, disable_low=low, disable_high=high, enabled=enabled)
+        assert (
+            _smctrl.get_mask(stream, 0x51C)
+            == _smctrl.get_mask(stream=stream, offset=0x51C)
+            == (enabled, low, high)
+        )
 
 
 # Refused arguments: nothing may be written
@@ -56,7 +67,7 @@ def test_a_mask_is_read_back(libcuda: FakeLibcuda, low: int, high: int, enabled:
             ("offset", offset, ValueError, f"multiple of 4 and at most {LAST_OFFSET}, got {offset}")
             for offset in (LAST_OFFSET + 4, LAST_OFFSET - 2, U64_MAX - 3)
         ),
-        *(("stream", n, ValueError, f"handle of a created CUstream, got {n}") for n in (0, 1, 2)),
+        *(("stream", n, ValueError, f"a registered CUstream, got {n}") for n in (0, 1, 2, 8)),
         *((name, *wrong, None) for name in ("stream", "offset") for wrong in NO_INTEGERS),
     ],
 )
@@ -68,15 +79,17 @@ def test_wrong_arguments(
     error: type[Exception],
     message: str | None,
 ) -> None:
-    stream = libcuda.stream(fill=0xAB)
-    with pytest.raises(error, match=message):
+    with registered(libcuda, fill=0xAB) as stream, pytest.raises(error, match=message):
         access(**({"stream": stream, "offset": 0x51C} | {name: value}))
     assert object_bytes(stream) == b"\xab" * OBJECT_BYTES
 
 
 def test_enabled_is_one_word(libcuda: FakeLibcuda) -> None:
-    with pytest.raises(ValueError, match="enabled must fit 32 bits, got 4294967296"):
-        _smctrl.set_mask(libcuda.stream(), 0x51C, 0, 0, 2**32)
+    with (
+        registered(libcuda) as stream,
+        pytest.raises(ValueError, match="enabled must fit 32 bits, got 4294967296"),
+    ):
+        _smctrl.set_mask(stream, 0x51C, 0, 0, 2**32)
 
 
 @mask_access
@@ -84,10 +97,61 @@ def test_enabled_is_one_word(libcuda: FakeLibcuda) -> None:
 def test_a_handle_without_an_object(
     libcuda: FakeLibcuda, access: Callable[..., object], shift: int | None
 ) -> None:
-    stream = libcuda.stream()
-    point_to(stream, 0 if shift is None else object_address(stream) + shift)
-    with pytest.raises(ValueError, match=f"stream {stream} does not point to a driver object"):
+    with registered(libcuda) as stream:
+        point_to(stream, 0 if shift is None else object_address(stream) + shift)
+        with pytest.raises(ValueError, match=f"stream {stream} does not point to a driver object"):
+            access(stream, 0x51C)
+
+
+# Handles
+
+
+@mask_access
+def test_only_registered_streams_are_followed(libcuda: FakeLibcuda, access: Callable[..., object]) -> None:
+    stream = libcuda.stream(fill=0xAB)
+    refusal = pytest.raises(ValueError, match=f"a registered CUstream, got {stream}")
+    with refusal:
         access(stream, 0x51C)
+    _smctrl.register_stream(stream)
+    _smctrl.register_stream(stream)
+    access(stream, 0x51C)
+    _smctrl.forget_stream(stream)
+    with refusal:
+        access(stream, 0x51C)
+    _smctrl.forget_stream(stream)
+
+
+def test_a_made_up_handle_ends_no_process() -> None:
+    code = (
+        "from bullet_graph import _smctrl\ntry: _smctrl.get_mask(8, 0)\nexcept ValueError: print('refused')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\n"
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2, 12])
+def test_special_handles_cannot_be_registered(handle: int) -> None:
+    with pytest.raises(ValueError, match=f"handle of a created CUstream, got {handle}"):
+        _smctrl.register_stream(handle)
+
+
+@pytest.mark.parametrize(("value", "error"), NO_INTEGERS)
+def test_handles_are_integers(value: object, error: type[Exception]) -> None:
+    for change in (_smctrl.register_stream, _smctrl.forget_stream):
+        with pytest.raises(error):
+            change(value)  # type: ignore[arg-type]
+
+
+def test_many_streams(libcuda: FakeLibcuda) -> None:
+    streams = [libcuda.stream() for _ in range(65)]
+    for stream in streams[:64]:
+        _smctrl.register_stream(stream)
+    with pytest.raises(RuntimeError, match="at most 64 streams can be registered"):
+        _smctrl.register_stream(streams[64])
+    _smctrl.forget_stream(streams[0])
+    _smctrl.register_stream(streams[64])
+    for stream in streams:
+        _smctrl.forget_stream(stream)
 
 
 # The library
