@@ -19,7 +19,12 @@ def register_stream(stream: int) -> None:
     """
 
 def forget_stream(stream: int) -> None:
-    """Refuse a stream from now on, registered or not. Raises TypeError and OverflowError like :func:`register_stream`."""
+    """Refuse a stream from now on, registered or not.
+
+    Raises:
+        TypeError: ``stream`` is not an int.
+        OverflowError: it is negative or above 64 bits.
+    """
 
 def set_mask(stream: int, offset: int, disable_low: int, disable_high: int, enabled: int = 1) -> None:
     """Write the mask that the stream's next kernel launches obey.

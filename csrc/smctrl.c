@@ -26,7 +26,8 @@ struct tpc_mask {
     uint32_t mask[4];
 };
 
-/* The streams whose objects may be reached: a handle that was not registered is never followed. The GIL guards it. */
+/* The streams whose objects may be reached: a handle that was not registered is never followed.
+ * The GIL guards the list. */
 #define MAX_STREAMS 64
 static unsigned long long streams[MAX_STREAMS];
 

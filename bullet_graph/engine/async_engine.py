@@ -92,6 +92,7 @@ class AsyncEngine:
         Leaving the generator early (cancelling its task, ``aclose``, ``break``) aborts the request and frees its KV
         blocks. The engine's latency targets replace those that ``slo`` lacks. Raises as :meth:`Engine.add_request`.
         """
+        self.engine.require_own_process()  # first: the lock may be held for ever in a fork
         name = f"async-{next(self._names)}" if request_id is None else request_id
         num_samples = sampling_params.n if isinstance(sampling_params, SamplingParams) else 1
         stream = _OutputStream()

@@ -3,11 +3,12 @@
 import dataclasses
 import inspect
 import itertools
+import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bullet_graph._imports import BEGAN_S
 from bullet_graph._version import __version__
@@ -97,6 +98,7 @@ class Engine:
             self.model_config, self.tokenizer, max_model_len=self.max_model_len, seed=config.seed
         )
         self._executor: Executor | None = built.executor
+        self._pid = os.getpid()
         self._lane_sms = built.lane_sms
         self._performance = built.performance
         # They belong to the device, so they outlive a change of policy.
@@ -157,6 +159,11 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an Engine cannot be pickled or copied, for it owns a device: make one in each process"
+        )
 
     # ---- requests one by one ----
 
@@ -342,13 +349,22 @@ class Engine:
             return ()
         return stalled_launches(self._core.in_flight, executor.now(), limit_s, self.config, self._lane_sms)
 
+    def require_own_process(self) -> None:
+        """Raise EngineDeadError in a fork of the process that made the engine. Safe in any thread."""
+        if os.getpid() != self._pid:
+            raise EngineDeadError(
+                f"this engine belongs to process {self._pid}, but was used in its fork {os.getpid()}, where it would "
+                "hang: make an engine there, or start processes with the method spawn"
+            )
+
     def shutdown(self) -> None:
         """Free the memory. Requests under way are lost; a second call does nothing.
 
         On a GPU, torch keeps a cuBLAS workspace (32 MiB on Hopper) for each stream that it has used.
         """
         executor, self._executor = self._executor, None
-        if executor is None:
+        # After a fork, the device and the threads are the parent's.
+        if executor is None or os.getpid() != self._pid:
             return
         trace, self._trace = self._trace, None
         self._core.close()
@@ -357,6 +373,7 @@ class Engine:
             trace.close()
 
     def _alive(self) -> Executor:
+        self.require_own_process()
         if self._failure is not None:
             raise EngineDeadError(f"the engine has failed: {self._failure}") from self._failure
         if self._executor is None:

@@ -1,5 +1,7 @@
 """What an engine must leave alone in the program that embeds it."""
 
+import copy
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -69,6 +71,56 @@ def test_an_engine_changes_nothing_of_the_program_around_it(model: Model, what: 
     )
     assert done.stdout.strip() == "{}"
     assert done.stderr == ""
+
+
+FORKED = """
+    import asyncio, os, sys
+
+    from bullet_graph import AsyncEngine, Engine, EngineDeadError, SamplingParams
+
+    def in_a_fork(use):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                use()
+            except EngineDeadError as error:
+                print("refused" if f"its fork {os.getpid()}" in str(error) else error, flush=True)
+                os._exit(0)
+            os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    async def first(generator):
+        return await anext(generator)
+
+    engine = Engine(sys.argv[1], device="cpu", max_model_len=64, max_num_seqs=4)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    before = engine.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert in_a_fork(lambda: engine.generate([[1, 2, 3]], params, use_tqdm=False)) == 0
+    assert in_a_fork(lambda: (engine.shutdown(), engine.now())) == 0
+    assert engine.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids == before
+    in_thread = AsyncEngine(engine)
+    assert in_a_fork(lambda: asyncio.run(first(in_thread.generate([1, 2, 3], params)))) == 0
+    assert asyncio.run(first(in_thread.generate([1, 2, 3], params))).outputs[0].token_ids
+    in_thread.shutdown()
+"""
+
+
+def test_a_fork_is_refused_and_leaves_the_engine_alone(model: Model) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORKED), str(model.folder)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "refused\n" * 3), done.stderr
+
+
+def test_an_engine_is_not_copied(model: Model) -> None:
+    with make_engine(model.folder) as engine:
+        for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match="an Engine cannot be pickled or copied"):
+                attempt(engine)
 
 
 def test_nothing_is_printed_unless_asked_for(model: Model, capfd: pytest.CaptureFixture[str]) -> None:

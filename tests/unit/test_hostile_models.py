@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,12 @@ def test_many_end_of_sequence_tokens(folder: Path) -> None:
         load_model_config(folder)
 
 
+def encode(folder: Path, text: str) -> list[int]:
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer is not None
+    return tokenizer.encode(text)
+
+
 @pytest.mark.parametrize("charsmap", ["", "AAAA", "/////w==", "AQAAAAA="])
 def test_a_normalizer_that_panics(folder: Path, charsmap: str) -> None:
     """The last one panics when it is used, not when it is read."""
@@ -141,13 +148,9 @@ def test_a_normalizer_that_panics(folder: Path, charsmap: str) -> None:
     fields = json.loads(path.read_bytes())
     fields["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
     replace(path, json.dumps(fields))
-    with pytest.raises(
-        ModelError, match=r"tokenizer\.json (is not a usable tokenizer|made its library panic)"
-    ):
-        for text in ("h\u00e9llo", "h\u00e9llo " * 2000):
-            tokenizer = Tokenizer.from_folder(folder)
-            assert tokenizer is not None
-            tokenizer.encode(text)
+    for text in ("h\u00e9llo", "h\u00e9llo " * 2000):
+        with pytest.raises(ModelError, match=r"tokenizer\.json (is not a usable|made its library panic)"):
+            encode(folder, text)
 
 
 JSON = st.recursive(
@@ -166,7 +169,5 @@ def test_any_change_of_a_config_is_a_model_or_a_model_error(folder: Path, writte
     fields = json.loads((written / "config.json").read_bytes())
     changes = data.draw(st.dictionaries(st.sampled_from(sorted(fields)), JSON, max_size=3))
     replace(folder / "config.json", json.dumps(fields | changes))
-    try:
+    with suppress(ModelError):
         weight_shapes(load_model_config(folder))
-    except ModelError as error:
-        assert "config.json" in str(error)
