@@ -15,7 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-from bullet_graph.captures.manifest import MAX_MANIFEST_BYTES, Manifest, StoredFile, open_regular
+from bullet_graph.captures.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Manifest, StoredFile, open_regular
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
 from bullet_graph.errors import CacheError
 
@@ -28,7 +28,6 @@ _CONTEXT = b"bullet_graph capture cache manifest v1\0"
 """Precedes the signed bytes, so that a signature holds for nothing else that the same key signs."""
 
 _BLOCK_BYTES = tarfile.BLOCKSIZE
-_CHUNK_BYTES = 1024**2
 # Of shared libraries, level 4 leaves 34 % at 60 MiB/s; level 6 leaves 33 % at 26 MiB/s.
 _LEVEL = 4
 
@@ -163,7 +162,7 @@ def _extract(packed: gzip.GzipFile, stored: StoredFile, folder: Path) -> None:
     hashed, left = hashlib.sha256(), stored.num_bytes
     with target.open("xb") as file:
         while left:
-            chunk = _read(packed, min(left, _CHUNK_BYTES))
+            chunk = _read(packed, min(left, CHUNK_BYTES))
             hashed.update(chunk)
             file.write(chunk)
             left -= len(chunk)

@@ -10,9 +10,10 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,14 @@ class Entry:
     Attributes:
         last_used: time of the last start from it, or of its build.
         rejection: why a start found it to compute something else than the model; None otherwise.
+        copy: folder with a copy of the files that was made while they were checked; None for none.
     """
 
     folder: Path
     manifest: Manifest
     last_used: datetime
     rejection: str | None = None
+    copy: Path | None = None
 
     @property
     def entry_id(self) -> str:
@@ -69,12 +72,12 @@ class Entry:
     @property
     def files(self) -> Path:
         """The folder of its files; nothing may be written there."""
-        return self.folder / FILES_NAME
+        return self.folder / FILES_NAME if self.copy is None else self.copy
 
-    def problems(self) -> tuple[str, ...]:
-        """Why it must not be used: files that are not as listed, or a rejection. Hashes every file."""
+    def problems(self, copy_to: Path | None = None) -> tuple[str, ...]:
+        """Why it must not be used: files that are not as listed, or a rejection. Hashes every file, and may copy it."""
         rejected = () if self.rejection is None else (f"it was rejected: {self.rejection}",)
-        return (*rejected, *check_files(self.files, self.manifest.files))
+        return (*rejected, *check_files(self.folder / FILES_NAME, self.manifest.files, copy_to))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +123,21 @@ class CaptureStore:
     def __init__(self, root: Path) -> None:
         self.root, self._entries, self._staging = root, root / "entries", root / "staging"
 
-    @property
-    def is_open_to_all(self) -> bool:
-        """Whether every user of the machine can write the folder."""
-        with suppress(OSError):
-            return any(path.stat().st_mode & 0o002 for path in (self.root, self._entries))
-        return False
+    def require_trusted(self) -> None:
+        """Raise CacheError where other users than this one and root could decide what the engine runs."""
+        for folder in (self.root, self._entries):
+            with file_errors(f"cannot look at {folder}"), suppress(FileNotFoundError):
+                found = folder.stat()
+                if found.st_uid not in (0, os.geteuid()):
+                    raise CacheError(
+                        f"{folder} must belong to this user or root, for an engine runs the code in it, but belongs "
+                        f"to user {found.st_uid}: chown it, or import the entry into a folder of your own"
+                    )
+                if found.st_mode & stat.S_IWOTH:
+                    raise CacheError(
+                        f"every user can write {folder}, and so decide what the engine runs: chmod o-w, then look at "
+                        "what it holds"
+                    )
 
     # ---- reading ----
 
@@ -175,9 +187,11 @@ class CaptureStore:
         return Lookup(nearest, differences, damaged)
 
     @contextmanager
-    def open(self, entry: Entry) -> Iterator[Entry]:
+    def open(self, entry: Entry, copy_to: Path | None = None) -> Iterator[Entry]:
         """Check every file of an entry, and keep it from being removed during the block.
 
+        With ``copy_to``, an empty folder of this user's own, the yielded entry has its files there: what is loaded is
+        what was checked, whoever changes the store meanwhile.
         Raises CacheError where it is gone or rejected, or a file is missing, changed or not listed; names all of them.
         """
         where = entry.folder / MANIFEST_NAME
@@ -185,12 +199,12 @@ class CaptureStore:
         with _use_lock(where, fcntl.LOCK_SH, refusal):
             # Read again under the lock: a rebuild may have taken its place.
             entry = self.read(entry.folder.name)
-            if problems := entry.problems():
+            if problems := entry.problems(copy_to):
                 raise CacheError(f"entry {entry.entry_id} is damaged: {'; '.join(problems)}; {REBUILD}")
             with suppress(OSError):
                 # The file's time says when the entry was last used; a read-only store does without.
                 os.utime(where)
-            yield entry
+            yield replace(entry, copy=copy_to)
 
     # ---- writing ----
 

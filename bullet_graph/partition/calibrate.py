@@ -155,13 +155,7 @@ def calibrate(
             f"{', '.join(map(hex, sorted(found))) or 'none'} ({len(outcomes)} tried; {summary}): let the GPU be idle "
             "and try again; if that changes nothing, use --partition-backend green"
         )
-    for seeds in PROOF_SEEDS:
-        proof = run_child(Attempt(found[0], seeds))
-        if proof.verdict is not Verdict.HONOURED:
-            raise PartitionError(
-                f"offset 0x{found[0]:x} must hold for other masks in a fresh process, but that {proof.verdict} "
-                f"({proof.detail}): let the GPU be idle and try again"
-            )
+    prove(found[0], run_child=run_child)
     return Calibration(
         driver=driver,
         offset=found[0],
@@ -170,6 +164,17 @@ def calibrate(
         timed_out=verdicts[Verdict.TIMED_OUT],
         seconds=time.monotonic() - started,
     )
+
+
+def prove(offset: int, *, run_child: RunChild = run_child) -> None:
+    """Prove an offset on this machine, in processes of their own; PartitionError where it does not hold."""
+    for seeds in PROOF_SEEDS:
+        proof = run_child(Attempt(offset, seeds))
+        if proof.verdict is not Verdict.HONOURED:
+            raise PartitionError(
+                f"offset 0x{offset:x} must hold for other masks in a fresh process, but that {proof.verdict} "
+                f"({proof.detail}): let the GPU be idle and try again"
+            )
 
 
 def _search(run_child: RunChild, progress: Callable[[int, int], None] | None) -> list[Outcome]:

@@ -28,6 +28,7 @@ from bullet_graph.graphs.compiled import CompiledPart, LayerPart, compile_ahead,
 from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_module
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.partition import offsets
+from bullet_graph.partition.calibrate import prove
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.perf.start_report import PhaseName, StartClock
 from bullet_graph.perf.table import PerfTable, read_table
@@ -196,22 +197,24 @@ def open_capture_entry(
         return
     with ExitStack() as held:
         try:
-            if store.is_open_to_all:
-                _warn(f"every user can write {store.root}, and so decide what the engine runs: chmod o-w")
+            store.require_trusted()
             lookup = store.find(fingerprint_of(runtime), plan)
             if lookup.hit is None:
                 raise CacheError(f"{_why(store, lookup)}: build it with `bullet-graph capture build`")
-            entry = held.enter_context(store.open(lookup.hit))
             folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="bullet_graph_")))
-            # A copy, since Triton may write into its folder.
+            entry = held.enter_context(store.open(lookup.hit, copy_to=folder / "checked"))
+            # Once more, since Triton may write into its folder, and its lists of files hold absolute paths.
             copy_kernels(entry.files / TRITON, folder / TRITON)
-            if runtime.device.type == "cuda":
-                restore_mask_offset(entry.files / MASK_OFFSET)
-        except (CacheError, DeviceError, PartitionError) as error:
+        except (CacheError, DeviceError) as error:
             problem = f"everything is compiled: {error}"
             _warn(problem)
             yield CapturedStart(use=CacheUse(problems=(problem,)))
             return
+        if runtime.device.type == "cuda":
+            try:
+                restore_mask_offset(entry.files / MASK_OFFSET)
+            except PartitionError as error:
+                _warn(f"the SM-mask offset of entry {entry.entry_id} is not used: {error}")
         captured = CapturedStart(entry.files, entry=(store, entry), self_check=config.self_check)
         with library_caches(folder):
             yield captured
@@ -231,6 +234,7 @@ def cached_perf_table(store: CaptureStore, here: dict[str, str]) -> PerfTable | 
         is_same = all(manifest.fingerprint.get(name) == here.get(name) for name in _TABLE_COMPONENTS)
         if is_same and any(file.path == PERF_TABLE for file in manifest.files):
             try:
+                store.require_trusted()
                 with store.open(entry) as opened:
                     return read_table(opened.files / PERF_TABLE)
             except (CacheError, PerfTableError):
@@ -394,13 +398,15 @@ def library_name(module: ModuleSpec) -> str:
 
 
 def restore_mask_offset(file: Path, calibrations: Path | None = None) -> None:
-    """Remember an entry's SM-mask offset on this machine, where none is known for its driver.
+    """Prove an entry's SM-mask offset on this machine and remember it, where none is known for its driver.
 
-    The partition back end verifies the offset before it is used, like any other. ``calibrations`` is the user's file;
-    None takes the usual one. Raises PartitionError where a file of offsets cannot be read or written.
+    A write at a wrong offset corrupts the driver's memory, and an entry may come from anywhere. ``calibrations`` is the
+    user's file; None takes the usual one. Raises PartitionError where the offset does not hold here, or a file of
+    offsets cannot be read or written.
     """
     if file.is_file():
         driver = identify_driver()
         proven = offsets.remembered(driver, file)
         if proven is not None and offsets.find(driver, calibrations) is None:
+            prove(proven)
             offsets.remember(driver, proven, calibrations)

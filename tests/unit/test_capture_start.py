@@ -15,7 +15,7 @@ from compiled_triton import run_compiled
 from fakes.flashinfer_package import FakeFlashInfer
 
 from bullet_graph.captures.store import CaptureStore
-from bullet_graph.errors import CacheError, CaptureCacheWarning
+from bullet_graph.errors import CacheError, CaptureCacheWarning, PartitionError
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.graphs.compiled import LayerPart
 from bullet_graph.kernels.flashinfer_attention import load_module, needed_module
@@ -133,15 +133,30 @@ def test_rows_that_were_worthwhile_and_rows_that_cannot_be(tmp_path: Path) -> No
 def test_an_offset_is_remembered_where_none_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, known = DriverId(99000, "999.1", "x86_64"), 0x51C
     monkeypatch.setattr(capture_cache, "identify_driver", lambda: driver)
+    tried: list[int] = []
+    monkeypatch.setattr(capture_cache, "prove", tried.append)
     proven, mine = remember(driver, known, tmp_path / "proven.json"), tmp_path / "mine.json"
     restore_mask_offset(tmp_path / "nonesuch.json", mine)
     assert not mine.exists()
     restore_mask_offset(proven, mine)
     assert remembered(driver, mine) == known
+    assert tried == [known], "a wrong offset corrupts the driver: it is tried in another process first"
     own = 0x528
     remember(driver, own, mine)
     restore_mask_offset(proven, mine)
     assert remembered(driver, mine) == own, "one's own counts"
+
+
+def test_an_offset_that_does_not_hold_here_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = DriverId(99000, "999.1", "x86_64")
+    monkeypatch.setattr(capture_cache, "identify_driver", lambda: driver)
+    proven = remember(driver, 0x51C, tmp_path / "proven.json")
+    # The real proof: without a GPU, no child process can honour a mask.
+    with pytest.raises(PartitionError, match="offset 0x51c must hold for other masks in a fresh process"):
+        restore_mask_offset(proven, tmp_path / "mine.json")
+    assert not (tmp_path / "mine.json").exists()
 
 
 def test_a_table_is_found_whatever_plan_and_code(tmp_path: Path) -> None:

@@ -265,13 +265,36 @@ def test_a_rejected_entry_is_no_hit_until_it_is_built_again(store: CaptureStore,
     assert store.find(FINGERPRINT, PLAN).hit is not None
 
 
-def test_a_store_that_cannot_be_listed_or_is_open_to_all(
-    store: CaptureStore, entry: Entry, tmp_path: Path
+@pytest.mark.parametrize("folder", [".", "entries"])
+def test_a_store_of_others_is_not_trusted(
+    store: CaptureStore, entry: Entry, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del entry
-    assert not store.is_open_to_all
-    store.root.chmod(0o777)
-    assert store.is_open_to_all
+    store.require_trusted()
+    CaptureStore(store.root / "none").require_trusted()
+    (store.root / folder).chmod(0o777)
+    with pytest.raises(CacheError, match=r"every user can write .* chmod o-w"):
+        store.require_trusted()
+    (store.root / folder).chmod(0o770)
+    store.require_trusted()
+    of_another = os.stat_result((0o40700, 0, 0, 1, 12345, 0, 0, 0, 0, 0))
+    monkeypatch.setattr(Path, "stat", lambda _: of_another)
+    with pytest.raises(CacheError, match=r"must belong to this user or root, .* to user 12345: chown"):
+        store.require_trusted()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    store.require_trusted()
+
+
+def test_what_was_checked_is_what_is_loaded(store: CaptureStore, entry: Entry, tmp_path: Path) -> None:
+    with store.open(entry, copy_to=tmp_path / "copy") as opened:
+        for path in FILES:
+            (entry.files / path).write_bytes(b"replaced after the check")
+        assert {path: (opened.files / path).read_bytes() for path in FILES} == FILES
+    with pytest.raises(CacheError, match="is damaged"), store.open(entry, copy_to=tmp_path / "other"):
+        pass
+
+
+def test_a_store_that_cannot_be_listed(tmp_path: Path) -> None:
     (tmp_path / "entries").write_text("no folder")
     with pytest.raises(CacheError, match="cannot list"):
         CaptureStore(tmp_path).entries()
