@@ -99,7 +99,8 @@ def attack_bodies(url: str, rng: random.Random, findings: Findings) -> None:
 
 def attack_socket(url: str, rng: random.Random, findings: Findings) -> None:
     """Random or changed bytes; whatever comes back is no 5xx."""
-    good = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n"
+    good = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    good += b"Content-Length: 15\r\n\r\n"
     kinds = (
         lambda: rng.randbytes(rng.randrange(1, 4000)),
         lambda: changed(good + b'{"prompt": "x"}', rng),

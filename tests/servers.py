@@ -25,7 +25,7 @@ MODEL = "tiny"
 def as_http(body: object) -> bytes:
     """A completion request as it is sent."""
     content = json.dumps(body).encode()
-    head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
     return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + content
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,9 @@ def run_serve(
     # The server's libraries are an extra, and --help works without them.
     from bullet_graph.serve.lifecycle import bind, run_server, url_of, warm_up  # noqa: PLC0415
 
+    # Each connection takes a file descriptor, and the usual soft limit is 1,024.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with bind(settings) as listener:
         engine = AsyncEngine(open_engine(config, quiet=False, trace_decisions=trace_decisions))
         if warmup:

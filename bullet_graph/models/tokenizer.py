@@ -2,15 +2,17 @@
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import tokenizers
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.decoders import DecodeStream
@@ -22,6 +24,12 @@ from bullet_graph.models.json_files import JsonObject, read_json_object, read_mo
 _LONG_TEXT = 4096
 """Characters that take about 1 ms to encode. Longer texts are encoded as a batch, during which the library releases
 the interpreter's lock."""
+
+MAX_TEMPLATE_S = 5.0
+"""Longest time to render a conversation; published templates take milliseconds."""
+MAX_RENDERED_CHARS = 64 * 1024**2
+_DEADLINE = "_deadline"
+"""A variable that templates cannot change: only the outermost scope counts."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -160,7 +168,7 @@ class Tokenizer:
     @functools.cached_property
     def _template(self) -> jinja2.Template:
         assert self._chat_template is not None
-        return _environment().from_string(self._chat_template)
+        return _TemplateEnvironment().from_string(self._chat_template)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
@@ -175,16 +183,22 @@ class Tokenizer:
                 "a chat template is required: neither chat_template.jinja nor a chat_template in "
                 "tokenizer_config.json was found; pass a plain prompt instead"
             )
+        variables = self._special_tokens | {_DEADLINE: time.monotonic() + MAX_TEMPLATE_S}
+        pieces, num_chars = [], 0
         try:
-            return self._template.render(
-                self._special_tokens,
+            for piece in self._template.generate(
+                variables,
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-            )
+            ):
+                pieces.append(piece)
+                num_chars += len(piece)
+                _check_size(num_chars)
         except Exception as error:  # A template is a program of the model's author: it may fail in any way.
             raise ModelError(f"the model's chat template failed on these messages: {error}") from error
+        return "".join(pieces)
 
 
 @contextmanager
@@ -198,16 +212,57 @@ def _no_panic() -> Iterator[None]:
         raise ModelError(f"tokenizer.json made its library panic: {error!s:.200}") from error
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The filters and globals that Hugging Face's templates expect."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    # Jinja's own filter would escape HTML.
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
+class _TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """What Hugging Face's templates expect, in a sandbox that looks at the clock in every loop and call.
+
+    A template is a program of the model's author, and may be made to run for ever or to fill the memory.
+    """
+
+    intercepted_binops = frozenset(("+", "*", "**"))
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        # Jinja's own filter would escape HTML.
+        self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        self.filters["_in_time"] = _in_time
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(loop.iter, "_in_time", [], [], None, None, lineno=loop.lineno)
+        return tree
+
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_time(context)
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise jinja2.TemplateError("powers are not supported")
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, Sized):
+                _check_size(len(one) * other if operator == "*" else len(one) + len(other))
+        return super().call_binop(context, operator, left, right)
+
+
+def _check_time(context: Context) -> None:
+    if time.monotonic() > context.parent[_DEADLINE]:
+        raise jinja2.TemplateError(f"it ran for longer than {MAX_TEMPLATE_S:g} s")
+
+
+@jinja2.pass_context
+def _in_time(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    """The items of a loop, while there is time."""
+    for item in items:
+        _check_time(context)
+        yield item
+
+
+def _check_size(num_chars: int) -> None:
+    if num_chars > MAX_RENDERED_CHARS:
+        raise jinja2.TemplateError(f"a text may have {MAX_RENDERED_CHARS} characters, and has {num_chars}")
 
 
 def _raise_exception(message: str) -> NoReturn:

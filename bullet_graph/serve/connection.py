@@ -11,6 +11,7 @@ from bullet_graph.serve.settings import ServeSettings
 
 _MOST_AHEAD = 8
 """Requests of one connection that wait for the answer of an earlier one; a packet could hold thousands."""
+_PROBE_S = 0.2
 
 
 class LimitedConnection(HttpToolsProtocol):
@@ -36,6 +37,24 @@ class LimitedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_wait()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer a client that has closed its sending side, but end a request of one that is gone altogether.
+
+        The two look alike until something is sent twice: the first is answered with a reset, which the second meets.
+        """
+        if not self._answering() or self.cycle.more_body:
+            return False
+        self.cycle.keep_alive = False
+        self._probe()
+        self.loop.call_later(_PROBE_S, self._probe)
+        return True
+
+    def _probe(self) -> None:
+        """Send an interim response, which clients skip (RFC 9110, section 15.2)."""
+        waits = self._answering() and not self.cycle.response_started
+        if waits and self.scope["http_version"] == "1.1" and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():

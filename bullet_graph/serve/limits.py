@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.settings import ServeSettings
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_MOST_BODIES = 32
+"""Bodies of the largest size that may be held at once, all requests together; smaller ones are that many more."""
 
 _BROWSER_PATHS = ("/", "/live", "/metrics")
 """Paths where HTTP basic authentication may carry the key as the password (for browsers; any user name)."""
@@ -28,6 +33,9 @@ class LimitMiddleware:
         self._app = app
         self._api_key = None if settings.api_key is None else settings.api_key.encode()
         self._max_body_bytes = settings.max_body_bytes
+        self._held_bytes = 0
+        # Without a key, a page on the Internet whose name leads to this machine could ask through the user's browser.
+        self._hosts = _LOOPBACK if settings.api_key is None and settings.host in _LOOPBACK else ()
         self._timeout_s = settings.request_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,8 +43,10 @@ class LimitMiddleware:
             await self._app(scope, receive, send)
             return
         try:
+            self._check_host(scope)
             self._check_key(scope)
-            body = await self._body(scope, receive)
+            with self._body_memory() as take:
+                body = await self._body(scope, receive, take)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
@@ -50,6 +60,39 @@ class LimitMiddleware:
             return await receive() if message is None else message
 
         await self._app(scope, replay, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        host = Headers(scope=scope).get("host", "")
+        name = urlsplit(f"//{host}").hostname if host.isprintable() else None
+        if self._hosts and host and name not in self._hosts:
+            raise ApiError(
+                403,
+                f"a server without --api-key on this machine alone takes requests for {', '.join(self._hosts)}, found "
+                f"Host: {host:.80}: ask for one of these, or start the server with --api-key or another --host",
+                code="wrong_host",
+            )
+
+    @contextmanager
+    def _body_memory(self) -> Iterator[Callable[[int], None]]:
+        """Counts the bytes of a body while it is read, with those of all others."""
+        held = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal held
+            held += num_bytes
+            self._held_bytes += num_bytes
+            if self._held_bytes > _MOST_BODIES * self._max_body_bytes:
+                raise ApiError(
+                    503,
+                    f"the server already reads bodies of {_MOST_BODIES} × {self._max_body_bytes:,} bytes "
+                    "(--max-body-size): try again later",
+                    headers={"Retry-After": "1", "Connection": "close"},
+                )
+
+        try:
+            yield take
+        finally:
+            self._held_bytes -= held
 
     def _check_key(self, scope: Scope) -> None:
         if self._api_key is None or scope["path"] == "/health":
@@ -72,7 +115,7 @@ class LimitMiddleware:
                 headers={"WWW-Authenticate": 'Basic realm="bullet-graph"' if in_browser else "Bearer"},
             )
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _body(self, scope: Scope, receive: Receive, take: Callable[[int], None]) -> bytes | None:
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_body_bytes:
             raise self._too_large(f"{int(declared):,} bytes")
@@ -86,6 +129,7 @@ class LimitMiddleware:
                         return None
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
+                    take(len(parts[-1]))
                     if size > self._max_body_bytes:
                         raise self._too_large(f"more than {self._max_body_bytes:,} bytes")
                     if not message.get("more_body", False):

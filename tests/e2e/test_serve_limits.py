@@ -97,7 +97,7 @@ def test_a_request_that_takes_too_long_is_aborted(monkeypatch: pytest.MonkeyPatc
         assert served.complete(prompt=[1], max_tokens=2)
 
 
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +154,69 @@ def test_requests_sent_ahead_are_answered_in_turn_up_to_a_few(limited: Served) -
                 answers += part
         assert answers.count(b"HTTP/1.1 200 ") == answered
     assert answers == b""
+
+
+def test_a_client_that_closes_its_sending_side_is_answered(limited: Served) -> None:
+    for sent in (GET + b"\r\n", as_http({"prompt": [1], "max_tokens": 3})):
+        with limited.connect(sent) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            while part := connection.recv(10_000):
+                answer += part
+        assert b"HTTP/1.1 200 OK" in answer
+
+
+def test_a_client_that_is_gone_altogether_ends_its_request(stuck: Stuck) -> None:
+    """Its request is neither a stream, whose next event would show it, nor does it end by itself."""
+    with serving(max_model_len=64) as served:
+        with served.connect(as_http(LONG)):
+            assert stuck.entered.wait(20)
+        deadline = time.monotonic() + 10
+        while served.server.gate.num_inside:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        stuck.release.set()
+        served.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8000", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:80", 200),
+        ("LOCALHOST", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example:8000", 403),
+        ("evil.example@localhost.evil", 403),
+        ("[::2]", 403),
+    ],
+)
+def test_pages_of_others_cannot_ask_through_a_browser(limited: Served, host: str, status: int) -> None:
+    """By DNS rebinding: their name leads to this machine."""
+    assert limited.http.get("/v1/models", headers={"Host": host}).status_code == status
+
+
+def test_a_key_lets_any_name_in() -> None:
+    with serving(api_key="s3cret!", max_model_len=64) as served:
+        assert served.http.get("/v1/models", headers={"Host": "gateway.example"}).status_code == 200
+
+
+def test_bodies_together_are_bounded() -> None:
+    body = as_http({"prompt": "x" * 9_000})
+    with (
+        serving(max_model_len=64, max_body_bytes=10_000, request_timeout_s=20) as served,
+        ExitStack() as stack,
+    ):
+        slow = [stack.enter_context(served.connect(body[:-10])) for _ in range(36)]
+        refused = []
+        for connection in slow:
+            connection.settimeout(0.3)
+            with suppress(TimeoutError):
+                refused.append(connection.recv(1000).split(b"\r\n")[0])
+        assert refused
+        assert set(refused) == {b"HTTP/1.1 503 Service Unavailable"}
+        assert served.http.get("/health").status_code == 200
 
 
 def test_one_connection_too_many_is_refused(limited: Served) -> None:

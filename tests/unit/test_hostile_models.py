@@ -2,17 +2,20 @@
 
 import json
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from checkpoints import write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.errors import ModelError
 from bullet_graph.models import json_files
+from bullet_graph.models import tokenizer as tokenizer_module
 from bullet_graph.models.checkpoint import open_checkpoint
 from bullet_graph.models.presets import load_model_config
 from bullet_graph.models.tokenizer import Tokenizer
@@ -171,3 +174,50 @@ def test_any_change_of_a_config_is_a_model_or_a_model_error(folder: Path, writte
     replace(folder / "config.json", json.dumps(fields | changes))
     with suppress(ModelError):
         weight_shapes(load_model_config(folder))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set x = range(99999) %}{% for a in x %}{% for b in x %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% set _deadline = 1e99 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_never_ends(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "MAX_TEMPLATE_S", 0.3)
+    start_s = time.monotonic()
+    with pytest.raises(ModelError, match=r"it ran for longer than 0\.3 s"):
+        render(template)
+    assert time.monotonic() - start_s < 5
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(9999) %}{{ 'x' * 100000 }}{% endfor %}",
+        "{{ 'x' * 10 ** 12 }}",
+        "{{ 'x' * 1000000000000 }}",
+        "{{ 1000000000000 * 'x' }}",
+        "{% set ns = namespace(x='x' * 1000) %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{{ 9 ** 9 ** 9 ** 9 }}",
+    ],
+)
+def test_a_template_that_fills_the_memory(template: str) -> None:
+    with pytest.raises(ModelError, match=r"a text may have|powers are not supported"):
+        render(template)
+
+
+def test_what_templates_may_do() -> None:
+    template = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{{ '-' * 3 + m.content }}"
+        "{% endfor %}{{ 2 * 3 + 1 }}{{ ([1] + [2]) | length }}"
+        "{% for k, v in {'a': 1}.items() if v %}{{ k }}{% endfor %}"
+    )
+    assert render(template) == "1/2,---hello2/2---you72a"
+
+
+def render(template: str) -> str:
+    empty = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), chat_template=template)
+    return empty.apply_chat_template([{"role": "user", "content": text} for text in ("hello", "you")])
