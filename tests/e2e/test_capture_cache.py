@@ -138,7 +138,8 @@ def test_a_cache_of_another_version_or_plan(
 ) -> None:
     del quickly
     store.root.chmod(0o777)
-    warned(store, "every user can write").shutdown()
+    with warned(store, "every user can write") as engine:
+        assert engine.compiles.dynamo_frames == 2
     store.root.chmod(0o700)
     warned(store, r"plan\.compiled_rows is 8195 here, 8196 there", max_num_seqs=3).shutdown()
     components = runtime_fingerprint.machine_components
@@ -147,8 +148,7 @@ def test_a_cache_of_another_version_or_plan(
         return components(device) | {"torch": "99.0"}
 
     monkeypatch.setattr(runtime_fingerprint, "machine_components", newer)
-    with warned(store, r"torch is 99\.0 here, 2\.") as engine:
-        assert engine.compiles.dynamo_frames == 2
+    warned(store, r"torch is 99\.0 here, 2\.").shutdown()
 
 
 def plant(store: CaptureStore, package: bytes) -> None:

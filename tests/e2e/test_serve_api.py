@@ -158,19 +158,19 @@ def test_a_chat_is_put_into_the_template(chat: Create, alone: Engine) -> None:
 def test_a_template_is_compiled_once_and_rendered_beside_the_event_loop(
     chat: Create, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_template, render, threads = jinja2.Environment.from_string, jinja2.Template.render, []
+    compile_template, render, threads = jinja2.Environment.from_string, jinja2.Template.generate, []
 
     def compiled(*args: Any, **options: Any) -> jinja2.Template:
         threads.append("compiled")
         return compile_template(*args, **options)
 
-    def rendered(*args: Any, **options: Any) -> str:
+    def rendered(*args: Any, **options: Any) -> Iterator[str]:
         threads.append(threading.current_thread().name.rstrip("_01"))
         return render(*args, **options)
 
     chat(max_tokens=1)
     monkeypatch.setattr(jinja2.Environment, "from_string", compiled)
-    monkeypatch.setattr(jinja2.Template, "render", rendered)
+    monkeypatch.setattr(jinja2.Template, "generate", rendered)
     for _ in range(2):
         chat(max_tokens=1)
     assert threads == ["bullet-graph-tokenizer"] * 2
