@@ -3,7 +3,7 @@
 import ctypes
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, repeat
 from pathlib import Path
@@ -17,6 +17,7 @@ from fakes.fake_streams import OBJECT_BYTES, FakeLibcuda, object_address, object
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
 from bullet_graph.partition import calibrate as calibrate_module
 from bullet_graph.partition import offsets
@@ -190,10 +191,11 @@ def probe(libcuda: FakeLibcuda) -> SmidProbe:
 
 
 @pytest.fixture(scope="module")
-def stream(probe: SmidProbe) -> int:
+def stream(probe: SmidProbe) -> Iterator[int]:
     stream = probe.driver.create_stream()
     register(stream)
-    return stream
+    yield stream
+    _smctrl.forget_stream(stream)
 
 
 @pytest.mark.parametrize("seeds", [SEARCH_SEEDS, PROOF_SEEDS[0]])

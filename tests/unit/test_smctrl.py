@@ -144,14 +144,14 @@ def test_handles_are_integers(value: object, error: type[Exception]) -> None:
 
 def test_many_streams(libcuda: FakeLibcuda) -> None:
     streams = [libcuda.stream() for _ in range(65)]
-    for stream in streams[:64]:
-        _smctrl.register_stream(stream)
-    with pytest.raises(RuntimeError, match="at most 64 streams can be registered"):
+    try:
+        with pytest.raises(RuntimeError, match="at most 64 streams can be registered"):
+            list(map(_smctrl.register_stream, streams))
+        _smctrl.forget_stream(streams[0])
         _smctrl.register_stream(streams[64])
-    _smctrl.forget_stream(streams[0])
-    _smctrl.register_stream(streams[64])
-    for stream in streams:
-        _smctrl.forget_stream(stream)
+    finally:
+        for stream in streams:
+            _smctrl.forget_stream(stream)
 
 
 # The library
