@@ -12,6 +12,7 @@ by at most `--max-growth-mib` after the first fifth of the time, and the server 
 
 import json
 import multiprocessing
+import os
 import random
 import socket
 import tempfile
@@ -54,13 +55,20 @@ class Findings:
 
     statuses: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
-    health_ms: list[float] = field(default_factory=list)
-    rss_bytes: list[int] = field(default_factory=list)
 
     def answered(self, attack: str, status: int | str) -> None:
         self.statuses[f"{attack} {status}"] += 1
         if isinstance(status, int) and status >= 500:
             self.problems.append(f"{attack} was answered with {status}")
+
+
+@dataclass
+class Watched:
+    """What was seen of the server from outside, in order of time."""
+
+    health_ms: list[float] = field(default_factory=list)
+    rss_bytes: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 Attack = Callable[[str, random.Random, Findings], None]
@@ -179,17 +187,39 @@ def attack_until(name: str, url: str, end_s: float, seed: int, findings: Finding
             findings.problems.append(f"{name}: {type(error).__name__}: {error!s:.300}")
 
 
-def watch(url: str, process: psutil.Process, end_s: float, findings: Findings) -> None:
-    """Ask for the server's health and memory."""
+def attack_all(url: str, seconds: float, seed: int, results: "multiprocessing.Queue[Findings]") -> None:
+    """Every attack at once, until the time is over."""
+    be_modest()
+    findings, end_s = Findings(), time.monotonic() + seconds
+    threads = [
+        threading.Thread(target=attack_until, args=(name, url, end_s, seed, findings)) for name in ATTACKS
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results.put(findings)
+
+
+def be_modest() -> None:
+    """Leave the cores to the server where it wants them: it has a machine of its own where it is attacked."""
+    os.nice(10)
+
+
+def watch(url: str, pid: int, seconds: float, results: "multiprocessing.Queue[Watched]") -> None:
+    """Ask for the server's health and memory. A process of its own: the attackers' would delay the clock."""
+    process, seen = psutil.Process(pid), Watched()
+    end_s = time.monotonic() + seconds
     with httpx.Client(base_url=url, timeout=60) as client:
         while time.monotonic() < end_s:
             start_s = time.monotonic()
             status = client.get("/health").status_code
-            findings.health_ms.append(1e3 * (time.monotonic() - start_s))
+            seen.health_ms.append(1e3 * (time.monotonic() - start_s))
             if status != 200:
-                findings.problems.append(f"/health answered {status}")
-            findings.rss_bytes.append(process.memory_info().rss)
+                seen.problems.append(f"/health answered {status}")
+            seen.rss_bytes.append(process.memory_info().rss)
             time.sleep(HEALTH_EVERY_S)
+    results.put(seen)
 
 
 # ---- files ----
@@ -285,6 +315,7 @@ def fuzz_files(
     seconds: float, seed: int, results: "multiprocessing.Queue[tuple[dict[str, int], list[str]]]"
 ) -> None:
     """Read changed files until the time is over."""
+    be_modest()
     rng, counts, problems = random.Random(seed), Counter[str](), list[str]()
     end_s = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as name:
@@ -321,39 +352,38 @@ def fuzz_files(
 
 def fuzz(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float) -> dict[str, Any]:
     """Run all attacks at once; returns the result's fields, with what does not hold in ``problems``."""
-    findings = Findings()
     context = multiprocessing.get_context("spawn")
     files_queue: Any = context.Queue()
+    watch_queue: Any = context.Queue()
+    attack_queue: Any = context.Queue()
     files = context.Process(target=fuzz_files, args=(seconds, seed, files_queue))
     with server(*SERVER, *LIMITS) as url:
         before = httpx.post(f"{url}/v1/completions", json=GOOD, timeout=60).json()["choices"]
         process = next(child for child in psutil.Process().children() if "serve" in child.cmdline())
-        files.start()
-        end_s = time.monotonic() + seconds
-        threads = [
-            threading.Thread(target=attack_until, args=(name, url, end_s, seed, findings)) for name in ATTACKS
-        ]
-        threads.append(threading.Thread(target=watch, args=(url, process, end_s, findings)))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        watcher = context.Process(target=watch, args=(url, process.pid, seconds, watch_queue))
+        attackers = context.Process(target=attack_all, args=(url, seconds, seed, attack_queue))
+        workers = (watcher, files, attackers)
+        for worker in workers:
+            worker.start()
+        findings = attack_queue.get(timeout=seconds + 120)
         counts, problems = files_queue.get(timeout=120)
-        files.join()
+        seen = watch_queue.get(timeout=120)
+        for worker in workers:
+            worker.join()
         after = httpx.post(f"{url}/v1/completions", json=GOOD, timeout=60).json()["choices"]
-    findings.problems += problems
+    findings.problems += problems + seen.problems
     if before != after:
         findings.problems.append(f"the server answered {before} before and {after} after")
-    stall_ms = max(findings.health_ms)
+    stall_ms = max(seen.health_ms)
     if stall_ms > max_stall_ms:
         findings.problems.append(f"/health took {stall_ms:.0f} ms; at most {max_stall_ms:g} ms are allowed")
-    settled = findings.rss_bytes[len(findings.rss_bytes) // 5]
-    growth_mib = (max(findings.rss_bytes) - settled) / 2**20
+    settled = seen.rss_bytes[len(seen.rss_bytes) // 5]
+    growth_mib = (max(seen.rss_bytes) - settled) / 2**20
     if growth_mib > max_growth_mib:
         findings.problems.append(
             f"resident memory grew by {growth_mib:.0f} MiB of {max_growth_mib:g} allowed"
         )
-    ordered = sorted(findings.health_ms)
+    ordered = sorted(seen.health_ms)
     return {
         "seconds": seconds,
         "seed": seed,
@@ -361,7 +391,7 @@ def fuzz(seconds: float, seed: int, max_stall_ms: float, max_growth_mib: float) 
         "max_health_ms": stall_ms,
         "p99_health_ms": ordered[int(0.99 * (len(ordered) - 1))],
         "rss_start_bytes": settled,
-        "rss_max_bytes": max(findings.rss_bytes),
+        "rss_max_bytes": max(seen.rss_bytes),
         "answers": dict(sorted(findings.statuses.items())),
         "files": dict(sorted(counts.items())),
         "problems": findings.problems,
