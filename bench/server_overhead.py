@@ -15,8 +15,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +61,7 @@ def server(*options: str) -> Iterator[str]:
     """
     process = subprocess.Popen(program("serve", "--port", "0", *options), stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
+    last_lines = deque[str](maxlen=50)
     try:
         for line in process.stderr:
             click.echo(line, nl=False, err=True)
@@ -67,16 +70,19 @@ def server(*options: str) -> Iterator[str]:
         else:
             raise click.ClickException("the server did not start: see its messages above")
         url = line.split()[-1]
+        # A pipe that nobody reads would fill up, and stop the server at its next message.
+        threading.Thread(target=last_lines.extend, args=(process.stderr,), daemon=True).start()
         with urllib.request.urlopen(f"{url}/health", timeout=60) as health:
             assert health.status == 200
         yield url
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.communicate(timeout=_STOP_S)
+            process.wait(_STOP_S)
         finally:
             process.kill()
     if process.returncode:
+        click.echo("".join(last_lines), err=True)
         raise click.ClickException(
             f"the server ended with exit code {process.returncode}, expected 0: see its messages above"
         )
