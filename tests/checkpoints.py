@@ -11,15 +11,16 @@ from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 
 BOS_TOKEN, EOS_TOKEN = "<|bos|>", "<|eos|>"
 BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1
@@ -121,6 +122,9 @@ def _config(family: Family, vocab_size: int, num_layers: int, tie: bool) -> Pret
             "original_max_position_embeddings": 64,
         }
         return LlamaConfig(**shape, rope_theta=10000.0, rope_scaling=rope_scaling)
+    if family == "mistral":
+        # A window below most prompts' lengths, and no multiple of a chunk or block.
+        return MistralConfig(**shape, sliding_window=21)
     if family == "qwen2":
         return Qwen2Config(**shape)
     return Qwen3Config(**shape, head_dim=32)  # not hidden_size / num_heads

@@ -41,7 +41,8 @@ class ReferenceAttention:
     """One sequence at a time through ``scaled_dot_product_attention``; exact, slow, any device.
 
     ``q_indptr`` [n + 1] is where each sequence's rows start; one may have none. It attends to ``kv_lens`` [n] tokens,
-    whose last are its rows. ``kv_indptr`` [n + 1] is where its blocks start in ``kv_indices``.
+    whose last are its rows, or to the last of them, in a layer with a window. ``kv_indptr`` [n + 1] is where its blocks
+    start in ``kv_indices``.
     """
 
     def __init__(
@@ -54,24 +55,25 @@ class ReferenceAttention:
         kv_indices: Tensor,
     ) -> None:
         self._cache = cache
-        self._sequences: list[tuple[slice, Tensor, int, Tensor]] = []
+        self._sequences: list[tuple[slice, Tensor, int, dict[int | None, Tensor]]] = []
         for (start, stop), (first, last), kv_len in zip(
             pairwise(q_indptr), pairwise(kv_indptr), kv_lens, strict=True
         ):
             if count := stop - start:
-                mask = torch.ones(count, kv_len, dtype=torch.bool, device=kv_indices.device)
-                blocks = kv_indices[first:last]
-                self._sequences.append((slice(start, stop), blocks, kv_len, mask.tril(kv_len - count)))
+                before = kv_len - count
+                mask = torch.ones(count, kv_len, dtype=torch.bool, device=kv_indices.device).tril(before)
+                masks = {w: mask if w is None else mask.triu(before - w + 1) for w in set(cache.windows)}
+                self._sequences.append((slice(start, stop), kv_indices[first:last], kv_len, masks))
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
         keys, values = self._cache.layer(layer)
-        q = rows.q
+        q, window = rows.q, self._cache.windows[layer]
         out = torch.empty_like(q)
-        for own, blocks, kv_len, mask in self._sequences:
+        for own, blocks, kv_len, masks in self._sequences:
             k = keys[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
             v = values[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
             attended = torch.nn.functional.scaled_dot_product_attention(
-                q[own].transpose(0, 1)[None], k[None], v[None], attn_mask=mask, enable_gqa=True
+                q[own].transpose(0, 1)[None], k[None], v[None], attn_mask=masks[window], enable_gqa=True
             )
             out[own] = attended[0].transpose(0, 1)
         return out.flatten(1)

@@ -17,7 +17,10 @@ _RING_BUFFERS = 4
 
 
 class KVCache:
-    """Keys and values of all layers, in ``num_blocks`` blocks, one of them for padding, of ``block_tokens`` tokens."""
+    """Keys and values of all layers, in ``num_blocks`` blocks, one of them for padding, of ``block_tokens`` tokens.
+
+    ``windows``, by layer, are those of attention to them: see :attr:`~bullet_graph.perf.roofline.DecoderShape.windows`.
+    """
 
     def __init__(
         self,
@@ -30,6 +33,7 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
+        self.windows = shape.windows
         # Zeroed: padding rows attend to the padding block, and uninitialised memory may hold NaN.
         sizes = (shape.num_layers, 2, num_blocks, block_tokens, shape.num_kv_heads, shape.head_dim)
         self._data = torch.zeros(sizes, dtype=dtype, device=device)

@@ -9,8 +9,6 @@ from bullet_graph.models.json_files import JsonObject, read_json_object
 from bullet_graph.perf.roofline import DecoderShape, decode_weight_bytes
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
-AttentionKind = Literal["full", "window"]
-"""A window is refused where a config is read: no kernel here has one."""
 
 DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -38,7 +36,7 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
-    """Shape and constants of a dense decoder (Llama 3.x, Qwen2/2.5, Qwen3); ``dtype`` is the checkpoint's own.
+    """Shape and constants of a dense decoder (Llama 3.x, Mistral, Qwen2/2.5, Qwen3); ``dtype`` is the checkpoint's own.
 
     ``architecture`` is the Hugging Face class name.
     """
@@ -51,12 +49,6 @@ class ModelConfig(DecoderShape):
     tie_word_embeddings: bool = False
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
-
-    @property
-    def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """By layer."""
-        full: AttentionKind = "full"
-        return (full,) * self.num_layers
 
     @property
     def q_size(self) -> int:

@@ -7,7 +7,6 @@ from functools import partial
 from torch import Tensor
 
 from bullet_graph.kernels.ops import HeadNorms, TorchOps
-from bullet_graph.models.config import AttentionKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,6 @@ class Linear:
 class SelfAttention:
     """Projections of attention; ``qkv`` gives (num_heads + 2 * num_kv_heads) * head_dim columns: q, then k, then v."""
 
-    kind: AttentionKind
     qkv: Linear
     o: Linear
     head_norms: HeadNorms | None = None

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from bullet_graph.errors import ModelError, UnsupportedModelError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.families.llama import LLAMA, LLAMA_3_1_8B, LLAMA_3_2_1B, TINY, read_llama
+from bullet_graph.models.families.mistral import MISTRAL, read_mistral
 from bullet_graph.models.families.qwen import QWEN2, QWEN3, QWEN3_0_6B, QWEN3_8B, read_qwen2, read_qwen3
 from bullet_graph.models.json_files import JsonObject, read_json_object
 
@@ -25,6 +26,7 @@ PRESETS_OF_BYTES = frozenset({"tiny"})
 
 _READERS: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
     LLAMA: read_llama,
+    MISTRAL: read_mistral,
     QWEN2: read_qwen2,
     QWEN3: read_qwen3,
 }

@@ -66,7 +66,6 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         Layer(
             input_norm=zeros(config.hidden_size),
             attention=SelfAttention(
-                kind=kind,
                 qkv=Linear(zeros(qkv_size, config.hidden_size), zeros(qkv_size) if config.qkv_bias else None),
                 o=Linear(zeros(config.hidden_size, config.q_size)),
                 head_norms=HeadNorms(zeros(config.head_dim), zeros(config.head_dim), config.rms_norm_eps)
@@ -79,7 +78,7 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
                 down=Linear(zeros(config.hidden_size, config.intermediate_size)),
             ),
         )
-        for kind in config.attention_kinds
+        for _ in range(config.num_layers)
     )
     return ModelWeights(
         embed=embed,

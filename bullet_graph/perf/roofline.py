@@ -19,7 +19,8 @@ _SPLIT_STEP_SMS = 16
 class DecoderShape:
     """The numbers of a dense decoder that decide its operations and memory traffic.
 
-    ``qk_norm``: RMSNorm over each query and key head before RoPE.
+    ``qk_norm``: RMSNorm over each query and key head before RoPE. ``layer_windows``: see :attr:`windows`; empty means
+    none in any layer.
     """
 
     vocab_size: int
@@ -31,6 +32,12 @@ class DecoderShape:
     head_dim: int
     qkv_bias: bool = False
     qk_norm: bool = False
+    layer_windows: tuple[int | None, ...] = ()
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """By layer, how many of the last tokens a query attends to, its own included; None: to all."""
+        return self.layer_windows or (None,) * self.num_layers
 
 
 # ---- bytes ----

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields
 from pathlib import Path
@@ -137,8 +138,10 @@ class PerfTable:
 
 
 def shape_numbers(shape: DecoderShape) -> dict[str, int]:
-    """The numbers of a model that decide its times; flags are 0 or 1."""
-    return {field.name: int(getattr(shape, field.name)) for field in fields(DecoderShape)}
+    """The numbers of a model that decide its times; flags are 0 or 1. Windows count only where there are any."""
+    numbers = {f.name: int(getattr(shape, f.name)) for f in fields(DecoderShape) if f.name != "layer_windows"}
+    windows = Counter(window for window in shape.layer_windows if window is not None)
+    return numbers | {f"layers_of_window_{window}": count for window, count in sorted(windows.items())}
 
 
 def require_match(table: PerfTable, key: TableKey) -> None:

@@ -133,6 +133,10 @@ def check_device(config: EngineConfig, runtime: Runtime) -> None:
             f"the GPU's attention kernels need heads of {', '.join(map(str, GPU_HEAD_DIMS))}, the model's have "
             f"{runtime.model.head_dim}: pass device=cpu"
         )
+    if runtime.model.layer_windows:
+        raise UnsupportedModelError(
+            "the GPU's attention kernels have no sliding windows yet, and the model does: pass device=cpu"
+        )
 
 
 def _require_cuda_libraries() -> None:

@@ -57,6 +57,8 @@ QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
 }
 
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "rope_scaling": None, "sliding_window": 4096}
+
 ABSENT = object()
 
 
@@ -107,6 +109,8 @@ UNSCALED = {"rope_scaling": None, "rope_theta": 500000.0}
         (LLAMA, {"torch_dtype": "float16", "dtype": "float32"}, {"dtype": "float32"}),
         (LLAMA, {"torch_dtype": "torch.bfloat16"}, {"dtype": "bfloat16"}),
         (LLAMA, {"torch_dtype": ABSENT}, {"dtype": "float32"}),
+        (MISTRAL, {}, {"layer_windows": (4096,) * 32, "windows": (4096,) * 32}),
+        (MISTRAL, {"sliding_window": None}, {"layer_windows": (), "windows": (None,) * 32}),
         # An explicit head_dim needs no hidden size that the heads divide.
         (QWEN3, {"hidden_size": 1000}, {"head_dim": 128, "q_size": 2048, "kv_size": 1024}),
     ],
@@ -165,7 +169,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 
 REFUSED: list[tuple[dict[str, Any], str, Any, type[ModelError]]] = [
     *((LLAMA, key, value, ModelError) for key, values in WRONG.items() for value in values),
-    (LLAMA, "architectures", ["MistralForCausalLM"], UnsupportedModelError),
+    (LLAMA, "architectures", ["GPT2LMHeadModel"], UnsupportedModelError),
     (LLAMA, "architectures", ["Qwen3MoeForCausalLM"], UnsupportedModelError),
     (LLAMA, "hidden_act", "gelu", UnsupportedModelError),
     (LLAMA, "mlp_bias", True, UnsupportedModelError),
@@ -174,6 +178,8 @@ REFUSED: list[tuple[dict[str, Any], str, Any, type[ModelError]]] = [
     (QWEN3, "use_sliding_window", True, UnsupportedModelError),
     (QWEN3, "layer_types", ["full_attention", "sliding_attention"], UnsupportedModelError),
     (QWEN3, "layer_types", "full_attention", UnsupportedModelError),
+    (MISTRAL, "sliding_window", 0, ModelError),
+    (MISTRAL, "sliding_window", "4096", ModelError),
     (LLAMA, "quantization_config", {"quant_method": "fp8"}, UnsupportedModelError),
     (LLAMA, "compression_config", {}, UnsupportedModelError),
     (LLAMA, "partial_rotary_factor", 0.5, UnsupportedModelError),

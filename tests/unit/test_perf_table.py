@@ -169,6 +169,8 @@ def test_every_difference_is_named() -> None:
 
 def test_shape_numbers_and_file_names() -> None:
     assert list(shape_numbers(LLAMA_8B).values()) == [128256, 4096, 14336, 32, 32, 8, 128, 0, 0]
+    windowed = replace(LLAMA_8B, layer_windows=(512, None) * 16)
+    assert shape_numbers(windowed) == shape_numbers(LLAMA_8B) | {"layers_of_window_512": 16}
     for gpu, short in (
         ("NVIDIA H200", "h200"),
         ("h200", "h200"),
