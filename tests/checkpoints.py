@@ -37,7 +37,7 @@ CHAT_TEMPLATE = """{{- bos_token }}
     {{- "[" + message.role + "] " + message.content | trim + eos_token + "\\n" }}
 {%- endfor %}
 {%- if add_generation_prompt %}
-    {{- "[assistant] " }}
+    {{- "[" + (speaker or "assistant") + "] " }}
 {%- endif %}
 """
 

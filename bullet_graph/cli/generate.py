@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,16 @@ def _parse_ids(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -
         raise click.BadParameter(f"write token ids as 1,2,3 ({error})") from error
 
 
+def _parse_object(_: click.Context, __: click.Parameter, text: str | None) -> dict[str, Any] | None:
+    try:
+        value = None if text is None else json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"write a JSON object ({error})") from error
+    if value is not None and not isinstance(value, dict):
+        raise click.BadParameter("write a JSON object")
+    return value
+
+
 @click.command()
 @engine_options(max_num_seqs=256, max_num_seqs_shown="as many as there are outputs, at most 256")
 @click.option("--prompt", "texts", multiple=True, help="A prompt; may be given again.")
@@ -43,6 +53,12 @@ def _parse_ids(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -
     help="A file with one prompt per line; blank lines are skipped.",
 )
 @click.option("--chat", is_flag=True, help="Put each text into the model's chat template.")
+@click.option(
+    "--chat-template-kwargs",
+    metavar="JSON",
+    callback=_parse_object,
+    help="With --chat: variables of the template, such as '{\"enable_thinking\": false}'.",
+)
 @click.option("--temperature", default=1.0, help="0: always the most probable token.")
 @click.option("--top-p", default=1.0, help="Probability mass to sample from, in (0, 1].")
 @click.option("--top-k", default=-1, help="Sample from the K most probable tokens; -1: from all.")
@@ -59,6 +75,7 @@ def generate(
     ids: tuple[tuple[int, ...], ...],
     prompt_file: Path | None,
     chat: bool,
+    chat_template_kwargs: dict[str, Any] | None,
     as_json: bool,
     trace_decisions: Path | None,
     **sampling: Any,
@@ -79,9 +96,14 @@ def generate(
         raise click.UsageError("--logprobs needs --json, which has room for them")
     if chat and ids:
         raise click.UsageError("--chat needs texts: --prompt-ids cannot go into a chat template")
+    if chat_template_kwargs is not None and not chat:
+        raise click.UsageError("--chat-template-kwargs needs --chat")
     prompts: list[str | tuple[int, ...]] = [*_read_texts(texts, ids, prompt_file), *ids]
     config = fit_max_num_seqs(config, len(prompts) * params.n)
-    accepted = _run(config, prompts, params, chat=chat, as_json=as_json, trace_decisions=trace_decisions)
+    template_kwargs = (chat_template_kwargs or {}) if chat else None
+    accepted = _run(
+        config, prompts, params, template_kwargs, as_json=as_json, trace_decisions=trace_decisions
+    )
     if not accepted:
         click.get_current_context().exit(EXIT_ERROR)
 
@@ -140,14 +162,16 @@ def _run(
     config: EngineConfig,
     prompts: Sequence[Prompt],
     params: SamplingParams,
+    template_kwargs: Mapping[str, Any] | None,
     *,
-    chat: bool,
     as_json: bool,
     trace_decisions: Path | None,
 ) -> bool:
-    """Generate and print; return whether every prompt was accepted."""
+    """Generate and print; return whether every prompt was accepted. ``template_kwargs``: None outside of a chat."""
     tokenizer = load_tokenizer(resolve(config))
-    inputs = [_apply_chat_template(prompt, tokenizer) for prompt in prompts] if chat else prompts
+    inputs = prompts
+    if template_kwargs is not None:
+        inputs = [_apply_chat_template(prompt, tokenizer, template_kwargs) for prompt in prompts]
     with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
         kind = OutputKind.FINAL_ONLY if as_json else OutputKind.DELTA
         accepted = []
@@ -179,10 +203,13 @@ def _run(
     return len(accepted) == len(prompts)
 
 
-def _apply_chat_template(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+def _apply_chat_template(
+    prompt: Prompt, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any]
+) -> list[int]:
     if tokenizer is None:
         raise ModelError("--chat needs a model folder with tokenizer.json and a chat template: found none")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": str(prompt)}])
+    messages = [{"role": "user", "content": str(prompt)}]
+    text = tokenizer.apply_chat_template(messages, template_kwargs=template_kwargs)
     # The template contains the special tokens.
     return tokenizer.encode(text, add_special_tokens=False)
 

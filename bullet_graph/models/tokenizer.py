@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import jinja2
 import tokenizers
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, pre_tokenizers
@@ -133,7 +135,7 @@ class Tokenizer:
         return cls(
             tokenizer,
             chat_template=_read_chat_template(folder, config),
-            special_tokens=_special_tokens(config),
+            special_tokens=_special_tokens(folder, config),
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -171,28 +173,41 @@ class Tokenizer:
         return _TemplateEnvironment().from_string(self._chat_template)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation, messages with ``role`` and ``content``, into a prompt, special tokens included.
 
-        ``add_generation_prompt`` ends it with what opens an answer of the assistant. Raises ModelError where the model
-        has no template, or it is broken or refuses the messages.
+        ``add_generation_prompt`` ends it with what opens an answer of the assistant. ``template_kwargs`` are variables
+        of this template, such as ``{"enable_thinking": False}``; one that it does not use has no effect. Raises
+        PromptError for the name of another variable; ModelError where the model has no template, or it is broken or
+        refuses the messages.
         """
         if self._chat_template is None:
             raise ModelError(
                 "a chat template is required: neither chat_template.jinja nor a chat_template in "
                 "tokenizer_config.json was found; pass a plain prompt instead"
             )
-        variables = self._special_tokens | {_DEADLINE: time.monotonic() + MAX_TEMPLATE_S}
+        own = {
+            "messages": [dict(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            _DEADLINE: time.monotonic() + MAX_TEMPLATE_S,
+        }
+        given = template_kwargs or {}
+        for name in given:
+            if name in own or not name.isidentifier():
+                raise PromptError(
+                    f"chat_template_kwargs must name variables of the chat template besides {', '.join(own)}; "
+                    f"found {name!r:.80}"
+                )
+        variables = self._special_tokens | dict(given) | own
         pieces, num_chars = [], 0
         try:
-            for piece in self._template.generate(
-                variables,
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            ):
+            for piece in self._template.generate(variables):
                 pieces.append(piece)
                 num_chars += len(piece)
                 _check_size(num_chars)
@@ -212,6 +227,16 @@ def _no_panic() -> Iterator[None]:
         raise ModelError(f"tokenizer.json made its library panic: {error!s:.200}") from error
 
 
+class _GenerationBlock(Extension):
+    """``{% generation %}`` marks the assistant's words for training; here it renders what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     """What Hugging Face's templates expect, in a sandbox that looks at the clock in every loop and call.
 
@@ -221,7 +246,8 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**"))
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        extensions = ["jinja2.ext.loopcontrols", _GenerationBlock]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         # Jinja's own filter would escape HTML.
         self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self.filters["_in_time"] = _in_time
@@ -287,16 +313,20 @@ def _read_chat_template(folder: Path, config: JsonObject) -> str | None:
     return template
 
 
-def _special_tokens(config: JsonObject) -> dict[str, str]:
+def _special_tokens(folder: Path, config: JsonObject) -> dict[str, str]:
+    path = folder / "special_tokens_map.json"
+    # Older folders have some of them only there; newer ones need not have that file.
+    older = read_json_object(path) if path.exists() else JsonObject(path, {})
     tokens = {}
     for name in _SPECIAL_TOKENS:
-        value = config.get(name)
+        source = older if config.get(name) is None else config
+        value = source.get(name)
         # Older files store a token with its matching options.
         content = value.get("content") if isinstance(value, dict) else value
         if isinstance(content, str):
             tokens[name] = content
         elif content is not None:
-            config.fail(name, "a string, or an object with a string content")
+            source.fail(name, "a string, or an object with a string content")
     return tokens
 
 

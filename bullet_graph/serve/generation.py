@@ -154,7 +154,8 @@ class Generation:
         if len(messages) > self._longest_prompt:
             raise self._too_long(f"and a conversation as many messages, found {len(messages)} messages")
         self._check_characters(sum(len(message["content"]) for message in messages))
-        text = await self._in_thread(partial(self._tokenizer.apply_chat_template, messages))
+        render = partial(self._tokenizer.apply_chat_template, messages)
+        text = await self._in_thread(partial(render, template_kwargs=request.chat_template_kwargs))
         return [await self._tokens(text, special=False)]
 
     async def _tokens(self, text: str, *, special: bool = True) -> list[int]:

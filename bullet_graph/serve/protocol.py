@@ -225,6 +225,9 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST_FIELDS)] | None = Field(
+        default=None, description="Variables of the model's chat template, such as enable_thinking."
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatCompletionRequest":

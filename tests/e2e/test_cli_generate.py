@@ -92,13 +92,14 @@ def test_json_lines(folder: Path, expected_text: str) -> None:
 
 
 def test_chat_uses_the_models_template(folder: Path) -> None:
-    result = in_folder(folder, "--chat", "--json", "--prompt", "Hello")
+    variables = ("--chat-template-kwargs", '{"speaker": "dog"}')
+    result = in_folder(folder, "--chat", *variables, "--json", "--prompt", "Hello")
     (record,) = map(json.loads, result.stdout.splitlines())
     with Engine(str(folder), device="cpu") as engine:
         assert engine.tokenizer is not None
         ids = record["prompt_token_ids"]
         text = engine.tokenizer.decode(ids, skip_special_tokens=False)
-    assert text == "<|bos|>[user] Hello<|eos|>\n[assistant] "
+    assert text == "<|bos|>[user] Hello<|eos|>\n[dog] "
     assert record["prompt"] == "Hello"
 
 

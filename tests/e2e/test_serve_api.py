@@ -209,6 +209,16 @@ def test_end_of_sequence_ends_a_chat_unless_ignored(model: Model) -> None:
         ask = {"max_tokens": 1, "return_token_ids": True}
         answer = served.post("/v1/chat/completions", messages=MESSAGES, **ask).json()
         assert answer["prompt_token_ids"].count(BOS_TOKEN_ID) == 1
+        ask["chat_template_kwargs"] = {"speaker": "dog"}
+        ids = served.post("/v1/chat/completions", messages=MESSAGES, **ask).json()["prompt_token_ids"]
+        tokenizer = served.engine.engine.tokenizer
+        assert tokenizer is not None
+        assert tokenizer.decode(ids).endswith("[dog] ")
+        ask["chat_template_kwargs"] = {"messages": []}
+        refused = served.post("/v1/chat/completions", messages=MESSAGES, **ask)
+        assert refused.status_code == 400
+        assert "chat_template_kwargs must name variables" in refused.text
+        del ask["chat_template_kwargs"]
         (choice,) = served.complete(prompt="The sea", **ask)["choices"]
         assert choice["prompt_token_ids"].count(BOS_TOKEN_ID) == 1
         ends = []

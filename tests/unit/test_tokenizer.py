@@ -90,6 +90,7 @@ NOT_USABLE = r"tokenizer\.json is not a usable tokenizer"
             )
         ),
         ("chat_template.jinja", b"\xff", r"chat_template\.jinja cannot be read as UTF-8"),
+        ("special_tokens_map.json", b'{"pad_token": []}', r"special_tokens_map\.json: pad_token must be"),
         *(
             ("tokenizer_config.json", content, rf"tokenizer_config\.json: {key} must be")
             for key, content in {
@@ -216,16 +217,25 @@ PUBLISHED_IDIOMS = """
     {%- set ns.count = ns.count + 1 -%}
     {{ message | tojson }}|{{ message | tojson(indent=2) }}
 {% endfor %}
+{% generation %}{% if enable_thinking %}<think>{{ ns.count }}</think>{% endif %}{% endgeneration %}
 {{ strftime_now('%Y') }} {{ ns.count }}{{ eos_token }}{{ undefined_name }}"""
 
 
 def test_idioms_of_published_templates(tmp_path: Path) -> None:
     write_config(tmp_path, eos_token="</s>", chat_template=PUBLISHED_IDIOMS)
-    text = read(tmp_path).apply_chat_template(MESSAGES)
     reference = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert text == reference.apply_chat_template(MESSAGES, tokenize=False)
+    for think in (False, True):
+        text = read(tmp_path).apply_chat_template(MESSAGES, template_kwargs={"enable_thinking": think})
+        assert text == reference.apply_chat_template(MESSAGES, tokenize=False, enable_thinking=think)
+        assert ("<think>2</think>" in text) == think
     assert "<brief> &" in text
     assert text.endswith("2</s>")
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "_deadline", "a-b", ""])
+def test_variables_that_a_request_cannot_give(tokenizer: Tokenizer, name: str) -> None:
+    with pytest.raises(PromptError, match=f"^chat_template_kwargs must name .* found {name!r}"):
+        tokenizer.apply_chat_template(MESSAGES, template_kwargs={name: 1})
 
 
 def test_template_file_comes_before_tokenizer_config(tmp_path: Path, folder: Path) -> None:
@@ -244,6 +254,13 @@ def test_named_templates(tmp_path: Path) -> None:
     ]
     write_config(tmp_path, chat_template=named, bos_token={"content": "<s>", "special": True})
     assert read(tmp_path).apply_chat_template(MESSAGES) == "<s>plain"
+
+
+def test_special_tokens_of_older_folders(tmp_path: Path) -> None:
+    write_config(tmp_path, bos_token="<new>", chat_template="{{ bos_token }}{{ eos_token }}")
+    older = {"bos_token": "<old>", "eos_token": {"content": "<end>", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    assert read(tmp_path).apply_chat_template(MESSAGES) == "<new><end>"
 
 
 def test_no_chat_template(tmp_path: Path) -> None:
