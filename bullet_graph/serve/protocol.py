@@ -21,30 +21,35 @@ OWN_ERROR = "request"
 _MOST_FIELDS = 100
 """Fields of any object of a request."""
 
-_HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+_HARMLESS = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "session_id"}
+    | {"prompt_cache_retention", "cache_salt", "truncation_side", "return_mm_kwargs", "return_token_offsets"}
+)
 """Fields without effect on the answer: accepted and ignored."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
+    name: values
+    for names, values in (
+        ("audio prediction reasoning_effort verbosity web_search_options", ()),
+        ("allowed_token_ids chat_template logprob_token_ids prompt_embeds prompt_logprobs request_id", ()),
+        ("guided_choice guided_grammar guided_json guided_regex structural_tag structured_outputs", ()),
+        ("guided_decoding_backend guided_whitespace_pattern repetition_detection truncate_prompt_tokens", ()),
+        ("echo include_stop_str_in_output return_tokens_as_token_ids use_beam_search watermarking", (False,)),
+        ("skip_special_tokens spaces_between_special_tokens", (True,)),
+        ("frequency_penalty presence_penalty priority routed_experts_prompt_start", (0,)),
+        ("best_of length_penalty repetition_penalty stream_interval", (1,)),
+        ("bad_words functions logits_processors tools", ([],)),
+        ("ec_transfer_params kv_transfer_params logit_bias vllm_xargs", ({},)),
+        ("parallel_tool_calls", (True, False)),
+        ("thinking_token_budget", (-1,)),
+        ("function_call tool_choice", ("none",)),
+        ("modalities", (["text"],)),
+        ("response_format", ({"type": "text"},)),
+        ("suffix", ("",)),
+    )
+    for name in names.split()
 }
-"""Fields of OpenAI's interface that this server lacks, and their values that ask for nothing."""
+"""Fields of OpenAI's and vLLM's interfaces that this server lacks, and their values that ask for nothing."""
 
 
 class _Strict(BaseModel):
@@ -90,6 +95,7 @@ class GenerationRequest(_Strict):
 
     default_tokens: ClassVar[int | None] = None
     """Output limit of requests that name none; None: the model's limit."""
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = _NEUTRAL
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -115,7 +121,7 @@ class GenerationRequest(_Strict):
     def _leave_out_what_asks_for_nothing(cls, data: Any) -> Any:
         if not isinstance(data, dict) or len(data) > _MOST_FIELDS:
             return data
-        for name, neutral in _NEUTRAL.items():
+        for name, neutral in cls.neutral.items():
             value = data.get(name)
             # JSON's true equals Python's 1.
             if value is not None and not any(
@@ -126,7 +132,7 @@ class GenerationRequest(_Strict):
                     "`{field}` is not supported by this server: leave it out{neutral}",
                     {"field": name, "neutral": "".join(f", or give {json.dumps(v)}" for v in neutral[:1])},
                 )
-        return {name: value for name, value in data.items() if name not in _NEUTRAL and name not in _HARMLESS}
+        return {name: value for name, value in data.items() if name not in cls.neutral.keys() | _HARMLESS}
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "GenerationRequest":
@@ -164,6 +170,7 @@ class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
     default_tokens = 16  # OpenAI's
+    neutral = {**_NEUTRAL, "add_special_tokens": (True,)}
 
     prompt: str | Many[TokenId] | Few[str] | Few[Many[TokenId]] = Field(
         description="A text, token ids, or a list of either."
@@ -197,21 +204,32 @@ class CompletionRequest(GenerationRequest):
         return list(prompt)
 
 
-class TextPart(_Strict):
+class _Said(BaseModel):
+    # Clients send messages back with whatever servers have added to them.
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class TextPart(_Said):
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
-    """One turn of a conversation."""
+class Message(_Said):
+    """One turn of a conversation; only an assistant's ``content`` may be null."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Many[TextPart]
+    content: str | Many[TextPart] | None = None
     name: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError(OWN_ERROR, "a message's `content` is required", {"field": "messages"})
+        return self
 
     def for_template(self) -> dict[str, str]:
         """The form of chat templates; ``developer`` is OpenAI's newer name of ``system``."""
-        content = self.content
+        content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
@@ -220,6 +238,14 @@ class Message(_Strict):
 
 class ChatCompletionRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
+
+    neutral = {
+        **_NEUTRAL,
+        **dict.fromkeys(("add_special_tokens", "continue_final_message", "return_prompt_text"), (False,)),
+        **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (True,)),
+        **dict.fromkeys(("chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs"), ({},)),
+        "documents": ([],),
+    }
 
     messages: Many[Message]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -231,7 +257,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatCompletionRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError(OWN_ERROR, "`top_logprobs` needs `logprobs` set to true")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:

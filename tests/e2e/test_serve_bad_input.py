@@ -100,9 +100,15 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
         ({"messages": None}, "`messages` must be a list of messages"),
         ({"messages": []}, "`messages` must be a list of messages"),
         ({"messages": [{"role": "user"}]}, "content (a text, or a list of"),
+        ({"messages": [{"role": "user", "content": None, "refusal": None}]}, "content (a text, or a list of"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role (system, developer, user or assistant)"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`messages` must be"),
-        ({"messages": [USER[0] | {"tool_calls": []}]}, "`messages.0.tool_calls` is no field"),
+        ({"guided_json": {}}, "`guided_json` is not supported by this server: leave it out"),
+        ({"guided_jsno": {}}, "`guided_jsno` is no field of this request"),
+        (
+            {"skip_special_tokens": False},
+            "`skip_special_tokens` is not supported by this server: leave it out, or give true",
+        ),
         ({"messages": [{"role": "user", "content": "x" * 60}]}, "a prompt may have at most 40 tokens"),
         ({"messages": [USER[0] | {"content": ""}] * 41}, "as many messages, found 41 messages"),
         (

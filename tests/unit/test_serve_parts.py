@@ -16,7 +16,7 @@ from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import ChatFormat, CompletionFormat, to_json_text, token_texts, usage_of
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import PREFIX, Histogram, ServerMetrics
-from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest
+from bullet_graph.serve.protocol import _HARMLESS, ChatCompletionRequest, CompletionRequest
 
 
 class Clock:
@@ -125,6 +125,64 @@ def test_seeds_of_any_sign_and_size_are_kept_apart() -> None:
     assert CompletionRequest(prompt=[1]).sampling_params(5).seed is None
 
 
+VLLMS_DEFAULTS: dict[str, object] = json.loads(
+    """{"allowed_token_ids": null, "bad_words": [], "cache_salt": null, "ec_transfer_params": null, "echo": false,
+    "frequency_penalty": null, "ignore_eos": false, "include_stop_str_in_output": false, "kv_transfer_params": null,
+    "length_penalty": 1.0, "logit_bias": null, "logprob_token_ids": null, "max_tokens": null, "min_p": null,
+    "min_tokens": 0, "model": null, "n": 1, "presence_penalty": null, "priority": 0, "prompt_logprobs": null,
+    "repetition_detection": null, "repetition_penalty": null, "response_format": null, "return_mm_kwargs": true,
+    "return_token_ids": null, "return_token_offsets": false, "return_tokens_as_token_ids": null, "seed": null,
+    "routed_experts_prompt_start": 0, "session_id": null, "skip_special_tokens": true, "stop": [],
+    "spaces_between_special_tokens": true, "stop_token_ids": [], "stream": false, "stream_interval": null,
+    "stream_options": null, "structured_outputs": null, "temperature": null, "thinking_token_budget": null,
+    "top_k": null, "top_p": null, "truncate_prompt_tokens": null, "truncation_side": null, "user": null,
+    "use_beam_search": false, "vllm_xargs": null, "watermarking": null}"""
+)
+OF_A_CHAT: dict[str, object] = json.loads(
+    """{"add_generation_prompt": true, "add_special_tokens": false, "chat_template": null, "top_logprobs": 0,
+    "chat_template_kwargs": null, "continue_final_message": false, "documents": null, "include_reasoning": true,
+    "logprobs": false, "max_completion_tokens": null, "media_io_kwargs": null, "mm_processor_kwargs": null,
+    "tool_choice": "none", "parallel_tool_calls": true, "reasoning_effort": null, "return_prompt_text": null,
+    "tools": null, "messages": [{"role": "user", "content": "x"}]}"""
+)
+OF_A_COMPLETION: dict[str, object] = json.loads(
+    '{"add_special_tokens": true, "logprobs": null, "prompt": "x", "prompt_embeds": null, "suffix": null}'
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"), [(ChatCompletionRequest, OF_A_CHAT), (CompletionRequest, OF_A_COMPLETION)]
+)
+def test_vllms_fields_at_their_defaults_ask_for_nothing(
+    kind: type[ChatCompletionRequest | CompletionRequest], own: dict[str, object]
+) -> None:
+    assert kind.model_validate(VLLMS_DEFAULTS | own)
+    needed = {name: own[name] for name in ("messages", "prompt") if name in own}
+    for name in (VLLMS_DEFAULTS | own).keys() - kind.model_fields.keys() - _HARMLESS:
+        with pytest.raises(ValidationError, match=f"`{name}` is not supported by this server"):
+            kind.model_validate(needed | {name: "something else"})
+
+
+def test_messages_may_carry_what_servers_have_added_to_them() -> None:
+    extras = {
+        "refusal": None,
+        "annotations": [],
+        "audio": {"id": "a"},
+        "function_call": None,
+        "reasoning_content": "…",
+    }
+    answer = {"role": "assistant", "content": "Yes.", "provider_specific_fields": {"x": 1}, **extras}
+    part = {"type": "text", "text": "Well?", "cache_control": {"type": "ephemeral"}}
+    asked = {"role": "user", "content": [part], "name": None}
+    silent = {"role": "assistant", "content": None}
+    request = ChatCompletionRequest.model_validate({"messages": [asked, answer, silent]})
+    assert [message.for_template() for message in request.messages] == [
+        {"role": "user", "content": "Well?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "assistant", "content": ""},
+    ]
+
+
 # ---- formats ----
 
 
@@ -190,7 +248,7 @@ USER = {"role": "user", "content": "x"}
         {"prompt": [1], "slo": UNKNOWN},
         {"prompt": [1], "k" * 10**6: 1},
         {"messages": [{}] * 8000},
-        {"messages": [USER | UNKNOWN] * 9},
+        {"messages": [USER | UNKNOWN | {"content": 5}] * 9},
         {"messages": [USER | {"content": [{"type": "text"}] * 8000}]},
     ],
     ids=lambda body: str(body)[:30],
