@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -28,8 +29,8 @@ SEED = 0
 STEPS = 3
 """Tokens of each sequence. The last step's logits are compared, and that step attends to what the others cached."""
 
-_MOST_COMPARED = 8
-"""Rows of a batch that the reference computes: it goes through sequences one by one."""
+_MOST_COMPARED = 4
+"""Rows of a batch that the reference computes, first and last among them: it goes through sequences one by one."""
 
 
 StepLogits = Callable[[Int32Array, Rows], Tensor]
@@ -70,11 +71,45 @@ class SelfCheck:
         sizes = [size for size in self.batch_sizes if size < self.decoder.cache.num_blocks]
         if sample and sizes:
             sizes = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+        if not sizes:
+            return ()
         tolerance = TOLERANCES[self.decoder.weights.lm_head.dtype]
+        vocab_size = self.decoder.config.vocab_size
+        tokens = np.random.default_rng(SEED).integers(0, vocab_size, (sizes[-1], STEPS), dtype=np.int32)
+        compared = [np.unique(np.linspace(0, size - 1, _MOST_COMPARED).astype(np.int32)) for size in sizes]
+        found = [self._found(tokens[:size], rows) for size, rows in zip(sizes, compared, strict=True)]
+        # Sizes share their sequences, so one forward of all that are compared serves every size.
+        once = np.unique(np.concatenate(compared))
+        expected = self._expected(tokens, once)
         return tuple(
-            SelfCheckPoint(size, _relative_error(self.decoder, self.logits_of, size), tolerance)
-            for size in sizes
+            SelfCheckPoint(size, _worst_error(logits, expected[np.searchsorted(once, rows)]), tolerance)
+            for size, rows, logits in zip(sizes, compared, found, strict=True)
         )
+
+    def _found(self, tokens: Int32Array, compared: Int32Array) -> Tensor:
+        """Logits of the compared sequences after their last step, of a batch of all of them."""
+        block_tokens = self.decoder.cache.block_tokens
+        blocks = _blocks_of(np.arange(len(tokens)))
+        for position in range(STEPS):
+            step = make_batches((), [position] * len(tokens), blocks=blocks, block_tokens=block_tokens)
+            logits = self.logits_of(tokens[:, position], lay_out(*step, block_tokens))
+        return logits[_indices(compared, logits.device)].float()
+
+    def _expected(self, tokens: Int32Array, compared: Int32Array) -> Tensor:
+        """Those logits by the decoder's own forward."""
+        block_tokens = self.decoder.cache.block_tokens
+        prompts = make_batches(
+            [(0, STEPS, True)] * len(compared),
+            (),
+            blocks=_blocks_of(compared),
+            token_ids=tokens[compared].ravel(),
+            block_tokens=block_tokens,
+        )
+        rows = lay_out(*prompts, block_tokens)
+        # In one forward and without a library's attention: else these two would take most of a start's self-check,
+        # seconds where cuDNN first builds its kernel.
+        with sdpa_kernel(SDPBackend.MATH):
+            return reference_logits(self.decoder, eager_functions(TorchOps()), rows.token_ids, rows).float()
 
 
 def reference_logits(
@@ -96,30 +131,12 @@ def _indices(values: Int32Array, device: torch.device) -> Tensor:
     return torch.from_numpy(values).long().to(device)
 
 
-def _relative_error(decoder: Decoder, logits_of: StepLogits, batch_size: int) -> float:
-    block_tokens = decoder.cache.block_tokens
-    tokens = np.random.default_rng(SEED).integers(
-        0, decoder.config.vocab_size, (batch_size, STEPS), dtype=np.int32
-    )
-    # Each sequence has a block of its own.
-    blocks = np.arange(1, batch_size + 1)
-    for position in range(STEPS):
-        step = make_batches((), [position] * batch_size, blocks=blocks, block_tokens=block_tokens)
-        logits = logits_of(tokens[:, position], lay_out(*step, block_tokens))
-    compared = np.unique(np.linspace(0, batch_size - 1, min(batch_size, _MOST_COMPARED)).astype(np.int32))
-    prompts = make_batches(
-        [(0, STEPS, True)] * len(compared),
-        (),
-        blocks=blocks[compared],
-        token_ids=tokens[compared].ravel(),
-        block_tokens=block_tokens,
-    )
-    rows = lay_out(*prompts, block_tokens)
-    # In one forward and without a library's attention: else these two would take most of a start's self-check, seconds
-    # where cuDNN first builds its kernel.
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = reference_logits(decoder, eager_functions(TorchOps()), rows.token_ids, rows).float()
-    found = logits[_indices(compared, logits.device)].float()
+def _blocks_of(sequences: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Each sequence has a block of its own; block 0 is that of padding."""
+    return sequences + 1
+
+
+def _worst_error(found: Tensor, expected: Tensor) -> float:
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
     worst = float(errors.max())
     # A NaN would compare as no error at all.
