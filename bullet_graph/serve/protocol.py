@@ -243,7 +243,7 @@ class ChatCompletionRequest(GenerationRequest):
         **_NEUTRAL,
         **dict.fromkeys(("add_special_tokens", "continue_final_message", "return_prompt_text"), (False,)),
         **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (True,)),
-        **dict.fromkeys(("chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs"), ({},)),
+        **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
         "documents": ([],),
     }
 
