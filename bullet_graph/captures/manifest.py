@@ -202,10 +202,11 @@ def _hash_file(path: Path, copy: Path | None = None) -> tuple[int, str]:
     return num_bytes, hashed.hexdigest()
 
 
-def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; OSError for a link, a device or a pipe."""
+def open_regular(path: Path, *, follow_links: bool = False) -> BufferedReader:
+    """Open a regular file for reading; OSError for a device or a pipe, and for a link unless ``follow_links``."""
     # O_NONBLOCK: a pipe without a writer would block.
-    file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")  # noqa: SIM115 - the caller closes it
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+    file = open(os.open(path, flags), "rb")  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(f"{path} is not a regular file")

@@ -7,12 +7,12 @@ import json
 import math
 import os
 import reprlib
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from bullet_graph.captures.manifest import open_regular
 from bullet_graph.errors import ModelError, UnsupportedModelError
 
 MAX_FILE_BYTES = 256 * 1024**2
@@ -85,18 +85,14 @@ def read_model_file(path: Path, error: type[ModelError] = ModelError) -> bytes:
         ModelError: (or ``error``) the file is missing, unreadable, a pipe or a device, or above ``MAX_FILE_BYTES``.
     """
     try:
-        # O_NONBLOCK: a pipe without a writer would block.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise error(f"{path} must be a regular file; found a folder, a pipe or a device")
-            content = file.read(MAX_FILE_BYTES + 1)
+        with open_regular(path, follow_links=True) as file:
+            content, num_bytes = file.read(MAX_FILE_BYTES + 1), os.fstat(file.fileno()).st_size
     except FileNotFoundError as cause:
         raise error(f"{path} is missing; a Hugging Face model folder must hold it") from cause
     except OSError as cause:
         raise error(f"{path} cannot be read: {cause}") from cause
     if len(content) > MAX_FILE_BYTES:
-        raise error(f"{path} must have at most {MAX_FILE_BYTES} bytes; found {found.st_size}")
+        raise error(f"{path} must have at most {MAX_FILE_BYTES} bytes; found {num_bytes}")
     return content
 
 
