@@ -115,7 +115,7 @@ class CapturedStart:
             if rows != [size for size in plan.piecewise_rows if size in rows]:
                 raise ValueError(f"rows of the plan are required, found {rows!r:.100}")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._tell(f"rows of piecewise graphs are timed anew: {MEASURED}: {error}")
+            self.tell(f"rows of piecewise graphs are timed anew: {MEASURED}: {error}")
             return None
         return tuple(rows)
 
@@ -128,7 +128,7 @@ class CapturedStart:
         try:
             load_module(module, library)
         except RuntimeError as error:
-            self._tell(f"{library.name} cannot be loaded, so FlashInfer compiles it: {error!s:.300}")
+            self.tell(f"{library.name} cannot be loaded, so FlashInfer compiles it: {error!s:.300}")
 
     def holds(self, check: SelfCheck | None) -> bool:
         """Self-check: whether the logits are those of the uncompiled model.
@@ -160,7 +160,7 @@ class CapturedStart:
             try:
                 copy_kernels(self._files / TRITON, Path(knobs.cache.dir))
             except CacheError as error:
-                self._tell(f"kernels that are needed later will be compiled then: {error}")
+                self.tell(f"kernels that are needed later will be compiled then: {error}")
 
     def _reject(self, reason: str) -> None:
         self._is_rejected = True
@@ -168,9 +168,10 @@ class CapturedStart:
         # A second rejection of an entry replaces the reason.
         if self._entry is not None and not self._entry[0].reject(self._entry[1], reason):
             marked = "; it could not be marked as rejected, so the next start will find the same"
-        self._tell(f"captures are compiled anew: {reason}{marked}")
+        self.tell(f"captures are compiled anew: {reason}{marked}")
 
-    def _tell(self, problem: str) -> None:
+    def tell(self, problem: str) -> None:
+        """Note why a part of the cache is not used, and warn."""
         self.use = replace(self.use, problems=(*self.use.problems, problem))
         _warn(problem)
 
@@ -210,12 +211,12 @@ def open_capture_entry(
             _warn(problem)
             yield CapturedStart(use=CacheUse(problems=(problem,)))
             return
+        captured = CapturedStart(entry.files, entry=(store, entry), self_check=config.self_check)
         if runtime.device.type == "cuda":
             try:
                 restore_mask_offset(entry.files / MASK_OFFSET)
             except PartitionError as error:
-                _warn(f"the SM-mask offset of entry {entry.entry_id} is not used: {error}")
-        captured = CapturedStart(entry.files, entry=(store, entry), self_check=config.self_check)
+                captured.tell(f"the SM-mask offset of entry {entry.entry_id} is not used: {error}")
         with library_caches(folder):
             yield captured
         captured.publish_kernels()

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from caches import FINGERPRINT, build
+from caches import FINGERPRINT, PLAN, build
 from compiled_triton import run_compiled
 from fakes.flashinfer_package import FakeFlashInfer
 
 from bullet_graph.captures.store import CaptureStore
+from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError, CaptureCacheWarning, PartitionError
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.graphs.compiled import LayerPart
@@ -157,6 +158,32 @@ def test_an_offset_that_does_not_hold_here_is_not_remembered(
     with pytest.raises(PartitionError, match="offset 0x51c must hold for other masks in a fresh process"):
         restore_mask_offset(proven, tmp_path / "mine.json")
     assert not (tmp_path / "mine.json").exists()
+
+
+def test_an_offset_that_does_not_hold_is_a_problem_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = DriverId(99000, "999.1", "x86_64")
+    monkeypatch.setattr(capture_cache, "identify_driver", lambda: driver)
+    monkeypatch.setattr(capture_cache, "fingerprint_of", lambda _: FINGERPRINT)
+
+    def refuse(offset: int) -> None:
+        raise PartitionError(f"{offset:#x} does not hold")
+
+    monkeypatch.setattr(capture_cache, "prove", refuse)
+    proven = remember(driver, 0x51C, tmp_path / "proven.json")
+    files = {"triton/KEY/gemm.cubin": b"cubin", capture_cache.MASK_OFFSET: proven.read_bytes()}
+    entry = build(CaptureStore(tmp_path / "store"), files=files)
+    config = EngineConfig(model="tiny", capture_cache=str(tmp_path / "store"))
+    runtime: Any = SimpleNamespace(device=torch.device("cuda"))
+    with (
+        pytest.warns(CaptureCacheWarning, match="0x51c does not hold"),
+        capture_cache.open_capture_entry(config, runtime, PLAN) as captured,
+    ):
+        pass
+    assert captured.use.entry_id == entry.entry_id, "the rest is used"
+    (problem,) = captured.use.problems
+    assert problem == f"the SM-mask offset of entry {entry.entry_id} is not used: 0x51c does not hold"
 
 
 def test_a_table_is_found_whatever_plan_and_code(tmp_path: Path) -> None:
