@@ -148,7 +148,9 @@ class EngineConfig:
     A wrong one raises ConfigError, at construction.
     """
 
-    model: str = field(metadata={"setting": Setting("A preset's name, or a Hugging Face model folder.")})
+    model: str = field(
+        metadata={"setting": Setting("A Hugging Face model folder, or a preset with random weights.")}
+    )
     load_format: LoadFormat = _setting(
         "auto",
         "Source of the weights. dummy: seeded random numbers; auto: dummy for a preset, safetensors for a folder.",
@@ -288,6 +290,15 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the policy predicts from a performance model: ``mixed`` does under a TPOT target, without a size."""
+        policy = self.policy
+        sized_by_target = (
+            policy.name == "mixed" and policy.chunk_tokens is None and self.slo.tpot_ms is not None
+        )
+        return policy.uses_prefill_lane or sized_by_target
 
     @property
     def chunk_tokens(self) -> int:

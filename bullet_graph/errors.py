@@ -46,6 +46,10 @@ class PerfTableError(BulletGraphError, ValueError):
     """A performance table is missing, damaged, incomplete, or was measured under other conditions."""
 
 
+class PerfTableWarning(UserWarning):
+    """There is no performance table for a policy that predicts from one; the message says what happens instead."""
+
+
 class CacheError(BulletGraphError, ValueError):
     """A capture cache is damaged, does not fit, is in use, or cannot be written; the message names the part."""
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from bullet_graph.cli.tables import table_of
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.engine import Engine
+from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.energy import DeviceMonitor, open_probe
 from bullet_graph.perf.provenance import collect_provenance, without_home
 from bullet_graph.runtime.memory import MemoryLedger, format_bytes
@@ -29,6 +30,8 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
 
     An existing file ``trace_decisions`` is replaced.
     """
+    if not quiet:
+        tell_random_weights(config)
     if trace_decisions is not None:
         # The command has checked that it may be replaced.
         trace_decisions.unlink(missing_ok=True)
@@ -51,6 +54,18 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
     return engine
 
 
+def has_random_weights(config: EngineConfig) -> bool:
+    """Whether the weights are random numbers: those of a preset, or with ``load_format`` dummy."""
+    is_preset = config.model in PRESETS and not Path(config.model).is_dir()
+    return is_preset or config.load_format == "dummy"
+
+
+def tell_random_weights(config: EngineConfig) -> None:
+    """Say on stderr if the weights are random."""
+    if has_random_weights(config):
+        click.echo(f"{config.model}: the weights are random, so its text means nothing", err=True)
+
+
 def config_for(config: EngineConfig, policies: Sequence[Policy], slo: Slo) -> EngineConfig:
     """Settings of one engine that can serve under each policy in turn, and begins with these targets.
 
@@ -63,8 +78,8 @@ def config_for(config: EngineConfig, policies: Sequence[Policy], slo: Slo) -> En
         named = (policy.decode_sms for policy in policies)
         sizes += tuple(size for size in named if size is not None and size not in sizes)
     if len(policies) > 1 and any(policy.uses_prefill_lane for policy in policies):
-        # An engine for auto can serve as any other.
-        policy = Policy("auto")
+        # An engine for auto or split can serve as any other; only that for split is refused early without a table.
+        policy = Policy("split" if any(policy.name == "split" for policy in policies) else "auto")
     else:
         # The largest forward counts; and mixed may need a table where serial never does.
         policy = max(policies, key=lambda policy: (policy.chunk_tokens or math.inf, policy.name == "mixed"))
@@ -90,10 +105,9 @@ def describe_config(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
         for name, value in config.values().items()
         if name not in _OWN_FIELDS
     }
-    has_weights = runtime.folder is not None and config.load_format != "dummy"
     return {
         "model": without_home(config.model),
-        "load_format": "safetensors" if has_weights else "dummy",
+        "load_format": "dummy" if has_random_weights(config) else "safetensors",
         "dtype": runtime.dtype_name,
         "policy": str(config.policy),
         "seed": config.seed,

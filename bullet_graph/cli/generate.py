@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from bullet_graph.cli import EXIT_ERROR
-from bullet_graph.cli.engine_run import open_engine
+from bullet_graph.cli.engine_run import open_engine, tell_random_weights
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
@@ -104,6 +104,7 @@ def generate(
     accepted = _run(
         config, prompts, params, template_kwargs, as_json=as_json, trace_decisions=trace_decisions
     )
+    tell_random_weights(config)
     if not accepted:
         click.get_current_context().exit(EXIT_ERROR)
 

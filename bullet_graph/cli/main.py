@@ -1,8 +1,10 @@
 """The console script ``bullet-graph`` and its groups; each command's module is imported when it is used."""
 
 import contextlib
+import re
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +13,13 @@ import click
 from bullet_graph._version import __version__
 from bullet_graph.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from bullet_graph.config import RENAMED
-from bullet_graph.errors import BulletGraphError, EngineDeadError
+from bullet_graph.errors import (
+    BulletGraphError,
+    CaptureCacheWarning,
+    EngineDeadError,
+    ModelError,
+    PerfTableWarning,
+)
 
 _COMMANDS = {
     "doctor": ("doctor:doctor", "Check what works on this machine, and say how to mend the rest."),
@@ -42,6 +50,15 @@ _CAPTURE_COMMANDS = {
 }
 
 
+_COMMAND = f"{__name__}.command"
+"""Key of the command that runs, in the context's ``meta``."""
+
+_SETTING = re.compile(
+    r"""(?<![\w/."'-])(?P<name>[a-z][a-z0-9_]*)(?![\w/-]|\.\w)"""
+    r"(=(?P<value>True\b|False\b|'[^']*'|))?(?P<must> must be)?"
+)
+
+
 class LazyGroup(click.Group):
     """A group that imports a command's module when the command is used, so that ``--help`` never waits for torch.
 
@@ -67,6 +84,13 @@ class LazyGroup(click.Group):
             command: click.Command = load(f"bullet_graph.cli.{module}", attribute)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        found = super().resolve_command(ctx, args)
+        ctx.meta[_COMMAND] = found[1]
+        return found
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         lines = {name: command.get_short_help_str(80) for name, command in self.commands.items()}
         lines |= {name: line for name, (_, line) in self._lazy.items()}
@@ -84,21 +108,59 @@ def _current_name(name: str) -> str:
     return new
 
 
+def with_flags(message: str, command: click.Command) -> str:
+    """A message with the command's flags in place of the names that the settings have in Python.
+
+    ``max_model_len=512`` becomes ``--max-model-len 512``. A name without ``_`` is an ordinary word, unless ``=`` or
+    ``must be`` follows.
+    """
+    flags: dict[str, click.Option] = {}
+    for option in (each for each in command.params if isinstance(each, click.Option)):
+        flags |= {name: option for name in (option.name, option.opts[0][2:].replace("-", "_")) if name}
+
+    def flag(found: re.Match[str]) -> str:
+        name, value, must = found.group("name", "value", "must")
+        option = flags.get(name)
+        if option is None or ("_" not in name and value is None and must is None):
+            return found[0]
+        shown = (option.secondary_opts or option.opts)[0] if value == "False" else option.opts[0]
+        given = "" if value in (None, "True", "False") else f" {value.strip(chr(39))}"
+        return f"{shown}{given}{must or ''}"
+
+    return _SETTING.sub(flag, message)
+
+
 class _ErrorReportingGroup(LazyGroup):
-    """Reports the package's own errors in one line and an exit code; others keep their traceback."""
+    """Reports the package's own errors and warnings in one line, errors with an exit code; others stay as they are."""
 
     def invoke(self, ctx: click.Context) -> None:
+        def tell(kind: str, message: object, *, names_settings: bool = True) -> None:
+            command = ctx.meta.get(_COMMAND, self)
+            text = with_flags(str(message), command) if names_settings else str(message)
+            click.echo(f"{kind}: {text}", err=True)
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, CaptureCacheWarning | PerfTableWarning):
+                tell("warning", message)
+            else:
+                show_others(message, category, *place, **more)
+
+        show_others, warnings.showwarning = warnings.showwarning, show
         try:
             super().invoke(ctx)
         except BulletGraphError as error:
             if isinstance(error, EngineDeadError) and error.__cause__ is not None:
                 # The line alone would hide where a device, or the engine itself, failed.
                 traceback.print_exception(error.__cause__)
-            click.echo(f"error: {error}", err=True)
+            # A file's keys, such as those of a model or a capture plan, may be called as settings are.
+            is_of_file = isinstance(error, ModelError) or error.__cause__ is not None
+            tell("error", error, names_settings=not is_of_file)
             ctx.exit(EXIT_ERROR)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)
+        finally:
+            warnings.showwarning = show_others
 
 
 @click.group(

@@ -23,6 +23,7 @@ from bullet_graph.runtime.profile import prepare_profile, profile_model
     "model",
     "load_format",
     "dtype",
+    "device",
     "max_num_seqs",
     "max_num_batched_tokens",
     "partition_backend",
@@ -63,7 +64,7 @@ def profile(
       bullet-graph profile --model llama-3.1-8b
       bullet-graph profile --model ./Llama-3.2-1B --decode-sms 32,64 --time-budget-s 120 --output table.json
     """
-    config = EngineConfig(**settings, device="cuda")
+    config = EngineConfig(**settings)
     prepared = prepare_profile(config)
     file = output or user_table_file(table_key(prepared.runtime))
     with contextlib.suppress(OSError):  # the check says what is wrong

@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.in_flight import stalled_launches
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
 from bullet_graph.engine.trace import DecisionTrace
-from bullet_graph.errors import ConfigError, EngineDeadError, RequestError
+from bullet_graph.errors import ConfigError, EngineDeadError, PerfTableWarning, RequestError
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.partition.masks import lane_sms
 from bullet_graph.perf.start_report import StartClock, StartReport
@@ -26,6 +27,7 @@ from bullet_graph.perf.trace import TraceHeader
 from bullet_graph.planner.options import Corrections
 from bullet_graph.planner.planner import Planner
 from bullet_graph.planner.slack import PREPARE_MS
+from bullet_graph.planner.tuning import TUNING
 from bullet_graph.runtime.build import build_executor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger
@@ -135,9 +137,20 @@ class Engine:
                 f"the policy {config.policy} needs a prefill lane, but the engine was made for one that has none: "
                 "make it with policy=auto, which can serve as any other"
             )
+        chunk_tokens = config.chunk_tokens
+        if self._performance is None and config.predicts and config.policy.name != "split":
+            chunk_tokens = min(chunk_tokens, TUNING.fixed_chunk_tokens)
+            # Level 1, this place: Python shows a text of one place once.
+            warnings.warn(
+                f"there is no performance table, so forwards have at most {chunk_tokens} rows, whatever the latency "
+                "targets: measure a table with `bullet-graph profile` (on a GPU), choose policy='mixed:CHUNK', or pass "
+                "perf_table='roofline' for an estimate",
+                PerfTableWarning,
+                stacklevel=1,
+            )
         planner = Planner(
             config.policy,
-            max_chunk_tokens=config.chunk_tokens,
+            max_chunk_tokens=chunk_tokens,
             decode_sms=[sms for p in executor.partitions if (sms := lane_sms(p)) is not None],
             model=self._performance,
             corrections=self._corrections,

@@ -39,10 +39,10 @@ class Planner:
         corrections: Corrections | None = None,
         eager_layer_ms: float = GENERIC.eager_layer_ms,
     ) -> None:
-        if model is None and policy.name not in ("serial", "mixed"):
+        if model is None and policy.name == "split":
             raise ConfigError(
                 f"the policy {policy} needs a performance table, but there is none: measure one with `bullet-graph "
-                "profile`, or choose serial or mixed"
+                "profile`, or choose another policy"
             )
         if policy.name == "split" and (
             not decode_sms or (policy.decode_sms is not None and policy.decode_sms not in decode_sms)
@@ -111,7 +111,7 @@ class Planner:
     # ---- one phase only, or no predictions ----
 
     def _unpredicted(self, decode: DecodeLoad | None) -> Plan:
-        """``serial`` and ``mixed`` without a model."""
+        """``serial`` and ``mixed`` without a model; ``auto`` then mixes."""
         if self.policy.name == "serial":
             return Plan("serial", decode=False, chunk_tokens=self.max_rows, bound="forced")
         if decode is None:

@@ -16,6 +16,9 @@ class PlannerTuning:
     row_step: int = 16
     # Smallest mixed chunk to weigh without a time limit: with fewer rows, reading the weights takes all the time.
     least_chunk_tokens: int = 256
+    # Most rows of a forward where no table says how long it takes: with 64 of them decode rows, an 8B model on an H200
+    # needs 17 ms.
+    fixed_chunk_tokens: int = 512
     floor_tokens: int = 64  # prompt rows of a mixed step that cannot hold its target anyway
     # Forwards paced to last for the longest output have at least ``paced_rows`` rows (prompt and decode), and a
     # multiple of ``paced_row_step``. Fewer rows cost the matrix products more than decode rows that ride along save:

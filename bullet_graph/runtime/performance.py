@@ -36,35 +36,33 @@ ROOFLINE = "roofline"
 def find_performance(
     config: EngineConfig, runtime: "Runtime", *, cached_table: Callable[[], PerfTable | None] = lambda: None
 ) -> PerformanceModel | None:
-    """The performance model that the configuration names or needs; None if it needs none.
+    """The performance model that the configuration names or that its policy predicts from; None where there is none.
 
     ``cached_table`` is asked if neither the user nor the package has a table. Raises PerfTableError where the named
-    table cannot be read or is of another GPU, model, dtype or kernels, or where one is needed and none fits. Raises
-    ConfigError as :func:`named_plan`.
+    table cannot be read or is of another GPU, model, dtype or kernels, or where ``split`` has none. Raises ConfigError
+    as :func:`named_plan`.
     """
     name = config.perf_table
     if name == ROOFLINE:
         return Roofline(runtime.gpu, runtime.model, dtype_bytes=runtime.dtype.itemsize)
-    policy = config.policy
-    sized_by_target = (
-        policy.name == "mixed" and policy.chunk_tokens is None and config.slo.tpot_ms is not None
-    )
-    needed = policy.uses_prefill_lane or sized_by_target
-    if name is None and not needed:
+    if name is None and not config.predicts:
         return None
-    what = f"the policy {policy} under a TPOT target" if sized_by_target else f"the policy {policy}"
     if runtime.device.type == "cpu":
+        if name is None:
+            return None
         raise PerfTableError(
-            f"{what} needs a performance table, and tables are measured on GPUs, but the device is the CPU: pass "
-            "perf_table='roofline' for an estimate, or choose serial or mixed:CHUNK"
+            f"perf_table={name} names a table, and tables are measured on GPUs, but the device is the CPU: pass "
+            "perf_table='roofline' for an estimate, or leave it out"
         )
     file = table_file(config, runtime)
     table = cached_table() if file is None else read_table(file)
     if table is None:
+        if config.policy.name != "split":
+            return None
         key = table_key(runtime)
         raise PerfTableError(
-            f"{what} needs a performance table of {key.model} in {key.dtype} on {key.gpu}, but there is "
-            f"none at {user_table_file(key)} nor among those that come with the package "
+            f"the policy {config.policy} needs a performance table of {key.model} in {key.dtype} on {key.gpu}, but "
+            f"there is none at {user_table_file(key)} nor among those that come with the package "
             f"({', '.join(path.name for path in list_tables()) or 'none'}): run `bullet-graph profile --model "
             f"{config.model}` once, or pass perf_table='roofline' for an estimate"
         )

@@ -69,6 +69,11 @@ def prepare_profile(config: EngineConfig) -> Prepared:
 
     Raises as an engine with this configuration on a GPU.
     """
+    if config.device == "cpu":
+        raise ConfigError(
+            "a profile measures how prefill and decode share a GPU, which a CPU does not need: leave out device=cpu. "
+            "On a CPU, every policy but split works without a table"
+        )
     if not torch.cuda.is_available():
         raise DeviceError(
             f"a profile measures a GPU, but torch {torch.__version__} sees no CUDA device: check `nvidia-smi` and "

@@ -118,13 +118,13 @@ def check_device(config: EngineConfig, runtime: Runtime) -> None:
             )
         if config.capture_cache is not None and not config.compile:
             raise ConfigError(
-                "capture_cache keeps what is compiled, and on the CPU nothing is: pass compile=True (--compile), or "
+                "capture_cache keeps what is compiled, and on the CPU nothing is: pass compile=True, or "
                 "leave out capture_cache"
             )
         return
     if config.compile:
         raise ConfigError(
-            "compile is for the CPU, and the device is a GPU, whose captured decode steps always are compiled: "
+            "compile=True is for the CPU, and the device is a GPU, whose captured decode steps always are compiled: "
             "leave it out"
         )
     _require_cuda_libraries()

@@ -214,7 +214,7 @@ async def test_a_policy_that_cannot_be_is_an_error_of_the_caller(model: Model) -
         await stream.aclose()
         await idle(engine)
         with pytest.raises(ConfigError, match="needs a performance table"):
-            await engine.set_policy("auto")
+            await engine.set_policy("split")
         assert len(await collect(engine, PROMPT)) == 12
     with pytest.raises(EngineDeadError, match="shut down"):
         await engine.set_policy("serial")

@@ -25,6 +25,19 @@ def bench(*arguments: str, trace: Path | str) -> Result:
     return run("bench", "online", *TINY, "--num-warmups", "0", "--trace", str(trace), *arguments)
 
 
+@pytest.mark.parametrize("policies", [("auto",), ("mixed",), ("auto", "mixed", "serial")])
+def test_targets_without_a_table_get_a_fixed_chunk_and_one_warning(
+    policies: tuple[str, ...], trace: Path
+) -> None:
+    chosen = [word for policy in policies for word in ("--policy", policy)]
+    result = bench("--goodput", "ttft:500", "tpot:15", *chosen, trace=trace)
+    assert result.exit_code == 0, result.output
+    assert (
+        result.stderr.count("warning: there is no performance table, so forwards have at most 512 rows") == 1
+    )
+    assert "choose --policy mixed:CHUNK, or pass --perf-table roofline" in result.stderr
+
+
 def test_one_policy_has_the_flat_fields_of_vllms_serving_benchmark(trace: Path, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     arguments = ("--request-rate", "100", *TARGETS, "--seed", "3", "--output-json", str(output), "--json")
@@ -151,7 +164,7 @@ def test_a_policy_that_the_engine_cannot_serve_is_refused_before_the_first_run(
 ) -> None:
     monkeypatch.setattr(Engine, "add_request", lambda *_, **__: pytest.fail("a request was sent"))
     policies = ("--policy", "mixed:16", "--policy", "split", "--perf-table", "roofline")
-    assert "needs a decode lane" in refused(bench(*policies, "--json", trace=trace))
+    assert "SM partitions need a GPU" in refused(bench(*policies, "--json", trace=trace))
 
 
 def test_no_request_served_is_an_error(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ def test_ids_are_streamed_where_there_is_no_tokenizer() -> None:
         (output,) = engine.generate([1, 2, 3], params, use_tqdm=False)
     assert tuple(map(int, result.stdout.split())) == output.outputs[0].token_ids
     assert "Memory ledger" in result.stderr
+    assert result.stderr.endswith("tiny: the weights are random, so its text means nothing\n")
 
 
 def test_text_from_every_source(folder: Path, expected_text: str, tmp_path: Path) -> None:

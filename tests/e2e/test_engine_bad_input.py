@@ -24,7 +24,6 @@ from bullet_graph import (
     RequestError,
     SamplingParams,
     SamplingParamsError,
-    Slo,
     UnsupportedModelError,
 )
 
@@ -95,8 +94,6 @@ def test_a_gpu_where_there_is_none() -> None:
         ({"max_model_len": 16385}, ConfigError, "max_model_len=16385 is more than .* limit of 16384"),
         ({"policy": "mixed:0"}, ConfigError, r"unknown policy 'mixed:0'.*mixed:CHUNK \(in tokens"),
         ({"policy": "split"}, ConfigError, "SM partitions need a GPU.*the policy split"),
-        ({"policy": "auto"}, PerfTableError, "perf_table='roofline'"),
-        ({"slo": Slo(tpot_ms=5)}, PerfTableError, "the policy mixed under a TPOT target needs.*mixed:CHUNK"),
         ({"perf_table": "/nowhere/table.json"}, PerfTableError, "tables are measured on GPUs"),
         ({"kv_cache_bytes": 1000}, InsufficientMemoryError, r"short by .*MiB.*Raise kv_cache_bytes"),
         ({"kv_cache_bytes": 2**60}, InsufficientMemoryError, r"short by .*GiB.*Lower kv_cache_bytes"),

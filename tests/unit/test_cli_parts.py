@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from bullet_graph.cli.bench.latency import decode_gaps_ms, prefill_ms
 from bullet_graph.cli.engine_run import config_for
 from bullet_graph.cli.generate import OrderedPrinter
+from bullet_graph.cli.main import with_flags
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.config import DEFAULTS, EngineConfig, Policy
@@ -35,6 +36,37 @@ def parse_options(*arguments: str, max_num_seqs: int = 100) -> EngineConfig:
     if result.exit_code:
         raise click.ClickException(result.stderr)
     return received[0]
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("max_model_len=9 is more than 8, lower it", "--max-model-len 9 is more than 8, lower it"),
+        ("raise max_num_seqs.", "raise --max-num-seqs."),
+        ("perf_table='my table.json' is none", "--perf-table my table.json is none"),
+        ("leave out compile=True and cuda_graphs=False", "leave out --compile and --no-cuda-graphs"),
+        ("dtype must be bfloat16, pass device=cpu", "--dtype must be bfloat16, pass --device cpu"),
+        ("the device and its dtype have a model", "the device and its dtype have a model"),
+        ("/tmp/max_model_len/seed.json 'max_model_len' x-max_model_len", None),
+        ("trace_decisions_of a_table nonesuch=5", None),
+    ],
+)
+def test_messages_name_flags(message: str, shown: str | None) -> None:
+    @click.command()
+    @engine_options(max_num_seqs=1)
+    def command(**_: object) -> None: ...
+
+    assert with_flags(message, command) == (message if shown is None else shown)
+
+
+def test_keys_of_files_are_not_taken_for_settings(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        'format = "bullet_graph capture plan"\nversion = 1\nmodel = "tiny"\ndtype = "int3"\nnum_sms = 4\n'
+    )
+    result = run("simulate", "--trace", "synthetic:conv", "--capture-plan", str(plan))
+    assert result.exit_code == 2
+    assert "--" not in result.stderr.replace("--capture-plan", "")
 
 
 def test_options_default_to_the_engines_own_settings() -> None:
@@ -196,10 +228,10 @@ def test_decode_gaps_are_of_the_whole_batch_only() -> None:
         ("serial mixed:64", "serial", ()),
         ("mixed:64 mixed:2048", "mixed:2048", ()),
         ("mixed auto", "auto", ()),
-        ("mixed split:48 split:64", "auto", (48, 64)),
+        ("mixed split:48 split:64", "split", (48, 64)),
         # Preparing the one named would leave auto and split no other to choose.
-        ("auto split:48", "auto", ()),
-        ("split split:48", "auto", ()),
+        ("auto split:48", "split", ()),
+        ("split split:48", "split", ()),
     ],
 )
 def test_the_engine_can_serve_as_each_policy(

@@ -55,6 +55,7 @@ class TestWithoutModel:
             # A mixed forward takes the prompt rows that decode rows leave, whatever the target, but always some.
             ("mixed:512", 100, (1000,), Plan("mixed", decode=True, chunk_tokens=412, bound="forced")),
             ("mixed", 100, (1000,), Plan("mixed", decode=True, chunk_tokens=1948, bound="forced")),
+            ("auto", 100, (1000,), Plan("mixed", decode=True, chunk_tokens=1948, bound="forced")),
             ("mixed:64", 60, (1000,), Plan("mixed", decode=True, chunk_tokens=16, bound="forced")),
             ("mixed", 4, (), Plan("solo", decode=True)),
             ("mixed:512", 0, (100,), Plan("solo", decode=False, chunk_tokens=512)),
@@ -67,7 +68,7 @@ class TestWithoutModel:
         assert modelless(policy).plan(load) == plan
         assert modelless(policy).prefill_ms_per_token == 0.0
 
-    @pytest.mark.parametrize("policy", ["split", "split:48", "auto"])
+    @pytest.mark.parametrize("policy", ["split", "split:48"])
     def test_other_policies_ask_for_a_table(self, policy: str) -> None:
         with pytest.raises(ConfigError, match=f"policy {policy} needs a performance table.*profile"):
             modelless(policy)
