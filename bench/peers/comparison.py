@@ -230,7 +230,7 @@ class Comparison:
         seed = self._seed + _MOST_RUNS * (len(self._tasks) + self._tasks.index(cell.key.task))
         warm_up(self._client(cell), cell.workload, self._num_warmups, slo=cell.slo, seed=seed)
 
-    def _measure(self, cell: Cell[Candidate], rate: float) -> dict[str, Any]:
+    def _measure(self, cell: Cell[Candidate], rate: float, label: str | None) -> dict[str, Any]:
         # Other prompts in each run, the same for every system: a server may have a prefix cache.
         run = len(self._sweep.cell(cell.key).runs)
         prompt_seed = self._seed + _MOST_RUNS * self._tasks.index(cell.key.task) + run
@@ -241,6 +241,7 @@ class Comparison:
             Arrivals(request_rate=actual_rate, seed=self._seed),
             slo=cell.slo,
             prompt_seed=prompt_seed,
+            label=label,
         )
         result = measured.result
         attainment = result.slo_attainment

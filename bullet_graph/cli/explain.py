@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bullet_graph.cli.options import FILE, json_option
-from bullet_graph.cli.result_file import check_plot_file, check_result_file, print_json
+from bullet_graph.cli.result_file import check_plot_file, check_result_file, print_json, write_result_file
 from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.chrome_trace import to_chrome_trace
@@ -70,7 +70,7 @@ def explain(
     window = _window(trace, from_s, to_s)
     summary = summarize_trace(trace, window)
     if timeline is not None:
-        timeline.write_bytes(_draw(trace, window, timeline.suffix[1:].lower()))
+        write_result_file(timeline, _draw(trace, window, timeline.suffix[1:].lower()))
     if chrome_trace is not None:
         text = json.dumps(to_chrome_trace(trace, window), separators=(",", ":"), allow_nan=False)
         chrome_trace.write_text(text, encoding="utf-8")

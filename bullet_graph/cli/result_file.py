@@ -1,9 +1,11 @@
 """Results: checked before a run, printed as a table or JSON, and written to a file whole or not at all."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,6 +18,8 @@ from bullet_graph.errors import ConfigError
 
 IMAGE_FORMATS = ("svg", "png")
 
+_TRIED_BYTES = 64 * 1024
+
 _SECRET_OPTIONS = ("--api-key",)
 
 
@@ -23,8 +27,8 @@ def check_result_file(path: Path | None, *, overwrite: bool | None, option: str 
     """Make sure, before a long run, that the file that ``option`` names can be written; None: nothing is.
 
     Raises:
-        ConfigError: the folder is missing or not writable, or the file exists and ``overwrite`` is False, or None (the
-            command has no such option).
+        ConfigError: the folder is missing or takes no file, or the file exists and ``overwrite`` is False, or None
+            (the command has no such option).
     """
     if path is None:
         return
@@ -35,8 +39,14 @@ def check_result_file(path: Path | None, *, overwrite: bool | None, option: str 
     if path.exists() and not overwrite:
         remedy = "give another name" if overwrite is None else "add --overwrite or give another name"
         raise ConfigError(f"{option} {path}: the file exists; {remedy}")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{option} {path}: no permission to write into {path.parent}")
+    try:
+        # A full disk, or one that is mounted read-only, is found by writing alone.
+        with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
+            file.write(bytes(_TRIED_BYTES))
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: {path.parent} takes no file ({error.strerror}); give another folder"
+        ) from error
 
 
 def check_plot_file(path: Path | None, *, overwrite: bool, option: str = "--plot") -> None:
@@ -108,11 +118,21 @@ class Output:
             show()
 
 
-def write_result_file(path: Path, text: str) -> None:
-    """Write through a temporary file beside the target, so that no reader ever sees half a result."""
+def write_result_file(path: Path, content: str | bytes) -> None:
+    """Write text, or a picture, through a temporary file beside the target: no reader ever sees half a result.
+
+    Where it cannot be written, ConfigError; text is then printed on stdout, so that a long run is not lost.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(f"{text}\n", encoding="utf-8")
+        temporary.write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
         temporary.replace(path)
+    except OSError as error:
+        printed = ""
+        if isinstance(content, str):
+            click.echo(content)
+            printed = "; what it would hold is on standard output"
+        raise ConfigError(f"{path} cannot be written ({error.strerror}){printed}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import click
 from bullet_graph._version import __version__
 from bullet_graph.cli.options import FILE, result_options, setting_options
 from bullet_graph.cli.replay_options import TRACE_TIMES, GoodputCommand, gpu_option, replay_options
-from bullet_graph.cli.result_file import Output, check_plot_file
+from bullet_graph.cli.result_file import Output, check_plot_file, write_result_file
 from bullet_graph.cli.tables import ReplayRun, counters, emit_replays, goodput_table, print_line, print_table
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.engine.simulation import HOST_OVERHEAD_MS, SimulationSettings
@@ -311,23 +310,14 @@ def simulate(
         emit_replays(title, runs, simulator.describe(), output, detailed=save_detailed)
         return
 
-    with progress_bar(show_progress, unit="run") as advance:
-        found = {str(policy): _search(simulator, policy, attainment, advance) for policy in policies}
+    found = {str(policy): _search(simulator, policy, attainment, show=show_progress) for policy in policies}
     fields = {policy: [run.fields() for run in runs] for policy, (_, runs) in found.items()}
-    if plot is not None:
-        # matplotlib is an extra.
-        from bullet_graph.cli.plots import draw_rates  # noqa: PLC0415
-
-        image_format = plot.suffix[1:].lower()
-        plot.write_bytes(draw_rates(image_format, fields, title=title, slo=config.slo, attainment=attainment))
 
     def show() -> None:
         share = f"highest rate at which {100 * attainment:g} % of the requests meet all targets"
         print_line(f"{title}: {share}")
         rows = {policy: (goodput, fields[policy]) for policy, (goodput, _) in found.items()}
         print_table(goodput_table(None, rows, _TOLERANCE))
-        if plot is not None:
-            print_line(f"wrote {plot}")
 
     searches = {
         policy: {"goodput": goodput, "results": [run.result.fields(detailed=save_detailed) for run in runs]}
@@ -335,10 +325,19 @@ def simulate(
     }
     common = simulator.describe() | {"attainment": attainment, "policies": searches}
     output.emit(common, show)
+    if plot is not None:
+        # matplotlib is an extra.
+        from bullet_graph.cli.plots import draw_rates  # noqa: PLC0415
+
+        image_format = plot.suffix[1:].lower()
+        picture = draw_rates(image_format, fields, title=title, slo=config.slo, attainment=attainment)
+        write_result_file(plot, picture)
+        if not output.as_json:
+            print_line(f"wrote {plot}")
 
 
 def _search(
-    simulator: Simulator, policy: Policy, attainment: float, advance: Callable[[int], object]
+    simulator: Simulator, policy: Policy, attainment: float, *, show: bool
 ) -> tuple[float | None, list[ReplayRun]]:
     """A policy's goodput (None: no rate served enough), and the runs tried, lowest rate first."""
     rate_given = simulator.arrivals.request_rate
@@ -346,7 +345,9 @@ def _search(
     search = GoodputSearch(first_rate=first_rate, attainment=attainment, tolerance=_TOLERANCE)
     runs: dict[float, ReplayRun] = {}
     while (rate := search.next_rate()) is not None:
-        runs[rate] = simulator.run(policy, dataclasses.replace(simulator.arrivals, request_rate=rate))
+        label, total = f"run {len(runs) + 1}, {policy}, {rate:.4g}/s", len(simulator.workload.requests)
+        with progress_bar(show, total=total, unit="req", desc=label, leave=False) as advance:
+            arrivals = dataclasses.replace(simulator.arrivals, request_rate=rate)
+            runs[rate] = simulator.run(policy, arrivals, on_done=lambda _: advance(1))
         search.record(rate, runs[rate].result.slo_attainment or 0.0)
-        advance(1)
     return search.goodput, [runs[rate] for rate in sorted(runs)]

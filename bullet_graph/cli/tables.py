@@ -35,7 +35,7 @@ def table_of(*columns: str, title: str | None = None) -> Table:
 
 def print_line(text: str, style: str | None = None) -> None:
     """Print a line on stdout, unwrapped and without markup."""
-    Console().print(text, markup=False, soft_wrap=True, style=style)
+    Console().print(text, markup=False, highlight=False, soft_wrap=True, style=style)
 
 
 def print_table(table: Table) -> None:

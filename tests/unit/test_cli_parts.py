@@ -161,14 +161,19 @@ def test_a_result_holds_its_command_line(
     ]
 
 
-def test_result_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_file_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "result.json"
     path.write_text("old")
     write_result_file(path, "{}")
     assert path.read_text() == "{}\n"
-    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
-    with pytest.raises(OSError, match="disk"):
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+    with pytest.raises(ConfigError, match=r"result.json cannot be written \(disk full\); what it would hold"):
         write_result_file(path, "other")
+    with pytest.raises(ConfigError, match=r"\(disk full\)$"):
+        write_result_file(path, b"a picture")
+    assert capsys.readouterr().out == "other\n"
     assert path.read_text() == "{}\n"
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(ValueError, match="JSON"):

@@ -238,9 +238,10 @@ def test_an_interrupted_sweep_resumes_in_rounds(path: Path) -> None:
         cells = cells_of("conv~8", "code~10")
         runner = SweepRunner(cells, sweep, is_given_up=lambda cell: cell.rates.ceiling == 10, quiet=True)
 
-        def measure(cell: Cell[Policy], rate: float) -> dict[str, float]:
+        def measure(cell: Cell[Policy], rate: float, label: str | None) -> dict[str, float]:
             if len(runs) == num_runs:
                 raise KeyboardInterrupt
+            assert label is None
             runs.append((cell.key.system, rate))
             enough = cell.workload.name == "azure:conv" and cell.system.name == "auto"
             return {"request_rate": rate, "slo_attainment": float(enough), "output_throughput": 1.0}

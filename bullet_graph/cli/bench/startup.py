@@ -17,7 +17,7 @@ import numpy as np
 
 from bullet_graph.cli.engine_run import describe_config
 from bullet_graph.cli.options import COUNT, FILE, engine_options, result_options
-from bullet_graph.cli.result_file import Output, check_plot_file
+from bullet_graph.cli.result_file import Output, check_plot_file, write_result_file
 from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import BulletGraphError
@@ -119,6 +119,7 @@ def startup(
         "provenance": provenance,
     }
     title = f"{config.model}, {fields['dtype']}, on {provenance['device_name']}"
+    output.emit(fields, lambda: _print(title, runs, fields))
     if plot is not None:
         # matplotlib is an extra.
         from bullet_graph.cli.plots import draw_starts  # noqa: PLC0415
@@ -127,8 +128,8 @@ def startup(
             kind: sorted(of_kind, key=lambda run: run.startup_s)[(len(of_kind) - 1) // 2]
             for kind, of_kind in runs.items()
         }
-        plot.write_bytes(draw_starts(plot.suffix[1:].lower(), median, phase_names(runs), title=title))
-    output.emit(fields, lambda: _print(title, runs, fields))
+        picture = draw_starts(plot.suffix[1:].lower(), median, phase_names(runs), title=title)
+        write_result_file(plot, picture)
 
 
 def run_starts(kinds: Sequence[StartKind], *, quiet: bool) -> dict[str, tuple[StartRun, ...]]:

@@ -25,7 +25,13 @@ from bullet_graph.cli.replay_options import (
     search_options,
     sweep_file_options,
 )
-from bullet_graph.cli.result_file import IMAGE_FORMATS, check_result_file, require_extra, to_json
+from bullet_graph.cli.result_file import (
+    IMAGE_FORMATS,
+    check_result_file,
+    require_extra,
+    to_json,
+    write_result_file,
+)
 from bullet_graph.cli.tables import goodput_table, print_line, print_table
 from bullet_graph.config import EngineConfig, Policy
 from bullet_graph.errors import BulletGraphError, ConfigError
@@ -152,17 +158,16 @@ def sweep(
                     client = EngineClient(engine, cell.system, cell.slo)
                     warm_up(client, cell.workload, num_warmups, slo=cell.slo, seed=config.seed)
 
-                def run(cell: Cell[Policy], rate: float) -> dict[str, Any]:
+                def run(cell: Cell[Policy], rate: float, label: str | None) -> dict[str, Any]:
                     client = EngineClient(engine, cell.system, cell.slo)
-                    label = f"run {found.num_runs + 1}, {cell.workload.name}, {cell.slo}, {cell.system}, {rate:.4g}/s"
                     at_rate = dataclasses.replace(arrivals, request_rate=rate)
-                    shown = None if as_json else label
-                    return measure(client, cell.workload, at_rate, slo=cell.slo, label=shown).fields()
+                    return measure(client, cell.workload, at_rate, slo=cell.slo, label=label).fields()
 
                 runner.run(cells, warm_up=prepare, measure=run)
         runner.finish()
-    except (KeyboardInterrupt, BulletGraphError):
-        if found.num_runs:
+    except (KeyboardInterrupt, BulletGraphError) as error:
+        # ConfigError: the file could not be written.
+        if found.num_runs and not isinstance(error, ConfigError):
             click.echo(
                 f"{output_json} has all runs so far ({found.num_runs}); the same command resumes from there",
                 err=True,
@@ -178,7 +183,7 @@ def sweep(
 
         plot_dir.mkdir(exist_ok=True)
         for name, image in draw_sweep(found, image_format).items():
-            (plot_dir / name).write_bytes(image)
+            write_result_file(plot_dir / name, image)
             if not as_json:
                 click.echo(f"wrote {plot_dir / name}")
 

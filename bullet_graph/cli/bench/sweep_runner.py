@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, PrivateAttr, ValidationError
 
 from bullet_graph.cli.result_file import check_result_file, command_line, to_json, write_result_file
 from bullet_graph.errors import ConfigError, first_problem
-from bullet_graph.perf.goodput_search import GoodputSearch
+from bullet_graph.perf.goodput_search import FASTEST_RATE, GoodputSearch
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Workload
 
@@ -334,16 +334,23 @@ class SweepRunner(Generic[S]):
         cells: Sequence[Cell[S]],
         *,
         warm_up: Callable[[Cell[S]], object],
-        measure: Callable[[Cell[S], float], Mapping[str, Any]],
+        measure: Callable[[Cell[S], float, str | None], Mapping[str, Any]],
     ) -> None:
-        """Serve until these cells are done, after a ``warm_up`` of each; ``measure`` returns a run's fields."""
+        """Serve until these cells are done, after a ``warm_up`` of each; ``measure`` returns a run's fields.
+
+        It is given a cell, a rate, and a label for a progress bar, None where there should be none.
+        """
         warm: set[CellKey] = set()
         while left := [(cell, rate) for cell in cells if (rate := self._next_rate(cell)) is not None]:
             cell, rate = min(left, key=lambda each: len(self.sweep.cell(each[0].key).runs))
             if cell.key not in warm:
                 warm_up(cell)
                 warm.add(cell.key)
-            fields = measure(cell, rate)
+            at = "all at once" if rate >= FASTEST_RATE else f"{rate:.4g}/s"
+            label = (
+                f"run {self.sweep.num_runs + 1}, {cell.workload.name}, {cell.slo}, {cell.key.system}, {at}"
+            )
+            fields = measure(cell, rate, None if self._quiet else label)
             self.sweep.add_run(cell.key, fields)
             cell.rates.record(rate, fields["slo_attainment"])
             self._finish_cells()
