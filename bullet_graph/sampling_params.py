@@ -1,7 +1,7 @@
 """How a request's tokens are sampled; the names are those of vLLM."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,9 @@ MAX_LOGPROBS = 20
 
 MAX_MASKED_TOKEN_IDS = 16
 """Most token ids that ``min_tokens`` can keep from being sampled: the room of a device slot."""
+
+MAX_BIASED_TOKENS = 1023
+"""Most token ids with a bias: the room of a device slot."""
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 """A lower temperature means 0: dividing logits by it leaves nothing but the most probable token."""
@@ -36,6 +39,10 @@ class SamplingParams:
         stop_token_ids: token ids that end the output; the id itself is returned.
         ignore_eos: go on after the model's end-of-sequence tokens (benchmarks force lengths with it).
         logprobs: None, or how many alternatives to report beside the chosen token (0 to 20).
+        repetition_penalty: divides the positive logits of tokens in prompt or output, and multiplies negative ones.
+        frequency_penalty: subtracted from a token's logit once for each time that it is in the output, in [-2, 2].
+        presence_penalty: subtracted from the logits of tokens that are in the output, in [-2, 2].
+        logit_bias: token id → number in [-100, 100], added to its logit before the penalties; kept as pairs.
         n: how many outputs to sample for the prompt; output i uses ``seed + i``.
     """
 
@@ -50,14 +57,21 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = field(default=())
     ignore_eos: bool = False
     logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = field(default=())
     n: int = 1
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
         ids = _items(self.stop_token_ids)
+        bias = self.logit_bias
+        biases = _items([*bias.items()] if isinstance(bias, Mapping) else bias)
         max_tokens = self.max_tokens if _is_int(self.max_tokens) else 0
         are_stops = stops is not None and all(isinstance(s, str) and s for s in stops)
         are_ids = ids is not None and all(_is_int(i, 0) for i in ids)
+        are_biases = biases is not None and len(biases) <= MAX_BIASED_TOKENS and all(map(_is_bias, biases))
         for name, holds, allowed in (
             ("temperature", _is_real(self.temperature, 0, MAX_TEMPERATURE), f"in [0, {MAX_TEMPERATURE:g}]"),
             ("top_p", _is_real(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
@@ -77,6 +91,14 @@ class SamplingParams:
             ),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("n", _is_int(self.n, 1), "an integer ≥ 1"),
+            ("repetition_penalty", _is_real(self.repetition_penalty, 1e-3, 1e3), "in [0.001, 1000]"),
+            ("frequency_penalty", _is_real(self.frequency_penalty, -2, 2), "in [-2, 2]"),
+            ("presence_penalty", _is_real(self.presence_penalty, -2, 2), "in [-2, 2]"),
+            (
+                "logit_bias",
+                are_biases,
+                f"at most {MAX_BIASED_TOKENS} token ids, each with a number in [-100, 100]",
+            ),
             ("stop", are_stops, "a non-empty string, or a sequence of them"),
             ("stop_token_ids", are_ids, "a sequence of integers ≥ 0"),
         ):
@@ -85,11 +107,27 @@ class SamplingParams:
         # Frozen values all the way down: a list of the caller's must not change under the engine.
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "logit_bias", biases)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The pairs of ``logit_bias``."""
+        return tuple(self.logit_bias)  # type: ignore[arg-type]
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether anything but ``min_tokens`` changes the logits before they are sampled from."""
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        return bool(self.logit_bias) or penalties != (1, 0, 0)
 
 
 def _items(values: object) -> tuple[Any, ...] | None:
     """The items of a sequence; None for anything else, and for text, whose characters nobody means."""
     return tuple(values) if isinstance(values, Sequence) and not isinstance(values, (str, bytes)) else None
+
+
+def _is_bias(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and _is_int(pair[0], 0) and _is_real(pair[1], -100, 100)
 
 
 def _is_real(value: object, least: float, most: float) -> bool:

@@ -70,15 +70,13 @@ def group_of(name: str) -> str:
 
 
 def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
-    """The launches of each whole step; a step ends with sampling."""
-    steps: list[list[Kernel]] = []
-    current: list[Kernel] = []
+    """The launches of each whole step; a step ends with sampling, which may be several launches."""
+    steps: list[list[Kernel]] = [[]]
     for kernel in sorted(kernels, key=lambda one: one.start):
-        current.append(kernel)
-        if group_of(kernel.name) == _LAST:
-            steps.append(current)
-            current = []
-    return steps
+        if steps[-1] and group_of(steps[-1][-1].name) == _LAST != group_of(kernel.name):
+            steps.append([])
+        steps[-1].append(kernel)
+    return [step for step in steps if step and group_of(step[-1].name) == _LAST]
 
 
 def time_by_group(step: Sequence[Kernel]) -> dict[str, float]:

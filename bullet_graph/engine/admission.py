@@ -96,6 +96,11 @@ class Admission:
             raise SamplingParamsError(
                 f"stop_token_ids holds {outside[0]}, outside the vocabulary of {self._model.vocab_size} tokens"
             )
+        outside = [i for i, _ in params.biases if i >= self._model.vocab_size]
+        if outside:
+            raise SamplingParamsError(
+                f"logit_bias holds {outside[0]}, outside the vocabulary of {self._model.vocab_size} tokens"
+            )
         if params.min_tokens and len(stop_ids) > MAX_MASKED_TOKEN_IDS:
             raise SamplingParamsError(
                 f"min_tokens can hold back at most {MAX_MASKED_TOKEN_IDS} stop tokens, got {len(stop_ids)}"

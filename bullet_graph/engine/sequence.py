@@ -5,7 +5,7 @@ from enum import Enum
 
 import numpy as np
 
-from bullet_graph.runtime.step import Int32Array, SlotInit, Step
+from bullet_graph.runtime.step import Adjustments, Int32Array, SlotInit, Step
 from bullet_graph.sampling_params import GREEDY_BELOW_TEMPERATURE, SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
@@ -80,7 +80,17 @@ class Sequence:
 
     def slot_init(self) -> SlotInit:
         """Settings in the device's 32-bit numbers; larger values are clamped, which has the same effect."""
-        params = self.params
+        params, adjustments = self.params, None
+        if params.adjusts_logits:
+            adjustments = Adjustments(
+                logit_bias=params.biases,
+                repetition_penalty=params.repetition_penalty,
+                frequency_penalty=params.frequency_penalty,
+                presence_penalty=params.presence_penalty,
+                banned_token_ids=(),
+                prompt_token_ids=self.prompt_token_ids,
+                output_token_ids=np.array(self.output_token_ids, dtype=np.int32),
+            )
         return SlotInit(
             slot=self.slot,
             temperature=params.temperature if params.temperature >= GREEDY_BELOW_TEMPERATURE else 0.0,
@@ -90,6 +100,7 @@ class Sequence:
             seed=self.seed,
             masked_token_ids=tuple(sorted(self.stop_token_ids)) if params.min_tokens else (),
             masked_until=min(len(self.prompt_token_ids) + params.min_tokens, _INT32_MAX),
+            adjustments=adjustments,
         )
 
 

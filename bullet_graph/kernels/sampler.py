@@ -9,26 +9,54 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS
+from bullet_graph.sampling_params import MAX_BIASED_TOKENS, MAX_MASKED_TOKEN_IDS
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 
-MASKED_IDS_COLUMN = 8
+MASKED_IDS_COLUMN = 12
 SETTINGS_COLUMNS = MASKED_IDS_COLUMN + MAX_MASKED_TOKEN_IDS
 """Width of a packed settings row: 0 temperature, 1 top_k, 2 top_p, 3 min_p, 4–5 seed (low, high word),
-6 masked_until, 7 unused, then masked ids padded with -1; floats by their bits."""
+6 masked_until, 7 flags, 8 repetition, 9 frequency and 10 presence penalty, 11 unused, then masked ids padded with -1;
+floats by their bits."""
+
+USES_MARKS, USES_BITMASK = 1, 2
+"""Flags of a settings row. The logits of a row without flags are sampled from as they are."""
+
+IN_PROMPT, ONE_OUTPUT, FIRST_BIAS = 1, 1 << 1, 1 << 21
+MAX_OUTPUT_COUNT = FIRST_BIAS // ONE_OUTPUT - 1
+"""A mark says of a token id: bit 0, whether it is in the prompt; bits 1–20, how often in the output; bits 21–30, which
+of the slot's biases it has. A negative mark bans it."""
 
 
 class SamplingState:
-    """State of sampling by slot, on the device.
+    """State of sampling by slot, on the device; all int32 but ``biases``.
 
-    ``settings`` is [num_slots, SETTINGS_COLUMNS] int32. ``last_token`` is [num_slots] int32, the token sampled last,
-    which the slot's next decode row reads.
+    Attributes:
+        settings: [num_slots, SETTINGS_COLUMNS].
+        last_token: [num_slots], the token sampled last, which the slot's next decode row reads.
+        marks: [num_slots, vocab_size], read with USES_MARKS. Sampling counts its token there, so that steps which are
+            launched ahead of the host see it.
+        biases: [num_slots, MAX_BIASED_TOKENS + 1] float32, added to the logits of the tokens whose marks name them.
+        bitmasks: [num_slots, ceil(vocab_size / 32)], read with USES_BITMASK: bit ``id % 32`` of word ``id // 32`` is
+            set for a token that may be sampled.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.settings = torch.zeros(num_slots, SETTINGS_COLUMNS, dtype=torch.int32, device=device)
-        self.last_token = torch.zeros(num_slots, dtype=torch.int32, device=device)
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        def zeros(*columns: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(num_slots, *columns, dtype=dtype, device=device)
+
+        self.settings = zeros(SETTINGS_COLUMNS)
+        self.last_token = zeros()
+        self.marks = zeros(vocab_size)
+        self.biases = zeros(MAX_BIASED_TOKENS + 1, dtype=torch.float32)
+        self.bitmasks = zeros(-(-vocab_size // 32))
+
+    def write_marks(self, slot: int, marks: NDArray[np.int32], biases: NDArray[np.float32]) -> None:
+        """Enqueue on the current stream what a sequence that enters a slot starts from."""
+        for rows, row in ((self.marks, marks), (self.biases, biases)):
+            host = torch.from_numpy(row)
+            # The allocator of pinned memory keeps it until the copy is over.
+            rows[slot].copy_(host.pin_memory() if rows.is_cuda else host, non_blocking=True)
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
@@ -42,6 +70,8 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
     for row, position in enumerate(positions.tolist()):
         scores = logits[row].to(torch.float32, copy=True)  # log-probabilities are read from the logits later
         temperature, top_p, min_p = settings[row, [0, 2, 3]].view(np.float32).tolist()
+        if settings[row, 7]:
+            scores = _adjust(scores, int(slots[row]), settings[row], state)
         if position < settings[row, 6]:
             masked = settings[row, MASKED_IDS_COLUMN:]
             scores[masked[masked >= 0]] = -torch.inf
@@ -53,8 +83,27 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
             # Adding Gumbel noise and taking the largest samples from the softmax (Gumbel-max).
             scores = scores - torch.log(-torch.log(uniform)).to(scores.device)
         chosen[row] = scores.argmax()
+        if settings[row, 7] & USES_MARKS:
+            state.marks[slots[row], chosen[row]] += ONE_OUTPUT
     state.last_token[slots.long()] = chosen
     return chosen
+
+
+def _adjust(scores: Tensor, slot: int, settings: NDArray[np.int32], state: SamplingState) -> Tensor:
+    """Biases, then penalties, then bans, in vLLM's order; ``scores`` is [vocab_size] float32."""
+    if settings[7] & USES_MARKS:
+        marks = state.marks[slot]
+        repetition, frequency, presence = settings[8:11].view(np.float32).tolist()
+        scores = scores + state.biases[slot][(marks // FIRST_BIAS).clamp(min=0)]
+        penalized = torch.where(scores > 0, scores / repetition, scores * repetition)
+        scores = torch.where(marks % FIRST_BIAS > 0, penalized, scores)
+        counts = marks % FIRST_BIAS // ONE_OUTPUT
+        scores = scores - frequency * counts - presence * (counts > 0)
+        scores = scores.masked_fill(marks < 0, -torch.inf)
+    if settings[7] & USES_BITMASK:
+        ids = torch.arange(len(scores), device=scores.device)
+        scores = scores.masked_fill(state.bitmasks[slot][ids // 32] >> ids % 32 & 1 == 0, -torch.inf)
+    return scores
 
 
 def _cut(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

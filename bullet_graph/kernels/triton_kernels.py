@@ -7,11 +7,16 @@ import triton
 import triton.language as tl
 
 from bullet_graph.kernels import sampler
-from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS
+from bullet_graph.sampling_params import MAX_BIASED_TOKENS, MAX_MASKED_TOKEN_IDS
 
 _SETTINGS_COLUMNS = tl.constexpr(sampler.SETTINGS_COLUMNS)
 _MASKED_COLUMN = tl.constexpr(sampler.MASKED_IDS_COLUMN)
 _MASKED_COUNT = tl.constexpr(MAX_MASKED_TOKEN_IDS)
+_USES_MARKS = tl.constexpr(sampler.USES_MARKS)
+_USES_BITMASK = tl.constexpr(sampler.USES_BITMASK)
+_ONE_OUTPUT = tl.constexpr(sampler.ONE_OUTPUT)
+_FIRST_BIAS = tl.constexpr(sampler.FIRST_BIAS)
+_BIASES = tl.constexpr(MAX_BIASED_TOKENS + 1)
 
 
 @triton.jit
@@ -147,9 +152,39 @@ def rope_and_cache_kernel(
 
 
 @triton.jit
-def _load_scores(row_ptr, ids, vocab_size, settings_ptr, is_masked):
-    """Logits of the given token ids in float32, -inf outside the vocabulary and for masked ids."""
-    scores = tl.load(row_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+def _load_scores(
+    row_ptr,
+    ids,
+    vocab_size,
+    settings_ptr,
+    marks_ptr,
+    biases_ptr,
+    bitmask_ptr,
+    is_masked,
+    ADJUSTED: tl.constexpr,
+):
+    """Logits of the given token ids in float32, -inf outside the vocabulary and for masked ids.
+
+    ``ADJUSTED``: as ``sampler._adjust`` changes them.
+    """
+    inside = ids < vocab_size
+    scores = tl.load(row_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    if ADJUSTED:
+        flags = tl.load(settings_ptr + 7)
+        if flags & _USES_MARKS:
+            repetition = tl.load(settings_ptr + 8).to(tl.float32, bitcast=True)
+            frequency = tl.load(settings_ptr + 9).to(tl.float32, bitcast=True)
+            presence = tl.load(settings_ptr + 10).to(tl.float32, bitcast=True)
+            marks = tl.load(marks_ptr + ids, mask=inside, other=0)
+            scores += tl.load(biases_ptr + tl.maximum(marks, 0) // _FIRST_BIAS)
+            penalized = tl.where(scores > 0, scores / repetition, scores * repetition)
+            scores = tl.where((marks & (_FIRST_BIAS - 1)) != 0, penalized, scores)
+            counts = (marks & (_FIRST_BIAS - 1)) // _ONE_OUTPUT
+            scores -= frequency * counts + tl.where(counts > 0, presence, 0.0)
+            scores = tl.where(marks < 0, -float("inf"), scores)
+        if flags & _USES_BITMASK:
+            words = tl.load(bitmask_ptr + ids // 32, mask=inside, other=0)
+            scores = tl.where(((words >> (ids % 32)) & 1) != 0, scores, -float("inf"))
     if is_masked:
         for i in tl.static_range(_MASKED_COUNT):
             masked_id = tl.load(settings_ptr + _MASKED_COLUMN + i)
@@ -170,23 +205,58 @@ def sample_kernel(
     slots_ptr,
     positions_ptr,
     settings_ptr,
+    marks_ptr,
+    biases_ptr,
+    bitmasks_ptr,
     last_token_ptr,
     out_ptr,
     vocab_size,
     row_stride,
     BLOCK: tl.constexpr,
+    ADJUSTED: tl.constexpr,
 ):
-    """One row a program: greedy, or Gumbel-max over what top_k, top_p and min_p leave.
+    """One row a program: those with flags if ADJUSTED, else the others; a program exits at once for any other row."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    settings = settings_ptr + slot * _SETTINGS_COLUMNS
+    if (tl.load(settings + 7) != 0) == ADJUSTED:
+        token = _sample_row(
+            logits_ptr + row.to(tl.int64) * row_stride,
+            tl.load(positions_ptr + row),
+            settings,
+            marks_ptr + slot * vocab_size,
+            biases_ptr + slot * _BIASES,
+            bitmasks_ptr + slot * tl.cdiv(vocab_size, 32),
+            vocab_size,
+            BLOCK,
+            ADJUSTED,
+        )
+        tl.store(out_ptr + row, token)
+        tl.store(last_token_ptr + slot, token)
+        if ADJUSTED:  # noqa: SIM102 - known when compiled, as the other is not
+            if tl.load(settings + 7) & _USES_MARKS:
+                mark_ptr = marks_ptr + slot * vocab_size + token
+                tl.store(mark_ptr, tl.load(mark_ptr) + _ONE_OUTPUT)
+
+
+@triton.jit
+def _sample_row(
+    row_ptr,
+    position,
+    settings,
+    marks,
+    biases,
+    bitmask,
+    vocab_size,
+    BLOCK: tl.constexpr,
+    ADJUSTED: tl.constexpr,
+):
+    """A row's token: greedy, or Gumbel-max over what top_k, top_p and min_p leave.
 
     Cuts are found by bisecting the threshold over the floats' integer keys: no sort, nothing stored.
     """
-    row = tl.program_id(0)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    position = tl.load(positions_ptr + row)
-    settings = settings_ptr + slot * _SETTINGS_COLUMNS
     temperature = tl.load(settings).to(tl.float32, bitcast=True)
     is_masked = position < tl.load(settings + 6)
-    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     lanes = tl.arange(0, BLOCK)
     divisor = tl.where(temperature > 0, temperature, 1.0)
 
@@ -194,7 +264,7 @@ def sample_kernel(
     best_id = tl.full((BLOCK,), 0, tl.int32)
     for start in range(0, vocab_size, BLOCK):
         ids = start + lanes
-        scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked)
+        scores = _load_scores(row_ptr, ids, vocab_size, settings, marks, biases, bitmask, is_masked, ADJUSTED)
         better = scores > best
         best = tl.where(better, scores, best)
         best_id = tl.where(better, ids, best_id)
@@ -218,7 +288,9 @@ def sample_kernel(
                 count = tl.full((BLOCK,), 0, tl.int32)
                 for start in range(0, vocab_size, BLOCK):
                     ids = start + lanes
-                    scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked)
+                    scores = _load_scores(
+                        row_ptr, ids, vocab_size, settings, marks, biases, bitmask, is_masked, ADJUSTED
+                    )
                     kept = (_order_key(scores / divisor) >= middle) & (ids < vocab_size)
                     count += kept.to(tl.int32)
                 enough = tl.sum(count, axis=0) >= top_k
@@ -229,7 +301,12 @@ def sample_kernel(
             mass = tl.full((BLOCK,), 0.0, tl.float32)
             for start in range(0, vocab_size, BLOCK):
                 ids = start + lanes
-                scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked) / divisor
+                scores = (
+                    _load_scores(
+                        row_ptr, ids, vocab_size, settings, marks, biases, bitmask, is_masked, ADJUSTED
+                    )
+                    / divisor
+                )
                 mass += tl.where(_order_key(scores) >= threshold, tl.exp(scores - peak), 0.0)
             wanted = top_p * tl.sum(mass, axis=0)
             low, high = threshold, high_key
@@ -238,7 +315,12 @@ def sample_kernel(
                 mass = tl.full((BLOCK,), 0.0, tl.float32)
                 for start in range(0, vocab_size, BLOCK):
                     ids = start + lanes
-                    scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked) / divisor
+                    scores = (
+                        _load_scores(
+                            row_ptr, ids, vocab_size, settings, marks, biases, bitmask, is_masked, ADJUSTED
+                        )
+                        / divisor
+                    )
                     mass += tl.where(_order_key(scores) >= middle, tl.exp(scores - peak), 0.0)
                 enough = tl.sum(mass, axis=0) >= wanted
                 low = tl.where(enough, middle, low)
@@ -250,7 +332,10 @@ def sample_kernel(
         best_id = tl.full((BLOCK,), 0, tl.int32)
         for start in range(0, vocab_size, BLOCK):
             ids = start + lanes
-            scores = _load_scores(row_ptr, ids, vocab_size, settings, is_masked) / divisor
+            scores = (
+                _load_scores(row_ptr, ids, vocab_size, settings, marks, biases, bitmask, is_masked, ADJUSTED)
+                / divisor
+            )
             counter = ids.to(tl.uint32, bitcast=True)
             zero = counter * 0
             bits, _, _, _ = tl.philox_impl(
@@ -265,9 +350,7 @@ def sample_kernel(
             best_id = tl.where(better, ids, best_id)
         largest = tl.max(best, axis=0)
         token = tl.min(tl.where(best == largest, best_id, vocab_size), axis=0)
-
-    tl.store(out_ptr + row, token)
-    tl.store(last_token_ptr + slot, token)
+    return token
 
 
 @triton.jit

@@ -180,16 +180,23 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows:
-        sample_kernel[(rows,)](
-            logits,
-            slots,
-            positions,
-            state.settings,
-            state.last_token,
-            out,
-            vocab_size,
-            logits.stride(0),
-            BLOCK=min(_VOCAB_BLOCK, triton.next_power_of_2(vocab_size)),
-            num_warps=8,
-        )
+        # A launch for rows with adjusted logits, which exits at once where there are none: it costs the other rows no
+        # instruction.
+        for adjusted in (True, False):
+            sample_kernel[(rows,)](
+                logits,
+                slots,
+                positions,
+                state.settings,
+                state.marks,
+                state.biases,
+                state.bitmasks,
+                state.last_token,
+                out,
+                vocab_size,
+                logits.stride(0),
+                BLOCK=min(_VOCAB_BLOCK, triton.next_power_of_2(vocab_size)),
+                ADJUSTED=adjusted,
+                num_warps=8,
+            )
     return out

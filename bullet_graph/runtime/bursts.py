@@ -103,7 +103,7 @@ class Workbench:
         for layer in range(decoder.config.num_layers):
             for half in decoder.cache.layer(layer):
                 half.normal_()
-        state = SamplingState(max_batch_size + 2, device)
+        state = SamplingState(max_batch_size + 2, decoder.config.vocab_size, device)
         self._prefill_slot = max_batch_size + 1
         self._graphs = DecodeGraphs(decoder, state, max_batch_size=max_batch_size)
         max_rows = limits.max_tokens + max_batch_size

@@ -17,7 +17,7 @@ from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.partition.masks import Lane
 from bullet_graph.runtime.executor import Executor, clear_frames
-from bullet_graph.runtime.rows import Rows, lay_out, settings_row
+from bullet_graph.runtime.rows import Rows, lay_out, marks_rows, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, Step, StepLogprobs, StepResult
 
 
@@ -59,7 +59,7 @@ class CpuExecutor(Executor):
     ) -> None:
         self._decoder = decoder
         self._functions = eager_functions(TorchOps()) if functions is None else functions
-        self._state = SamplingState(max_num_seqs, torch.device("cpu"))
+        self._state = SamplingState(max_num_seqs, decoder.config.vocab_size, torch.device("cpu"))
         self._forwards: dict[Lane, _Forward] = {}
         self._results: dict[int, StepResult] = {}
         self._tickets = count()
@@ -96,6 +96,9 @@ class CpuExecutor(Executor):
     def _begin(self, step: Step) -> _Forward:
         for init in step.admitted:
             self._state.settings[init.slot] = torch.from_numpy(settings_row(init))
+            if init.adjustments is not None:
+                marks = marks_rows(init.adjustments, self._decoder.config.vocab_size)
+                self._state.write_marks(init.slot, *marks)
         rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
         attention, sampled_attention = (
             reference_attention(self._decoder.cache, rows, q_indptr)

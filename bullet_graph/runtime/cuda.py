@@ -29,7 +29,7 @@ from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
 from bullet_graph.runtime.executor import Executor, clear_frames, keep_for_ever
-from bullet_graph.runtime.rows import Rows, lay_out, settings_row
+from bullet_graph.runtime.rows import Rows, lay_out, marks_rows, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, SlotInit, Step, StepLogprobs, StepResult
 
 _POLL_S = 20e-6
@@ -91,12 +91,15 @@ class _Lane:
     forward: EagerForward | None = None
     last: torch.cuda.Event | None = None
 
-    def write_slots(self, admitted: tuple[SlotInit, ...], settings: Tensor) -> None:
-        """Enqueue sequences' sampling settings, [slots, columns] int32, on the current stream."""
+    def write_slots(self, admitted: tuple[SlotInit, ...], state: SamplingState) -> None:
+        """Enqueue the state from which sequences' sampling starts on the current stream."""
         slots = np.array([init.slot for init in admitted], dtype=np.int32)
         table = np.concatenate([settings_row(init) for init in admitted])
         device_slots, device_table = self.slots.upload(slots, table)
-        settings[device_slots] = device_table.view(len(admitted), -1)
+        state.settings[device_slots] = device_table.view(len(admitted), -1)
+        for init in admitted:
+            if init.adjustments is not None:
+                state.write_marks(init.slot, *marks_rows(init.adjustments, state.marks.shape[1]))
 
 
 class CudaExecutor(Executor):
@@ -137,7 +140,9 @@ class CudaExecutor(Executor):
         stream = self._stream("decode", WHOLE_GPU)
         self._layer_graphs: PiecewiseGraphs | None = None
         with torch.cuda.stream(stream), torch.inference_mode():
-            self._state = SamplingState(max_num_seqs + 1, device)  # one for padded rows
+            self._state = SamplingState(
+                max_num_seqs + 1, decoder.config.vocab_size, device
+            )  # one for padded rows
             if config.cuda_graphs:
                 self._layer_graphs = PiecewiseGraphs(
                     decoder, TritonOps(Gpu.of(device)), buckets=plan.piecewise_rows
@@ -272,7 +277,7 @@ class CudaExecutor(Executor):
         whole_gpu = placement.partition == WHOLE_GPU
         if placement.first_layer == 0:
             if step.admitted:
-                lane.write_slots(step.admitted, self._state.settings)
+                lane.write_slots(step.admitted, self._state)
             rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
             if step.prefill is None and self._graphs is not None:
                 token_ids = self._graphs.run(decode_inputs(rows), placement.partition)

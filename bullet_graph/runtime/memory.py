@@ -151,6 +151,6 @@ def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int
     num_lanes = 2 if config.policy.uses_prefill_lane else 1
     rows = num_lanes * config.chunk_tokens + config.max_num_seqs
     per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size
-    # Logits in the weights' dtype, and twice in float32 where log-probabilities are asked for.
-    logits = config.max_num_seqs * model.vocab_size * (dtype_bytes + 2 * 4)
+    # Logits in the weights' dtype, and twice in float32 where log-probabilities are asked for; a mark for every token.
+    logits = config.max_num_seqs * model.vocab_size * (dtype_bytes + 2 * 4 + 4)
     return rows * per_row * dtype_bytes + logits

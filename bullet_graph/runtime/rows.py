@@ -8,8 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet_graph.config import KV_BLOCK_TOKENS
-from bullet_graph.kernels.sampler import MASKED_IDS_COLUMN, SETTINGS_COLUMNS
-from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, SlotInit
+from bullet_graph.kernels.sampler import (
+    FIRST_BIAS,
+    IN_PROMPT,
+    MASKED_IDS_COLUMN,
+    MAX_OUTPUT_COUNT,
+    ONE_OUTPUT,
+    SETTINGS_COLUMNS,
+    USES_BITMASK,
+    USES_MARKS,
+)
+from bullet_graph.runtime.step import Adjustments, DecodeBatch, Int32Array, PrefillBatch, SlotInit
+from bullet_graph.sampling_params import MAX_BIASED_TOKENS
 
 _NONE: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -146,8 +156,26 @@ def settings_row(init: SlotInit) -> Int32Array:
     row[[0, 2, 3]] = np.array([init.temperature, init.top_p, init.min_p], dtype=np.float32).view(np.int32)
     row[[1, 6]] = init.top_k, init.masked_until
     row[4:6] = np.array([init.seed], dtype=np.int64).view(np.int32)
+    row[7] = USES_BITMASK * init.uses_bitmask
+    if (adjust := init.adjustments) is not None:
+        row[7] |= USES_MARKS
+        penalties = adjust.repetition_penalty, adjust.frequency_penalty, adjust.presence_penalty
+        row[8:11] = np.array(penalties, dtype=np.float32).view(np.int32)
     row[MASKED_IDS_COLUMN : MASKED_IDS_COLUMN + len(init.masked_token_ids)] = init.masked_token_ids
     return row
+
+
+def marks_rows(adjust: Adjustments, vocab_size: int) -> tuple[Int32Array, NDArray[np.float32]]:
+    """Marks [vocab_size] and biases of a sequence that enters a slot; :class:`SamplingState` says what they mean."""
+    counts = np.bincount(adjust.output_token_ids, minlength=vocab_size)
+    marks = (counts.clip(max=MAX_OUTPUT_COUNT) * ONE_OUTPUT).astype(np.int32)
+    marks[adjust.prompt_token_ids] |= IN_PROMPT
+    biases = np.zeros(MAX_BIASED_TOKENS + 1, dtype=np.float32)
+    for index, (token_id, bias) in enumerate(adjust.logit_bias, start=1):
+        marks[token_id] += index * FIRST_BIAS
+        biases[index] = bias
+    marks[list(adjust.banned_token_ids)] |= np.int32(-(2**31))
+    return marks, biases
 
 
 def _indptr(counts: Int32Array) -> Int32Array:

@@ -12,11 +12,34 @@ BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
+class Adjustments:
+    """What changes a sequence's logits before they are sampled from; the definitions are vLLM's.
+
+    Attributes:
+        logit_bias: (token id, bias) pairs; added first.
+        repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
+        frequency_penalty: subtracted once for each time that the token is in the output.
+        presence_penalty: subtracted from tokens that are in the output.
+        banned_token_ids: never sampled.
+        prompt_token_ids, output_token_ids: tokens until now; after a preemption there are outputs.
+    """
+
+    logit_bias: tuple[tuple[int, float], ...]
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    banned_token_ids: tuple[int, ...]
+    prompt_token_ids: Int32Array
+    output_token_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
 class SlotInit:
     """Sampling settings of a sequence that enters a slot; they hold until the slot is initialised again.
 
     ``temperature`` 0 is greedy, ``top_k`` 0 keeps all. Random numbers follow from (seed, position) alone. Tokens at
-    positions below ``masked_until`` are none of ``masked_token_ids`` (``min_tokens``).
+    positions below ``masked_until`` are none of ``masked_token_ids`` (``min_tokens``). With ``uses_bitmask``, only
+    tokens of the slot's bitmask are sampled.
     """
 
     slot: int
@@ -27,6 +50,8 @@ class SlotInit:
     seed: int
     masked_token_ids: tuple[int, ...]
     masked_until: int
+    adjustments: Adjustments | None = None
+    uses_bitmask: bool = False
 
 
 @dataclass(frozen=True, slots=True)

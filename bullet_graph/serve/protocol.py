@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from bullet_graph.sampling_params import MAX_LOGPROBS, MAX_TEMPERATURE, SamplingParams
+from bullet_graph.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_TEMPERATURE, SamplingParams
 
 MAX_OUTPUTS = 128
 """Most outputs of a request (``n`` times its prompts); OpenAI limits ``n`` to the same number."""
@@ -36,10 +36,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
         ("guided_decoding_backend guided_whitespace_pattern repetition_detection truncate_prompt_tokens", ()),
         ("echo include_stop_str_in_output return_tokens_as_token_ids use_beam_search watermarking", (False,)),
         ("skip_special_tokens spaces_between_special_tokens", (True,)),
-        ("frequency_penalty presence_penalty priority routed_experts_prompt_start", (0,)),
-        ("best_of length_penalty repetition_penalty stream_interval", (1,)),
+        ("priority routed_experts_prompt_start", (0,)),
+        ("best_of length_penalty stream_interval", (1,)),
         ("bad_words functions logits_processors tools", ([],)),
-        ("ec_transfer_params kv_transfer_params logit_bias vllm_xargs", ({},)),
+        ("ec_transfer_params kv_transfer_params vllm_xargs", ({},)),
         ("parallel_tool_calls", (True, False)),
         ("thinking_token_budget", (-1,)),
         ("function_call tool_choice", ("none",)),
@@ -84,6 +84,9 @@ class StreamOptions(_Strict):
 
 T = TypeVar("T")
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+BiasedId = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
+"""A token id as a key of JSON, which is a text."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Few = Annotated[list[T], Field(min_length=1, max_length=MAX_OUTPUTS, fail_fast=True)]
 Many = Annotated[list[T], Field(min_length=1, fail_fast=True)]
@@ -109,6 +112,10 @@ class GenerationRequest(_Strict):
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     ignore_eos: bool | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
+    logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(

@@ -75,8 +75,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_token": 5}, "`max_token` is no field of this request: leave it out, or correct its name"),
     ({"echo": True}, "`echo` is not supported by this server: leave it out, or give false"),
     ({"best_of": True}, "`best_of` is not supported"),
-    ({"frequency_penalty": 0.5}, "`frequency_penalty` is not supported"),
-    ({"logit_bias": {"5": 1}}, "`logit_bias` is not supported"),
+    ({"frequency_penalty": 2.5}, "`frequency_penalty`: input should be less than or equal to 2"),
+    ({"logit_bias": {"5": 101}}, "`logit_bias.5`: input should be less than or equal to 100"),
+    ({"logit_bias": {"sea": 1}}, "`logit_bias.sea"),
+    ({"logit_bias": {"512": 1}}, "logit_bias holds 512, outside the vocabulary"),
     ({"model": 5}, "`model`"),
     ({"half \ud800": 1}, "names of fields must be valid Unicode"),
 ]

@@ -51,7 +51,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
         target.copy_(source)
     align_caches(decoder, reference)
     generator = torch.Generator(DEVICE).manual_seed(7)
-    state = SamplingState(MAX_BATCH + 1, DEVICE)
+    state = SamplingState(MAX_BATCH + 1, config.vocab_size, DEVICE)
     state.last_token.random_(0, config.vocab_size, generator=generator)
     graphs = DecodeGraphs(decoder, state, max_batch_size=MAX_BATCH)
     stream = torch.cuda.Stream()

@@ -43,7 +43,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     with torch.inference_mode():
         buckets = row_buckets(MAX_ROWS, config)
         graphs = PiecewiseGraphs(decoder, TritonOps(Gpu.of(DEVICE)), buckets=buckets)
-        state = SamplingState(MAX_SEQS + 1, DEVICE)
+        state = SamplingState(MAX_SEQS + 1, config.vocab_size, DEVICE)
         captured, eager = (
             EagerLane(decoder, state, max_num_seqs=MAX_SEQS, max_rows=MAX_ROWS, graphs=of_lane)
             for of_lane in (graphs, None)

@@ -69,7 +69,7 @@ def test_forward_equals_the_reference(
     decoder, reference = filled_decoder(), filled_decoder()
     lane = EagerLane(
         decoder,
-        SamplingState(MAX_SEQS, CPU),
+        SamplingState(MAX_SEQS, CONFIG.vocab_size, CPU),
         max_num_seqs=MAX_SEQS,
         max_rows=64,
     )

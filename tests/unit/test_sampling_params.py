@@ -20,6 +20,10 @@ GOOD = [
     ("stop_token_ids", ((), [0, 5], (7,))),
     ("ignore_eos", (True, False)),
     ("logprobs", (None, 0, MAX_LOGPROBS)),
+    ("repetition_penalty", (1, 0.5, 1e3)),
+    ("frequency_penalty", (0, -2, 1.5)),
+    ("presence_penalty", (0, 2, -0.5)),
+    ("logit_bias", ({}, {5: 1, 0: -100.0}, ((3, 0.5),))),
     ("n", (1, 3)),
 ]
 
@@ -35,6 +39,13 @@ BAD = [
     ("stop_token_ids", ([-1], [1.5], ["1"], [True], 5, None, "12")),
     ("ignore_eos", (None, "no", 2)),
     ("logprobs", (-1, MAX_LOGPROBS + 1, 1.5, True, "1")),
+    ("repetition_penalty", (0, -1, math.nan, math.inf, None, "1")),
+    ("frequency_penalty", (-2.1, 3, math.nan, None)),
+    ("presence_penalty", (2.1, True, "1")),
+    (
+        "logit_bias",
+        ({5: 101}, {-1: 0}, {"5": 1}, {5: math.nan}, {5: None}, dict.fromkeys(range(1024), 1), 5, "x"),
+    ),
     ("n", (0, -1, 1.5, None, True)),
 ]
 
@@ -46,6 +57,8 @@ def test_good_values_are_taken(name: str, value: object) -> None:
         assert params.stop == ((value,) if isinstance(value, str) else tuple(value))  # type: ignore[arg-type]
     elif name == "stop_token_ids":
         assert params.stop_token_ids == tuple(value)  # type: ignore[arg-type]
+    elif name == "logit_bias":
+        assert dict(params.biases) == dict(value)  # type: ignore[call-overload]
     else:
         assert getattr(params, name) == value
 

@@ -104,7 +104,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sample_draws_the_reference_sampler_s_tokens(generator: torch.Generator, name: str) -> None:
     rows, vocab_size, slots = 6, 777, torch.tensor([4, 0, 2, 5, 1, 7], dtype=torch.int32, device=DEVICE)
-    states = [SamplingState(8, DEVICE) for _ in range(2)]
+    states = [SamplingState(8, vocab_size, DEVICE) for _ in range(2)]
     for state in states:
         for slot in range(8):
             state.settings[slot] = settings_row(seed=(slot + 1) * 0x1234_5678_9ABC, **SETTINGS[name])
@@ -116,7 +116,7 @@ def test_sample_draws_the_reference_sampler_s_tokens(generator: torch.Generator,
 
 
 def test_sample_keeps_masked_ids_out_until_their_position(generator: torch.Generator) -> None:
-    state = SamplingState(2, DEVICE)
+    state = SamplingState(2, 100, DEVICE)
     logits = normal(generator, 2, 100)
     best = logits.argmax(-1).int()
     for slot in range(2):
@@ -130,7 +130,7 @@ def test_sample_keeps_masked_ids_out_until_their_position(generator: torch.Gener
 
 
 def test_greedy_takes_the_first_of_equal_logits() -> None:
-    state = SamplingState(1, DEVICE)
+    state = SamplingState(1, 5000, DEVICE)
     logits = torch.zeros(1, 5000, device=DEVICE)
     logits[0, [4321, 77, 4999]] = 2.0
     slots = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -140,7 +140,7 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 def test_whatever_the_logits_are_a_token_is_in_the_vocabulary(value: float) -> None:
     """Captures run steps before the weights are there, and the next step looks the token up."""
-    state = SamplingState(1, DEVICE)  # as a slot for padding has it, greedy
+    state = SamplingState(1, 5000, DEVICE)  # as a slot for padding has it, greedy
     slots = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     tokens = triton_sample(torch.full((1, 5000), value, device=DEVICE), slots, slots, state)
     assert 0 <= int(tokens[0]) < 5000

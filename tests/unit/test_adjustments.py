@@ -1,0 +1,114 @@
+"""Biases, penalties, bans and bitmasks of logits, against their definitions and between the two samplers."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling_rows import settings_row
+
+from bullet_graph.kernels.sampler import SamplingState, sample
+from bullet_graph.runtime.rows import marks_rows
+from bullet_graph.runtime.step import Adjustments
+
+pytest.importorskip("triton", reason="Triton is published for Linux only")
+
+from bullet_graph.kernels.triton_ops import sample as triton_sample
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB = 40
+
+token_ids = st.integers(0, VOCAB - 1)
+adjustments = st.builds(
+    Adjustments,
+    logit_bias=st.dictionaries(token_ids, st.floats(-100, 100, width=16), max_size=6).map(
+        lambda biases: tuple(biases.items())
+    ),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.25, 8.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.25, -1.5, 2.0]),
+    presence_penalty=st.sampled_from([0.0, 0.5, -2.0]),
+    banned_token_ids=st.lists(token_ids, max_size=4).map(tuple),
+    prompt_token_ids=st.lists(token_ids, min_size=1, max_size=9).map(lambda ids: np.array(ids, np.int32)),
+    output_token_ids=st.lists(token_ids, max_size=9).map(lambda ids: np.array(ids, np.int32)),
+)
+
+
+def adjusted(scores: np.ndarray, by: Adjustments, output: list[int], allowed: set[int]) -> np.ndarray:
+    """The definitions, token by token."""
+    counts, result = Counter(output), scores.astype(np.float64)
+    for token_id in range(VOCAB):
+        score = result[token_id] + dict(by.logit_bias).get(token_id, 0.0)
+        if token_id in counts or token_id in by.prompt_token_ids:
+            score = score / by.repetition_penalty if score > 0 else score * by.repetition_penalty
+        score -= by.frequency_penalty * counts[token_id] + by.presence_penalty * (token_id in counts)
+        is_banned = token_id in by.banned_token_ids or token_id not in allowed
+        result[token_id] = -np.inf if is_banned else score
+    return result
+
+
+def state_of(by: Adjustments, allowed: set[int] | None, **changes: object) -> SamplingState:
+    """One slot of two."""
+    state = SamplingState(2, VOCAB, DEVICE)
+    row = settings_row(adjustments=by, uses_bitmask=allowed is not None, **changes)
+    state.settings[1] = row.to(DEVICE)
+    state.write_marks(1, *marks_rows(by, VOCAB))
+    bits = np.zeros(64, dtype=np.uint8)
+    bits[list(allowed or ())] = 1
+    words = np.packbits(bits, bitorder="little").view(np.int32)
+    state.bitmasks[1] = torch.from_numpy(words).to(DEVICE)
+    return state
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    by=adjustments,
+    allowed=st.none() | st.sets(token_ids, min_size=20),
+    seed=st.integers(0, 2**20),
+    sampler=st.sampled_from([sample, triton_sample]),
+)
+def test_greedy_tokens_are_those_of_the_definitions(
+    by: Adjustments, allowed: set[int] | None, seed: int, sampler: object
+) -> None:
+    # Launched one after the other, with nothing from the host between them: counts grow on the device.
+    state, output = state_of(by, allowed), by.output_token_ids.tolist()
+    slots = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    rng = np.random.default_rng(seed)
+    for position in range(5):
+        # Sharp steps of 1/64 are exact in float32, and near ties of what is divided decide nothing.
+        scores = rng.permutation(np.arange(-20, 20)) / 4.0
+        expected = adjusted(scores, by, output, set(range(VOCAB)) if allowed is None else allowed)
+        logits = torch.tensor(scores, dtype=torch.float32, device=DEVICE)[None]
+        before = logits.clone()
+        (token,) = sampler(logits, slots, slots + position, state).tolist()  # type: ignore[operator]
+        assert expected[token] == pytest.approx(expected.max(), abs=1e-4)
+        assert torch.equal(logits, before), "log-probabilities are read from them afterwards"
+        output.append(token)
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_p": 0.9, "min_p": 0.1}])
+def test_both_samplers_draw_the_same_tokens_from_adjusted_logits(cuts: dict[str, float]) -> None:
+    by = Adjustments(
+        logit_bias=((3, 5.0), (7, -4.0)),
+        repetition_penalty=1.3,
+        frequency_penalty=0.7,
+        presence_penalty=0.2,
+        banned_token_ids=(0, 3),
+        prompt_token_ids=np.array([1, 2, 9], np.int32),
+        output_token_ids=np.array([4, 4, 5], np.int32),
+    )
+    states = [state_of(by, set(range(30)), temperature=1.2, seed=99, **cuts) for _ in range(2)]
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(8)).to(DEVICE) * 3
+    slots = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)  # the other row's logits stay as they are
+    drawn = set()
+    for position in range(4):
+        tokens = [
+            sampler(logits, slots, slots + position, state).tolist()
+            for sampler, state in zip((sample, triton_sample), states, strict=True)
+        ]
+        assert tokens[0] == tokens[1]
+        assert tokens[0][1] == int(logits[1].argmax())
+        drawn.add(tokens[0][0])
+    assert torch.equal(states[0].marks, states[1].marks)
+    assert not drawn & {0, 3, *range(30, VOCAB)}
