@@ -16,6 +16,9 @@ MAX_MASKED_TOKEN_IDS = 16
 MAX_BIASED_TOKENS = 1023
 """Most token ids with a bias: the room of a device slot."""
 
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 17
+"""Most bad words of two or more tokens, and most tokens of each: the room of a device slot."""
+
 GREEDY_BELOW_TEMPERATURE = 1e-5
 """A lower temperature means 0: dividing logits by it leaves nothing but the most probable token."""
 
@@ -43,6 +46,7 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit once for each time that it is in the output, in [-2, 2].
         presence_penalty: subtracted from the logits of tokens that are in the output, in [-2, 2].
         logit_bias: token id → number in [-100, 100], added to its logit before the penalties; kept as pairs.
+        bad_words: texts that are not generated: the last token of each is banned wherever the others precede it.
         n: how many outputs to sample for the prompt; output i uses ``seed + i``.
     """
 
@@ -61,6 +65,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = field(default=())
+    bad_words: Sequence[str] = field(default=())
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -69,7 +74,11 @@ class SamplingParams:
         bias = self.logit_bias
         biases = _items([*bias.items()] if isinstance(bias, Mapping) else bias)
         max_tokens = self.max_tokens if _is_int(self.max_tokens) else 0
-        are_stops = stops is not None and all(isinstance(s, str) and s for s in stops)
+        words = _items(self.bad_words)
+        are_stops, are_words = (
+            texts is not None and all(isinstance(text, str) and text for text in texts)
+            for texts in (stops, words)
+        )
         are_ids = ids is not None and all(_is_int(i, 0) for i in ids)
         are_biases = biases is not None and len(biases) <= MAX_BIASED_TOKENS and all(map(_is_bias, biases))
         for name, holds, allowed in (
@@ -99,6 +108,7 @@ class SamplingParams:
                 are_biases,
                 f"at most {MAX_BIASED_TOKENS} token ids, each with a number in [-100, 100]",
             ),
+            ("bad_words", are_words, "a sequence of non-empty strings"),
             ("stop", are_stops, "a non-empty string, or a sequence of them"),
             ("stop_token_ids", are_ids, "a sequence of integers ≥ 0"),
         ):
@@ -108,6 +118,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "logit_bias", biases)
+        object.__setattr__(self, "bad_words", words)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -118,7 +129,7 @@ class SamplingParams:
     def adjusts_logits(self) -> bool:
         """Whether anything but ``min_tokens`` changes the logits before they are sampled from."""
         penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
-        return bool(self.logit_bias) or penalties != (1, 0, 0)
+        return bool(self.logit_bias or self.bad_words) or penalties != (1, 0, 0)
 
 
 def _items(values: object) -> tuple[Any, ...] | None:

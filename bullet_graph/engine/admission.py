@@ -13,7 +13,12 @@ from bullet_graph.errors import PromptError, RequestError, SamplingParamsError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.runtime.step import Int32Array
-from bullet_graph.sampling_params import MAX_MASKED_TOKEN_IDS, SamplingParams
+from bullet_graph.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_MASKED_TOKEN_IDS,
+    SamplingParams,
+)
 from bullet_graph.slo import Slo
 
 Prompt = str | Sequence[int]
@@ -43,11 +48,20 @@ class Admission:
         """Make a request of ``params.n`` samples; PromptError or SamplingParamsError for what cannot be served."""
         token_ids = self._token_ids(prompt)
         stop_ids = self._stop_ids(params)
+        bad_words = self._bad_words(params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         samples = [
             Sample(
                 EngineSequence(
-                    request_id, i, token_ids, params, (seed + i) % 2**63, stop_ids, slo, arrival_s
+                    request_id,
+                    i,
+                    token_ids,
+                    params,
+                    (seed + i) % 2**63,
+                    stop_ids,
+                    slo,
+                    arrival_s,
+                    bad_words,
                 ),
                 None if self._tokenizer is None else self._tokenizer.stream(),
             )
@@ -110,6 +124,34 @@ class Admission:
                 f"logprobs must be at most the vocabulary's {self._model.vocab_size} tokens, got {params.logprobs}"
             )
         return stop_ids
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each bad word, as it begins a text and, if that is another token, as it follows a space."""
+        if params.bad_words and self._tokenizer is None:
+            raise SamplingParamsError("bad_words need a tokenizer, but the model has none: use logit_bias")
+        words: dict[tuple[int, ...], None] = {}
+        for text in params.bad_words:
+            assert self._tokenizer is not None
+            first, spaced = (
+                tuple(self._tokenizer.encode(prefix + text.lstrip(), add_special_tokens=False))
+                for prefix in ("", " ")
+            )
+            words[first] = None
+            # vLLM's condition: otherwise the second form is a space, and then the first.
+            if len(spaced) == len(first) and spaced[:1] != first[:1]:
+                words[spaced] = None
+        longest = max(map(len, words), default=1)
+        num_long = sum(len(word) > 1 for word in words)
+        if () in words or longest > MAX_BAD_WORD_TOKENS or num_long > MAX_BAD_WORDS:
+            raise SamplingParamsError(
+                f"bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens each, and at most {MAX_BAD_WORDS} of them more "
+                f"than one, counting forms with and without a space; found {num_long} with up to {longest} tokens"
+            )
+        if any(token_id >= self._model.vocab_size for word in words for token_id in word):
+            raise SamplingParamsError(
+                f"bad_words hold tokens outside the model's vocabulary of {self._model.vocab_size}: leave them out"
+            )
+        return tuple(words)
 
 
 def normalise_batch(

@@ -30,6 +30,7 @@ class Sequence:
 
     Attributes:
         stop_token_ids: ids that end the output, end-of-sequence included unless ignored.
+        bad_words: token ids of the texts that are not generated.
         slot: its row in the device's state while it runs, else -1.
         num_cached: tokens whose keys and values launched steps write.
         prompt_launched: launched steps cover its whole prompt.
@@ -48,6 +49,7 @@ class Sequence:
     stop_token_ids: frozenset[int]
     slo: Slo = NO_TARGETS
     arrival_s: float = 0.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
     status: Status = Status.WAITING
     slot: int = -1
     num_cached: int = 0
@@ -87,7 +89,7 @@ class Sequence:
                 repetition_penalty=params.repetition_penalty,
                 frequency_penalty=params.frequency_penalty,
                 presence_penalty=params.presence_penalty,
-                banned_token_ids=(),
+                bad_words=self.bad_words,
                 prompt_token_ids=self.prompt_token_ids,
                 output_token_ids=np.array(self.output_token_ids, dtype=np.int32),
             )

@@ -4,12 +4,19 @@ A row's random numbers are Philox-4x32-10 (Salmon et al. 2011) with the request'
 position) as counter, so a token depends on its own row alone, and the Triton kernel draws the same numbers.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bullet_graph.sampling_params import MAX_BIASED_TOKENS, MAX_MASKED_TOKEN_IDS
+from bullet_graph.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_MASKED_TOKEN_IDS,
+)
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 
@@ -19,13 +26,15 @@ SETTINGS_COLUMNS = MASKED_IDS_COLUMN + MAX_MASKED_TOKEN_IDS
 6 masked_until, 7 flags, 8 repetition, 9 frequency and 10 presence penalty, 11 unused, then masked ids padded with -1;
 floats by their bits."""
 
-USES_MARKS, USES_BITMASK = 1, 2
+USES_MARKS, USES_BITMASK, USES_BAD_WORDS = 1, 2, 4
 """Flags of a settings row. The logits of a row without flags are sampled from as they are."""
 
 IN_PROMPT, ONE_OUTPUT, FIRST_BIAS = 1, 1 << 1, 1 << 21
 MAX_OUTPUT_COUNT = FIRST_BIAS // ONE_OUTPUT - 1
 """A mark says of a token id: bit 0, whether it is in the prompt; bits 1–20, how often in the output; bits 21–30, which
 of the slot's biases it has. A negative mark bans it."""
+
+RECENT_TOKENS = MAX_BAD_WORD_TOKENS - 1
 
 
 class SamplingState:
@@ -37,6 +46,9 @@ class SamplingState:
         marks: [num_slots, vocab_size], read with USES_MARKS. Sampling counts its token there, so that steps which are
             launched ahead of the host see it.
         biases: [num_slots, MAX_BIASED_TOKENS + 1] float32, added to the logits of the tokens whose marks name them.
+        bad_words: [num_slots, MAX_BAD_WORDS, 1 + RECENT_TOKENS], read with USES_BAD_WORDS: a word's last token, or -1;
+            then the tokens before it, to the right, after -1 for any token.
+        recent: [num_slots, RECENT_TOKENS], the output token at each position, modulo their number, or -1.
         bitmasks: [num_slots, ceil(vocab_size / 32)], read with USES_BITMASK: bit ``id % 32`` of word ``id // 32`` is
             set for a token that may be sampled.
     """
@@ -49,11 +61,13 @@ class SamplingState:
         self.last_token = zeros()
         self.marks = zeros(vocab_size)
         self.biases = zeros(MAX_BIASED_TOKENS + 1, dtype=torch.float32)
+        self.bad_words = zeros(MAX_BAD_WORDS, 1 + RECENT_TOKENS)
+        self.recent = zeros(RECENT_TOKENS)
         self.bitmasks = zeros(-(-vocab_size // 32))
 
-    def write_marks(self, slot: int, marks: NDArray[np.int32], biases: NDArray[np.float32]) -> None:
-        """Enqueue on the current stream what a sequence that enters a slot starts from."""
-        for rows, row in ((self.marks, marks), (self.biases, biases)):
+    def write_marks(self, slot: int, *written: NDArray[Any]) -> None:
+        """Enqueue a slot's rows of marks, biases, bad words and recent tokens on the current stream."""
+        for rows, row in zip((self.marks, self.biases, self.bad_words, self.recent), written, strict=True):
             host = torch.from_numpy(row)
             # The allocator of pinned memory keeps it until the copy is over.
             rows[slot].copy_(host.pin_memory() if rows.is_cuda else host, non_blocking=True)
@@ -84,7 +98,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
             scores = scores - torch.log(-torch.log(uniform)).to(scores.device)
         chosen[row] = scores.argmax()
         if settings[row, 7] & USES_MARKS:
-            state.marks[slots[row], chosen[row]] += ONE_OUTPUT
+            _count(int(chosen[row]), int(slots[row]), position, int(settings[row, 7]), state)
     state.last_token[slots.long()] = chosen
     return chosen
 
@@ -104,6 +118,21 @@ def _adjust(scores: Tensor, slot: int, settings: NDArray[np.int32], state: Sampl
         ids = torch.arange(len(scores), device=scores.device)
         scores = scores.masked_fill(state.bitmasks[slot][ids // 32] >> ids % 32 & 1 == 0, -torch.inf)
     return scores
+
+
+def _count(token_id: int, slot: int, position: int, flags: int, state: SamplingState) -> None:
+    """Count an output token, and ban those that would complete a bad word after it."""
+    marks = state.marks[slot]
+    marks[token_id] += ONE_OUTPUT
+    if flags & USES_BAD_WORDS:
+        last, before = state.bad_words[slot, :, 0].long(), state.bad_words[slot, :, 1:]
+        state.recent[slot, position % RECENT_TOKENS] = token_id
+        recent = state.recent[slot].roll(-1 - position % RECENT_TOKENS)
+        completed = ((before == recent) | (before < 0)).all(-1)
+        words = last[last >= 0]
+        marks[words] &= 2**31 - 1
+        words = last[completed & (last >= 0)]
+        marks[words] |= -(2**31)
 
 
 def _cut(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

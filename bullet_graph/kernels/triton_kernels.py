@@ -7,15 +7,18 @@ import triton
 import triton.language as tl
 
 from bullet_graph.kernels import sampler
-from bullet_graph.sampling_params import MAX_BIASED_TOKENS, MAX_MASKED_TOKEN_IDS
+from bullet_graph.sampling_params import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_MASKED_TOKEN_IDS
 
 _SETTINGS_COLUMNS = tl.constexpr(sampler.SETTINGS_COLUMNS)
 _MASKED_COLUMN = tl.constexpr(sampler.MASKED_IDS_COLUMN)
 _MASKED_COUNT = tl.constexpr(MAX_MASKED_TOKEN_IDS)
 _USES_MARKS = tl.constexpr(sampler.USES_MARKS)
+_USES_BAD_WORDS = tl.constexpr(sampler.USES_BAD_WORDS)
 _USES_BITMASK = tl.constexpr(sampler.USES_BITMASK)
 _ONE_OUTPUT = tl.constexpr(sampler.ONE_OUTPUT)
 _FIRST_BIAS = tl.constexpr(sampler.FIRST_BIAS)
+_BAD_WORDS = tl.constexpr(MAX_BAD_WORDS)
+_RECENT = tl.constexpr(sampler.RECENT_TOKENS)
 _BIASES = tl.constexpr(MAX_BIASED_TOKENS + 1)
 
 
@@ -207,6 +210,8 @@ def sample_kernel(
     settings_ptr,
     marks_ptr,
     biases_ptr,
+    bad_words_ptr,
+    recent_ptr,
     bitmasks_ptr,
     last_token_ptr,
     out_ptr,
@@ -219,10 +224,12 @@ def sample_kernel(
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     settings = settings_ptr + slot * _SETTINGS_COLUMNS
-    if (tl.load(settings + 7) != 0) == ADJUSTED:
+    flags = tl.load(settings + 7)
+    if (flags != 0) == ADJUSTED:
+        position = tl.load(positions_ptr + row)
         token = _sample_row(
             logits_ptr + row.to(tl.int64) * row_stride,
-            tl.load(positions_ptr + row),
+            position,
             settings,
             marks_ptr + slot * vocab_size,
             biases_ptr + slot * _BIASES,
@@ -234,9 +241,32 @@ def sample_kernel(
         tl.store(out_ptr + row, token)
         tl.store(last_token_ptr + slot, token)
         if ADJUSTED:  # noqa: SIM102 - known when compiled, as the other is not
-            if tl.load(settings + 7) & _USES_MARKS:
-                mark_ptr = marks_ptr + slot * vocab_size + token
-                tl.store(mark_ptr, tl.load(mark_ptr) + _ONE_OUTPUT)
+            if flags & _USES_MARKS:
+                marks = marks_ptr + slot * vocab_size
+                tl.store(marks + token, tl.load(marks + token) + _ONE_OUTPUT)
+                if flags & _USES_BAD_WORDS:
+                    words = bad_words_ptr + slot * _BAD_WORDS * (1 + _RECENT)
+                    _ban_bad_words(token, position, marks, words, recent_ptr + slot * _RECENT)
+
+
+@triton.jit
+def _ban_bad_words(token, position, marks, bad_words, recent):
+    """Ban the tokens that would complete a bad word after the token at this position, and no others of the words."""
+    lanes = tl.arange(0, _RECENT)
+    # The oldest first. The newest is not read: its store may come before or after.
+    at = (position + 1 + lanes) % _RECENT
+    tokens = tl.where(lanes == _RECENT - 1, token, tl.load(recent + at))
+    tl.store(recent + position % _RECENT, token)
+    words = bad_words + tl.arange(0, _BAD_WORDS) * (1 + _RECENT)
+    last = tl.load(words)
+    before = tl.load(words[:, None] + 1 + lanes[None, :])
+    differs = (before != tokens[None, :]) & (before >= 0)
+    is_completed = (tl.sum(differs.to(tl.int32), axis=1) == 0) & (last >= 0)
+    # Words may share their last token: all threads are done with a step before the next one begins.
+    tl.debug_barrier()
+    tl.store(marks + last, tl.load(marks + last, mask=last >= 0) & 0x7FFFFFFF, mask=last >= 0)
+    tl.debug_barrier()
+    tl.store(marks + last, tl.load(marks + last, mask=is_completed) | -0x80000000, mask=is_completed)
 
 
 @triton.jit

@@ -190,6 +190,8 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
                 state.settings,
                 state.marks,
                 state.biases,
+                state.bad_words,
+                state.recent,
                 state.bitmasks,
                 state.last_token,
                 out,

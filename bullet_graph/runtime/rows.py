@@ -14,12 +14,14 @@ from bullet_graph.kernels.sampler import (
     MASKED_IDS_COLUMN,
     MAX_OUTPUT_COUNT,
     ONE_OUTPUT,
+    RECENT_TOKENS,
     SETTINGS_COLUMNS,
+    USES_BAD_WORDS,
     USES_BITMASK,
     USES_MARKS,
 )
 from bullet_graph.runtime.step import Adjustments, DecodeBatch, Int32Array, PrefillBatch, SlotInit
-from bullet_graph.sampling_params import MAX_BIASED_TOKENS
+from bullet_graph.sampling_params import MAX_BAD_WORDS, MAX_BIASED_TOKENS
 
 _NONE: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -158,15 +160,17 @@ def settings_row(init: SlotInit) -> Int32Array:
     row[4:6] = np.array([init.seed], dtype=np.int64).view(np.int32)
     row[7] = USES_BITMASK * init.uses_bitmask
     if (adjust := init.adjustments) is not None:
-        row[7] |= USES_MARKS
+        row[7] |= USES_MARKS | USES_BAD_WORDS * any(len(word) > 1 for word in adjust.bad_words)
         penalties = adjust.repetition_penalty, adjust.frequency_penalty, adjust.presence_penalty
         row[8:11] = np.array(penalties, dtype=np.float32).view(np.int32)
     row[MASKED_IDS_COLUMN : MASKED_IDS_COLUMN + len(init.masked_token_ids)] = init.masked_token_ids
     return row
 
 
-def marks_rows(adjust: Adjustments, vocab_size: int) -> tuple[Int32Array, NDArray[np.float32]]:
-    """Marks [vocab_size] and biases of a sequence that enters a slot; :class:`SamplingState` says what they mean."""
+def marks_rows(
+    adjust: Adjustments, vocab_size: int
+) -> tuple[Int32Array, NDArray[np.float32], Int32Array, Int32Array]:
+    """Marks, biases, bad words and recent tokens of a sequence that enters a slot: rows of :class:`SamplingState`."""
     counts = np.bincount(adjust.output_token_ids, minlength=vocab_size)
     marks = (counts.clip(max=MAX_OUTPUT_COUNT) * ONE_OUTPUT).astype(np.int32)
     marks[adjust.prompt_token_ids] |= IN_PROMPT
@@ -174,8 +178,20 @@ def marks_rows(adjust: Adjustments, vocab_size: int) -> tuple[Int32Array, NDArra
     for index, (token_id, bias) in enumerate(adjust.logit_bias, start=1):
         marks[token_id] += index * FIRST_BIAS
         biases[index] = bias
-    marks[list(adjust.banned_token_ids)] |= np.int32(-(2**31))
-    return marks, biases
+    output = adjust.output_token_ids[-RECENT_TOKENS:]
+    recent = np.full(RECENT_TOKENS, -1, dtype=np.int32)
+    end = len(adjust.prompt_token_ids) + len(adjust.output_token_ids)
+    recent[np.arange(end - len(output), end) % RECENT_TOKENS] = output
+    bad_words = np.full((MAX_BAD_WORDS, 1 + RECENT_TOKENS), -1, dtype=np.int32)
+    # A token that is banned everywhere stays so whatever precedes it.
+    banned = {word[0] for word in adjust.bad_words if len(word) == 1}
+    conditional = [word for word in adjust.bad_words if word[-1] not in banned]
+    for row, (*before, last) in zip(bad_words, conditional, strict=False):
+        row[0], row[1 + RECENT_TOKENS - len(before) :] = last, before
+        if output[-len(before) :].tolist() == before:
+            banned.add(last)
+    marks[sorted(banned)] |= np.int32(-(2**31))
+    return marks, biases, bad_words, recent
 
 
 def _indptr(counts: Int32Array) -> Int32Array:

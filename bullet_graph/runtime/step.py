@@ -20,7 +20,7 @@ class Adjustments:
         repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
         frequency_penalty: subtracted once for each time that the token is in the output.
         presence_penalty: subtracted from tokens that are in the output.
-        banned_token_ids: never sampled.
+        bad_words: the last token of each is not sampled after the others.
         prompt_token_ids, output_token_ids: tokens until now; after a preemption there are outputs.
     """
 
@@ -28,7 +28,7 @@ class Adjustments:
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
-    banned_token_ids: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...]
     prompt_token_ids: Int32Array
     output_token_ids: Int32Array
 

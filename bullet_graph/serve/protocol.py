@@ -38,7 +38,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
         ("skip_special_tokens spaces_between_special_tokens", (True,)),
         ("priority routed_experts_prompt_start", (0,)),
         ("best_of length_penalty stream_interval", (1,)),
-        ("bad_words functions logits_processors tools", ([],)),
+        ("functions logits_processors tools", ([],)),
         ("ec_transfer_params kv_transfer_params vllm_xargs", ({},)),
         ("parallel_tool_calls", (True, False)),
         ("thinking_token_budget", (-1,)),
@@ -116,6 +116,7 @@ class GenerationRequest(_Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(

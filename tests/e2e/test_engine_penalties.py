@@ -1,11 +1,15 @@
 """Penalties and biases of whole requests: against ``transformers``, over preemptions, with steps in flight."""
 
+import dataclasses
+import itertools
+
 import pytest
 import torch
 from engines import Model, at_any_depth, make, make_engine, short_slices, tokens_of
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from bullet_graph import SamplingParams
+from bullet_graph.errors import SamplingParamsError
 
 PROMPT = [5, 17, 300, 8, 17]
 
@@ -91,6 +95,43 @@ def test_each_sample_counts_its_own_tokens(model: Model) -> None:
     assert tokens_of(together) == [tokens_of(single)[0] for single in singles]
     assert all(9 in tokens for tokens in tokens_of(together))
     assert not any(9 in tokens for tokens in tokens_of(without))
+
+
+def test_bad_words_do_not_appear_but_their_beginnings_do(model: Model) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with make_engine(model.folder) as engine:
+        assert engine.tokenizer is not None
+        (text,) = [o.outputs[0].text for o in engine.generate([[5, 17]], plain, use_tqdm=False)]
+        ids = tokens_of(engine.generate([5, 17], plain, use_tqdm=False)[0])[0]
+        # A pair of tokens that is generated, and that its text is tokenized into.
+        words = ["".join(engine.tokenizer.decode([i]) for i in pair) for pair in itertools.pairwise(ids)]
+        word = next(
+            w
+            for w, pair in zip(words, itertools.pairwise(ids), strict=True)
+            if w.strip() == w and tuple(engine.tokenizer.encode(w, False)) == pair
+        )
+        params = dataclasses.replace(plain, bad_words=[word])
+        (output,) = engine.generate([5, 17], params, use_tqdm=False)
+        without, first = tokens_of(output)[0], engine.tokenizer.encode(word, False)[0]
+        assert word in text
+        assert word not in output.outputs[0].text
+        assert first in without
+        # Up to the word, nothing changes; from there the second best token follows.
+        common = next(i for i, (a, b) in enumerate(zip(ids, without, strict=True)) if a != b)
+        scores = model.logits([5, 17, *without[:common]])[-1]
+        assert scores.topk(2).indices.tolist() == [ids[common], without[common]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a" * 200], "1 to 17 tokens each"),
+        ([f"{a}{b}{c}" for a in "xyz" for b in "QWERTYUIOP" for c in "QWERTYUIOP"], "at most 256 of them"),
+    ],
+)
+def test_bad_words_that_have_no_room_are_refused(model: Model, words: list[str], message: str) -> None:
+    with make_engine(model.folder) as engine, pytest.raises(SamplingParamsError, match=message):
+        engine.generate([1], SamplingParams(bad_words=words), use_tqdm=False)
 
 
 def test_logprobs_are_those_of_the_unadjusted_logits(model: Model) -> None:

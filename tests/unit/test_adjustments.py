@@ -29,7 +29,7 @@ adjustments = st.builds(
     repetition_penalty=st.sampled_from([1.0, 0.5, 1.25, 8.0]),
     frequency_penalty=st.sampled_from([0.0, 0.25, -1.5, 2.0]),
     presence_penalty=st.sampled_from([0.0, 0.5, -2.0]),
-    banned_token_ids=st.lists(token_ids, max_size=4).map(tuple),
+    bad_words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=9).map(tuple),
     prompt_token_ids=st.lists(token_ids, min_size=1, max_size=9).map(lambda ids: np.array(ids, np.int32)),
     output_token_ids=st.lists(token_ids, max_size=9).map(lambda ids: np.array(ids, np.int32)),
 )
@@ -43,7 +43,9 @@ def adjusted(scores: np.ndarray, by: Adjustments, output: list[int], allowed: se
         if token_id in counts or token_id in by.prompt_token_ids:
             score = score / by.repetition_penalty if score > 0 else score * by.repetition_penalty
         score -= by.frequency_penalty * counts[token_id] + by.presence_penalty * (token_id in counts)
-        is_banned = token_id in by.banned_token_ids or token_id not in allowed
+        ends = (word for word in by.bad_words if word[-1] == token_id)
+        is_banned = any(word[:-1] == tuple(output[len(output) - len(word) + 1 :]) for word in ends)
+        is_banned = is_banned or token_id not in allowed
         result[token_id] = -np.inf if is_banned else score
     return result
 
@@ -76,8 +78,9 @@ def test_greedy_tokens_are_those_of_the_definitions(
     slots = torch.ones(1, dtype=torch.int32, device=DEVICE)
     rng = np.random.default_rng(seed)
     for position in range(5):
-        # Sharp steps of 1/64 are exact in float32, and near ties of what is divided decide nothing.
+        # Quarters are exact in float32; of near ties after a division, either is right.
         scores = rng.permutation(np.arange(-20, 20)) / 4.0
+        scores[:4] += 10  # the tokens of bad words
         expected = adjusted(scores, by, output, set(range(VOCAB)) if allowed is None else allowed)
         logits = torch.tensor(scores, dtype=torch.float32, device=DEVICE)[None]
         before = logits.clone()
@@ -94,7 +97,7 @@ def test_both_samplers_draw_the_same_tokens_from_adjusted_logits(cuts: dict[str,
         repetition_penalty=1.3,
         frequency_penalty=0.7,
         presence_penalty=0.2,
-        banned_token_ids=(0, 3),
+        bad_words=((0,), (3,), (1, 3), (5, 6), (6, 5)),
         prompt_token_ids=np.array([1, 2, 9], np.int32),
         output_token_ids=np.array([4, 4, 5], np.int32),
     )

@@ -24,6 +24,7 @@ GOOD = [
     ("frequency_penalty", (0, -2, 1.5)),
     ("presence_penalty", (0, 2, -0.5)),
     ("logit_bias", ({}, {5: 1, 0: -100.0}, ((3, 0.5),))),
+    ("bad_words", ((), ["a", "bc"])),
     ("n", (1, 3)),
 ]
 
@@ -46,6 +47,7 @@ BAD = [
         "logit_bias",
         ({5: 101}, {-1: 0}, {"5": 1}, {5: math.nan}, {5: None}, dict.fromkeys(range(1024), 1), 5, "x"),
     ),
+    ("bad_words", ("", "abc", [""], [1], None)),
     ("n", (0, -1, 1.5, None, True)),
 ]
 
@@ -55,8 +57,8 @@ def test_good_values_are_taken(name: str, value: object) -> None:
     params = SamplingParams(**{name: value})  # type: ignore[arg-type]
     if name == "stop":
         assert params.stop == ((value,) if isinstance(value, str) else tuple(value))  # type: ignore[arg-type]
-    elif name == "stop_token_ids":
-        assert params.stop_token_ids == tuple(value)  # type: ignore[arg-type]
+    elif name in ("stop_token_ids", "bad_words"):
+        assert getattr(params, name) == tuple(value)  # type: ignore[arg-type]
     elif name == "logit_bias":
         assert dict(params.biases) == dict(value)  # type: ignore[call-overload]
     else:
