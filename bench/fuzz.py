@@ -91,6 +91,9 @@ def heavy_body(rng: random.Random) -> tuple[str, bytes]:
     ]
     texts = [
         b'{"prompt": [' + b",".join([b"9" * 4000] * 50) + b"]}",
+        # As large as a body may be.
+        b'{"prompt": [' + b"1," * 1_000_000 + b"1]}",
+        b'{"prompt": [' + b"[1]," * 500_000 + b"[1]]}",
         b'{"a":' * many,
         b"[" * many,
         b'{"prompt": "\\ud800' * 3,
