@@ -63,7 +63,10 @@ class LimitMiddleware:
 
     def _check_host(self, scope: Scope) -> None:
         host = Headers(scope=scope).get("host", "")
-        name = urlsplit(f"//{host}").hostname if host.isprintable() else None
+        name = None
+        # Such as "[localhost", which is no address.
+        with suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname if host.isprintable() else None
         if self._hosts and host and name not in self._hosts:
             raise ApiError(
                 403,

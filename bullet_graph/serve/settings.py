@@ -68,7 +68,7 @@ class ServeSettings:
         _WRITE_TIME,
         "A client that takes nothing of what it is sent for this long is cut off; 0: the system decides.",
     )
-    max_body_bytes: int = _setting(2 << 20, _COUNT, "Largest body of a request; larger ones get 413.")
+    max_body_bytes: int = _setting(1 << 20, _COUNT, "Largest body of a request; larger ones get 413.")
     max_prompt_tokens: int | None = _setting(
         None, _COUNT, "Most tokens of a prompt.  [default: what the model has room for]"
     )

@@ -190,6 +190,7 @@ def test_a_client_that_is_gone_altogether_ends_its_request(stuck: Stuck) -> None
         ("localhost.evil.example:8000", 403),
         ("evil.example@localhost.evil", 403),
         ("[::2]", 403),
+        ("[localhost", 403),
     ],
 )
 def test_pages_of_others_cannot_ask_through_a_browser(limited: Served, host: str, status: int) -> None:
