@@ -65,7 +65,7 @@ def test_a_plan_made_by_the_command_can_be_simulated(proposed: dict[str, Any], t
         entry["decode_sms"] for entry in proposed["plan"]["decode"] if entry["decode_sms"]
     ]
     wrong = run(*simulate, "--max-num-seqs", "99", "--capture-plan", str(path))
-    assert "made for max_num_seqs=256, but the engine has max_num_seqs=99" in refused(wrong)
+    assert "made for --max-num-seqs 256, but the engine has --max-num-seqs 99" in refused(wrong)
 
 
 def test_a_forced_split_and_an_estimated_gpu() -> None:

@@ -142,7 +142,9 @@ def make(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> Make:
     for name, fake in (("DecodeGraphs", FakeDecode), ("PiecewiseGraphs", FakePieces)):
         monkeypatch.setattr(cuda, name, fake)
         monkeypatch.setattr(fake, "gpu", gpu, raising=False)
-    decoder = SimpleNamespace(cos_sin=torch.empty(1), config=SimpleNamespace(num_layers=LAYERS), weights=None)
+    decoder = SimpleNamespace(
+        cos_sin=torch.empty(1), config=SimpleNamespace(num_layers=LAYERS, vocab_size=8), weights=None
+    )
 
     def make(clock: StartClock | None = None, **settings: Any) -> cuda.CudaExecutor:
         return cuda.CudaExecutor(
