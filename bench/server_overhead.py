@@ -59,7 +59,9 @@ def server(*options: str) -> Iterator[str]:
     Raises:
         click.ClickException: it did not start, or did not end in good order.
     """
-    process = subprocess.Popen(program("serve", "--port", "0", *options), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        program("serve", "--port", "0", "--no-access-log", *options), stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     last_lines = deque[str](maxlen=50)
     try:

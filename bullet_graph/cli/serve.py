@@ -1,6 +1,7 @@
 """``bullet-graph serve``: an OpenAI-compatible server."""
 
 import asyncio
+import logging
 import os
 import resource
 import sys
@@ -48,6 +49,11 @@ def _server_options(command: Callable[..., None]) -> Callable[..., None]:
     help="A file with that key; keeps it out of the list of processes.",
 )
 @click.option(
+    "--access-log/--no-access-log",
+    default=True,
+    help="Write a line for each request to stderr: status, time, tokens and id.",
+)
+@click.option(
     "--warmup/--no-warmup",
     default=True,
     help="Serve a few requests before listening, so that no client waits for kernels compiled on first use.",
@@ -58,12 +64,11 @@ def serve(
     served_model_name: str | None,
     api_key: str | None,
     api_key_file: Path | None,
+    access_log: bool,
     warmup: bool,
     **settings: Any,
 ) -> None:
-    """Serve the model over HTTP, with OpenAI's interface and a live page at /.
-
-    Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics (Prometheus), /version, /openapi.json.
+    """Serve the model over HTTP, with OpenAI's interface, a live page at / and a description of all paths at /docs.
 
     \b
     Examples:
@@ -73,6 +78,8 @@ def serve(
       bullet-graph serve --model llama-3.1-8b --max-model-len 16384 --shutdown-timeout 60 --watchdog-timeout 30
     """
     require_extra("bullet-graph serve", *_EXTRA, extra="serve")
+    if access_log:
+        _log_requests()
     run_serve(
         config,
         ServeSettings(
@@ -99,13 +106,26 @@ def run_serve(
         engine = AsyncEngine(open_engine(config, quiet=False, trace_decisions=trace_decisions))
         if warmup:
             asyncio.run(warm_up(engine))
-        message = f"serving {settings.served_model_name} at {url_of(listener)}"
+        url = url_of(listener)
+        message = (
+            f"serving {settings.served_model_name} at {url}\n"
+            f"  API {url}/v1, described at {url}/docs; live page {url}/; metrics {url}/metrics"
+        )
         ended = run_server(engine, settings, listener, on_started=lambda: click.echo(message, err=True))
     if not ended:
         click.echo("error: the engine's thread is stuck in the device, and is left behind", err=True)
         sys.stderr.flush()
         # An ordinary exit would wait for the device as well.
         os._exit(EXIT_ERROR)
+
+
+def _log_requests() -> None:
+    lines = logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log = logging.getLogger("bullet_graph.serve.access_log")
+    log.setLevel(logging.INFO)
+    log.addHandler(lines)
+    log.propagate = False
 
 
 def _read_key(api_key: str | None, path: Path | None) -> str | None:

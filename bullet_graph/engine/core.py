@@ -61,6 +61,7 @@ class EngineCore:
         self._num_missing_graphs = executor.num_missing_graphs
         self._no_capture_before_s = 0.0
         self._num_steps = 0
+        self._num_prompt_tokens = self._num_output_tokens = 0
         self._policy_seconds: dict[PolicyName, float] = defaultdict(float)
         self._lane_seconds: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
         self._lane_sm_seconds: dict[Lane, float] = {} if self._num_sms is None else dict.fromkeys(LANES, 0.0)
@@ -124,6 +125,8 @@ class EngineCore:
         scheduler, num_sms, heads = self.scheduler, self._num_sms, self.in_flight.oldest
         return EngineStats(
             num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
             kv_blocks_total=scheduler.pool.num_usable,
             kv_blocks_used=scheduler.pool.num_used,
@@ -341,10 +344,12 @@ class EngineCore:
         self.scheduler.retire(scheduled)
         touched: dict[Request, None] = {}
         has_logprobs = result.logprobs is not None
+        self._num_output_tokens += len(scheduled.sampled)
         for row, (sequence, token_id) in enumerate(
             zip(scheduled.sampled, result.token_ids.tolist(), strict=True)
         ):
             if sequence.status is Status.FINISHED:
+                self._num_output_tokens -= 1
                 continue  # it ended while this step was in flight
             request = self.requests[sequence.request_id]
             sample = request.samples[sequence.index]
@@ -354,6 +359,8 @@ class EngineCore:
                 sample.finish("length")
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
+                # The samples of a request share its prompt.
+                self._num_prompt_tokens += 0 if sequence.index else len(sequence.prompt_token_ids)
             if sequence.index == 0:
                 request.token_times_s.append(now)
             if sample.finish_reason is not None:

@@ -88,6 +88,7 @@ class EngineStats:
     """Counters since the engine started, and its state now.
 
     Attributes:
+        num_prompt_tokens, num_output_tokens: tokens of prompts that have a first token, and tokens sampled.
         num_preemptions: times that a sequence lost its KV blocks and was recomputed.
         num_running, num_waiting: sequences that hold KV blocks, and that wait for them.
         num_decoding: running sequences whose prompts are done.
@@ -98,6 +99,8 @@ class EngineStats:
     """
 
     num_steps: int
+    num_prompt_tokens: int
+    num_output_tokens: int
     num_preemptions: int
     kv_blocks_total: int
     kv_blocks_used: int

@@ -159,6 +159,10 @@ class Tokenizer:
         """The text of token ids; ids outside the vocabulary add nothing."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def tokens(self, ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary's own names of token ids, None for ids outside."""
+        return [self._tokenizer.id_to_token(token_id) for token_id in ids]
+
     def stream(self) -> DetokenizeStream:
         return DetokenizeStream(self._tokenizer, self._special_ids)
 

@@ -13,10 +13,12 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
 from bullet_graph._version import __version__
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.perf.energy import open_probe
+from bullet_graph.serve.access_log import AccessLog
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.generation import Generation
 from bullet_graph.serve.limits import Gate, LimitMiddleware
@@ -26,8 +28,12 @@ from bullet_graph.serve.protocol import (
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
+    DetokenizeRequest,
     Model,
     ModelList,
+    Text,
+    TokenizeRequest,
+    Tokens,
     answers,
 )
 from bullet_graph.serve.settings import OWNER, ServeSettings
@@ -64,7 +70,10 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     registry = CollectorRegistry()
     registry.register(metrics)
     generation = Generation(engine, settings, gate, metrics)
-    page = (resources.files("bullet_graph.serve") / "page.html").read_text(encoding="utf-8")
+    live_html, docs_html = (
+        (resources.files("bullet_graph.serve") / name).read_text(encoding="utf-8")
+        for name in ("page.html", "docs.html")
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -81,22 +90,39 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     app = FastAPI(title="bullet-graph", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.gate = gate
     app.add_middleware(LimitMiddleware, settings=settings)
+    app.add_middleware(AccessLog)
 
-    async def fail(_: Request, error: Exception) -> Response:
-        return ApiError.of(error).response()
+    async def fail(request: Request, error: Exception) -> Response:
+        told = ApiError.of(error)
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            asked = f"{request.method} {request.url.path:.100}"
+            told = ApiError(
+                error.status_code, f"{asked} is not served here: ask for {_paths(app)}", headers=error.headers
+            )
+        return told.response()
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, fail)
 
     @app.post("/v1/completions", responses=answers(Completion, streams=True), response_model=None)
-    async def completions(body: CompletionRequest) -> Response:
+    async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several."""
-        return generation.answer(body)
+        return generation.answer(body, request.scope["tally"])
 
     @app.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True), response_model=None)
-    async def chat_completions(body: ChatCompletionRequest) -> Response:
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Continue a conversation, formatted by the model's chat template."""
-        return generation.answer(body)
+        return generation.answer(body, request.scope["tally"])
+
+    @app.post("/tokenize", responses=answers(Tokens), response_model=None)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The token ids of a text or a conversation."""
+        return Response(await generation.tokenize(body), media_type="application/json")
+
+    @app.post("/detokenize", responses=answers(Text), response_model=None)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        return Response(await generation.detokenize(body), media_type="application/json")
 
     served = Model(
         id=settings.served_model_name,
@@ -141,6 +167,19 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
 
     @app.get("/", include_in_schema=False)
     async def live_page() -> Response:
-        return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY})
+        return HTMLResponse(live_html, headers={"Content-Security-Policy": _PAGE_POLICY})
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs_page() -> Response:
+        return HTMLResponse(docs_html, headers={"Content-Security-Policy": _PAGE_POLICY})
 
     return app
+
+
+def _paths(app: FastAPI) -> str:
+    """The paths there are, by method."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    return "; ".join(
+        f"{method} {', '.join(route.path_format for route in routes if method in (route.methods or ()))}"
+        for method in ("POST", "GET")
+    )

@@ -6,7 +6,6 @@ The JSON is assembled by hand because a stream has one event per token.
 import functools
 import json
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii
@@ -48,6 +47,7 @@ class AnswerFormat(ABC):
     """Writes the answer to one request; ``usage`` is JSON, or None to leave it out.
 
     ``texts`` gives the texts of single tokens. ``with_token_ids`` also writes the ids of prompts and outputs.
+    ``request_id`` is the end of the answer's id.
     """
 
     id_prefix: ClassVar[str]
@@ -57,10 +57,10 @@ class AnswerFormat(ABC):
     whole_text: ClassVar[str]
     prompt_ids_in_choices: ClassVar[bool]
 
-    def __init__(self, model: str, texts: TokenTexts, *, with_token_ids: bool) -> None:
+    def __init__(self, model: str, texts: TokenTexts, *, with_token_ids: bool, request_id: str) -> None:
         self._texts = texts
         self._with_token_ids = with_token_ids
-        head = f'{{"id":"{self.id_prefix}-{uuid.uuid4().hex}","created":{int(time.time())}'
+        head = f'{{"id":"{self.id_prefix}-{request_id}","created":{int(time.time())}'
         head += f',"model":{to_json_text(model)},"object":'
         self._whole = f'{head}"{self.whole_type}","choices":['
         self._event_head = f'data: {head}"{self.event_type}","choices":['
@@ -115,8 +115,8 @@ class CompletionFormat(AnswerFormat):
     new_text = whole_text = '"text":%s'
     prompt_ids_in_choices = True
 
-    def __init__(self, model: str, texts: TokenTexts, *, with_token_ids: bool) -> None:
-        super().__init__(model, texts, with_token_ids=with_token_ids)
+    def __init__(self, model: str, texts: TokenTexts, *, with_token_ids: bool, request_id: str) -> None:
+        super().__init__(model, texts, with_token_ids=with_token_ids, request_id=request_id)
         self._offsets: dict[int, int] = {}
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:

@@ -11,12 +11,26 @@ from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.output import OutputKind, RequestOutput
 from bullet_graph.errors import ModelError, RequestError
 from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.serve.access_log import Tally
 from bullet_graph.serve.answers import Answer
 from bullet_graph.serve.errors import ApiError
-from bullet_graph.serve.formats import AnswerFormat, ChatFormat, CompletionFormat, token_texts, usage_of
+from bullet_graph.serve.formats import (
+    AnswerFormat,
+    ChatFormat,
+    CompletionFormat,
+    to_json,
+    token_texts,
+    usage_of,
+)
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import RequestMeter, ServerMetrics
-from bullet_graph.serve.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
+from bullet_graph.serve.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 from bullet_graph.serve.settings import ServeSettings
 from bullet_graph.slo import Slo
 
@@ -54,43 +68,76 @@ class Generation:
                 param="model",
             )
 
-    def answer(self, request: Request) -> Answer:
-        """Answer a request; ApiError 404 if it names another model."""
+    def answer(self, request: Request, tally: Tally) -> Answer:
+        """Answer a request, whose tokens are counted in the tally; ApiError 404 if it names another model."""
         self.check_model(request.model)
         kind = ChatFormat if isinstance(request, ChatCompletionRequest) else CompletionFormat
         written = kind(
-            self._settings.served_model_name, self._texts, with_token_ids=bool(request.return_token_ids)
+            self._settings.served_model_name,
+            self._texts,
+            with_token_ids=bool(request.return_token_ids),
+            request_id=tally.request_id,
         )
         timeout_s = self._settings.request_timeout_s
         if request.stream:
-            return Answer(timeout_s=timeout_s, events=partial(self._events, request, written))
-        return Answer(timeout_s=timeout_s, whole=partial(self._whole, request, written))
+            return Answer(timeout_s=timeout_s, events=partial(self._events, request, written, tally))
+        return Answer(timeout_s=timeout_s, whole=partial(self._whole, request, written, tally))
 
-    async def _whole(self, request: Request, written: AnswerFormat) -> bytes:
+    async def tokenize(self, request: TokenizeRequest) -> str:
+        """The token ids of a text or a conversation, as JSON; errors as for a prompt."""
+        self.check_model(request.model)
+        self._gate.check_open()
+        text = await self._rendered(request) if request.prompt is None else request.prompt
+        special = request.add_special_tokens
+        if special is None:
+            special = request.prompt is not None
+        ids = await self._tokens(text, special=special)
+        strs = self._tokenizer.tokens(ids) if self._tokenizer and request.return_token_strs else None
+        limit = self._engine.engine.max_model_len
+        return to_json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strs})
+
+    async def detokenize(self, request: DetokenizeRequest) -> str:
+        """The text of token ids, special tokens included, as JSON."""
+        self.check_model(request.model)
+        self._gate.check_open()
+        limit = self._engine.engine.max_model_len
+        if self._tokenizer is None:
+            raise ApiError(
+                400, "the model has no tokenizer, so its tokens have no text: serve a folder with one"
+            )
+        if len(request.tokens) > limit:
+            raise ApiError(
+                400, f"at most {limit} tokens are required here, found {len(request.tokens)}", param="tokens"
+            )
+        decode = partial(self._tokenizer.decode, request.tokens, skip_special_tokens=False)
+        return to_json({"prompt": await self._in_thread(decode)})
+
+    async def _whole(self, request: Request, written: AnswerFormat, tally: Tally) -> bytes:
         finals: dict[int, RequestOutput] = {}
-        async with self._serve(request, OutputKind.FINAL_ONLY) as (prompt_tokens, outputs):
+        async with self._serve(request, OutputKind.FINAL_ONLY, tally) as outputs:
             async for index, output in outputs:
                 finals[index] = output
-        in_order = [finals[index] for index in range(len(finals))]
-        generated = sum(len(sample.token_ids) for output in in_order for sample in output.outputs)
-        return written.body(in_order, usage_of(prompt_tokens, generated))
+                tally.output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        return written.body([finals[index] for index in range(len(finals))], _usage(tally))
 
-    async def _events(self, request: Request, written: AnswerFormat) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, request: Request, written: AnswerFormat, tally: Tally
+    ) -> AsyncGenerator[bytes, None]:
         options = request.stream_options or StreamOptions()
         always = options.include_usage and options.continuous_usage_stats
         usage = "null" if options.include_usage else None
-        num_samples, generated = request.n or 1, 0
+        num_samples = request.n or 1
         opened: set[int] = set()
         ended: set[int] = set()
-        async with self._serve(request, OutputKind.DELTA) as (prompt_tokens, outputs):
+        async with self._serve(request, OutputKind.DELTA, tally) as outputs:
             async for index, output in outputs:
                 for delta in output.outputs:
                     choice = index * num_samples + delta.index
                     if choice in ended or not (delta.token_ids or delta.finish_reason):
                         continue
-                    generated += len(delta.token_ids)
+                    tally.output_tokens += len(delta.token_ids)
                     if always:
-                        usage = usage_of(prompt_tokens, generated)
+                        usage = _usage(tally)
                     if choice not in opened:
                         opened.add(choice)
                         opening = written.opening(choice, usage)
@@ -100,22 +147,23 @@ class Generation:
                         ended.add(choice)
                     yield written.event(choice, delta, usage)
         if options.include_usage:
-            yield written.usage_event(usage_of(prompt_tokens, generated))
+            yield written.usage_event(_usage(tally))
 
     @asynccontextmanager
     async def _serve(
-        self, request: Request, kind: OutputKind
-    ) -> AsyncIterator[tuple[int, AsyncGenerator[Indexed, None]]]:
-        """Tokens of the prompts, and the outputs as they come; leaving early aborts all prompts."""
+        self, request: Request, kind: OutputKind, tally: Tally
+    ) -> AsyncIterator[AsyncGenerator[Indexed, None]]:
+        """The outputs as they come; leaving early aborts all prompts."""
         with self._gate.enter(request.num_outputs) as hand_over:
             prompts = await self._prompts(request)
+            tally.prompt_tokens = sum(map(len, prompts))
             slo = None if request.slo is None else Slo(**request.slo.model_dump())
             streams = []
             for prompt in prompts:
                 params = request.sampling_params(self._max_tokens(request, len(prompt)))
                 streams.append(partial(self._one, prompt, params, slo, kind, hand_over))
             async with aclosing(_merged(streams)) as outputs:
-                yield sum(map(len, prompts)), outputs
+                yield outputs
 
     async def _one(
         self,
@@ -125,7 +173,7 @@ class Generation:
         kind: OutputKind,
         hand_over: Callable[[int], None],
     ) -> AsyncGenerator[RequestOutput, None]:
-        meter = RequestMeter(self._metrics, len(prompt))
+        meter = RequestMeter(self._metrics)
         hand_over(params.n)
         try:
             outputs = self._engine.generate(prompt, params, output_kind=kind, slo=slo)
@@ -145,18 +193,22 @@ class Generation:
     async def _prompts(self, request: Request) -> list[list[int]]:
         if isinstance(request, CompletionRequest):
             return [await self._tokens(p) if isinstance(p, str) else p for p in request.prompts]
-        messages = [message.for_template() for message in request.messages]
+        return [await self._tokens(await self._rendered(request), special=False)]
+
+    async def _rendered(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+        """A conversation as the text of a prompt."""
         if self._tokenizer is None:
             raise ModelError(
                 "the model has no tokenizer, which a chat needs: use /v1/completions with token ids, or serve a folder "
                 "with tokenizer.json"
             )
+        messages = [message.for_template() for message in request.messages or ()]
         if len(messages) > self._longest_prompt:
             raise self._too_long(f"and a conversation as many messages, found {len(messages)} messages")
         self._check_characters(sum(len(message["content"]) for message in messages))
-        render = partial(self._tokenizer.apply_chat_template, messages)
-        text = await self._in_thread(partial(render, template_kwargs=request.chat_template_kwargs))
-        return [await self._tokens(text, special=False)]
+        opened = isinstance(request, ChatCompletionRequest) or request.add_generation_prompt is not False
+        render = partial(self._tokenizer.apply_chat_template, messages, opened, request.chat_template_kwargs)
+        return await self._in_thread(render)
 
     async def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:
@@ -213,6 +265,10 @@ class Generation:
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _usage(tally: Tally) -> str:
+    return usage_of(tally.prompt_tokens, tally.output_tokens)
 
 
 async def _merged(

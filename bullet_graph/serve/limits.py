@@ -22,7 +22,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _MOST_BODIES = 32
 """Bodies of the largest size that may be held at once, all requests together; smaller ones are that many more."""
 
-_BROWSER_PATHS = ("/", "/live", "/metrics")
+_BROWSER_PATHS = ("/", "/docs", "/live", "/metrics", "/openapi.json")
 """Paths where HTTP basic authentication may carry the key as the password (for browsers; any user name)."""
 
 

@@ -71,13 +71,12 @@ class Histogram:
 
 
 class RequestMeter:
-    """Measures one request of some prompt tokens for the server's metrics."""
+    """Measures one request for the server's metrics."""
 
-    __slots__ = ("_ended", "_metrics", "_prompt_tokens", "_seen")
+    __slots__ = ("_ended", "_metrics", "_seen")
 
-    def __init__(self, metrics: "ServerMetrics", prompt_tokens: int) -> None:
+    def __init__(self, metrics: "ServerMetrics") -> None:
         self._metrics = metrics
-        self._prompt_tokens = prompt_tokens
         self._seen = 0
         self._ended = False
 
@@ -86,12 +85,10 @@ class RequestMeter:
         metrics, last = self._metrics, max(self._seen - 1, 0)
         times = output.metrics.token_times_from(last)
         if times and not self._seen:
-            metrics.prompt_tokens += self._prompt_tokens
             metrics.first_token.observe(times[0] - output.metrics.arrival_s)
         for before, after in itertools.pairwise(times):
             metrics.inter_token.observe(after - before)
         self._seen = last + len(times)
-        metrics.generation_tokens += sum([len(completion.token_ids) for completion in output.outputs])
         if output.finished:
             self.end("stop" if output.outputs[0].finish_reason == "stop" else "length")
             metrics.finished(output)
@@ -116,8 +113,8 @@ class ServerMetrics(Collector):
         self._probe = probe
         self._start_mj = None if probe is None else probe.total_energy_mj()
         self.energy_joules: float | None = None if self._start_mj is None else 0.0
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
+        # Tokens of the warm-up, which nobody asked for.
+        self._warmup_tokens = engine.stats.num_prompt_tokens, engine.stats.num_output_tokens
         self.ends: dict[EndReason, int] = dict.fromkeys(get_args(EndReason), 0)
         self._num_with_targets = 0
         self._num_met = 0
@@ -172,7 +169,7 @@ class ServerMetrics(Collector):
             "policy_seconds": dict(stats.policy_seconds),
             "num_steps": stats.num_steps,
             "num_preemptions": stats.num_preemptions,
-            "generation_tokens": self.generation_tokens,
+            "generation_tokens": stats.num_output_tokens - self._warmup_tokens[1],
             "window_s": LIVE_WINDOW_S,
             "requests": len(recent),
             "ttft_ms": summarize_ms(ttft_ms for _, ttft_ms, _ in recent),
@@ -191,8 +188,9 @@ class ServerMetrics(Collector):
         yield one("num_requests_waiting", "Sequences that wait for KV blocks.", waiting)
         yield one("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
         yield total("num_preemptions", "Sequences that lost their KV blocks.", stats.num_preemptions)
-        yield total("prompt_tokens", "Tokens of prompts.", self.prompt_tokens)
-        yield total("generation_tokens", "Tokens generated.", self.generation_tokens)
+        prompts, outputs = self._warmup_tokens
+        yield total("prompt_tokens", "Tokens of prompts.", stats.num_prompt_tokens - prompts)
+        yield total("generation_tokens", "Tokens generated.", stats.num_output_tokens - outputs)
         yield total("request_success", "Requests that ended.", self.ends, "finished_reason")
         for histogram in (self.first_token, self.inter_token, self.whole_request):
             yield histogram.family(self._model_name)

@@ -93,14 +93,45 @@ Many = Annotated[list[T], Field(min_length=1, fail_fast=True)]
 """Only the first wrong item is told: there may be millions."""
 
 
-class GenerationRequest(_Strict):
+TemplateKwargs = Annotated[
+    dict[str, Any],
+    Field(
+        max_length=_MOST_FIELDS,
+        description="Variables of the model's chat template, such as enable_thinking.",
+    ),
+]
+
+
+class _Request(_Strict):
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = _NEUTRAL
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_asks_for_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or len(data) > _MOST_FIELDS:
+            return data
+        for name, neutral in cls.neutral.items():
+            value = data.get(name)
+            # JSON's true equals Python's 1.
+            if value is not None and not any(
+                value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
+            ):
+                raise PydanticCustomError(
+                    OWN_ERROR,
+                    "`{field}` is not supported by this server: leave it out{neutral}",
+                    {"field": name, "neutral": "".join(f", or give {json.dumps(v)}" for v in neutral[:1])},
+                )
+        return {name: value for name, value in data.items() if name not in cls.neutral.keys() | _HARMLESS}
+
+
+class GenerationRequest(_Request):
     """The fields of both kinds of request; null means the default."""
 
     default_tokens: ClassVar[int | None] = None
     """Output limit of requests that name none; None: the model's limit."""
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = _NEUTRAL
 
-    model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
@@ -123,24 +154,6 @@ class GenerationRequest(_Strict):
         default=None, description="Also return the token ids of prompt and output."
     )
     slo: Targets | None = Field(default=None, description="Latency targets of this request.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_what_asks_for_nothing(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or len(data) > _MOST_FIELDS:
-            return data
-        for name, neutral in cls.neutral.items():
-            value = data.get(name)
-            # JSON's true equals Python's 1.
-            if value is not None and not any(
-                value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
-            ):
-                raise PydanticCustomError(
-                    OWN_ERROR,
-                    "`{field}` is not supported by this server: leave it out{neutral}",
-                    {"field": name, "neutral": "".join(f", or give {json.dumps(v)}" for v in neutral[:1])},
-                )
-        return {name: value for name, value in data.items() if name not in cls.neutral.keys() | _HARMLESS}
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "GenerationRequest":
@@ -181,7 +194,7 @@ class CompletionRequest(GenerationRequest):
     neutral = {**_NEUTRAL, "add_special_tokens": (True,)}
 
     prompt: str | Many[TokenId] | Few[str] | Few[Many[TokenId]] = Field(
-        description="A text, token ids, or a list of either."
+        description="A text, token ids, or a list of either.", examples=["The sea"]
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -255,13 +268,11 @@ class ChatCompletionRequest(GenerationRequest):
         "documents": ([],),
     }
 
-    messages: Many[Message]
+    messages: Many[Message] = Field(examples=[[{"role": "user", "content": "Why is the sea salt?"}]])
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST_FIELDS)] | None = Field(
-        default=None, description="Variables of the model's chat template, such as enable_thinking."
-    )
+    chat_template_kwargs: TemplateKwargs | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatCompletionRequest":
@@ -283,7 +294,51 @@ class ChatCompletionRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+class TokenizeRequest(_Request):
+    """``POST /tokenize``: a text as ``prompt``, or a conversation as ``messages``; null means the default."""
+
+    neutral = {
+        name: values
+        for name, values in ChatCompletionRequest.neutral.items()
+        if name not in ("add_generation_prompt", "add_special_tokens")
+    }
+
+    prompt: str | None = Field(default=None, examples=["The sea"])
+    messages: Many[Message] | None = None
+    add_special_tokens: bool | None = Field(default=None, description="By default only around a text.")
+    add_generation_prompt: bool | None = Field(default=None, description="End with what opens an answer.")
+    chat_template_kwargs: TemplateKwargs | None = None
+    return_token_strs: bool | None = Field(default=None, description="Also return the tokens' own names.")
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError(OWN_ERROR, "either `prompt` or `messages` is required")
+        return self
+
+
+class DetokenizeRequest(_Request):
+    """``POST /detokenize``."""
+
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, examples=[[72, 105]])]
+
+
 # ---- answers ----
+
+
+class Tokens(BaseModel):
+    """The answer of ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class Text(BaseModel):
+    """The answer of ``/detokenize``."""
+
+    prompt: str
 
 
 class Usage(BaseModel):

@@ -191,7 +191,7 @@ def test_messages_may_carry_what_servers_have_added_to_them() -> None:
 def test_whatever_the_text_an_event_is_json(text: str, model: str) -> None:
     delta = CompletionOutput(0, text, (5,), None, None)
     for written in (CompletionFormat, ChatFormat):
-        form = written(model, token_texts(None), with_token_ids=True)
+        form = written(model, token_texts(None), with_token_ids=True, request_id="7")
         event = form.event(3, delta, usage_of(1, 2))
         assert event.endswith(b"\n\n")
         assert event.count(b"\n") == 2
@@ -205,7 +205,7 @@ def test_whatever_the_text_an_event_is_json(text: str, model: str) -> None:
 
 def test_log_probabilities_that_json_cannot_say_and_tokens_of_one_text() -> None:
     entry = TokenLogprobs(7, float("-inf"), ((1, -0.5), (2, -0.7)))
-    form = CompletionFormat("m", lambda _: "ab", with_token_ids=False)
+    form = CompletionFormat("m", lambda _: "ab", with_token_ids=False, request_id="7")
     for offsets in ([0, 2], [4, 6]):
         event = form.event(0, CompletionOutput(0, "", (7, 7), (entry, entry), None), None)
         logprobs = json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]

@@ -1,0 +1,68 @@
+"""A line of log for each request, and the id by which clients and log name it."""
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_POLLED = (b"/health", b"/live", b"/metrics")
+"""Asked every few seconds: their successes are logged at DEBUG."""
+_CLIENT_LEFT = 499
+"""nginx's status for a request without an answer, as its client did not wait for it."""
+_PATH_CHARACTERS = 200
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Tally:
+    """A request's id, and its tokens so far; a request's ASGI scope holds it as ``tally``."""
+
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class AccessLog:
+    """Gives each request a :class:`Tally`, answers with its id as ``X-Request-Id``, and logs its end at INFO."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin_s, status = time.monotonic(), _CLIENT_LEFT
+        tally = scope["tally"] = Tally()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                request_id = (b"x-request-id", tally.request_id.encode())
+                message = {**message, "headers": [*message["headers"], request_id]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            # As it was sent: a decoded path could hold line breaks. Without the query, which may hold secrets.
+            path = scope["raw_path"].partition(b"?")[0]
+            logger.log(
+                logging.DEBUG if path in _POLLED and status < 400 else logging.INFO,
+                "%s %s %s %d %.1f ms prompt_tokens=%d output_tokens=%d request_id=%s",
+                (scope["client"] or ("-",))[0],
+                scope["method"],
+                path[:_PATH_CHARACTERS].decode("ascii", "backslashreplace"),
+                status,
+                (time.monotonic() - begin_s) * 1e3,
+                tally.prompt_tokens,
+                tally.output_tokens,
+                tally.request_id,
+            )
