@@ -10,7 +10,12 @@ from torch import Tensor
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.compiled import PartCompiler, TritonNormOps, compile_now, compiled_functions
 from bullet_graph.graphs.key import GraphKey, batch_size_buckets, smallest_holding
-from bullet_graph.kernels.decode_attention import DecodeBatch, PlannedDecode, TritonDecodeAttention
+from bullet_graph.kernels.decode_attention import (
+    DecodeBatch,
+    PlannedDecode,
+    TritonDecodeAttention,
+    window_indptr,
+)
 from bullet_graph.kernels.gpu import Gpu, captured, fitting_blas
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
@@ -26,12 +31,13 @@ Int32Array = NDArray[np.int32]
 class DecodeInputs:
     """Host inputs of a decode step of ``n`` rows, all int32.
 
-    The last tokens of ``slots`` are the step's inputs, whose keys and values go to ``kv_slots``. ``kv_indptr`` [n + 1]
-    is where each row's blocks start in ``kv_indices``.
+    The last tokens of ``slots`` are the step's inputs, whose keys and values go to ``kv_slots``. ``kv_lens`` [n] count
+    the tokens in each row's blocks, and ``kv_indptr`` [n + 1] is where these start in ``kv_indices``.
     """
 
     slots: Int32Array
     positions: Int32Array
+    kv_lens: Int32Array
     kv_slots: Int32Array
     kv_indptr: Int32Array
     kv_indices: Int32Array
@@ -47,7 +53,7 @@ class _DeviceStep:
 
 
 _EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
-_NO_ROWS = DecodeInputs(_EMPTY, _EMPTY, _EMPTY, np.zeros(1, dtype=np.int32), _EMPTY)
+_NO_ROWS = DecodeInputs(_EMPTY, _EMPTY, _EMPTY, _EMPTY, np.zeros(1, dtype=np.int32), _EMPTY)
 
 
 class DecodeGraphs:
@@ -79,9 +85,11 @@ class DecodeGraphs:
         self._state = state
         self._padding_slot = max_batch_size
         self.batch_sizes = batch_size_buckets(max_batch_size)
-        # Six arrays with an entry per row, and the block ids, with those of padding.
+        self._windows = tuple({w: None for w in decoder.cache.windows if w is not None})
+        # Six arrays with an entry per row, one more for each window, and the block ids, with those of padding.
         self._uploader = Uploader(
-            6 * (max_batch_size + 8) + decoder.cache.num_blocks + max_batch_size, device
+            (6 + len(self._windows)) * (max_batch_size + 8) + decoder.cache.num_blocks + max_batch_size,
+            device,
         )
         self._logits = torch.empty(
             max_batch_size, decoder.config.vocab_size, dtype=decoder.weights.lm_head.dtype, device=device
@@ -149,6 +157,7 @@ class DecodeGraphs:
         return DecodeInputs(
             np.append(inputs.slots, zeros + np.int32(self._padding_slot)),
             np.append(inputs.positions, zeros),
+            np.append(inputs.kv_lens, zeros + np.int32(1)),
             np.append(inputs.kv_slots, zeros),
             # The first block is nobody's: one for each row.
             np.append(inputs.kv_indptr, inputs.kv_indptr[-1] + np.arange(1, missing + 1, dtype=np.int32)),
@@ -157,21 +166,23 @@ class DecodeGraphs:
 
     def _prepare(self, inputs: DecodeInputs, partition: SmPartition) -> _DeviceStep:
         """Upload the inputs; addresses depend on the batch size alone."""
-        kv_lens = inputs.positions + np.int32(1)
         block_tokens = np.int32(self._decoder.cache.block_tokens)
         uploaded = self._uploader.upload(
             inputs.slots,
             inputs.positions,
-            kv_lens,
+            inputs.positions + np.int32(1),
             inputs.kv_slots,
             inputs.positions % block_tokens + np.int32(1),
             inputs.kv_indptr,
+            *(window_indptr(inputs.kv_lens, window, int(block_tokens)) for window in self._windows),
             inputs.kv_indices,
         )
-        slots, positions, sample_positions, kv_slots, last_block_tokens, kv_indptr, kv_indices = uploaded
+        slots, positions, sample_positions, kv_slots, last_block_tokens, kv_indptr, *windows = uploaded
+        kv_indices = windows.pop()
         # To the end of the buffer: a captured step may read more blocks when it is replayed.
         all_indices = self._uploader.device_buffer[kv_indices.storage_offset() :]
-        batch = DecodeBatch(kv_indptr, all_indices, last_block_tokens)
+        by_window = dict(zip(self._windows, windows, strict=True))
+        batch = DecodeBatch(kv_indptr, all_indices, last_block_tokens, by_window)
         attention = self._attention.plan(batch, num_sms=lane_sms(partition))
         return _DeviceStep(slots, positions, sample_positions, kv_slots, attention)
 

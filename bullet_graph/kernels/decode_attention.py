@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
@@ -109,12 +111,23 @@ class DecodeBatch:
     """Which blocks each row attends to; the kernels read these device tensors when they run, not at launch.
 
     All are int32. ``kv_indptr`` [rows + 1] is where each row's blocks start in ``kv_indices``: from 0 on, at least one
-    each. ``last_block_tokens`` [rows] are at least 1.
+    each. ``last_block_tokens`` [rows] are at least 1. ``window_indptr`` has, for each window of the cache's layers, a
+    ``kv_indptr`` of the window's blocks alone (:func:`window_indptr`).
     """
 
     kv_indptr: Tensor
     kv_indices: Tensor
     last_block_tokens: Tensor
+    window_indptr: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+def window_indptr(kv_lens: NDArray[np.int32], window: int, block_tokens: int) -> NDArray[np.int32]:
+    """Where each row's blocks that a window touches would start, were there no others: [rows + 1] int32.
+
+    ``kv_lens`` [rows] are the tokens of each row's sequence.
+    """
+    counts = -(-kv_lens // block_tokens) - np.maximum(kv_lens - window, 0) // block_tokens
+    return np.concatenate(([0], counts.cumsum())).astype(np.int32)
 
 
 class TritonDecodeAttention:
@@ -176,7 +189,7 @@ class TritonDecodeAttention:
             self,
             batch,
             rows,
-            self._attention(rows, workers, settings),
+            {w: self._attention(rows, workers, settings, w) for w in set(self.cache.windows)},
             None if rows >= settings.combine_rows else self._combination(rows, workers),
         )
 
@@ -185,7 +198,9 @@ class TritonDecodeAttention:
         head_groups = self._config.num_kv_heads // settings.kv_heads
         return max(1, num_sms * settings.ctas_per_sm // head_groups)
 
-    def _attention(self, rows: int, workers: int, settings: DecodeKernelSettings) -> RepeatedLaunch:
+    def _attention(
+        self, rows: int, workers: int, settings: DecodeKernelSettings, window: int | None
+    ) -> RepeatedLaunch:
         config = self._config
         head_groups = config.num_kv_heads // settings.kv_heads
         combines = rows >= settings.combine_rows
@@ -204,6 +219,7 @@ class TritonDecodeAttention:
                 "TILE": settings.tile,
                 "ROWS_BLOCK": triton.next_power_of_2(self._max_rows),
                 "STAGES": 3,  # of the loop over tiles, which needs at least these
+                "WINDOW": window or 0,
                 "COMBINE": combines,
                 "PDL": self._overlap_launches and not combines,
             },
@@ -229,13 +245,14 @@ class TritonDecodeAttention:
 class PlannedDecode:
     """One batch's :class:`~bullet_graph.kernels.attention.Attention`, to run for each layer.
 
-    ``combination`` is the second kernel, which adds the results of ranges of blocks up; None where the first does so.
+    ``attention`` is by window. ``combination`` is the second kernel, which adds the results of ranges of blocks up;
+    None where the first does so.
     """
 
     lane: TritonDecodeAttention
     batch: DecodeBatch
     num_rows: int
-    attention: RepeatedLaunch
+    attention: Mapping[int | None, RepeatedLaunch]
     combination: RepeatedLaunch | None
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
@@ -253,9 +270,11 @@ class PlannedDecode:
                 )
         keys, values = self.lane.cache.layer(layer)
         batch, partials, lse = self.batch, self.lane.partials, self.lane.partial_lse
-        self.attention(
-            *(rows.q, keys, values, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens, out),
+        window = self.lane.cache.windows[layer]
+        indptr = batch.kv_indptr if window is None else batch.window_indptr[window]
+        self.attention[window](
+            *(rows.q, keys, values, indptr, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens, out),
             *(partials, lse, self.lane.arrived),
         )
         if self.combination is not None:
-            self.combination(batch.kv_indptr, partials, lse, out)
+            self.combination(indptr, partials, lse, out)

@@ -4,6 +4,8 @@ The batch's blocks, in the order of ``kv_indices``, form one line of work, which
 ``kv_indptr`` says where each sequence starts, so the host plans nothing. A worker that has all of a sequence writes its
 output. Of a sequence that reaches beyond its range it writes a partial result, at most one at either end. The worker
 that comes last, or a second kernel, adds the partial results up.
+
+In a layer with a window, only the blocks that the window touches form the line, the last of each sequence.
 """
 
 import triton
@@ -72,13 +74,19 @@ def _sum_of_partials(
 # The batch lies in the middle of larger buffers: one kernel serves every alignment.
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["kv_indptr_ptr", "kv_indices_ptr", "last_block_tokens_ptr"],
+    do_not_specialize_on_alignment=[
+        "kv_indptr_ptr",
+        "block_indptr_ptr",
+        "kv_indices_ptr",
+        "last_block_tokens_ptr",
+    ],
 )
 def decode_attention_kernel(
     q_ptr,
     keys_ptr,
     values_ptr,
     kv_indptr_ptr,
+    block_indptr_ptr,
     kv_indices_ptr,
     last_block_tokens_ptr,
     out_ptr,
@@ -96,6 +104,7 @@ def decode_attention_kernel(
     TILE: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
     COMBINE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -104,6 +113,9 @@ def decode_attention_kernel(
     A tile's keys are those of KV_HEADS heads, token by token as they lie in memory. One product multiplies all query
     heads with all of them, and masks pairs of different heads. With one head at a time, most rows of the product would
     be padding and the loads scattered.
+
+    WINDOW is how many of the last tokens each sequence attends to, 0 for all. With one, ``kv_indptr_ptr`` counts the
+    blocks of the window alone, and ``block_indptr_ptr`` says where all blocks of each sequence are.
 
     With COMBINE, the program that writes the last of a sequence's partial results adds them up. The programs count them
     in ``arrived_ptr`` [rows, head groups], which is zero before and after.
@@ -150,16 +162,27 @@ def decode_attention_kernel(
             num_tokens = (last_block - first_block) * BLOCK_TOKENS
             if last_block == end:
                 num_tokens += tl.load(last_block_tokens_ptr + row) - BLOCK_TOKENS
+            first_token = 0
+            first_start = 0
+            if WINDOW > 0:
+                ids_ptr += tl.load(block_indptr_ptr + row + 1) - end
+                # The window begins within the line's first block of the sequence.
+                after = (end - first_block - 1) * BLOCK_TOKENS + tl.load(last_block_tokens_ptr + row)
+                first_token = tl.maximum(after - WINDOW, 0)
+                # Not in a tile without any key: its maximum would be that of nothing.
+                first_start = first_token // TILE_TOKENS * TILE_TOKENS
             q_at = row.to(tl.int64) * NUM_HEADS + head_group * Q_HEADS + q_heads
             q_inside = q_heads < Q_HEADS
             q = tl.load(q_ptr + q_at[:, None] * HEAD_DIM + lanes[None, :], mask=q_inside[:, None], other=0.0)
             peak = tl.full((Q_BLOCK,), -float("inf"), tl.float32)
             mass = tl.zeros((Q_BLOCK,), tl.float32)
             sums = tl.zeros((Q_BLOCK, HEAD_DIM), tl.float32)
-            ids = _block_ids(ids_ptr, 0, key_tokens, num_tokens, TILE_TOKENS, BLOCK_TOKENS)
-            for start in tl.range(0, num_tokens, TILE_TOKENS, num_stages=STAGES):
+            ids = _block_ids(ids_ptr, first_start, key_tokens, num_tokens, TILE_TOKENS, BLOCK_TOKENS)
+            for start in tl.range(first_start, num_tokens, TILE_TOKENS, num_stages=STAGES):
                 tokens = start + key_tokens
                 inside = tokens < num_tokens
+                if WINDOW > 0:
+                    inside &= tokens >= first_token
                 block = ids.to(tl.int64)
                 # Read a tile ahead: dependent loads within a tile would cost pipeline stages.
                 ids = _block_ids(

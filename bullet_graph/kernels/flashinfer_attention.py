@@ -11,7 +11,8 @@ without the ``flashinfer`` package, whose import takes nearly a second.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,6 @@ Backend = Literal["fa2", "fa3"]
 
 _INT_WORKSPACE_BYTES = 8 * 1024**2
 _NO_POSITIONS = 0
-_NO_WINDOW = -1
 _CAUSAL_MASK = 1
 _NHD_LAYOUT = 0
 
@@ -37,16 +37,18 @@ _NHD_LAYOUT = 0
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """One of FlashInfer's attention modules: without positions, window, soft cap or 16-bit sums."""
+    """One of FlashInfer's attention modules: without positions, soft cap or 16-bit sums, with or without a window."""
 
     backend: Backend
     dtype: torch.dtype
     head_dim: int
+    windowed: bool = False
 
     @property
     def name(self) -> str:
         """Unique among modules; FlashInfer has names of its own."""
-        return f"{self.backend}_{str(self.dtype).removeprefix('torch.')}_{self.head_dim}"
+        window = "_window" if self.windowed else ""
+        return f"{self.backend}_{str(self.dtype).removeprefix('torch.')}_{self.head_dim}{window}"
 
     def build(self) -> Path:
         """Have FlashInfer compile the module or find it compiled; returns the shared library."""
@@ -55,7 +57,7 @@ class ModuleSpec:
 
         jit = gen_batch_prefill_module(
             *(self.backend, self.dtype, self.dtype, self.dtype, torch.int32, self.head_dim, self.head_dim),
-            *(_NO_POSITIONS, False, False, False),
+            *(_NO_POSITIONS, self.windowed, False, False),
         )
         if not jit.is_aot:
             jit.build(verbose=False)
@@ -79,9 +81,15 @@ def load_module(spec: ModuleSpec, library: Path | None = None) -> Any:
     return _loaded[spec]
 
 
-def needed_module(gpu: Gpu, dtype: torch.dtype, head_dim: int) -> ModuleSpec:
-    """The module that an engine on this GPU runs: fa3 on Hopper, fa2 elsewhere."""
-    return ModuleSpec("fa3" if gpu.is_hopper else "fa2", dtype, head_dim)
+def prefill_backend(gpu: Gpu) -> Backend:
+    """What an engine on this GPU runs: fa3 on Hopper, fa2 elsewhere."""
+    return "fa3" if gpu.is_hopper else "fa2"
+
+
+def needed_modules(gpu: Gpu, dtype: torch.dtype, shape: DecoderShape) -> dict[int | None, ModuleSpec]:
+    """The module of each window of the model's layers; None is that of layers without a window."""
+    plain = ModuleSpec(prefill_backend(gpu), dtype, shape.head_dim)
+    return {window: replace(plain, windowed=window is not None) for window in dict.fromkeys(shape.windows)}
 
 
 # ---- attention ----
@@ -110,33 +118,39 @@ class PrefillAttention:
 
     A plan holds until the next plan's copy runs: a forward with two kinds of batches takes two of these.
     ``float_workspace`` is zeroed scratch, of :func:`~bullet_graph.runtime.memory.prefill_workspace_bytes`; attentions
-    that take turns may share it.
+    that take turns may share it. ``modules`` are those of :func:`needed_modules`; each window is planned for itself.
     """
 
     def __init__(
-        self, shape: DecoderShape, cache: KVCache, *, spec: ModuleSpec, float_workspace: Tensor
+        self,
+        shape: DecoderShape,
+        cache: KVCache,
+        *,
+        modules: Mapping[int | None, ModuleSpec],
+        float_workspace: Tensor,
     ) -> None:
         self.cache = cache
         self._shape = shape
-        self._backend = spec.backend
-        self.module = load_module(spec)
+        self._specs = modules
+        self.modules = {window: load_module(spec) for window, spec in modules.items()}
         self._float_workspace = float_workspace
-        self._int_workspace = torch.empty(
-            _INT_WORKSPACE_BYTES, dtype=torch.uint8, device=float_workspace.device
-        )
+        self._int_workspaces = {
+            window: torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=float_workspace.device)
+            for window in modules
+        }
         self._staging = PinnedRing(_INT_WORKSPACE_BYTES)
-        self.settings = _run_settings(spec.backend, shape.head_dim)
+        self.settings = {w: _run_settings(spec.backend, shape.head_dim, w) for w, spec in modules.items()}
 
     def plan(self, batch: PagedBatch) -> "PlannedAttention":
         """Divide the batch over the SMs and enqueue the plan's copy to the device."""
-        plan = self._plan(
+        plans = self._plans(
             batch.host_q_indptr,
             batch.host_kv_indptr,
             batch.host_kv_lens,
             num_rows=batch.num_rows,
             page_tokens=self.cache.block_tokens,
         )
-        return PlannedAttention(self, plan, batch)
+        return PlannedAttention(self, plans, batch)
 
     def plan_ragged(self, indptr: Tensor, host_indptr: Tensor) -> "PlannedRaggedAttention":
         """As :meth:`plan`, for n sequences that had nothing in the cache before, and so attend to the rows alone.
@@ -144,43 +158,56 @@ class PrefillAttention:
         ``indptr`` [n + 1] int32, on the device and on the host, is where each sequence's rows start; may begin above 0.
         """
         num_rows = int(host_indptr[-1] - host_indptr[0])
-        plan = self._plan(host_indptr, host_indptr, host_indptr.diff(), num_rows=num_rows, page_tokens=1)
-        return PlannedRaggedAttention(self, plan, indptr)
+        plans = self._plans(host_indptr, host_indptr, host_indptr.diff(), num_rows=num_rows, page_tokens=1)
+        return PlannedRaggedAttention(self, plans, indptr)
 
-    def _plan(
+    def _plans(
         self, q_indptr: Tensor, kv_indptr: Tensor, kv_lens: Tensor, *, num_rows: int, page_tokens: int
-    ) -> tuple[Any, ...]:
-        """The first arguments of the plan's runs."""
-        shape = self._shape
-        with self._staging.buffer() as staging:
-            arguments = [
-                self._float_workspace,
-                self._int_workspace,
-                staging,
-                q_indptr,
-                kv_indptr,
-                kv_lens,
-                num_rows,
-                len(kv_lens),
-                shape.num_heads,
-                shape.num_kv_heads,
-                page_tokens,
-                False,  # not for a CUDA graph
-                shape.head_dim,
-                shape.head_dim,
-                True,  # causal
-                _NO_WINDOW,
-            ]
-            if self._backend == "fa2":
-                arguments += [-1, False, 0]  # the plan chooses the split size; no other kernel runs beside
-            plan_info = self.module.plan(*arguments)
-        return self._float_workspace, self._int_workspace, plan_info
+    ) -> "Plans":
+        shape, plans = self._shape, {}
+        for window, workspace in self._int_workspaces.items():
+            with self._staging.buffer() as staging:
+                arguments = [
+                    self._float_workspace,
+                    workspace,
+                    staging,
+                    q_indptr,
+                    kv_indptr,
+                    kv_lens,
+                    num_rows,
+                    len(kv_lens),
+                    shape.num_heads,
+                    shape.num_kv_heads,
+                    page_tokens,
+                    False,  # not for a CUDA graph
+                    shape.head_dim,
+                    shape.head_dim,
+                    True,  # causal
+                    _window_left(window),
+                ]
+                if self._specs[window].backend == "fa2":
+                    arguments += [
+                        -1,
+                        False,
+                        0,
+                    ]  # the plan chooses the split size; no other kernel runs beside
+                plans[window] = (self._float_workspace, workspace, self.modules[window].plan(*arguments))
+        return plans
 
 
-def _run_settings(backend: Backend, head_dim: int) -> tuple[Any, ...]:
+Plans = Mapping[int | None, tuple[Any, ...]]
+"""The first arguments of a batch's runs, by the layer's window."""
+
+
+def _window_left(window: int | None) -> int:
+    """Keys before a query's own that FlashInfer has it attend to."""
+    return -1 if window is None else window - 1
+
+
+def _run_settings(backend: Backend, head_dim: int, window: int | None) -> tuple[Any, ...]:
     """The arguments of a run that follow its output."""
     # No log-sum-exp; programmatic dependent launch.
-    common = (None, _CAUSAL_MASK, _NHD_LAYOUT, _NO_WINDOW, True)
+    common = (None, _CAUSAL_MASK, _NHD_LAYOUT, _window_left(window), True)
     no_items = (None, None, None)  # no multi-item scoring: prefixes, positions, lengths
     scale = 1.0 / math.sqrt(head_dim)
     if backend == "fa2":
@@ -211,14 +238,15 @@ class PlannedAttention:
     """One batch's attention to the cache, to run for each layer."""
 
     lane: PrefillAttention
-    plan: tuple[Any, ...]
+    plans: Plans
     batch: PagedBatch
 
     def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
         keys, values = self.lane.cache.layer(layer)
+        window = self.lane.cache.windows[layer]
         batch = self.batch
-        self.lane.module.paged_run(
-            *self.plan,
+        self.lane.modules[window].paged_run(
+            *self.plans[window],
             rows.q,
             keys,
             values,
@@ -227,7 +255,7 @@ class PlannedAttention:
             batch.kv_indices,
             batch.last_block_tokens,
             out,
-            *self.lane.settings,
+            *self.lane.settings[window],
         )
 
 
@@ -240,11 +268,12 @@ class PlannedRaggedAttention:
     """
 
     lane: PrefillAttention
-    plan: tuple[Any, ...]
+    plans: Plans
     indptr: Tensor
 
-    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:  # noqa: ARG002 - the protocol's
-        indptr = self.indptr
-        self.lane.module.ragged_run(
-            *self.plan, rows.q, rows.k, rows.v, indptr, indptr, out, *self.lane.settings
+    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
+        lane, indptr = self.lane, self.indptr
+        window = lane.cache.windows[layer]
+        lane.modules[window].ragged_run(
+            *self.plans[window], rows.q, rows.k, rows.v, indptr, indptr, out, *lane.settings[window]
         )

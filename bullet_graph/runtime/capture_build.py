@@ -17,7 +17,7 @@ from bullet_graph.captures.manifest import Manifest, entry_id, list_files
 from bullet_graph.captures.store import FILES_NAME, CaptureStore, Entry, file_errors
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
-from bullet_graph.kernels.flashinfer_attention import needed_module
+from bullet_graph.kernels.flashinfer_attention import needed_modules
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.partition import offsets
 from bullet_graph.partition.masks import LANES, Lane
@@ -143,13 +143,13 @@ def _keep_measured(files: Path, config: EngineConfig, runtime: Runtime) -> None:
 
 
 def keep_attention(files: Path, runtime: Runtime) -> None:
-    """Keep FlashInfer's module, which FlashInfer builds or has in its own folder."""
-    module = needed_module(Gpu.of(runtime.device), runtime.dtype, runtime.model.head_dim)
-    library = module.build()
-    target = files / library_name(module)
-    with file_errors("cannot write into the capture cache"):
-        target.parent.mkdir()
-        shutil.copyfile(library, target)
+    """Keep FlashInfer's modules, which FlashInfer builds or has in its own folder."""
+    for module in needed_modules(Gpu.of(runtime.device), runtime.dtype, runtime.model).values():
+        library = module.build()
+        target = files / library_name(module)
+        with file_errors("cannot write into the capture cache"):
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(library, target)
 
 
 # ---- forwards of each kind ----

@@ -25,7 +25,7 @@ from bullet_graph.errors import CacheError, CaptureCacheWarning, DeviceError, Pa
 from bullet_graph.graphs.capture_plan import CapturePlan
 from bullet_graph.graphs.compile_counts import CompileCounter, CompileCounts
 from bullet_graph.graphs.compiled import CompiledPart, LayerPart, compile_ahead, compile_now, load_package
-from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_module
+from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_modules
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.partition import offsets
 from bullet_graph.partition.calibrate import prove
@@ -120,15 +120,17 @@ class CapturedStart:
         return tuple(rows)
 
     def load_attention(self, runtime: Runtime) -> None:
-        """Load FlashInfer's module, if the entry has it."""
-        module = needed_module(Gpu.of(runtime.device), runtime.dtype, runtime.model.head_dim)
-        library = None if self._files is None else self._files / library_name(module)
-        if library is None or not library.is_file():
+        """Load FlashInfer's modules, those that the entry has."""
+        if self._files is None:
             return
-        try:
-            load_module(module, library)
-        except RuntimeError as error:
-            self.tell(f"{library.name} cannot be loaded, so FlashInfer compiles it: {error!s:.300}")
+        for module in needed_modules(Gpu.of(runtime.device), runtime.dtype, runtime.model).values():
+            library = self._files / library_name(module)
+            if not library.is_file():
+                continue
+            try:
+                load_module(module, library)
+            except RuntimeError as error:
+                self.tell(f"{library.name} cannot be loaded, so FlashInfer compiles it: {error!s:.300}")
 
     def holds(self, check: SelfCheck | None) -> bool:
         """Self-check: whether the logits are those of the uncompiled model.

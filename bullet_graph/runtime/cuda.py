@@ -45,7 +45,8 @@ def lane_stream(
 
 def decode_inputs(rows: Rows) -> DecodeInputs:
     """The inputs of a captured step, from rows that all decode."""
-    return DecodeInputs(rows.decode_slots, rows.positions, rows.kv_slots, rows.kv_indptr, rows.kv_indices)
+    blocks = rows.kv_indptr, rows.kv_indices
+    return DecodeInputs(rows.decode_slots, rows.positions, rows.kv_lens, rows.kv_slots, *blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,13 @@ from torch import Tensor
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
 from bullet_graph.kernels.attention import MixedAttention
-from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
-from bullet_graph.kernels.flashinfer_attention import PagedBatch, PrefillAttention, needed_module
+from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention, window_indptr
+from bullet_graph.kernels.flashinfer_attention import (
+    PagedBatch,
+    PrefillAttention,
+    needed_modules,
+    prefill_backend,
+)
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
@@ -67,26 +72,27 @@ class EagerLane:
         self._functions = eager_functions(TritonOps(gpu))
         self._partial_functions = eager_functions(TritonOps())
         self._graphs = graphs
-        module = needed_module(gpu, decoder.weights.lm_head.dtype, config.head_dim)
         prompt_lane = partial(
             PrefillAttention,
             config,
             decoder.cache,
-            spec=module,
+            modules=needed_modules(gpu, decoder.weights.lm_head.dtype, config),
             # The two run one after the other, so they share their workspace.
             float_workspace=torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=device),
         )
         self._cached_attention = prompt_lane()
         # Contiguous keys are faster only with TMA, which fa3 uses.
-        self._fresh_attention = prompt_lane() if module.backend == "fa3" else None
+        self._fresh_attention = prompt_lane() if prefill_backend(gpu) == "fa3" else None
         # For decode rows in each layer, and for all sampled rows in the last: one after the other.
         self._decode_attention = TritonDecodeAttention(config, decoder.cache, max_rows=max_num_seqs, gpu=gpu)
         # The batch sizes of captured decode steps: for any other size, cuBLAS may choose a kernel that the device must
         # load first, which stalls it for some 45 ms on an H200.
         self._sampled_buckets = batch_size_buckets(max_num_seqs)
-        # Twelve arrays with an entry per row or sequence, and the block ids, twice for prompts that end. A bucket, too,
-        # has at most ``max_rows``.
-        self._uploader = Uploader(12 * (max_rows + 8) + 2 * decoder.cache.num_blocks, device)
+        self._windows = tuple({w: None for w in decoder.cache.windows if w is not None})
+        # Twelve arrays with an entry per row or sequence, two more for each window, and the block ids, twice for
+        # prompts that end. A bucket, too, has at most ``max_rows``.
+        num_arrays = 12 + 2 * len(self._windows)
+        self._uploader = Uploader(num_arrays * (max_rows + 8) + 2 * decoder.cache.num_blocks, device)
 
     def run(self, rows: Rows, *, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
         """Enqueue a whole forward on the current stream; returns as :meth:`finish`."""
@@ -102,7 +108,14 @@ class EagerLane:
         # Padded rows write their keys and values into the first slot of the padding block.
         padding = np.zeros(0 if bucket is None else bucket - num_rows, dtype=np.int32)
         last_block_tokens = (rows.kv_lens - 1) % np.int32(self._decoder.cache.block_tokens) + np.int32(1)
+        n = rows.num_prefill
         ended, ended_kv_indptr, ended_kv_indices = rows.ended_prompts()
+        # Of prompts that end, then of decode rows.
+        window_indptrs = [
+            window_indptr(kv_lens, window, self._decoder.cache.block_tokens)
+            for kv_lens in (rows.kv_lens[ended], rows.kv_lens[n:])
+            for window in self._windows
+        ]
         (
             token_ids,
             decode_slots,
@@ -115,7 +128,10 @@ class EagerLane:
             sample_slots,
             sample_positions,
             kv_indices,
-            *ended_arrays,
+            ended_indptr,
+            ended_indices,
+            ended_last_block,
+            *windows,
         ) = self._uploader.upload(
             rows.token_ids,
             rows.decode_slots,
@@ -131,8 +147,11 @@ class EagerLane:
             ended_kv_indptr,
             ended_kv_indices,
             last_block_tokens[ended],
+            *window_indptrs,
         )
-        n = rows.num_prefill
+        ended_by_window, decode_by_window = (
+            dict(zip(self._windows, windows[first:], strict=False)) for first in (0, len(self._windows))
+        )
         num_cached = rows.num_continued
         num_fresh_rows = rows.num_prefill_rows - int(rows.q_indptr[num_cached])
         if self._fresh_attention is None or (num_cached and num_fresh_rows <= FEW_FRESH_ROWS):
@@ -160,12 +179,19 @@ class EagerLane:
             # Their blocks are numbered from the first decode row's.
             decode = self._decode_attention.plan(
                 DecodeBatch(
-                    kv_indptr[n:] - int(rows.kv_indptr[n]), kv_indices[rows.kv_indptr[n] :], last_block[n:]
+                    kv_indptr[n:] - int(rows.kv_indptr[n]),
+                    kv_indices[rows.kv_indptr[n] :],
+                    last_block[n:],
+                    decode_by_window,
                 )
             )
         sampled = SampledRows(sample_rows, None)
         if num_sampled := len(rows.sample_rows):
-            last_rows = self._decode_attention.plan(DecodeBatch(*ended_arrays)) if len(ended) else None
+            last_rows = None
+            if len(ended):
+                last_rows = self._decode_attention.plan(
+                    DecodeBatch(ended_indptr, ended_indices, ended_last_block, ended_by_window)
+                )
             sampled = SampledRows(
                 sample_rows,
                 MixedAttention(last_rows, None, decode, len(ended), len(ended)),

@@ -1,6 +1,6 @@
 """Resolves a configuration against the machine, and refuses what the machine cannot run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,7 +76,11 @@ def resolve(config: EngineConfig) -> Runtime:
             f"max_model_len={config.max_model_len} is more than the model's own limit of {limit} positions"
         )
     name = config.model if folder is None else folder.resolve().name
-    return Runtime(model, name, folder, device, dtype, config.max_model_len or limit)
+    length = config.max_model_len or limit
+    # A window that holds every sequence is none: the kernels without are faster.
+    windows = tuple(None if window is None or window >= length else window for window in model.windows)
+    model = replace(model, layer_windows=windows if any(windows) else ())
+    return Runtime(model, name, folder, device, dtype, length)
 
 
 def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
@@ -132,10 +136,6 @@ def check_device(config: EngineConfig, runtime: Runtime) -> None:
         raise UnsupportedModelError(
             f"the GPU's attention kernels need heads of {', '.join(map(str, GPU_HEAD_DIMS))}, the model's have "
             f"{runtime.model.head_dim}: pass device=cpu"
-        )
-    if runtime.model.layer_windows:
-        raise UnsupportedModelError(
-            "the GPU's attention kernels have no sliding windows yet, and the model does: pass device=cpu"
         )
 
 

@@ -41,9 +41,9 @@ class FakeFlashInfer:
 
     def specification(self, backend: str, *settings: object) -> "FakeJitSpec":
         """The settings: three dtypes, that of indices, two head dimensions, positions, window, soft cap, FP16 QK."""
-        dtype, head_dim = settings[0], settings[4]
-        assert settings == (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, False, False, False)
-        return FakeJitSpec(f"prefill_{backend}_{head_dim}", self)
+        dtype, head_dim, window = settings[0], settings[4], settings[7]
+        assert settings == (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, window, False, False)
+        return FakeJitSpec(f"prefill_{backend}_{head_dim}{'_swa' if window else ''}", self)
 
     def load(self, path: str) -> Any:
         library = Path(path)

@@ -29,19 +29,21 @@ class _Plan:
     q_indptr: list[int]
     kv_indptr: list[int]
     kv_lens: list[int]
+    window_left: int
 
 
 class FakeModule:
     """What ``tvm_ffi.load_module`` gives: functions without names or defaults of arguments."""
 
-    def __init__(self, backend: str, runs: Runs) -> None:
+    def __init__(self, backend: str, windowed: bool, runs: Runs) -> None:
         self._backend = backend
+        self._windowed = windowed
         self._plans: dict[int, _Plan] = {}
         self.runs = runs
 
-    def _scale(self, settings: Sequence[object]) -> float:
-        """The scale of the scores; all else must be off, in the kind it is told in."""
-        expected = _SETTINGS[self._backend]
+    def _scale(self, settings: Sequence[object], window_left: int) -> float:
+        """The scale of the scores; the window is the plan's, and all else must be off, in the kind it is told in."""
+        expected = [window_left if told == "window" else told for told in _SETTINGS[self._backend]]
         (scale,) = (value for value, told in zip(settings, expected, strict=True) if told == "scale")
         for value, told in zip(settings, expected, strict=True):
             assert told == "scale" or (type(value), value) == (type(told), told)
@@ -66,33 +68,34 @@ class FakeModule:
         assert num_rows == int(qo_indptr[-1] - qo_indptr[0])
         assert num_qo_heads % num_kv_heads == 0 < page_size
         assert head_dim_qk == head_dim_vo
-        assert (enable_cuda_graph, causal, window_left) == (False, True, -1)
-        plan = _Plan(qo_indptr.tolist(), kv_indptr.tolist(), kv_lens.tolist())
+        assert (enable_cuda_graph, causal) == (False, True)
+        assert (window_left >= 0) is self._windowed, "a module masks what it was compiled for"
+        plan = _Plan(qo_indptr.tolist(), kv_indptr.tolist(), kv_lens.tolist(), window_left)
         self._plans[workspace.data_ptr()] = plan
         return [0] * 9
 
     def ragged_run(self, *arguments: Any) -> None:
         _, workspace, _, q, k, v, qo_indptr, kv_indptr, o, *settings = arguments
-        sm_scale = self._scale(settings)
         for tensor in (k, v):
             # What TMA asks for.
             assert tensor.stride(-1) == 1
             assert all(stride * tensor.itemsize % 16 == 0 for stride in tensor.stride()[:-1])
             assert tensor.data_ptr() % 16 == 0
         plan = self._plans[workspace.data_ptr()]
+        sm_scale = self._scale(settings, plan.window_left)
         starts, kv_starts = plan.q_indptr, plan.kv_indptr
         assert qo_indptr.tolist() == starts
         assert kv_indptr.tolist() == kv_starts
         self.runs.append((self._backend, "ragged", len(plan.kv_lens)))
         for i, kv_len in enumerate(plan.kv_lens):
             kv = slice(kv_starts[i], kv_starts[i] + kv_len)
-            _attend(q, k[kv], v[kv], o, slice(starts[i], starts[i + 1]), sm_scale)
+            _attend(q, k[kv], v[kv], o, slice(starts[i], starts[i + 1]), sm_scale, plan.window_left)
 
     def paged_run(self, *arguments: Any) -> None:
         _, workspace, _, q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, *others = arguments
         last_page_len, o, *settings = others
-        sm_scale = self._scale(settings)
         plan = self._plans[workspace.data_ptr()]
+        sm_scale = self._scale(settings, plan.window_left)
         page_tokens = k_cache.shape[1]
         if self._backend == "fa2":
             starts, pages = qo_indptr.tolist(), kv_indptr.tolist()
@@ -104,11 +107,11 @@ class FakeModule:
         for i, kv_len in enumerate(plan.kv_lens):
             blocks = kv_indices[pages[i] :][: -(-kv_len // page_tokens)].long()
             k, v = (cache[blocks].flatten(0, 1)[:kv_len] for cache in (k_cache, v_cache))
-            _attend(q, k, v, o, slice(starts[i], starts[i + 1]), sm_scale)
+            _attend(q, k, v, o, slice(starts[i], starts[i + 1]), sm_scale, plan.window_left)
 
 
-_COMMON = (None, _CAUSAL, _NHD, -1, True)
-"""No log-sum-exp, the mask, the layout, no window, programmatic dependent launch."""
+_COMMON = (None, _CAUSAL, _NHD, "window", True)
+"""No log-sum-exp, the mask, the layout, the window, programmatic dependent launch."""
 _SETTINGS: dict[str, tuple[object, ...]] = {
     # No custom mask, ALiBi, multi-item scoring nor cache in four bits; no soft cap, the scale, RoPE's reciprocals.
     "fa2": (*_COMMON, *[None] * 8, 0.0, "scale", 1.0, 1e-4, 0),
@@ -118,10 +121,12 @@ _SETTINGS: dict[str, tuple[object, ...]] = {
 """What FlashInfer's wrappers pass where nothing else is asked for."""
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor, rows: slice, scale: float) -> None:
+def _attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor, rows: slice, scale: float, window_left: int) -> None:
     """One sequence, whose rows are the last of its tokens."""
     count = rows.stop - rows.start
     mask = torch.ones(count, len(k), dtype=torch.bool).tril(len(k) - count)
+    if window_left >= 0:
+        mask = mask.triu(len(k) - count - window_left)
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q[rows], k, v))
     attended = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
@@ -143,7 +148,9 @@ class PlainRing:
 def install(monkeypatch: pytest.MonkeyPatch) -> Runs:
     """Put these modules in place of FlashInfer's, on the CPU as a GPU of four SMs; returns what they have run."""
     found: Runs = []
-    monkeypatch.setattr(flashinfer_attention, "load_module", lambda spec: FakeModule(spec.backend, found))
+    monkeypatch.setattr(
+        flashinfer_attention, "load_module", lambda spec: FakeModule(spec.backend, spec.windowed, found)
+    )
     for module in (flashinfer_attention, memory):
         monkeypatch.setattr(module, "PinnedRing", PlainRing)
     properties = SimpleNamespace(multi_processor_count=4)

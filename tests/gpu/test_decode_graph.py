@@ -41,9 +41,17 @@ def align_caches(decoder: Decoder, reference: Decoder) -> None:
             target.copy_(cache)
 
 
-@pytest.fixture(scope="module", params=["llama-3.1-8b", "qwen3-8b", "llama-3.2-1b"])
+WINDOWS = {"llama-3.2-1b": (50, None, 300, 50), "qwen3-8b": (128,) * NUM_LAYERS}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["llama-3.1-8b", "qwen3-8b", "llama-3.2-1b", *(f"{name} windowed" for name in WINDOWS)],
+)
 def setup(request: pytest.FixtureRequest) -> Setup:
-    config = replace(PRESETS[request.param], num_layers=NUM_LAYERS)
+    name, _, windowed = request.param.partition(" ")
+    windows = WINDOWS[name] if windowed else ()
+    config = replace(PRESETS[name], num_layers=NUM_LAYERS, layer_windows=windows)
     new = partial(new_decoder, config, num_blocks=NUM_BLOCKS, max_len=MAX_LEN, device="cuda")
     decoder, reference = new(dtype=torch.bfloat16, random_cache=True), new(dtype=torch.float32)
     views = (checkpoint_views(config, one.weights) for one in (reference, decoder))
@@ -75,7 +83,7 @@ def make_inputs(rows: int, seed: int) -> DecodeInputs:
     indptr = np.concatenate(([0], counts.cumsum())).astype(np.int32)
     kv_slots = blocks[indptr[1:] - 1] * BLOCK_TOKENS + positions % BLOCK_TOKENS
     slots = rng.permutation(MAX_BATCH)[:rows].astype(np.int32)
-    return DecodeInputs(slots, positions, kv_slots.astype(np.int32), indptr, blocks)
+    return DecodeInputs(slots, positions, positions + 1, kv_slots.astype(np.int32), indptr, blocks)
 
 
 def reference_logits(setup: Setup, inputs: DecodeInputs) -> torch.Tensor:

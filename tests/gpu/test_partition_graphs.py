@@ -28,7 +28,7 @@ def launch_times_us(graphs: DecodeGraphs) -> dict[str, list[float]]:
     """Host times of a decode step of 60 rows in each partition: all of it, and the replay alone."""
     rows = np.arange(60, dtype=np.int32)
     kv_indptr = np.arange(61, dtype=np.int32)
-    inputs = DecodeInputs(rows, rows * 0, (1 + rows) * KV_BLOCK_TOKENS, kv_indptr, 1 + rows)
+    inputs = DecodeInputs(rows, rows * 0, rows * 0 + 1, (1 + rows) * KV_BLOCK_TOKENS, kv_indptr, 1 + rows)
     times: dict[str, list[float]] = {"step": [], "replay": []}
     for partition in {key.partition for key in graphs._captured}:
         for _ in range(20):

@@ -7,11 +7,11 @@ import torch
 from forward_rows import make_rows
 
 from bullet_graph.kernels.attention import LayerRows, MixedAttention, ReferenceAttention
-from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention
+from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention, window_indptr
 from bullet_graph.kernels.flashinfer_attention import (
     PagedBatch,
     PrefillAttention,
-    needed_module,
+    needed_modules,
 )
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
@@ -35,6 +35,9 @@ MODELS = {
     "heads of 128": PRESETS["llama-3.1-8b"],
     "heads of 64": PRESETS["llama-3.2-1b"],
     "one key head": replace(PRESETS["llama-3.1-8b"], num_heads=6, num_kv_heads=1),
+    "a window of 1": replace(PRESETS["llama-3.1-8b"], layer_windows=(None, 1)),
+    "a window of 100": replace(PRESETS["llama-3.1-8b"], layer_windows=(None, 100)),
+    "a window of 1000": replace(PRESETS["llama-3.2-1b"], layer_windows=(100, 1000)),
 }
 
 
@@ -47,13 +50,14 @@ class Kernels:
             PrefillAttention(
                 config,
                 cache,
-                spec=needed_module(Gpu.of(DEVICE), dtype, config.head_dim),
+                modules=needed_modules(Gpu.of(DEVICE), dtype, config),
                 float_workspace=scratch,
             )
             for _ in range(2)
         )
         self._decode = TritonDecodeAttention(config, cache, max_rows=64, gpu=Gpu.of(DEVICE))
         self._block_tokens = cache.block_tokens
+        self._windows = {w for w in cache.windows if w is not None}
 
     def plan(self, rows: Rows) -> MixedAttention:
         n, c = rows.num_prefill, rows.num_continued
@@ -81,7 +85,13 @@ class Kernels:
         if len(rows.decode_slots):
             decode = self._decode.plan(
                 DecodeBatch(
-                    kv_indptr[n:] - int(rows.kv_indptr[n]), kv_indices[rows.kv_indptr[n] :], last_block[n:]
+                    kv_indptr[n:] - int(rows.kv_indptr[n]),
+                    kv_indices[rows.kv_indptr[n] :],
+                    last_block[n:],
+                    {
+                        w: torch.from_numpy(window_indptr(rows.kv_lens[n:], w, self._block_tokens)).to(DEVICE)
+                        for w in self._windows
+                    },
                 )
             )
         return MixedAttention(cached, fresh, decode, int(rows.q_indptr[c]), rows.num_prefill_rows)

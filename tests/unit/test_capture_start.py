@@ -19,7 +19,7 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError, CaptureCacheWarning, PartitionError
 from bullet_graph.graphs.capture_plan import CapturePlan, DecodeSizes
 from bullet_graph.graphs.compiled import LayerPart
-from bullet_graph.kernels.flashinfer_attention import load_module, needed_module
+from bullet_graph.kernels.flashinfer_attention import load_module, needed_modules
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
@@ -221,7 +221,7 @@ def test_flashinfer_s_modules(
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # who imports it from here on, fails
     CapturedStart(tmp_path / "files").load_attention(RUNTIME)
     assert flashinfer.loaded == [tmp_path / "files" / MODULE]
-    load_module(needed_module(Gpu.of(RUNTIME.device), torch.bfloat16, 128))
+    load_module(needed_modules(Gpu.of(RUNTIME.device), torch.bfloat16, LLAMA)[None])
     assert len(flashinfer.loaded) == 1, "an attention lane gets what the cache has brought"
 
 
@@ -233,5 +233,5 @@ def test_a_library_of_flashinfer_s_that_cannot_be_loaded(flashinfer: FakeFlashIn
         captured.load_attention(RUNTIME)
     assert flashinfer.loaded == []
     assert len(captured.use.problems) == 1
-    load_module(needed_module(Gpu.of(RUNTIME.device), torch.bfloat16, 128))
+    load_module(needed_modules(Gpu.of(RUNTIME.device), torch.bfloat16, LLAMA)[None])
     assert flashinfer.built == ["prefill_fa3_128"]

@@ -14,11 +14,13 @@ from forward_rows import make_rows
 
 from bullet_graph.kernels.ops import TorchOps
 from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime import eager_lane
 from bullet_graph.runtime.eager_lane import EagerLane
+from bullet_graph.runtime.rows import Chunk
 from bullet_graph.runtime.self_check import reference_logits
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
@@ -34,8 +36,24 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     return install(monkeypatch)
 
 
-def filled_decoder() -> Decoder:
-    return new_decoder(CONFIG, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, random_cache=True)
+def filled_decoder(config: ModelConfig) -> Decoder:
+    return new_decoder(config, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, random_cache=True)
+
+
+def check_forward(config: ModelConfig, chunks: list[Chunk], decode: list[int]) -> None:
+    """Compare a forward with the reference, and what it has cached."""
+    decoder, reference = filled_decoder(config), filled_decoder(config)
+    lane = EagerLane(
+        decoder, SamplingState(MAX_SEQS, config.vocab_size, CPU), max_num_seqs=MAX_SEQS, max_rows=64
+    )
+    rows = make_rows(chunks, decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
+    logits, _ = lane.run(rows)
+    token_ids = np.append(rows.token_ids, np.zeros_like(rows.decode_slots))
+    expected = reference_logits(reference, eager_functions(TorchOps()), token_ids, rows)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for layer in range(config.num_layers):
+        for half, wanted in zip(decoder.cache.layer(layer), reference.cache.layer(layer), strict=True):
+            torch.testing.assert_close(half, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -66,22 +84,7 @@ def test_forward_equals_the_reference(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", few_fresh_rows)
-    decoder, reference = filled_decoder(), filled_decoder()
-    lane = EagerLane(
-        decoder,
-        SamplingState(MAX_SEQS, CONFIG.vocab_size, CPU),
-        max_num_seqs=MAX_SEQS,
-        max_rows=64,
-    )
-    rows = make_rows(chunks, decode, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
-    logits, _ = lane.run(rows)
-    token_ids = np.append(rows.token_ids, np.zeros_like(rows.decode_slots))
-    expected = reference_logits(reference, eager_functions(TorchOps()), token_ids, rows)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    for layer in range(CONFIG.num_layers):
-        for half, wanted in zip(decoder.cache.layer(layer), reference.cache.layer(layer), strict=True):
-            torch.testing.assert_close(half, wanted, rtol=1e-4, atol=1e-4)
-
+    check_forward(CONFIG, chunks, decode)
     # All layers but the last; there only the sampled rows attend, by the kernels of decode rows.
     if capability == (9, 0):
         if (
@@ -92,3 +95,16 @@ def test_forward_equals_the_reference(
         assert runs == [("fa3", kind, count) for kind, count in prefill_runs]
     else:
         assert runs == ([("fa2", "paged", len(chunks))] if chunks else [])
+
+
+@pytest.mark.parametrize("layer_windows", [(3, 3), (6, None), (None, 5), (2, 7)], ids=str)
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+@pytest.mark.usefixtures("runs")
+@torch.inference_mode()
+def test_each_layer_attends_to_its_window(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], layer_windows: tuple[int | None, ...]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", 0)
+    chunks = [(9, 8, True), (7, 5, False), (0, 9, True), (0, 1, False)]
+    check_forward(replace(CONFIG, layer_windows=layer_windows), chunks, [11, 0, 6])

@@ -2,14 +2,16 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from fakes.flashinfer_package import FakeFlashInfer
 
-from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_module
+from bullet_graph.kernels.flashinfer_attention import ModuleSpec, load_module, needed_modules
 from bullet_graph.kernels.gpu import Gpu
+from bullet_graph.models.presets import PRESETS
 
 FA2 = ModuleSpec("fa2", torch.bfloat16, 128)
 
@@ -37,6 +39,12 @@ def test_without_one_flashinfer_compiles_it(flashinfer: FakeFlashInfer) -> None:
     assert flashinfer.loaded == [flashinfer.jit / "prefill_fa2_128" / "prefill_fa2_128.so"]
 
 
+def test_a_window_has_a_module_of_its_own(flashinfer: FakeFlashInfer) -> None:
+    windowed = load_module(replace(FA2, windowed=True))
+    assert windowed is not load_module(FA2)
+    assert flashinfer.built == ["prefill_fa2_128_swa", "prefill_fa2_128"]
+
+
 def test_what_was_compiled_ahead_of_time_is_only_found(flashinfer: FakeFlashInfer) -> None:
     library = flashinfer.aot / "prefill_fa2_128" / "prefill_fa2_128.so"
     library.parent.mkdir(parents=True)
@@ -54,12 +62,17 @@ def test_what_cannot_be_loaded_is_asked_for_again(flashinfer: FakeFlashInfer, tm
     assert flashinfer.built == ["prefill_fa2_128"]
 
 
-@pytest.mark.parametrize(
-    ("capability", "name"),
-    [((9, 0), "fa3_float16_64"), ((8, 0), "fa2_float16_64")],
-)
-def test_what_an_engine_needs(capability: tuple[int, int], name: str) -> None:
-    assert needed_module(Gpu(132, capability), torch.float16, 64).name == name
+@pytest.mark.parametrize(("capability", "backend"), [((9, 0), "fa3"), ((8, 0), "fa2")])
+def test_what_an_engine_needs(capability: tuple[int, int], backend: str) -> None:
+    def names(windows: tuple[int | None, ...]) -> dict[int | None, str]:
+        shape = replace(PRESETS["tiny"], num_layers=4, layer_windows=windows)
+        modules = needed_modules(Gpu(132, capability), torch.float16, shape)
+        return {window: module.name for window, module in modules.items()}
+
+    plain = f"{backend}_float16_64"
+    assert names(()) == {None: plain}
+    assert names((8, 8, 8, 8)) == {8: f"{plain}_window"}
+    assert names((8, None, 16, 8)) == {8: f"{plain}_window", None: plain, 16: f"{plain}_window"}
 
 
 def test_the_gpu_s_executor_imports_neither_flashinfer_nor_its_loader() -> None:

@@ -140,7 +140,7 @@ def test_a_step_replays_the_smallest_graph_of_its_partition(monkeypatch: pytest.
     monkeypatch.setattr(DecodeGraphs, "_prepare", lambda *_: None)
 
     def run(rows: int, partition: SmPartition = WHOLE_GPU) -> int:
-        tokens = graphs.run(DecodeInputs([0] * rows, *[None] * 4), partition)  # type: ignore[arg-type, list-item]
+        tokens = graphs.run(DecodeInputs([0] * rows, *[None] * 5), partition)  # type: ignore[arg-type, list-item]
         return len(tokens)
 
     assert [run(3), run(8), run(9), run(9, NARROW)] == [3, 8, 9, 9]

@@ -23,6 +23,7 @@ from bullet_graph.kernels.decode_attention import (
     DecodeKernelSettings,
     TritonDecodeAttention,
     default_settings,
+    window_indptr,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,9 +33,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 LAYER = 1
 
 
-def model(*, heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> ModelConfig:
+def model(*, heads: int = 8, kv_heads: int = 2, head_dim: int = 64, window: int | None = None) -> ModelConfig:
     return dataclasses.replace(
-        PRESETS["tiny"], num_layers=2, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim
+        PRESETS["tiny"],
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        layer_windows=() if window is None else (None, window),
     )
 
 
@@ -73,7 +79,12 @@ def check(
     block_tokens: int = 16,
     seed: int = 0,
 ) -> None:
-    """Compare both ways to add up with the reference; blocks are scattered, and those that no row owns hold NaN."""
+    """Compare both ways to add up with the reference.
+
+    Blocks are scattered. Those that no row owns, and tokens before the window, hold NaN; ids of blocks before it are
+    those of others.
+    """
+    window = config.windows[LAYER]
     counts = [-(-length // block_tokens) for length in kv_lens]
     num_blocks = sum(counts) + 2
     cache = filled_cache(config, num_blocks, dtype, block_tokens)
@@ -87,6 +98,9 @@ def check(
         tensor[int(shuffled[-1])] = float("nan")
         for length, end in zip(kv_lens, indptr[1:], strict=False):
             tensor[int(indices[end - 1]), (length - 1) % block_tokens + 1 :] = float("nan")
+        for length, begin in zip(kv_lens, indptr, strict=False):
+            for position in range(0 if window is None else length - window):
+                tensor[int(indices[begin + position // block_tokens]), position % block_tokens] = float("nan")
     rows = len(padded_lens)
     q = torch.randn(rows, config.num_heads, config.head_dim, generator=torch.Generator().manual_seed(seed))
     q = q.to(DEVICE, dtype)
@@ -103,10 +117,18 @@ def check(
         kv_indptr=indptr,
         kv_indices=indices.long(),
     )
+    by_window = {}
+    if window is not None:
+        lens = np.array(padded_lens, dtype=np.int32)
+        by_window[window] = torch.from_numpy(window_indptr(lens, window, block_tokens)).to(DEVICE)
+        indices = indices.clone()
+        for length, begin in zip(padded_lens, indptr, strict=False):
+            indices[begin : begin + max(length - window, 0) // block_tokens] = int(shuffled[-1])
     batch = DecodeBatch(
         torch.tensor(indptr, dtype=torch.int32, device=DEVICE),
         indices,
         torch.tensor([(n - 1) % block_tokens + 1 for n in padded_lens], dtype=torch.int32, device=DEVICE),
+        by_window,
     )
     tolerance = TOLERANCE[dtype]
     expected = reference.run(LAYER, rows_of(q.float()))
@@ -146,14 +168,21 @@ def test_any_heads(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype)
     num_sms=st.integers(1, 6),
     kv_heads=st.sampled_from([1, 2]),
     tile=st.sampled_from([16, 32]),
+    window=st.none() | st.integers(1, 32),
     seed=st.integers(0, 99),
 )
 def test_any_batch(
-    kv_lens: list[int], padding_rows: int, num_sms: int, kv_heads: int, tile: int, seed: int
+    kv_lens: list[int],
+    padding_rows: int,
+    num_sms: int,
+    kv_heads: int,
+    tile: int,
+    window: int | None,
+    seed: int,
 ) -> None:
     kernel = DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=kv_heads)
     check(
-        model(heads=4, kv_heads=2, head_dim=16),
+        model(heads=4, kv_heads=2, head_dim=16, window=window),
         kv_lens,
         kernel=kernel,
         block_tokens=4,
@@ -168,8 +197,17 @@ def test_one_sequence_over_more_workers_than_are_combined_at_once() -> None:
 
 
 @pytest.mark.parametrize("block_tokens", [16, 32, 64])
-def test_any_block_size(block_tokens: int) -> None:
-    check(model(), [70, 5], num_sms=1, block_tokens=block_tokens)
+@pytest.mark.parametrize("window", [None, 20])
+def test_any_block_size(block_tokens: int, window: int | None) -> None:
+    kernel = DecodeKernelSettings(kv_heads=2, tile=32)  # blocks hold whole tiles, some before the window
+    check(model(window=window), [70, 5], kernel=kernel, num_sms=1, block_tokens=block_tokens)
+
+
+def test_a_window_takes_no_more_work_than_its_blocks() -> None:
+    lens = np.array([1000, 1, 17, 16, 33], dtype=np.int32)
+    # 1000 tokens: the window begins at 983, in the block of 976 to 991.
+    assert window_indptr(lens, 17, 16).tolist() == [0, 2, 3, 5, 6, 8]
+    assert window_indptr(lens, 5000, 16).tolist() == [0, *np.cumsum(-(-lens // 16))]
 
 
 def test_a_plan_reads_its_batch_when_it_runs() -> None:
