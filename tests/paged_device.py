@@ -36,8 +36,13 @@ def next_token(seed: int, history: np.ndarray) -> int:
     return int(value % _MODULUS % VOCAB_SIZE)
 
 
-def generate_alone(seed: int, prompt: list[int], count: int) -> list[int]:
+def generate_alone(seed: int, prompt: list[int], count: int, window: int | None = None) -> list[int]:
     """What a sequence must yield, whatever else runs."""
+    if window is not None:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(next_token(seed, np.array(tokens[-window:])))
+        return tokens[len(prompt) :]
     value = seed + 1
     for token in prompt:
         value = (value * _FACTOR + token + 1) % _MODULUS
@@ -66,6 +71,7 @@ class _Slot:
     """The settings it was given last."""
     length: int = 0
     """Positions in the cache since the slot was initialised: they must be filled once each, in order."""
+    tokens: list[int] = field(default_factory=list)
     last_token: int = -1
     awaits_decode: bool = False
 
@@ -78,6 +84,7 @@ class PagedDevice:
     """
 
     block_tokens: int
+    window: int | None = None
     slots: dict[int, _Slot] = field(default_factory=dict)
     max_blocks: int = 8192
     results: dict[int, StepResult] = field(default_factory=dict)
@@ -107,7 +114,9 @@ class PagedDevice:
                 blocks = batch.kv_indices[batch.kv_indptr[i] : batch.kv_indptr[i + 1]].tolist()
                 assert chunk, "an empty chunk"
                 assert not self.slots[slot].awaits_decode, "prefill of a slot that is decoding"
-                history = self._write(ticket, slot, int(batch.starts[i]), chunk, blocks)
+                history = self._write(
+                    ticket, slot, int(batch.starts[i]), chunk, int(batch.kv_starts[i]), blocks
+                )
                 if batch.samples[i]:
                     tokens.append(self._sample(slot, history))
                     if lane == "prefill":
@@ -119,9 +128,8 @@ class PagedDevice:
             for i, slot in enumerate(decode.slots.tolist()):
                 blocks = decode.kv_indices[decode.kv_indptr[i] : decode.kv_indptr[i + 1]].tolist()
                 assert self.slots[slot].awaits_decode, "decode of a slot whose prompt has not ended"
-                history = self._write(
-                    ticket, slot, int(decode.positions[i]), [self.slots[slot].last_token], blocks
-                )
+                token, first = self.slots[slot].last_token, int(decode.kv_starts[i])
+                history = self._write(ticket, slot, int(decode.positions[i]), [token], first, blocks)
                 tokens.append(self._sample(slot, history))
                 used_slots.append(slot)
         assert len(used_slots) == len(set(used_slots)), "a slot twice in one step"
@@ -135,24 +143,33 @@ class PagedDevice:
             self.slots[slot].awaits_decode = True
         return self.results.pop(ticket)
 
-    def _write(self, ticket: int, slot: int, start: int, tokens: list[int], blocks: list[int]) -> np.ndarray:
-        """Put tokens at positions from ``start`` on; all tokens that the cache then holds for the slot."""
+    def _write(
+        self, ticket: int, slot: int, start: int, tokens: list[int], kv_start: int, blocks: list[int]
+    ) -> np.ndarray:
+        """Put tokens at positions from ``start`` on; the last tokens up to there, as many as the window holds.
+
+        The blocks' first token has the position ``kv_start``; they hold what the window of each token needs.
+        """
         state = self.slots[slot]
         assert start == state.length, f"position {start} follows {state.length - 1}"
         state.length += len(tokens)
-        assert len(blocks) == -(-state.length // self.block_tokens), "blocks do not match the length"
+        seen = 0 if self.window is None else max(start + 1 - self.window, 0)
+        assert kv_start == seen - seen % self.block_tokens
+        end = state.length - kv_start
+        assert len(blocks) == -(-end // self.block_tokens), "blocks do not match the length"
         assert PADDING_BLOCK not in blocks
         others = (self._num_users[blocks] > 0) & (self._user[blocks] != slot)
         assert not others.any(), "a block changed hands while a step in flight uses it"
         self._user[blocks] = slot
         self._num_users[blocks] += 1
         self.touched[ticket].append(blocks)
-        first = start // self.block_tokens
+        first = (start - kv_start) // self.block_tokens
         history = self.memory[blocks].ravel()
-        history[start : state.length] = tokens
+        history[start - kv_start : end] = tokens
         self.memory[blocks[first:]] = history[first * self.block_tokens :].reshape(-1, self.block_tokens)
-        assert (history[: state.length] >= 0).all(), "a position that nothing has written"
-        return history[: state.length]
+        state.tokens[start:] = tokens
+        assert history[seen - kv_start : end].tolist() == state.tokens[seen:], "not what was written there"
+        return history[:end] if self.window is None else history[:end][-self.window :]
 
     def _sample(self, slot: int, history: np.ndarray) -> int:
         state = self.slots[slot]

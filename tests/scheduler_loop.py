@@ -35,18 +35,25 @@ class Loop:
         depth: int = 1,
         max_model_len: int = MAX_MODEL_LEN,
         prompt_order: PromptOrder = "arrival",
+        window: int | None = None,
     ) -> None:
         self.policy, self.chunk_tokens, self.depth = policy, chunk_tokens, depth
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.window = window
+        held_tokens = max_model_len
+        if window is not None:
+            held_tokens = min(max_model_len, window + 2 * chunk_tokens + BLOCK_TOKENS)
         self.scheduler = Scheduler(
-            num_blocks=1 + -(-max_model_len // BLOCK_TOKENS) + spare_blocks,
+            num_blocks=1 + -(-held_tokens // BLOCK_TOKENS) + spare_blocks,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             prompt_order=prompt_order,
             block_tokens=BLOCK_TOKENS,
+            window=window,
+            held_tokens=held_tokens,
         )
         self.pool = self.scheduler.pool
-        self.device = PagedDevice(BLOCK_TOKENS)
+        self.device = PagedDevice(BLOCK_TOKENS, window)
         self.in_flight: deque[tuple[int, ScheduledStep]] = deque()
         self.sequences: list[Sequence] = []
         self.aborted: set[Sequence] = set()
@@ -161,7 +168,8 @@ class Loop:
         assert self.pool.num_used == 0
         assert self.scheduler.num_running == len(self.scheduler.queue) == 0
         for sequence in self.sequences:
-            expected = generate_alone(sequence.seed, sequence.prompt_token_ids.tolist(), self.ends[sequence])
+            prompt, count = sequence.prompt_token_ids.tolist(), self.ends[sequence]
+            expected = generate_alone(sequence.seed, prompt, count, self.window)
             if sequence in self.aborted:
                 expected = expected[: len(sequence.output_token_ids)]
             assert sequence.output_token_ids == expected

@@ -9,7 +9,7 @@ PADDING_BLOCK = 0
 
 
 class BlockPool:
-    """The free blocks, and the table of each slot's blocks in order of position.
+    """The free blocks, and the table of each slot's blocks in order of position, without those given back.
 
     ``num_blocks`` includes the padding block; each of ``num_slots`` sequences at once owns up to
     ``max_blocks_per_seq``.
@@ -25,6 +25,8 @@ class BlockPool:
         self.peak_used = 0
         self._table: Int32Array = np.zeros((num_slots, max_blocks_per_seq), dtype=np.int32)
         self._counts = [0] * num_slots
+        # By slot, how many blocks before its own were given back.
+        self._firsts: Int32Array = np.zeros(num_slots, dtype=np.int32)
 
     @property
     def num_free(self) -> int:
@@ -41,7 +43,7 @@ class BlockPool:
     def grow(self, slot: int, num_tokens: int) -> bool:
         """Give the slot room for ``num_tokens`` tokens; False, with nothing changed, if blocks lack."""
         have = self._counts[slot]
-        need = self.blocks_for(num_tokens)
+        need = self.blocks_for(num_tokens) - int(self._firsts[slot])
         if need <= have:
             return True
         count = need - have
@@ -53,24 +55,50 @@ class BlockPool:
         self.peak_used = max(self.peak_used, self.num_used)
         return True
 
+    def capacity(self, slot: int) -> int:
+        """Tokens that the slot has room for, those whose blocks were given back included."""
+        return (int(self._firsts[slot]) + self._counts[slot]) * self.block_tokens
+
+    def slide(self, slot: int, position: int, num_tokens: int) -> None:
+        """Give back the slot's blocks before ``position``; those it lacks for ``num_tokens`` become its next ones."""
+        first, count = int(self._firsts[slot]), self._counts[slot]
+        passed = min(position // self.block_tokens - first, count)
+        if passed <= 0:
+            return
+        blocks = self.owned(slot)
+        kept = min(passed, max(self.blocks_for(num_tokens) - first - count, 0))
+        self._free.extend(reversed(blocks[kept:passed]))
+        self._firsts[slot] += passed
+        self._counts[slot] = count - passed + kept
+        self._table[slot, : self._counts[slot]] = blocks[passed:] + blocks[:kept]
+
     def clear(self, slot: int) -> None:
         """Release all blocks of the slot."""
         self._free.extend(reversed(self.owned(slot)))
-        self._counts[slot] = 0
+        self._counts[slot] = self._firsts[slot] = 0
 
     def owned(self, slot: int) -> list[int]:
         """The slot's blocks in order of position."""
         blocks: list[int] = self._table[slot, : self._counts[slot]].tolist()
         return blocks
 
-    def flatten(self, slots: Int32Array, num_tokens: Int32Array) -> tuple[Int32Array, Int32Array]:
+    def flatten(
+        self, slots: Int32Array, num_tokens: Int32Array, since: Int32Array | None = None
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
         """The block lists of several sequences, one after the other: indptr [n + 1] and indices [indptr[-1]].
 
-        ``slots`` [n] must own the blocks of ``num_tokens`` [n].
+        Before these, the position of the first token in each sequence's blocks [n]. ``slots`` [n] must own the blocks
+        of ``num_tokens`` [n], those before the position ``since`` [n] excepted, which are not listed.
         """
-        counts = -(-num_tokens // self.block_tokens)
+        owned = self._firsts[slots]
+        firsts = owned if since is None else np.maximum(since // self.block_tokens, owned)
+        counts = -(-num_tokens // self.block_tokens) - firsts
         indptr = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(counts, out=indptr[1:])
-        width = int(counts.max())
-        indices = self._table[:, :width][slots][np.arange(width, dtype=np.int32) < counts[:, None]]
-        return indptr, indices
+        skipped = firsts - owned
+        columns = np.arange(int((skipped + counts).max()), dtype=np.int32)
+        listed = columns < (skipped + counts)[:, None]
+        if since is not None:
+            listed &= columns >= skipped[:, None]
+        indices = self._table[:, : len(columns)][slots][listed]
+        return firsts * np.int32(self.block_tokens), indptr, indices

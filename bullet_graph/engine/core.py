@@ -26,8 +26,9 @@ from bullet_graph.runtime.step import Placement, StepResult
 class EngineCore:
     """Runs requests on an executor as a planner decides.
 
-    ``num_kv_blocks`` includes the padding block. ``first_token_s`` is when the first token reached the host, on the
-    executor's clock; None before that.
+    ``num_kv_blocks`` includes the padding block; ``window`` and ``held_tokens`` are those of the
+    :class:`~bullet_graph.engine.scheduler.Scheduler`. ``first_token_s`` is when the first token reached the host, on
+    the executor's clock; None before that.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class EngineCore:
         max_model_len: int,
         num_layers: int,
         prompt_order: PromptOrder = "arrival",
+        window: int | None = None,
+        held_tokens: int | None = None,
         trace: DecisionTrace | None = None,
     ) -> None:
         self.executor = executor
@@ -51,6 +54,8 @@ class EngineCore:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             prompt_order=prompt_order,
+            window=window,
+            held_tokens=held_tokens,
         )
         self.requests: dict[str, Request] = {}
         self.in_flight = InFlight(executor.num_sms)

@@ -30,7 +30,7 @@ from bullet_graph.planner.slack import PREPARE_MS
 from bullet_graph.planner.tuning import TUNING
 from bullet_graph.runtime.build import build_executor
 from bullet_graph.runtime.executor import Executor
-from bullet_graph.runtime.memory import MemoryLedger
+from bullet_graph.runtime.memory import MemoryLedger, held_tokens
 from bullet_graph.runtime.resolve import load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
@@ -164,6 +164,8 @@ class Engine:
             max_model_len=self.max_model_len,
             num_layers=self.model_config.num_layers,
             prompt_order=config.prompt_order,
+            window=self.model_config.widest_window,
+            held_tokens=held_tokens(config, self.model_config, self.max_model_len),
             trace=self._trace,
         )
 

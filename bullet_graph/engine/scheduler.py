@@ -92,6 +92,10 @@ class Scheduler:
     When blocks run out, the sequence that came last loses its blocks and is recomputed later; no token is lost. When a
     sequence ends, its blocks are released only after all launched steps that touch them have been retired.
     ``num_blocks``, which includes the padding block, must hold a sequence of ``max_model_len``.
+
+    ``window`` is the widest of all layers, None where a layer has none. Blocks before it are given back once no
+    launched step reads them. So a sequence holds at most ``held_tokens`` tokens at once (None: ``max_model_len``),
+    which then is what ``num_blocks`` must hold.
     """
 
     def __init__(
@@ -102,9 +106,13 @@ class Scheduler:
         max_model_len: int,
         prompt_order: PromptOrder = "arrival",
         block_tokens: int = KV_BLOCK_TOKENS,
+        window: int | None = None,
+        held_tokens: int | None = None,
     ) -> None:
         self.queue = PromptQueue(prompt_order)
         self._max_model_len = max_model_len
+        self._window = window
+        self._held_tokens = held_tokens or max_model_len
         self.pool = BlockPool(
             num_blocks=num_blocks,
             num_slots=max_num_seqs,
@@ -137,10 +145,14 @@ class Scheduler:
 
     def retire(self, scheduled: ScheduledStep) -> None:
         """Note that a launched step is over; call it before handling the step's tokens."""
-        for sequence in scheduled.touched:
+        for sequence, end in zip(scheduled.touched, scheduled.ends, strict=True):
             sequence.num_pending_steps -= 1
             if sequence.status is Status.FINISHED:
                 self._release_if_idle(sequence)
+            elif self._window is not None:
+                # Later steps of the sequence run after this one on the device, from this position on.
+                self.pool.slide(sequence.slot, end + 1 - self._window, sequence.num_tokens)
+                sequence.kv_capacity = self.pool.capacity(sequence.slot)
         for sequence in scheduled.sampled:
             sequence.num_in_flight -= 1
             # Decode rows of a prompt on the prefill lane have waited for this.
@@ -163,7 +175,12 @@ class Scheduler:
         A waiting prompt is included while slots and blocks last for all prompts before it. ``ms_per_token`` of prefill
         predicts which prompts will be late.
         """
-        started = [s for s in self._running if not s.prompt_launched and not self._is_held(s)]
+        started = [
+            s
+            for s in self._running
+            # One with a window may have to wait until steps in flight give its blocks back.
+            if not s.prompt_launched and s.num_cached < s.kv_capacity and not self._is_held(s)
+        ]
         queue = self.queue.ordered(started, now_s, ms_per_token)
         return list(islice(self._admissible(queue), QUEUE_IN_SIGHT))
 
@@ -175,7 +192,7 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 yield sequence
             elif not blocked:
-                need = self.pool.blocks_for(sequence.num_tokens)
+                need = self._blocks_to_start(sequence)
                 # One block per running sequence is kept back, so that the newcomer is not preempted at once.
                 if slots and need + running <= blocks:
                     slots, blocks, running = slots - 1, blocks - need, running + 1
@@ -219,7 +236,7 @@ class Scheduler:
         wanted = [s.params.logprobs for s in sampled if s.params.logprobs is not None]
         inits = tuple(s.slot_init() for s in admitted)
         step = Step(inits, prefill, batch, max(wanted) if wanted else None)
-        return ScheduledStep(step, admitted, touched, sampled)
+        return ScheduledStep(step, admitted, touched, sampled, tuple([s.num_cached for s in touched]))
 
     # ---- decode rows ----
 
@@ -240,7 +257,7 @@ class Scheduler:
         A sequence can be preempted only when all its tokens are on the host. One with steps in flight is held out of
         this step instead, so that a later call finds it idle.
         """
-        while sequence.status is Status.RUNNING and not self._grow(sequence):
+        while sequence.status is Status.RUNNING and not self._grow(sequence, sequence.num_tokens):
             victim = next(reversed(self._running))
             if victim.num_pending_steps:
                 self._held = victim
@@ -248,11 +265,15 @@ class Scheduler:
             self._preempt(victim)
         return sequence.status is Status.RUNNING
 
-    def _grow(self, sequence: Sequence) -> bool:
-        if not self.pool.grow(sequence.slot, sequence.num_tokens):
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        if not self.pool.grow(sequence.slot, num_tokens):
             return False
-        sequence.kv_capacity = self.pool.blocks_for(sequence.num_tokens) * self.pool.block_tokens
+        sequence.kv_capacity = self.pool.capacity(sequence.slot)
         return True
+
+    def _blocks_to_start(self, sequence: Sequence) -> int:
+        """Blocks for its whole prompt: later ones take the place of those that its window has passed."""
+        return self.pool.blocks_for(min(sequence.num_tokens, self._held_tokens))
 
     def _is_held(self, sequence: Sequence) -> bool:
         return sequence is self._held and sequence.num_pending_steps > 0
@@ -260,8 +281,7 @@ class Scheduler:
     def _decode_batch(self, sequences: list[Sequence]) -> DecodeBatch:
         slots = np.array([s.slot for s in sequences], dtype=np.int32)
         kv_lens = np.array([s.num_tokens for s in sequences], dtype=np.int32)
-        indptr, indices = self.pool.flatten(slots, kv_lens)
-        return DecodeBatch(slots, kv_lens - 1, indptr, indices)
+        return DecodeBatch(slots, kv_lens - 1, *self._blocks(slots, kv_lens - 1, kv_lens))
 
     # ---- prefill chunks ----
 
@@ -272,7 +292,7 @@ class Scheduler:
             # Decode rows of the same step may have taken the prompt's blocks, or preempted it.
             if self._is_held(sequence) or (sequence.status is Status.WAITING and not self._admit(sequence)):
                 continue
-            stop = min(sequence.num_cached + budget, sequence.num_tokens)
+            stop = min(sequence.num_cached + budget, sequence.num_tokens, sequence.kv_capacity)
             chunks.append((sequence, stop))
             budget -= stop - sequence.num_cached
             # Checked here, as the next turn would admit a sequence without budget for it.
@@ -282,12 +302,12 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start a waiting sequence if a slot and blocks for all its tokens are free."""
-        need = self.pool.blocks_for(sequence.num_tokens)
+        need = self._blocks_to_start(sequence)
         if not self._free_slots or need + len(self._running) > self.pool.num_free:
             return False
         self.queue.remove(sequence)
         sequence.slot = self._free_slots.pop()
-        self._grow(sequence)
+        self._grow(sequence, min(sequence.num_tokens, self._held_tokens))
         sequence.status = Status.RUNNING
         self._running[sequence] = None
         self._admitted.append(sequence)
@@ -299,16 +319,23 @@ class Scheduler:
         stops = np.array([stop for _, stop in chunks], dtype=np.int32)
         q_indptr: Int32Array = np.zeros(len(chunks) + 1, dtype=np.int32)
         np.cumsum(stops - starts, out=q_indptr[1:])
-        kv_indptr, kv_indices = self.pool.flatten(slots, stops)
+        kv_starts, kv_indptr, kv_indices = self._blocks(slots, starts, stops)
         return PrefillBatch(
             slots=slots,
             token_ids=np.concatenate([s.known_token_ids(s.num_cached, stop) for s, stop in chunks]),
             q_indptr=q_indptr,
             starts=starts,
+            kv_starts=kv_starts,
             kv_indptr=kv_indptr,
             kv_indices=kv_indices,
             samples=np.array([stop == s.num_tokens for s, stop in chunks], dtype=np.bool_),
         )
+
+    def _blocks(
+        self, slots: Int32Array, starts: Int32Array, stops: Int32Array
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Blocks that rows at positions from ``starts`` to ``stops`` read, as from :meth:`BlockPool.flatten`."""
+        return self.pool.flatten(slots, stops, None if self._window is None else starts + 1 - self._window)
 
     # ---- leaving ----
 

@@ -110,10 +110,12 @@ class Sequence:
 class ScheduledStep:
     """A step and its sequences: those that got their slot in it, whose blocks it reads or writes, and that get a token.
 
-    ``sampled`` are in the order of the result's rows.
+    ``sampled`` are in the order of the result's rows. ``ends`` are the tokens of each touched sequence that are cached
+    once the step is over.
     """
 
     step: Step
     admitted: tuple[Sequence, ...]
     touched: tuple[Sequence, ...]
     sampled: tuple[Sequence, ...]
+    ends: tuple[int, ...]

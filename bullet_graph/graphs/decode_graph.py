@@ -85,7 +85,7 @@ class DecodeGraphs:
         self._state = state
         self._padding_slot = max_batch_size
         self.batch_sizes = batch_size_buckets(max_batch_size)
-        self._windows = tuple({w: None for w in decoder.cache.windows if w is not None})
+        self._windows = decoder.cache.distinct_windows
         # Six arrays with an entry per row, one more for each window, and the block ids, with those of padding.
         self._uploader = Uploader(
             (6 + len(self._windows)) * (max_batch_size + 8) + decoder.cache.num_blocks + max_batch_size,

@@ -156,6 +156,7 @@ class TritonDecodeAttention:
         self._part = settings or default_settings(config, whole_gpu=False)
         self._config = config
         self.cache = cache
+        self._windows = set(cache.windows)
         self._max_rows = max_rows
         self._num_sms = gpu.num_sms
         self._overlap_launches = gpu.overlaps_launches
@@ -189,7 +190,7 @@ class TritonDecodeAttention:
             self,
             batch,
             rows,
-            {w: self._attention(rows, workers, settings, w) for w in set(self.cache.windows)},
+            {w: self._attention(rows, workers, settings, w) for w in self._windows},
             None if rows >= settings.combine_rows else self._combination(rows, workers),
         )
 

@@ -186,11 +186,8 @@ class PrefillAttention:
                     _window_left(window),
                 ]
                 if self._specs[window].backend == "fa2":
-                    arguments += [
-                        -1,
-                        False,
-                        0,
-                    ]  # the plan chooses the split size; no other kernel runs beside
+                    # The plan chooses the split size; no other kernel runs beside.
+                    arguments += [-1, False, 0]
                 plans[window] = (self._float_workspace, workspace, self.modules[window].plan(*arguments))
         return plans
 

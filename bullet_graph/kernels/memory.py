@@ -34,6 +34,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.windows = shape.windows
+        self.distinct_windows = tuple(dict.fromkeys(w for w in shape.windows if w is not None))
         # Zeroed: padding rows attend to the padding block, and uninitialised memory may hold NaN.
         sizes = (shape.num_layers, 2, num_blocks, block_tokens, shape.num_kv_heads, shape.head_dim)
         self._data = torch.zeros(sizes, dtype=dtype, device=device)

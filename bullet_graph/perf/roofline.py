@@ -39,6 +39,12 @@ class DecoderShape:
         """By layer, how many of the last tokens a query attends to, its own included; None: to all."""
         return self.layer_windows or (None,) * self.num_layers
 
+    @property
+    def widest_window(self) -> int | None:
+        """How many of the last tokens any layer attends to; None: one attends to all."""
+        widths = [window for window in self.layer_windows if window is not None]
+        return max(widths) if len(widths) == self.num_layers else None
+
 
 # ---- bytes ----
 
@@ -46,6 +52,12 @@ class DecoderShape:
 def kv_cache_bytes_per_token(shape: DecoderShape, *, dtype_bytes: int) -> int:
     """Bytes of one token's keys and values in all layers."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype_bytes
+
+
+def attended_tokens(shape: DecoderShape, context_tokens: float) -> float:
+    """Tokens that a row attends to, as a mean over layers: ``context_tokens`` in those without a window."""
+    limits = (context_tokens if window is None else min(window, context_tokens) for window in shape.windows)
+    return sum(limits) / shape.num_layers
 
 
 def decode_weight_bytes(shape: DecoderShape, *, batch_size: int, dtype_bytes: int) -> int:
@@ -74,7 +86,8 @@ def decode_step_bytes(
     Activations are left out: they stay in the caches of any device that could run the model. Each sequence attends to
     ``context_tokens`` tokens, the one being decoded included; it may be a mean.
     """
-    kv_moved = batch_size * (context_tokens + 1) * kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
+    tokens = attended_tokens(shape, context_tokens) + 1
+    kv_moved = batch_size * tokens * kv_cache_bytes_per_token(shape, dtype_bytes=dtype_bytes)
     return decode_weight_bytes(shape, batch_size=batch_size, dtype_bytes=dtype_bytes) + kv_moved
 
 
@@ -153,8 +166,8 @@ class Roofline:
         return Prediction(self.prefill_ms(tokens, pairs, sms or self.num_sms), measured=False)
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
-        ms = self.prefill_ms(tokens + batch_size, pairs, self.num_sms) + self._kv_ms(kv_tokens, self.num_sms)
-        return Prediction(ms, measured=False)
+        kv_ms = self._kv_ms(batch_size, kv_tokens, self.num_sms)
+        return Prediction(self.prefill_ms(tokens + batch_size, pairs, self.num_sms) + kv_ms, measured=False)
 
     def split(
         self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
@@ -172,22 +185,26 @@ class Roofline:
         """Weights, keys and values at the bandwidth of the SMs; the number of rows may be a mean."""
         flops = batch_size * (self._row_flops + self._head_flops)
         weights_ms = self._weight_bytes / self._bytes_per_ms(sms)
-        return (
-            max(weights_ms, flops / self._flops_per_ms(sms)) + self._kv_ms(kv_tokens, sms) + self._overhead_ms
-        )
+        kv_ms = self._kv_ms(batch_size, kv_tokens, sms)
+        return max(weights_ms, flops / self._flops_per_ms(sms)) + kv_ms + self._overhead_ms
 
     def prefill_ms(self, tokens: float, pairs: float, sms: int) -> float:
         """Products in whole waves, then attention."""
         efficiency = wave_efficiency(tokens, sms, self._matrices)
         products_ms = tokens * self._row_flops / (self._flops_per_ms(sms) * efficiency)
         weights_ms = self._weight_bytes / self._bytes_per_ms(sms)
-        attention_ms = (
-            pairs * self._pair_flops / (self._spec.attention_tflops * 1e9 * self._compute_share(sms))
-        )
+        flops = self._attended(tokens, pairs) * self._pair_flops
+        attention_ms = flops / (self._spec.attention_tflops * 1e9 * self._compute_share(sms))
         return max(products_ms, weights_ms) + attention_ms + self._overhead_ms
 
-    def _kv_ms(self, kv_tokens: float, sms: int) -> float:
-        return kv_tokens * self._kv_bytes / self._bytes_per_ms(sms)
+    def _kv_ms(self, batch_size: float, kv_tokens: float, sms: int) -> float:
+        return self._attended(batch_size, kv_tokens) * self._kv_bytes / self._bytes_per_ms(sms)
+
+    def _attended(self, rows: float, pairs: float) -> float:
+        """(query, key) pairs of rows that have ``pairs`` in layers without a window, as a mean over layers."""
+        if not self._shape.layer_windows or not rows:
+            return pairs
+        return rows * attended_tokens(self._shape, pairs / rows)
 
     def _flops_per_ms(self, sms: int) -> float:
         return self._spec.tflops * 1e9 * self._compute_share(sms)

@@ -88,7 +88,7 @@ class EagerLane:
         # The batch sizes of captured decode steps: for any other size, cuBLAS may choose a kernel that the device must
         # load first, which stalls it for some 45 ms on an H200.
         self._sampled_buckets = batch_size_buckets(max_num_seqs)
-        self._windows = tuple({w: None for w in decoder.cache.windows if w is not None})
+        self._windows = decoder.cache.distinct_windows
         # Twelve arrays with an entry per row or sequence, two more for each window, and the block ids, twice for
         # prompts that end. A bucket, too, has at most ``max_rows``.
         num_arrays = 12 + 2 * len(self._windows)

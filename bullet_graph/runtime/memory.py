@@ -73,6 +73,17 @@ class MemoryLedger:
         return "\n".join(f"{label:<34}{format_bytes(size):>14}" for label, size in rows)
 
 
+def held_tokens(config: EngineConfig, model: ModelConfig, max_model_len: int) -> int:
+    """The most tokens of a sequence that are in the KV cache at once.
+
+    Before the widest window they are given back, where every layer has one. Two chunks are in flight, and a block that
+    is begun counts.
+    """
+    if model.widest_window is None:
+        return max_model_len
+    return min(max_model_len, model.widest_window + 2 * config.chunk_tokens + KV_BLOCK_TOKENS)
+
+
 def plan_memory(
     config: EngineConfig,
     model: ModelConfig,
@@ -98,7 +109,7 @@ def plan_memory(
     activations = _activation_bytes(config, model, dtype_bytes) + 4 * model.head_dim * max_model_len
     fixed = weights + activations + workspaces_bytes + graphs_bytes
     block = KV_BLOCK_TOKENS * kv_cache_bytes_per_token(model, dtype_bytes=dtype_bytes)
-    blocks_per_seq = -(-max_model_len // KV_BLOCK_TOKENS)
+    blocks_per_seq = -(-held_tokens(config, model, max_model_len) // KV_BLOCK_TOKENS)
     # One block is the padding block. Blocks beyond every sequence at full length could never be used.
     least, most = (1 + blocks_per_seq) * block, (1 + config.max_num_seqs * blocks_per_seq) * block
     if kv_cache_limit_bytes is not None:

@@ -37,7 +37,7 @@ class Rows:
         token_ids: [num_prefill_rows]; decode rows take their slot's last token.
         kv_slots: [rows], place of each row's keys and values: block * block_tokens + offset.
         q_indptr: [n + 1] over all sequences.
-        kv_lens: [n], tokens each sequence attends to.
+        kv_lens: [n], tokens in each sequence's blocks, to which its rows attend.
         sample_rows: [s], rows whose next token is sampled: the last of their sequence.
         sample_indptr: [n + 1], place of each sequence's sampled row, if it has one, among them.
         sample_positions: [s], position that each sampled token will have.
@@ -98,6 +98,7 @@ def make_batches(
         token_ids=np.array(np.zeros(lengths.sum()) if token_ids is None else token_ids, dtype=np.int32),
         q_indptr=_indptr(lengths),
         starts=np.array([start for start, _, _ in chunks], dtype=np.int32),
+        kv_starts=np.zeros(n, dtype=np.int32),
         kv_indptr=_indptr(block_counts[:n]),
         kv_indices=np.array(blocks[:split], dtype=np.int32),
         samples=np.array([samples for _, _, samples in chunks], dtype=np.bool_),
@@ -105,6 +106,7 @@ def make_batches(
     decode_batch = DecodeBatch(
         slots=all_slots[n:],
         positions=np.array(decode, dtype=np.int32),
+        kv_starts=np.zeros(len(decode), dtype=np.int32),
         kv_indptr=_indptr(block_counts[n:]),
         kv_indices=np.array(blocks[split : block_counts.sum()], dtype=np.int32),
     )
@@ -113,40 +115,39 @@ def make_batches(
 
 def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_tokens: int) -> Rows:
     """Join a step's prefill chunks and decode rows; at least one of the two must be given."""
-    # Slots, starts, lengths, whether each samples, numbers of blocks, and block ids.
+    # Slots, starts, lengths, whether each samples, positions of first blocks, numbers of blocks, and block ids.
     parts: list[tuple[NDArray[Any], ...]] = []
     if prefill is not None:
         lengths, block_counts = np.diff(prefill.q_indptr), np.diff(prefill.kv_indptr)
-        parts.append(
-            (prefill.slots, prefill.starts, lengths, prefill.samples, block_counts, prefill.kv_indices)
-        )
+        blocks = prefill.kv_starts, block_counts, prefill.kv_indices
+        parts.append((prefill.slots, prefill.starts, lengths, prefill.samples, *blocks))
     if decode is not None:
         ones = np.ones_like(decode.positions)
         block_counts = np.diff(decode.kv_indptr)
-        parts.append(
-            (decode.slots, decode.positions, ones, ones.astype(np.bool_), block_counts, decode.kv_indices)
-        )
-    slots, start, length, sampled, blocks_of, kv_indices = map(np.concatenate, zip(*parts, strict=True))
+        blocks = decode.kv_starts, block_counts, decode.kv_indices
+        parts.append((decode.slots, decode.positions, ones, ones.astype(np.bool_), *blocks))
+    joined = map(np.concatenate, zip(*parts, strict=True))
+    slots, start, length, sampled, kv_start, blocks_of, kv_indices = joined
     q_indptr, kv_indptr = _indptr(length), _indptr(blocks_of)
-    kv_lens = start + length
+    end = start + length
     sequence = np.repeat(np.arange(len(length), dtype=np.int32), length)
     positions = np.arange(q_indptr[-1], dtype=np.int32) - q_indptr[:-1][sequence] + start[sequence]
-    blocks = kv_indices[kv_indptr[:-1][sequence] + positions // block_tokens]
+    block_ids = kv_indices[(kv_indptr[:-1] - kv_start // block_tokens)[sequence] + positions // block_tokens]
     num_prefill = 0 if prefill is None else len(prefill.slots)
     continued = np.flatnonzero(start[:num_prefill])
     return Rows(
         token_ids=_NONE if prefill is None else prefill.token_ids,
         decode_slots=_NONE if decode is None else decode.slots,
         positions=positions,
-        kv_slots=blocks * np.int32(block_tokens) + positions % np.int32(block_tokens),
+        kv_slots=block_ids * np.int32(block_tokens) + positions % np.int32(block_tokens),
         q_indptr=q_indptr,
-        kv_lens=kv_lens,
+        kv_lens=end - kv_start,
         kv_indptr=kv_indptr,
         kv_indices=kv_indices,
         sample_rows=(q_indptr[1:] - 1)[sampled],
         sample_indptr=_indptr(sampled.astype(np.int32)),
         sample_slots=slots[sampled],
-        sample_positions=kv_lens[sampled],
+        sample_positions=end[sampled],
         num_prefill=num_prefill,
         num_continued=int(continued[-1]) + 1 if len(continued) else 0,
     )

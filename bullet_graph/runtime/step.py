@@ -61,6 +61,8 @@ class PrefillBatch:
     Attributes:
         q_indptr: [n + 1], where each chunk starts in ``token_ids``.
         starts: [n], position of each chunk's first token, that is, its prompt's tokens already in the KV cache.
+        kv_starts: [n], position of the first token in each sequence's blocks, a multiple of their size: above 0 once
+            blocks before every layer's window were given back.
         kv_indptr: [n + 1], where each sequence's blocks start in ``kv_indices``: up to its chunk's end.
         samples: [n], whether the chunk ends its prompt, so that a token is sampled.
     """
@@ -69,6 +71,7 @@ class PrefillBatch:
     token_ids: Int32Array
     q_indptr: Int32Array
     starts: Int32Array
+    kv_starts: Int32Array
     kv_indptr: Int32Array
     kv_indices: Int32Array
     samples: BoolArray
@@ -78,12 +81,14 @@ class PrefillBatch:
 class DecodeBatch:
     """One new token for each of ``n`` sequences; its input token is the one last sampled for the slot.
 
-    ``positions`` [n] are the input tokens'; the KV length after the step is one more. ``kv_indptr`` [n + 1] is where
-    each sequence's blocks start in ``kv_indices``: up to the input's position.
+    ``positions`` [n] are the input tokens'; the KV length after the step is one more. ``kv_starts`` [n] are as those of
+    :class:`PrefillBatch`. ``kv_indptr`` [n + 1] is where each sequence's blocks start in ``kv_indices``: up to the
+    input's position.
     """
 
     slots: Int32Array
     positions: Int32Array
+    kv_starts: Int32Array
     kv_indptr: Int32Array
     kv_indices: Int32Array
 

@@ -73,3 +73,27 @@ def test_forced_preemption_changes_nothing(oracle: Oracle, policy: str) -> None:
     stats = check(oracle, policy=policy, perf_table="roofline", **limits)
     assert stats.num_preemptions > 0
     assert stats.kv_blocks_used == 0
+
+
+@pytest.mark.parametrize("oracle", ["mistral"], indirect=True)
+@pytest.mark.parametrize(
+    ("policy", "num_blocks", "num_prompts"),
+    [("serial", 5, 1), ("mixed", 5, 2), ("mixed", 8, 3), ("auto", 8, 3)],
+)
+def test_a_window_needs_no_cache_for_whole_sequences(
+    oracle: Oracle, policy: str, num_blocks: int, num_prompts: int
+) -> None:
+    # A window of 21 tokens, two chunks of 16, and a block that is begun: five blocks instead of 13 to 25.
+    prompts = [prompt * repeats for prompt, repeats in zip(oracle.prompts[-1:-4:-1], (4, 4, 15), strict=True)]
+    prompts = prompts[:num_prompts]
+    with Engine(str(oracle.folder), device="cpu", max_model_len=400) as probe:
+        block_bytes = probe.memory.kv_cache_bytes // probe.memory.num_kv_blocks
+    limits = {"max_model_len": 400, "max_num_batched_tokens": 16, "max_num_seqs": 3}
+    limits["kv_cache_bytes"] = (1 + num_blocks) * block_bytes
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    with Engine(str(oracle.folder), device="cpu", policy=policy, perf_table="roofline", **limits) as engine:
+        outputs, stats = engine.generate(prompts, params, use_tqdm=False), engine.stats()
+    expected = [oracle.greedy(prompt, OUTPUT_TOKENS) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert stats.kv_blocks_used == 0
+    assert stats.kv_blocks_peak <= num_blocks

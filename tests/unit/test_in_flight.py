@@ -37,7 +37,7 @@ def launch(
     sampled: tuple[Sequence, ...] = (),
 ) -> Launch:
     placement = Placement(lane, partition, 0, last_layer, takes_turns=takes_turns)
-    scheduled = ScheduledStep(Step((), None, None, None), (), sampled, sampled)
+    scheduled = ScheduledStep(Step((), None, None, None), (), sampled, sampled, (0,) * len(sampled))
     return Launch(ticket, scheduled, placement, "split", predicted_ms, beside=False)
 
 

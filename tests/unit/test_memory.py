@@ -1,6 +1,7 @@
 """The memory ledger against sums worked by hand."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,18 @@ from hypothesis import strategies as st
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig, Policy
 from bullet_graph.errors import InsufficientMemoryError
 from bullet_graph.kernels.memory import KVCache
+from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.perf.roofline import kv_cache_bytes_per_token
-from bullet_graph.runtime.memory import GIB, MIB, DeviceMemory, MemoryLedger, format_bytes, plan_memory
+from bullet_graph.runtime.memory import (
+    GIB,
+    MIB,
+    DeviceMemory,
+    MemoryLedger,
+    format_bytes,
+    held_tokens,
+    plan_memory,
+)
 
 TINY, LLAMA = PRESETS["tiny"], PRESETS["llama-3.1-8b"]
 H200 = DeviceMemory(total_bytes=140 * GIB, free_bytes=139 * GIB)
@@ -21,11 +31,13 @@ H200 = DeviceMemory(total_bytes=140 * GIB, free_bytes=139 * GIB)
 TINY_BLOCK_BYTES = 4 * 2 * 16 * 64 * 4
 
 
-def plan(config: EngineConfig, device: DeviceMemory, **settings: int) -> MemoryLedger:
-    model = PRESETS[config.model]
+def plan(
+    config: EngineConfig, device: DeviceMemory, model: ModelConfig | None = None, **settings: int
+) -> MemoryLedger:
+    model = model or PRESETS[config.model]
     defaults = {"max_model_len": 256, "workspaces_bytes": 0, "graphs_bytes": 0}
     return plan_memory(
-        config, model, dtype_bytes=4 if model is TINY else 2, device=device, **(defaults | settings)
+        config, model, dtype_bytes=4 if config.model == "tiny" else 2, device=device, **(defaults | settings)
     )
 
 
@@ -90,6 +102,17 @@ def test_the_ledger_counts_what_a_cache_really_takes() -> None:
 def test_blocks_of_the_cache(settings: dict[str, int], limits: dict[str, int], num_blocks: int) -> None:
     ledger = plan(tiny(**settings), DeviceMemory(8 * GIB, 8 * GIB), **limits)
     assert (ledger.num_kv_blocks, ledger.kv_cache_bytes) == (num_blocks, num_blocks * TINY_BLOCK_BYTES)
+
+
+def test_a_windowed_model_s_cache_holds_the_window_and_what_is_in_flight() -> None:
+    windowed, device = replace(TINY, layer_windows=(40,) * 4), DeviceMemory(8 * GIB, 8 * GIB)
+    config = tiny(max_num_batched_tokens=32)
+    # A window of 40, two chunks of 32 and a block of 16 are 120 tokens.
+    assert held_tokens(config, windowed, 256) == 120
+    assert held_tokens(config, windowed, 100) == 100
+    assert held_tokens(config, replace(TINY, layer_windows=(40, None, 40, 40)), 256) == 256
+    assert plan(config, device, model=windowed).num_kv_blocks == 1 + 4 * 8
+    assert plan(config, device, model=windowed, kv_cache_limit_bytes=1).num_kv_blocks == 1 + 8
 
 
 @given(utilization=st.floats(0.3, 1.0), free_gib=st.integers(60, 140))

@@ -61,6 +61,19 @@ def test_step_bytes_by_hand() -> None:
     # 50 tokens read and one written for each of the 7 sequences.
     step = decode_step_bytes(COUNTED, batch_size=7, context_tokens=50, dtype_bytes=4)
     assert step == weights + 7 * 51 * 240
+    # Two of three layers read 20 tokens: 30 on average.
+    windowed = replace(COUNTED, layer_windows=(20, None, 20))
+    step = decode_step_bytes(windowed, batch_size=7, context_tokens=50, dtype_bytes=4)
+    assert step == weights + 7 * 31 * 240
+
+
+def test_a_windowed_row_takes_the_time_of_its_window() -> None:
+    windowed = Roofline(H200, replace(LLAMA_8B, layer_windows=(512,) * 32))
+    full = Roofline(H200, LLAMA_8B)
+    assert windowed.decode(64, 64 * 300) == full.decode(64, 64 * 300)
+    assert windowed.decode(64, 64 * 9000) == full.decode(64, 64 * 512)
+    assert windowed.prefill(1024, 1024 * 9000.0) == full.prefill(1024, 1024 * 512.0)
+    assert windowed.mixed(1024, 1024 * 400.0, 8, 8 * 9000) == full.mixed(1024, 1024 * 400.0, 8, 8 * 512)
 
 
 def test_llama_3_1_8b_matches_its_known_size() -> None:

@@ -1,5 +1,6 @@
 """The layout of a step's rows against a loop that goes token by token."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -87,3 +88,24 @@ def test_rows_are_those_of_a_naive_loop(step: Described) -> None:
     # Decode rows have tokens in the cache, too, and are no prompts.
     assert rows.num_continued == max((i + 1 for i, (start, *_) in enumerate(step.chunks) if start), default=0)
     assert type(rows.num_continued) is int
+
+
+def test_blocks_given_back_move_only_what_is_attended_to() -> None:
+    """Rows of sequences whose first blocks are gone are those of shorter sequences, at later positions."""
+    blocks = np.arange(10, 30)
+    shorter = make_batches([(5, 7, True)], [9], blocks=blocks, block_tokens=4)
+    longer = make_batches([(5 + 8, 7, True)], [9 + 20], blocks=blocks, block_tokens=4)
+    moved = [
+        replace(
+            at,
+            kv_starts=np.array([skipped], dtype=np.int32),
+            kv_indptr=of.kv_indptr,
+            kv_indices=of.kv_indices,
+        )
+        for at, of, skipped in zip(longer, shorter, (8, 20), strict=True)
+    ]
+    found, expected = lay_out(*moved, 4), lay_out(*shorter, 4)
+    later = {"positions": [8] * 7 + [20], "sample_positions": [8, 20]}
+    for name in ARRAYS:
+        wanted = getattr(expected, name) + np.array(later.get(name, 0), dtype=np.int32)
+        assert getattr(found, name).tolist() == wanted.tolist(), name

@@ -23,6 +23,7 @@ class AnySchedule(RuleBasedStateMachine):
         spare_blocks=st.integers(0, 8),
         depth=st.integers(1, 3),
         prompt_order=st.sampled_from(["arrival", "longest-output"]),
+        window=st.none() | st.integers(1, 20),
     )
     def build(self, **choices: object) -> None:
         self.loop = Loop(**choices)  # type: ignore[arg-type]
@@ -224,6 +225,24 @@ def test_admission_keeps_a_block_back_for_each_running_sequence() -> None:
     assert loop.pool.num_free == 5
     assert wide.status is Status.WAITING
     loop.drain()
+
+
+@pytest.mark.parametrize("policy", ["serial", "mixed", LANES_AT_ONCE])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_blocks_before_the_window_are_given_back(policy: str, depth: int) -> None:
+    # 5 + 2 * 4 + 4 tokens: five blocks, where a sequence of full length has ten.
+    loop = Loop(policy, window=5, chunk_tokens=4, spare_blocks=0, depth=depth)
+    assert loop.pool.num_usable == 5
+    sequence = loop.add(30, max_tokens=10)
+    while not sequence.decoding or sequence.num_tokens < 36:
+        while len(loop.in_flight) < depth and loop.launch() is not None:
+            pass
+        loop.retire()
+    # The window, the tokens in flight, and a block that is begun at either end.
+    assert loop.pool.num_used <= -(-(5 + depth) // BLOCK_TOKENS) + 1
+    loop.drain()
+    assert loop.scheduler.num_preemptions == 0
+    assert loop.pool.peak_used == 5
 
 
 def first_step(params: SamplingParams, stop_token_ids: frozenset[int]) -> Step:
