@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
+from bullet_graph.cli.tables import goodput_text
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.goodput_search import GoodputSearch
 
@@ -90,19 +91,31 @@ class Searched:
     Attributes:
         goodput: the highest rate that served enough, requests per second; None: no rate did.
         ceiling: the lowest rate above it that served too few; None: not tried.
+        tolerance: relative; a goodput is exact where the ceiling is nearer.
     """
 
     cell: dict[str, Any]
     goodput: float | None
     ceiling: float | None
+    tolerance: float
 
     @classmethod
-    def of(cls, cell: dict[str, Any], attainment: float) -> "Searched":
-        """From the runs of a cell, finished or not."""
-        search = GoodputSearch(first_rate=1.0, attainment=attainment)
+    def of(cls, cell: dict[str, Any], settings: dict[str, Any]) -> "Searched":
+        """From the runs of a cell, finished or not, of a file with these settings."""
+        search = GoodputSearch(first_rate=1.0, attainment=settings["attainment"])
         for run in cell["runs"]:
             search.record(run["request_rate"], run["slo_attainment"])
-        return cls(cell, search.goodput, search.ceiling)
+        return cls(cell, search.goodput, search.ceiling, float(settings.get("tolerance") or 0))
+
+    @property
+    def text(self) -> str:
+        """The goodput, with ``≥`` where the search ended before it was exact."""
+        rates = [run["request_rate"] for run in self.cell["runs"]]
+        return (
+            "none"
+            if self.goodput is None
+            else goodput_text(self.goodput, rates, self.tolerance, ".3g") + "/s"
+        )
 
     @property
     def best_run(self) -> Run | None:
@@ -148,9 +161,9 @@ class Task:
 
     def searched(self) -> tuple[Searched, list[Searched]]:
         """This engine's search and the peers'."""
-        attainment = self.source.fields["settings"]["attainment"]
-        peers = [Searched.of(cell, attainment) for cell in self.peers.values()]
-        return Searched.of(self.own[CLAIMED], attainment), peers
+        settings = self.source.fields["settings"]
+        peers = [Searched.of(cell, settings) for cell in self.peers.values()]
+        return Searched.of(self.own[CLAIMED], settings), peers
 
 
 def tasks_of(sources: Sequence[Source]) -> list[Task]:

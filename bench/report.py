@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.evidence import (
@@ -31,8 +30,11 @@ from bench.evidence import (
     runs_of,
     tasks_of,
 )
-from bullet_graph.cli import EXIT_ERROR
+from bench.record import Refusal
+from bullet_graph.cli.bench.startup import StartRun, phase_names
+from bullet_graph.cli.plots import draw_starts
 from bullet_graph.errors import BulletGraphError, ConfigError
+from bullet_graph.perf.start_report import StartPhase
 from bullet_graph.workloads import load_workload
 
 BENCH = Path(__file__).resolve().parent
@@ -80,19 +82,14 @@ def goodput_row(task: Task) -> Row | None:
     ceiling = max(one.ceiling or math.inf for one in peers)
     ratio, shown = "–", "none served enough"
     if best.goodput is not None:
-        closed = (
-            ceiling - best.goodput
-            <= float(task.source.fields["settings"].get("tolerance") or 0) * best.goodput
-        )
+        closed = ceiling <= (1 + best.tolerance) * best.goodput
         ratio = f"{own.goodput / best.goodput:.2f}×"
         shown = f"{best.goodput:.3g}/s"
         if not closed and math.isfinite(ceiling):
             # The peer's goodput may be anywhere below its next rate, which served too few.
             ratio = f"{own.goodput / ceiling:.2f} to {ratio}"
             shown += f" (< {ceiling:.3g})"
-    return Row(
-        f"goodput, {task.model}, {task.short}", f"{own.goodput:.3g}/s", shown, ratio, file=task.source.name
-    )
+    return Row(f"goodput, {task.model}, {task.short}", own.text, shown, ratio, file=task.source.name)
 
 
 def load_rows(task: Task, sources: Sequence[Source]) -> Iterator[Row]:
@@ -281,7 +278,7 @@ def make_report(sources: Sequence[Source], folder: str, pictures: str) -> str:
         ),
     )
     plots = (
-        ("goodput.svg", "Goodput by workload"),
+        ("goodput.svg", "Goodput and p99 TTFT by workload"),
         ("on_time.svg", "Share of requests on time by rate"),
         ("startup.svg", "Time of a start by phase"),
     )
@@ -322,26 +319,26 @@ def _save(figure: Figure) -> bytes:
     return stream.getvalue()
 
 
-def _bars(count: int, names: Sequence[str], label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(9, 0.9 + 0.45 * count), layout="constrained")
-    axes = figure.subplots()
-    axes.set_yticks(range(count), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(label)
-    return figure, axes
-
-
 def _draw_goodput(searches: Sequence[Task]) -> bytes:
-    label = "goodput, relative to the higher one (blue: this engine, red: vLLM's best setting)"
-    figure, axes = _bars(len(searches), [f"{task.model}, {task.short}" for task in searches], label)
+    """Goodput, and the tail at each side's own goodput, where this engine serves more."""
+    figure = Figure(figsize=(13, 0.9 + 0.45 * len(searches)), layout="constrained")
+    axes, tails = figure.subplots(1, 2, sharey=True)
     for index, task in enumerate(searches):
         own, peers = task.searched()
-        goodputs = own.goodput or 0.0, max(one.goodput or 0.0 for one in peers)
-        for offset, value, colour in zip((-0.2, 0.2), goodputs, (OWN_COLOUR, PEER_COLOUR), strict=True):
-            share = value / max(*goodputs, 1e-9)
+        sides = own, max(peers, key=lambda one: one.goodput or 0.0)
+        highest = max(one.goodput or 1e-9 for one in sides)
+        for offset, one, colour in zip((-0.2, 0.2), sides, (OWN_COLOUR, PEER_COLOUR), strict=True):
+            share, tail_ms = (one.goodput or 0.0) / highest, (one.best_run or {}).get("p99_ttft_ms")
             axes.barh(index + offset, share, 0.38, color=colour)
-            axes.text(share, index + offset, f" {value:.3g}/s", va="center", fontsize=8)
-    axes.set_xlim(0, 1.15)
+            axes.text(share, index + offset, f" {one.text}", va="center", fontsize=8)
+            if tail_ms is not None:
+                tails.barh(index + offset, tail_ms, 0.38, color=colour)
+                tails.text(tail_ms, index + offset, f" {tail_ms:,.0f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(searches)), [f"{task.model}, {task.short}" for task in searches], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.25), xlabel="goodput ÷ the higher one (blue: here, red: vLLM's best setting)")
+    tails.set(xscale="log", xlabel="p99 TTFT at that rate, ms")
+    tails.margins(x=0.2)
     return _save(figure)
 
 
@@ -362,30 +359,15 @@ def _draw_on_time(searches: Sequence[Task]) -> bytes:
 
 
 def _draw_starts(sources: Sequence[Source]) -> bytes:
-    starts = [(one, kind) for s in sources for one in s.entries for kind in STARTS if f"{kind}_phases" in one]
-    names = list(dict.fromkeys(name for one, kind in starts for name in one[f"{kind}_phases"]))
-    labels = [STARTS[kind].replace("`", "") for _, kind in starts]
-    figure, axes = _bars(
-        len(starts), labels, "seconds since the process started: linear up to 2, then logarithmic"
-    )
-    for index, (one, kind) in enumerate(starts):
-        end_s = 0.0
-        for number, name in enumerate(names):
-            seconds = one[f"{kind}_phases"].get(name, 0.0)
-            colour, label = f"C{number % 10}", name if index == 0 else None
-            axes.barh(
-                index, seconds, 0.7, left=end_s, color=colour, alpha=1 - 0.4 * (number // 10), label=label
-            )
-            end_s += seconds
-        axes.text(end_s, index, f" {one[f'avg_{kind}_startup_time']:.1f} s", va="center", fontsize=8)
-    if starts:
-        axes.set_xscale("symlog", linthresh=2)
-        axes.legend(fontsize=7, ncols=2, frameon=False, loc="lower right")
-    return _save(figure)
-
-
-class _Refusal(click.ClickException):
-    exit_code = EXIT_ERROR
+    """The first start of each kind."""
+    kinds = [(one, kind) for s in sources for one in s.entries for kind in STARTS if one.get(f"{kind}_runs")]
+    runs: dict[str, StartRun] = {}
+    for one, kind in kinds:
+        run = one[f"{kind}_runs"][0]
+        phases = tuple(StartPhase(**phase) for phase in run["phases"])
+        runs[f"{one['model']}, {STARTS[kind].replace('`', '')}"] = StartRun(**run | {"phases": phases})
+    names = phase_names({kind: (run,) for kind, run in runs.items()})
+    return draw_starts("svg", runs, names, title="Starts") if runs else b""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -408,7 +390,7 @@ def main(results: Path, output: Path, check: bool) -> None:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"a file in {results} is damaged: {type(error).__name__}: {error}") from error
     except BulletGraphError as error:
-        raise _Refusal(str(error)) from error
+        raise Refusal(str(error)) from error
     if check:
         if not output.is_file() or output.read_text(encoding="utf-8") != text:
             click.echo(f"{output} is not what the files say: run python -m bench.report", err=True)

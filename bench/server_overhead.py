@@ -145,11 +145,7 @@ def main(
             runs.append(
                 {"engine": engine, "server": measure("bench", "serve", "--base-url", url, *load, *targets)}
             )
-        result = {
-            "seconds": time.time() - started,
-            "comparison": compare(runs),
-            "runs": runs,
-        }
+        result = {"seconds": time.time() - started, "comparison": compare(runs), "runs": runs}
         # Written after each, so that a run that is cut short keeps what it has.
         write_result_file(output_json, to_json(result))
     comparison = compare(runs)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bullet_graph.cli import EXIT_ERROR
+from bench.record import Refusal
 from bullet_graph.cli.result_file import check_result_file
 from bullet_graph.config import KV_BLOCK_TOKENS, EngineConfig
 from bullet_graph.errors import BulletGraphError, ConfigError, DeviceError
@@ -33,10 +33,6 @@ _CEILING_SIZE = 8192
 _HEAT_S = 3.0
 
 
-class _Refusal(click.ClickException):
-    exit_code = EXIT_ERROR
-
-
 class GpuCommand(click.Command):
     """A command that needs a GPU and writes ``--output-json``; the package's errors become one line."""
 
@@ -52,7 +48,7 @@ class GpuCommand(click.Command):
                 torch.manual_seed(0)
                 return super().invoke(ctx)
         except BulletGraphError as error:
-            raise _Refusal(str(error)) from error
+            raise Refusal(str(error)) from error
 
 
 output_option = click.option(

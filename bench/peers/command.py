@@ -19,7 +19,7 @@ from rich.text import Text
 from bench.peers.comparison import Comparison, make_peer_cells, make_setup
 from bench.peers.residents import group, open_system, require_installed, require_memory
 from bench.peers.systems import Candidate, peer_versions
-from bullet_graph.cli import EXIT_ERROR
+from bench.record import Refusal
 from bullet_graph.cli.bench.sweep import print_sweep
 from bullet_graph.cli.bench.sweep_runner import Sweep, WorkloadSpec
 from bullet_graph.cli.options import setting_options
@@ -36,10 +36,6 @@ _NO_SETTINGS = ("vllm_log", "own_decisions", "one_at_a_time")
 """Options that no figure depends on, or that are listed apart."""
 
 _LEAST_WIDTH = 160
-
-
-class _Refusal(click.ClickException):
-    exit_code = EXIT_ERROR
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -140,7 +136,7 @@ def compare(
         if isinstance(error, EngineDeadError) and error.__cause__ is not None:
             # The line alone would hide where a device, or the system itself, failed.
             traceback.print_exception(error.__cause__)
-        raise _Refusal(str(error)) from error
+        raise Refusal(str(error)) from error
     if as_json:
         click.echo(to_json(sweep.fields()))
         return

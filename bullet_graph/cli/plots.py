@@ -10,6 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from bullet_graph.cli.bench.sweep_runner import Sweep, SweepCell, Task
+from bullet_graph.cli.tables import goodput_text
 from bullet_graph.perf.start_report import PhaseName
 from bullet_graph.slo import Slo
 
@@ -92,8 +93,8 @@ def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
     tasks = dict(sorted(tasks.items()))
     # A system has the same colour in every picture.
     systems = list(dict.fromkeys(cell.system for cell in sweep.cells if cell.runs))
-    attainment = float(sweep.settings["attainment"])
-    pictures = {"goodput": _draw_goodput(image_format, tasks, systems, attainment)}
+    attainment, tolerance = (float(sweep.settings[name]) for name in ("attainment", "tolerance"))
+    pictures = {"goodput": _draw_goodput(image_format, tasks, systems, attainment, tolerance)}
     for task, cells in tasks.items():
         slo = Slo.parse(task.slo.split())
         name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{task.workload} {task.num_prompts} {task.slo}").strip("-")
@@ -108,7 +109,10 @@ def draw_sweep(sweep: Sweep, image_format: str) -> dict[str, bytes]:
 
 @picture
 def _draw_goodput(
-    tasks: Mapping[Task, Mapping[str, SweepCell]], systems: Sequence[str], attainment: float
+    tasks: Mapping[Task, Mapping[str, SweepCell]],
+    systems: Sequence[str],
+    attainment: float,
+    tolerance: float,
 ) -> Figure:
     """Goodput as bars: a group for each workload and targets, a bar for each system."""
     figure = Figure(figsize=(max(6.0, 2.0 + 2.4 * len(tasks)), 4.6), layout="constrained")
@@ -124,7 +128,7 @@ def _draw_goodput(
             color=COLOURS[index % len(COLOURS)],
             label=system,
         )
-        axes.bar_label(bars, [_bar_label(cell) for cell in cells], padding=2, fontsize=8)
+        axes.bar_label(bars, [_bar_label(cell, tolerance) for cell in cells], padding=2, fontsize=8)
     axes.set_xticks(range(len(tasks)), [f"{t.workload}\n{t.num_prompts:,} requests\n{t.slo}" for t in tasks])
     axes.set(ylabel=f"goodput, requests/s ({100 * attainment:g} % meet all targets)")
     axes.margins(y=0.12)
@@ -134,12 +138,13 @@ def _draw_goodput(
     return figure
 
 
-def _bar_label(cell: SweepCell | None) -> str:
+def _bar_label(cell: SweepCell | None, tolerance: float) -> str:
     if cell is None:
         return ""
     if not cell.finished:
         return "not\nfinished"
-    return "none" if cell.goodput is None else f"{cell.goodput:.3g}"
+    rates = [run["request_rate"] for run in cell.runs]
+    return "none" if cell.goodput is None else goodput_text(cell.goodput, rates, tolerance, ".3g")
 
 
 @picture
@@ -177,9 +182,13 @@ def _draw_throughput(
 
 @picture
 def draw_starts(runs: Mapping[str, "StartRun"], phases: Sequence[PhaseName], *, title: str) -> Figure:
-    """Draw the phases of starts as bars over time: a panel for each kind of start, a row for each phase."""
+    """Draw the phases of starts as bars over time: a panel for each kind of start, a row for each phase.
+
+    All panels have one axis, which is linear up to the end of the quickest start, then logarithmic.
+    """
     figure = Figure(figsize=(9, 0.8 + (0.5 + 0.28 * len(phases)) * len(runs)), layout="constrained")
-    panels = figure.subplots(len(runs), 1, squeeze=False)[:, 0]
+    panels = figure.subplots(len(runs), 1, squeeze=False, sharex=True)[:, 0]
+    ends_s = [run.first_token_s for run in runs.values()]
     for axes, (kind, run) in zip(panels, runs.items(), strict=True):
         for row, name in enumerate(phases):
             stretches = [(p.start_s, p.end_s - p.start_s) for p in run.phases if p.name == name]
@@ -190,10 +199,11 @@ def draw_starts(runs: Mapping[str, "StartRun"], phases: Sequence[PhaseName], *, 
         axes.axvline(run.startup_s, color=TARGET_COLOUR, linestyle=":")
         axes.set_yticks(range(len(phases)), phases)
         axes.invert_yaxis()
-        axes.set(xlim=(0, 1.12 * run.first_token_s))
         axes.set_title(f"{kind}: ready after {run.startup_s:.2f} s", loc="left", fontsize=9.5)
         axes.grid(axis="x", alpha=0.25)
         axes.set_axisbelow(True)
-    panels[-1].set(xlabel="seconds since the process was started")
+    panels[-1].set_xscale("symlog", linthresh=min(ends_s))
+    panels[-1].xaxis.set_major_formatter("{x:g}")
+    panels[-1].set(xlim=(0, 1.25 * max(ends_s)), xlabel="seconds since the process was started")
     figure.suptitle(title)
     return figure

@@ -129,13 +129,18 @@ def mean_of(device: Fields | None, field: str) -> float | None:
     return None if values is None else values["mean"]
 
 
+def goodput_text(goodput: float, rates: Sequence[float], tolerance: float, form: str) -> str:
+    """A goodput, with ``≥`` where the search over these rates ended before it reached the relative ``tolerance``."""
+    higher = min((rate for rate in rates if rate > goodput), default=math.inf)
+    return f"{'' if higher <= goodput * (1 + tolerance) else '≥ '}{goodput:{form}}"
+
+
 def goodput_table(
     title: str | None, cells: Mapping[str, tuple[float | None, Sequence[Fields]]], tolerance: float
 ) -> Table:
     """Goodput and runs by the name of the system or policy: a row for each, with the run at the goodput.
 
-    A goodput has ``≥`` where the search ended before it reached the relative ``tolerance``, ``<`` where no rate was low
-    enough.
+    A goodput is as :func:`goodput_text` shows it, or has ``<`` where no rate was low enough.
     """
     shows_energy = any(run.get("joules_per_token") is not None for _, runs in cells.values() for run in runs)
     columns = ["policy", "requests/s", "TTFT, p50 / p90, ms", "TPOT, p50 / p90, ms", "ITL, p99, ms"]
@@ -148,8 +153,7 @@ def goodput_table(
         if goodput is None or best is None:
             rate = f"< {min(rates):.3g}" if rates else _NONE
         else:
-            higher = min((rate for rate in rates if rate > goodput), default=math.inf)
-            rate = f"{'' if higher <= goodput * (1 + tolerance) else '≥ '}{goodput:.2f}"
+            rate = goodput_text(goodput, rates, tolerance, ".2f")
             row = [
                 *(
                     f"{figure(best[f'median_{x}_ms'])} / {figure(best[f'p90_{x}_ms'])}"

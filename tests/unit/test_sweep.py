@@ -17,7 +17,7 @@ from bullet_graph.cli.bench.sweep_runner import (
     WorkloadSpec,
     make_cells,
 )
-from bullet_graph.cli.plots import draw_sweep
+from bullet_graph.cli.plots import _bar_label, draw_sweep
 from bullet_graph.cli.result_file import command_line
 from bullet_graph.config import Policy
 from bullet_graph.errors import ConfigError
@@ -287,7 +287,12 @@ def make_sweep() -> Sweep:
     cells[0] = cells[0].model_copy(update={"goodput": None, "runs": (nothing,)})
     cells[3] = cells[3].model_copy(update={"goodput": None, "finished": False})
     cells.append(SweepCell(system="other", workload="azure:conv", num_prompts=1, slo="tpot:9ms"))
-    return Sweep(settings={"attainment": 0.9}, provenance={}, cells=cells)
+    return Sweep(settings={"attainment": 0.9, "tolerance": 0.02}, provenance={}, cells=cells)
+
+
+@pytest.mark.parametrize(("tolerance", "label"), [(0.02, "≥ 12.5"), (0.6, "12.5")])
+def test_a_bar_says_that_the_search_was_not_over(tolerance: float, label: str) -> None:
+    assert _bar_label(make_sweep().cells[1], tolerance) == label
 
 
 def test_each_comparison_has_its_pictures_from_the_file_alone(path: Path) -> None:
