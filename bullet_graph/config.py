@@ -200,6 +200,12 @@ class EngineConfig:
         "On the CPU: fuse the two compiled parts of each layer with torch.compile. Captured steps on a GPU always "
         "are.",
     )
+    cpu_threads: int | None = _setting(
+        None,
+        "Threads of torch on the CPU, in the whole process. With other busy processes, fewer are faster.",
+        no_value="torch's",
+        minimum=1,
+    )
     capture_cache: str | None = _setting(
         None,
         "Start from what `bullet-graph capture build` has put into this folder; auto: your own cache folder. A "

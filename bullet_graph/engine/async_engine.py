@@ -9,12 +9,13 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 from bullet_graph.config import Policy, PromptOrder, former_names_too
 from bullet_graph.engine.admission import Prompt
 from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import EngineStats, OutputKind, RequestOutput
-from bullet_graph.errors import EngineDeadError
+from bullet_graph.errors import ConfigError, EngineDeadError
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
@@ -58,14 +59,16 @@ def _send(loop: asyncio.AbstractEventLoop, *items: tuple[_OutputStream, _Item]) 
 class AsyncEngine:
     """Runs an :class:`Engine` in its own thread; the event loop never waits for the device.
 
-    It owns the engine and shuts it down. Other threads may call only those methods of ``engine`` that are documented
-    as safe in any thread. ``stats`` holds the counters after the last step or change of policy, ``failure`` why the
-    engine is dead.
+    Its arguments are those of :class:`Engine`, or one engine. It owns the engine and shuts it down. Other threads
+    may call only those methods of ``engine`` that are documented as safe in any thread. ``stats`` holds the counters
+    after the last step or change of policy, ``failure`` why the engine is dead.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.stats: EngineStats = engine.stats()
+    def __init__(self, model: str | Engine, **settings: Any) -> None:
+        if isinstance(model, Engine) and settings:
+            raise ConfigError(f"an engine that is there has its settings: leave out {', '.join(settings)}")
+        self.engine = model if isinstance(model, Engine) else Engine(model, **settings)
+        self.stats: EngineStats = self.engine.stats()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _OutputStream] = {}
         self._open: set[_OutputStream] = set()
@@ -77,6 +80,8 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="bullet-graph-engine", daemon=True)
         self._thread.start()
+
+    __signature__ = Engine.__signature__
 
     async def generate(
         self,
@@ -142,6 +147,7 @@ class AsyncEngine:
         self, policy: str | Policy, slo: Slo = NO_TARGETS, prompt_order: PromptOrder | None = None
     ) -> None:
         """:meth:`Engine.set_policy`; also raises EngineDeadError if the engine was shut down or has failed."""
+        self.engine.require_own_process()
         done: Future[None] = Future()
 
         def change() -> None:

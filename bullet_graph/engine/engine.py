@@ -31,11 +31,12 @@ from bullet_graph.planner.tuning import TUNING
 from bullet_graph.runtime.build import build_executor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger, held_tokens
-from bullet_graph.runtime.resolve import load_tokenizer, resolve
+from bullet_graph.runtime.resolve import check_fork, load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
 _IMPORTED_S = time.perf_counter()
+_IMPORTED_PID = os.getpid()
 
 
 class Engine:
@@ -73,6 +74,8 @@ class Engine:
             raise ConfigError(f"the trace file {trace_decisions} exists: give another name, or remove it")
         with start.phase("device"):
             runtime = resolve(config)
+            if os.getpid() != _IMPORTED_PID:
+                check_fork(config, runtime)
         with start.phase("tokenizer"):
             self.tokenizer = load_tokenizer(runtime)
         try:
@@ -227,6 +230,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next :meth:`step` reports it. An unknown id is ignored."""
+        self.require_own_process()
         output = self._core.abort(request_id)
         if output is not None:
             self._aborted.append(output)

@@ -205,6 +205,8 @@ def _build_cpu(
     clock: StartClock,
     captured: CapturedStart,
 ) -> BuiltRuntime:
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
     with decoder_while_loading(config, runtime, ledger, clock, progress=progress) as (decoder, join_weights):
         functions = None
         if config.compile:

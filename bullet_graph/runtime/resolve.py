@@ -104,6 +104,18 @@ def find_device(name: DeviceName) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
+def check_fork(config: EngineConfig, runtime: Runtime) -> None:
+    """Refuse to start in a fork of a process that may have used the device, where it would hang; DeviceError."""
+    if runtime.device.type == "cuda" and not torch.cuda._is_in_bad_fork():
+        return
+    if runtime.device.type == "cpu" and (config.cpu_threads or torch.get_num_threads()) == 1:
+        return
+    raise DeviceError(
+        "an engine can hang in a fork of a process that has used torch: start processes with the method spawn"
+        + (", or pass cpu_threads=1" if runtime.device.type == "cpu" else "")
+    )
+
+
 def check_device(config: EngineConfig, runtime: Runtime) -> None:
     """Refuse a configuration that the device, its libraries or its kernels cannot run.
 
@@ -126,10 +138,10 @@ def check_device(config: EngineConfig, runtime: Runtime) -> None:
                 "leave out capture_cache"
             )
         return
-    if config.compile:
+    if config.compile or config.cpu_threads is not None:
         raise ConfigError(
-            "compile=True is for the CPU, and the device is a GPU, whose captured decode steps always are compiled: "
-            "leave it out"
+            "compile=True and cpu_threads are for the CPU, and the device is a GPU, whose captured decode steps always "
+            "are compiled: leave them out"
         )
     _require_cuda_libraries()
     if runtime.model.head_dim not in GPU_HEAD_DIMS:

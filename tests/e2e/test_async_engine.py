@@ -2,10 +2,15 @@
 
 import asyncio
 import gc
+import inspect
+import re
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -21,9 +26,11 @@ from engines import (
     tokens_of,
 )
 
+import bullet_graph
 from bullet_graph import (
     AsyncEngine,
     ConfigError,
+    Engine,
     EngineDeadError,
     PromptError,
     RequestError,
@@ -43,6 +50,28 @@ async def engine(model: Model) -> AsyncIterator[AsyncEngine]:
         yield engine
         await idle(engine)
     assert not engine_threads()
+
+
+# ---- making one ----
+
+
+async def test_it_is_made_as_an_engine_is(model: Model) -> None:
+    async with AsyncEngine(str(model.folder), device="cpu", policy="mixed:16", max_num_seqs=4) as engine:
+        assert tokens_of((await collect(engine, PROMPT))[-1]) == [model.greedy(PROMPT, 12)]
+    assert inspect.signature(AsyncEngine) == inspect.signature(Engine)
+    with make_engine(model.folder) as made, pytest.raises(ConfigError, match="leave out seed"):
+        AsyncEngine(made, seed=3)
+
+
+def test_the_example_of_the_servers_page_runs() -> None:
+    page = Path(bullet_graph.__file__).with_name("serve") / "README.md"
+    (example,) = re.findall(
+        r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", example], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert done.stdout.count("\n") == 2
 
 
 # ---- many at once ----

@@ -97,9 +97,12 @@ FORKED = """
     before = engine.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
     assert in_a_fork(lambda: engine.generate([[1, 2, 3]], params, use_tqdm=False)) == 0
     assert in_a_fork(lambda: (engine.shutdown(), engine.now())) == 0
+    assert in_a_fork(lambda: engine.abort("x")) == 0
     assert engine.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids == before
     in_thread = AsyncEngine(engine)
     assert in_a_fork(lambda: asyncio.run(first(in_thread.generate([1, 2, 3], params)))) == 0
+    assert in_a_fork(lambda: asyncio.run(in_thread.set_policy("serial"))) == 0
+    assert in_a_fork(lambda: (in_thread.shutdown(), in_thread.engine.now())) == 0
     assert asyncio.run(first(in_thread.generate([1, 2, 3], params))).outputs[0].token_ids
     in_thread.shutdown()
 """
@@ -113,7 +116,34 @@ def test_a_fork_is_refused_and_leaves_the_engine_alone(model: Model) -> None:
         timeout=50,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "refused\n" * 3), done.stderr
+    assert (done.returncode, done.stdout) == (0, "refused\n" * 6), done.stderr
+
+
+FORKED_FIRST = """
+    import os, sys, torch
+    from bullet_graph import DeviceError, Engine
+
+    torch.set_num_threads(2)
+    torch.ones(600, 600) @ torch.ones(600, 600)  # its threads are not in a fork, which would wait for them for ever
+    for settings in {}, {"cpu_threads": 1}:
+        if (pid := os.fork()) == 0:
+            try:
+                with Engine(sys.argv[1], device="cpu", max_model_len=64, **settings) as engine:
+                    engine.generate([[1, 2, 3]], use_tqdm=False)
+                    torch.ones(600, 600) @ torch.ones(600, 600)
+                print("served", torch.get_num_threads(), flush=True)
+            except DeviceError as error:
+                print("spawn" in str(error), "cpu_threads=1" in str(error), flush=True)
+            os._exit(0)
+        os.waitpid(pid, 0)
+    print(torch.get_num_threads())
+"""
+
+
+def test_a_new_engine_in_a_fork_is_refused_unless_it_has_one_thread(model: Model) -> None:
+    script = [sys.executable, "-c", textwrap.dedent(FORKED_FIRST), str(model.folder)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.splitlines() == ["True True", "served 1", "2"], done.stderr
 
 
 def test_an_engine_is_not_copied(model: Model) -> None:
