@@ -25,7 +25,7 @@ else
 TORCH ?= torch==2.13.0
 RUNTIME := .[serve]
 DEV := .[dev]
-DEMO := --model tiny --device cpu --trace azure:conv --num-prompts 64
+DEMO := --model tiny --device cpu --trace azure:conv --num-prompts 16
 endif
 
 .DEFAULT_GOAL := help
