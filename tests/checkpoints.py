@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tokenizers
 import torch
@@ -10,17 +10,35 @@ from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3", "granite", "olmo2", "phi3", "smollm3"]
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+MORE_FAMILIES: tuple[Family, ...] = ("gemma3", "granite", "olmo2", "phi3", "smollm3")
+
+_CONFIGS: dict[Family, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gemma3": Gemma3TextConfig,
+    "granite": GraniteConfig,
+    "olmo2": Olmo2Config,
+    "phi3": Phi3Config,
+    "smollm3": SmolLM3Config,
+}
 
 BOS_TOKEN, EOS_TOKEN = "<|bos|>", "<|eos|>"
 BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1
@@ -59,13 +77,15 @@ def write_checkpoint(
     shards: int = 1,
     dtype: torch.dtype = torch.float32,
     tokenizer: bool = True,
+    **changes: Any,
 ) -> PreTrainedModel:
     """Write a random checkpoint of a model family and return the model it holds, in ``dtype``.
 
     Norms and biases are random too, so that none can be dropped or mixed up unseen. The vocabulary exceeds the
     tokenizer's 300, as published models have it. ``shards`` above 1 are at least as many files, and an index.
+    ``changes`` are of the config's keys.
     """
-    model = _random_model(_config(family, vocab_size, num_layers, tie), seed).to(dtype)
+    model = _random_model(_config(family, vocab_size, num_layers, tie, changes), seed).to(dtype)
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     model.save_pretrained(folder, max_shard_size=num_bytes if shards == 1 else num_bytes // shards)
     if tokenizer:
@@ -99,7 +119,9 @@ def write_tokenizer(folder: Path, *, vocab_size: int = 300) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def _config(family: Family, vocab_size: int, num_layers: int, tie: bool) -> PretrainedConfig:
+def _config(
+    family: Family, vocab_size: int, num_layers: int, tie: bool, changes: dict[str, Any]
+) -> PretrainedConfig:
     shape = {
         "vocab_size": vocab_size,
         "hidden_size": 64,
@@ -111,6 +133,7 @@ def _config(family: Family, vocab_size: int, num_layers: int, tie: bool) -> Pret
         "tie_word_embeddings": tie,
         "bos_token_id": BOS_TOKEN_ID,
         "eos_token_id": EOS_TOKEN_ID,
+        "pad_token_id": None,
     }
     if family == "llama":
         # An original length far below the prompts' lengths, so that the scaling changes what tests see.
@@ -121,13 +144,32 @@ def _config(family: Family, vocab_size: int, num_layers: int, tie: bool) -> Pret
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         }
-        return LlamaConfig(**shape, rope_theta=10000.0, rope_scaling=rope_scaling)
-    if family == "mistral":
+        own: dict[str, Any] = {"rope_theta": 10000.0, "rope_scaling": rope_scaling}
+    elif family == "mistral":
         # A window below most prompts' lengths, and no multiple of a chunk or block.
-        return MistralConfig(**shape, sliding_window=21)
-    if family == "qwen2":
-        return Qwen2Config(**shape)
-    return Qwen3Config(**shape, head_dim=32)  # not hidden_size / num_heads
+        own = {"sliding_window": 21}
+    elif family == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        ropes = {"rope_type": "default", "rope_theta": 100.0}, {"rope_type": "linear", "factor": 4.0}
+        own = {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 21,
+            "layer_types": (kinds * num_layers)[:num_layers],
+            "rope_parameters": dict(zip(kinds, ropes, strict=True)),
+        }
+    elif family == "granite":
+        own = {"embedding_multiplier": 6.0, "attention_multiplier": 0.1}
+        own |= {"residual_multiplier": 0.6, "logits_scaling": 0.7}
+    elif family == "phi3":
+        own = {"partial_rotary_factor": 0.75, "sliding_window": 21}
+    elif family == "smollm3":
+        own = {"no_rope_layers": ([0, 1] * num_layers)[:num_layers]}
+    elif family == "qwen3":
+        own = {"head_dim": 32}  # not hidden_size / num_heads
+    else:
+        own = {}
+    return _CONFIGS[family](**{**shape, **own, **changes})
 
 
 def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:

@@ -4,7 +4,7 @@ import torch
 
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.decoder import Decoder, cos_sin_tables
 from bullet_graph.models.weights import ModelWeights, fill_dummy, zero_weights
 
 
@@ -36,4 +36,4 @@ def new_decoder(
             for half in cache.layer(layer):
                 half.normal_(generator=generator)
     weights = dummy_weights(config, dtype=dtype, device=on, seed=2)
-    return Decoder(config, weights, cache, cos_sin_table(config, max_len, on))
+    return Decoder(config, weights, cache, cos_sin_tables(config, max_len, on))

@@ -40,7 +40,7 @@ _NAMES = {  # parts of kernel names in lower case; Inductor's names say what the
     "attention": ("decode_attention_kernel", "combine_partials_kernel"),
     "rope": ("rope_and_cache_kernel",),
     "norms": ("add_rms_norm_kernel", "rsqrt"),
-    "swiglu": ("silu",),
+    "swiglu": ("silu", "act_and_mul"),
     "products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
 }
 _LAST = "sampling"

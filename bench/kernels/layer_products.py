@@ -60,7 +60,7 @@ def ways(config: ModelConfig, layers: list[dict[str, Tensor]], rows: int) -> dic
     def engine(layer: dict[str, Tensor]) -> None:
         TritonOps.linear(inputs["qkv"], layer["qkv"])
         TritonOps.linear(inputs["o"], layer["o"])
-        ops.swiglu(inputs["gate_up"], layer["gate_up"])
+        ops.glu(inputs["gate_up"], layer["gate_up"])
         TritonOps.linear(inputs["down"], layer["down"])
 
     def single(name: str, layer: dict[str, Tensor]) -> None:

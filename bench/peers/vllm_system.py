@@ -32,6 +32,7 @@ from bullet_graph.engine.replay import TimedRequest
 from bullet_graph.errors import ConfigError, DeviceError, EngineDeadError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import resolve_model
+from bullet_graph.models.rope import Llama3RopeScaling
 from bullet_graph.perf.provenance import installed_version
 from bullet_graph.slo import Slo
 
@@ -188,16 +189,9 @@ def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
 
 def hf_config(model: ModelConfig) -> dict[str, Any]:
     """The JSON that ``load_model_config`` reads back as ``model``, with the names of transformers 5."""
-    scaling = model.rope_scaling
-    rope: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_type": "default"}
-    if scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
+    rope: dict[str, Any] = {"rope_theta": model.rope.theta, "rope_type": "default"}
+    if isinstance(model.rope.scaling, Llama3RopeScaling):
+        rope |= {"rope_type": "llama3"} | dataclasses.asdict(model.rope.scaling)
     return {
         "architectures": [model.architecture],
         "model_type": _MODEL_TYPES[model.architecture],

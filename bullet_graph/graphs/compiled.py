@@ -189,7 +189,7 @@ def compiled_functions(
 
     config, layer = decoder.config, decoder.weights.layers[0]
     x, residual, attended = (
-        torch.zeros(max_rows, width, dtype=layer.input_norm.dtype, device=layer.input_norm.device)
+        layer.attention.o.weight.new_zeros(max_rows, width)
         for width in (config.hidden_size, config.hidden_size, config.q_size)
     )
     eps = config.rms_norm_eps

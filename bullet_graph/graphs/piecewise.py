@@ -17,7 +17,7 @@ from bullet_graph.kernels.gpu import captured
 from bullet_graph.kernels.ops import RowInputs, TorchOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, Hidden
-from bullet_graph.models.layers import attention_output
+from bullet_graph.models.layers import attention_input, attention_output
 from bullet_graph.models.progress import progress_bar
 
 _TIMED_REPLAYS = 5
@@ -85,11 +85,11 @@ class PiecewiseForward:
             attended = self.attended[:rows].flatten(1)
             x, residual = attention_output(ops, attended, residual, *layer.output_weights, eps)
         layer = layers[layer_index]
-        normed, _ = ops.add_rms_norm(x, residual, layer.input_norm, eps, summed=self.residual[:rows])
-        qkv = layer.attention.qkv
+        summed, out = self.residual[:rows], self._qkv[:rows]
+        qkv, _ = attention_input(ops, x, residual, *layer.input_weights, eps, summed=summed, out=out)
         ops.rope_and_cache(
-            ops.linear(normed, qkv.weight, qkv.bias, out=self._qkv[:rows]),
-            RowInputs(self._positions[:rows], self._kv_slots[:rows], decoder.cos_sin),
+            qkv,
+            RowInputs(self._positions[:rows], self._kv_slots[:rows], decoder.cos_sin[layer.attention.rope]),
             decoder.cache.layer(layer_index),
             layer.attention.head_norms,
             out=self._queries[:rows],

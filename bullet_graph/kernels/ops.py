@@ -53,14 +53,24 @@ class TorchOps:
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     @staticmethod
-    def silu_and_mul(gate_up: Tensor) -> Tensor:
-        """SwiGLU: silu(gate) * up. [rows, 2 * intermediate_size] to [rows, intermediate_size]."""
+    def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
+        """Norm rows [rows, width] in place; they may be strided."""
+        x.copy_(_rms_norm(x, weight, eps))
+
+    @staticmethod
+    def act_and_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
+        """silu(gate) * up, or gelu(gate) * up. [rows, 2 * intermediate_size] to [rows, intermediate_size]."""
         gate, up = gate_up.chunk(2, dim=-1)
+        if gelu:
+            return torch.nn.functional.gelu(gate, approximate="tanh") * up
         return torch.nn.functional.silu(gate) * up
 
-    def swiglu(self, x: Tensor, gate_up_weight: Tensor) -> Tensor:
-        """Project [rows, hidden_size] by [2 * intermediate_size, hidden_size], gate's rows first; then SwiGLU."""
-        return self.silu_and_mul(self.linear(x, gate_up_weight))
+    def glu(self, x: Tensor, gate_up_weight: Tensor, gelu: bool = False) -> Tensor:
+        """SwiGLU, or GeGLU (Shazeer 2020): project [rows, hidden_size], then :meth:`act_and_mul`.
+
+        ``gate_up_weight`` is [2 * intermediate_size, hidden_size], gate's rows first.
+        """
+        return self.act_and_mul(self.linear(x, gate_up_weight), gelu)
 
     @staticmethod
     def rope_and_cache(
@@ -88,10 +98,13 @@ class TorchOps:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float32 inside (Zhang and Sennrich 2019)."""
+    """Root-mean-square norm over the last dimension, in float32 inside (Zhang and Sennrich 2019).
+
+    Rounded before it is weighted, but for weights in float32.
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    return (wide.to(weight.dtype) * weight).to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -36,15 +36,30 @@ def add_rms_norm_kernel(
     # The sum is rounded before the norm: the next layer adds to the rounded sum.
     summed = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(summed_ptr + row + columns, summed, mask=inside)
-    wide = summed.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden_size + eps)
-    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(normed_ptr + row + columns, normed.to(x.dtype), mask=inside)
+    tl.store(normed_ptr + row + columns, _rms_norm(summed, weight, hidden_size, eps), mask=inside)
 
 
 @triton.jit
-def silu_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, BLOCK: tl.constexpr):
-    """One block of one row a program: silu(gate) * up."""
+def _rms_norm(x, weight, size, eps):
+    """A row's norm, rounded to the weight's dtype before it is weighted."""
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    return ((wide * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def rms_norm_kernel(x_ptr, weight_ptr, width, stride, eps, BLOCK: tl.constexpr):
+    """One row a program, in place."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    at = x_ptr + tl.program_id(0).to(tl.int64) * stride + columns
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    tl.store(at, _rms_norm(tl.load(at, mask=inside, other=0.0), weight, width, eps), mask=inside)
+
+
+@triton.jit
+def act_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of one row a program: silu(gate) * up, or gelu(gate) * up in the tanh approximation."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < intermediate_size
@@ -52,7 +67,9 @@ def silu_and_mul_kernel(gate_up_ptr, out_ptr, intermediate_size, BLOCK: tl.const
     up = tl.load(
         gate_up_ptr + row * 2 * intermediate_size + intermediate_size + columns, mask=inside, other=0.0
     )
-    out = gate * tl.sigmoid(gate) * up.to(tl.float32)
+    # (1 + tanh(z)) / 2 = sigmoid(2 z), with z = √(2 / π) (gate + 0.044715 gate³) (Hendrycks and Gimpel 2016).
+    slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    out = gate * tl.sigmoid(slope) * up.to(tl.float32)
     tl.store(out_ptr + row * intermediate_size + columns, out.to(up.dtype), mask=inside)
 
 
@@ -128,8 +145,8 @@ def rope_and_cache_kernel(
         k_high = tl.load(k_norm_ptr + HALF + lanes)
         weight_low = tl.where(is_q[:, None], q_low[None, :], k_low[None, :]).to(tl.float32)
         weight_high = tl.where(is_q[:, None], q_high[None, :], k_high[None, :]).to(tl.float32)
-        low = (low * scale[:, None]).to(raw_low.dtype).to(tl.float32) * weight_low
-        high = (high * scale[:, None]).to(raw_low.dtype).to(tl.float32) * weight_high
+        low = (low * scale[:, None]).to(q_low.dtype).to(tl.float32) * weight_low
+        high = (high * scale[:, None]).to(q_low.dtype).to(tl.float32) * weight_high
         low, high = low.to(raw_low.dtype).to(tl.float32), high.to(raw_low.dtype).to(tl.float32)
     rotated_low = (low * cos - high * sin).to(raw_low.dtype)
     rotated_high = (high * cos + low * sin).to(raw_low.dtype)

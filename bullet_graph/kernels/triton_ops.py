@@ -11,11 +11,12 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import HeadNorms, KeysValues, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
 from bullet_graph.kernels.triton_kernels import (
+    act_and_mul_kernel,
     add_rms_norm_kernel,
     gemv_kernel,
+    rms_norm_kernel,
     rope_and_cache_kernel,
     sample_kernel,
-    silu_and_mul_kernel,
     swiglu_matmul_kernel,
 )
 
@@ -73,9 +74,18 @@ class TritonOps(TorchOps):
                 hidden_size,
                 eps,
                 BLOCK=block,
-                num_warps=min(max(block // 512, 1), 16),
+                num_warps=_norm_warps(block),
             )
         return normed, summed
+
+    @staticmethod
+    def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
+        rows, width = x.shape
+        if rows:
+            block = triton.next_power_of_2(width)
+            rms_norm_kernel[(rows,)](
+                x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=_norm_warps(block)
+            )
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -92,20 +102,21 @@ class TritonOps(TorchOps):
         return out
 
     @staticmethod
-    def silu_and_mul(gate_up: Tensor) -> Tensor:
+    def act_and_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
         rows, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, intermediate_size)
         block = min(triton.next_power_of_2(intermediate_size), 2048)
-        silu_and_mul_kernel[(rows, triton.cdiv(intermediate_size, block))](
-            gate_up, out, intermediate_size, BLOCK=block
+        act_and_mul_kernel[(rows, triton.cdiv(intermediate_size, block))](
+            gate_up, out, intermediate_size, GELU=gelu, BLOCK=block
         )
         return out
 
-    def swiglu(self, x: Tensor, gate_up_weight: Tensor) -> Tensor:
+    def glu(self, x: Tensor, gate_up_weight: Tensor, gelu: bool = False) -> Tensor:
         # Many rows on Hopper take one launch, which rounds once.
-        if self._fused_swiglu_sms and len(x) >= FUSED_SWIGLU_MIN_ROWS and can_fuse(x, gate_up_weight):
+        fused = self._fused_swiglu_sms and len(x) >= FUSED_SWIGLU_MIN_ROWS and not gelu
+        if fused and can_fuse(x, gate_up_weight):
             return swiglu_matmul(x, gate_up_weight, num_sms=self._fused_swiglu_sms)
-        return self.silu_and_mul(self.linear(x, gate_up_weight))
+        return self.act_and_mul(self.linear(x, gate_up_weight), gelu)
 
     @staticmethod
     def rope_and_cache(
@@ -132,6 +143,10 @@ class TritonOps(TorchOps):
             QK_NORM=norms is not None,
         )
         return q
+
+
+def _norm_warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
 
 
 def can_fuse(x: Tensor, gate_up_weight: Tensor) -> bool:

@@ -1,11 +1,12 @@
 """A decoder's shape and constants, and what all families read alike from ``config.json``; needs no torch."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bullet_graph.errors import UnsupportedModelError
 from bullet_graph.models.json_files import JsonObject, read_json_object
+from bullet_graph.models.rope import Rope, read_rope
 from bullet_graph.perf.roofline import DecoderShape, decode_weight_bytes
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
@@ -13,42 +14,64 @@ DtypeName = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+_GELU = "gelu_pytorch_tanh"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_REFUSED = dict.fromkeys(
+    ("quantization_config", "compression_config"), "only bf16, fp16 and fp32 weights are read"
+) | dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), "soft caps are not implemented")
+"""Keys that must be absent, and why."""
 _MAX_EOS_IDS = 1024
 _MAX_VOCAB, _MAX_LAYERS, _MAX_HEADS, _MAX_HEAD_DIM, _MAX_WIDTH = 2**24, 2**10, 2**12, 2**12, 2**20
 """Several times the largest published models': above, a file is broken or made to exhaust this machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Llama3RopeScaling:
-    """Llama 3's frequency-dependent RoPE scaling (Llama 3.1 model card; ``rope_type: llama3``).
-
-    Attributes:
-        factor: divides the lowest frequencies.
-        low_freq_factor: longer wavelengths than ``original_max_position_embeddings / low_freq_factor`` scale fully.
-        high_freq_factor: shorter wavelengths than ``original_max_position_embeddings / high_freq_factor`` stay.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(DecoderShape):
-    """Shape and constants of a dense decoder (Llama 3.x, Mistral, Qwen2/2.5, Qwen3); ``dtype`` is the checkpoint's own.
+    """Shape and constants of a dense decoder, of any family; ``dtype`` is the checkpoint's own.
 
-    ``architecture`` is the Hugging Face class name.
+    Attributes:
+        architecture: the Hugging Face class name.
+        rope: of all layers that ``layer_ropes`` does not give another.
+        layer_ropes: by layer, None where positions are not encoded; empty: all as ``rope``.
+        rotary_dim: dimensions of a head that RoPE rotates; None: all.
+        attention_scale: multiplies attention scores; None: 1 / √head_dim.
+        norms: RMSNorms before each of a layer's two sub-layers, after it, or both.
+        qk_norm_spans_heads: ``qk_norm`` is over all query heads together and over all key heads, not over each.
+        gelu: the MLP's gate is GELU, in its tanh approximation; else SiLU.
+        norm_plus_one: a stored norm weight w means 1 + w. Such norms are held in float32.
+        embedding_multiplier: multiplies embeddings, rounded to their dtype.
+        residual_multiplier: multiplies what a sub-layer adds to the residual.
+        logits_divisor: divides logits.
+        fused_projections: the checkpoint has q, k and v in one tensor, gate and up in another.
     """
 
     architecture: str
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: Llama3RopeScaling | None = None
+    rope: Rope
+    layer_ropes: tuple[Rope | None, ...] = ()
+    rotary_dim: int | None = None
+    attention_scale: float | None = None
+    norms: Literal["before", "after", "both"] = "before"
+    qk_norm_spans_heads: bool = False
+    gelu: bool = False
+    norm_plus_one: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
     tie_word_embeddings: bool = False
+    fused_projections: bool = False
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def distinct_ropes(self) -> tuple[Rope | None, ...]:
+        """Each RoPE that a layer has, once."""
+        return tuple(dict.fromkeys(self.layer_ropes or (self.rope,)))
+
+    def rope_index(self, layer: int) -> int:
+        """Where a layer's RoPE is in ``distinct_ropes``."""
+        return self.distinct_ropes.index(self.layer_ropes[layer]) if self.layer_ropes else 0
 
     @property
     def q_size(self) -> int:
@@ -61,55 +84,104 @@ class ModelConfig(DecoderShape):
         return self.num_kv_heads * self.head_dim
 
     @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Sizes of the norms of queries and keys, where there are any."""
+        return (self.q_size, self.kv_size) if self.qk_norm_spans_heads else (self.head_dim, self.head_dim)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model, tied embeddings counted once."""
         embedding_rows = 0 if self.tie_word_embeddings else self.vocab_size
-        return decode_weight_bytes(self, batch_size=embedding_rows, dtype_bytes=1)
+        more_norms = 2 * self.hidden_size if self.norms == "both" else 0
+        if self.qk_norm:
+            more_norms += sum(self.qk_norm_sizes) - 2 * self.head_dim
+        least = decode_weight_bytes(self, batch_size=embedding_rows, dtype_bytes=1)
+        return least + self.num_layers * more_norms
 
 
 def read_dense_config(
-    config: JsonObject, architecture: str, *, qkv_bias: bool = False, qk_norm: bool = False
+    config: JsonObject,
+    architecture: str,
+    *,
+    activation_key: str = "hidden_act",
+    partial_rope: bool = False,
+    slides: Callable[[int], bool] | None = None,
 ) -> ModelConfig:
-    """Read a dense decoder's config, as transformers 4 or 5 writes it; raises as ``presets.load_model_config``."""
-    _refuse_unsupported_features(config)
+    """Read what all families have in common, as transformers 4 or 5 writes it; raises as ``presets.load_model_config``.
+
+    A family replaces what it has of its own. ``slides`` says of a layer whether it has a sliding window where
+    ``layer_types`` does not; None refuses windows.
+    """
+    _refuse_unsupported_features(config, may_slide=slides is not None)
+    if config.get(activation_key) not in (None, "silu", _GELU):
+        config.fail(activation_key, f"silu or {_GELU}: no other is implemented", UnsupportedModelError)
     hidden_size = config.read("hidden_size", int, at_most=_MAX_WIDTH)
     num_heads = config.read("num_attention_heads", int, at_most=_MAX_HEADS)
     num_kv_heads = config.read("num_key_value_heads", int, default=num_heads)
     if num_heads % num_kv_heads:
         config.fail("num_key_value_heads", f"a divisor of num_attention_heads ({num_heads})")
     vocab_size = config.read("vocab_size", int, at_most=_MAX_VOCAB)
-    rope_theta, rope_scaling = _read_rope(config)
+    num_layers = config.read("num_hidden_layers", int, at_most=_MAX_LAYERS)
+    head_dim = _head_dim(config, hidden_size, num_heads)
+    rope, rotary_dim = read_rope(config, head_dim, can_be_partial=partial_rope)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=config.read("intermediate_size", int, at_most=_MAX_WIDTH),
-        num_layers=config.read("num_hidden_layers", int, at_most=_MAX_LAYERS),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(config, hidden_size, num_heads),
+        head_dim=head_dim,
+        layer_windows=() if slides is None else _layer_windows(config, num_layers, slides),
         max_position_embeddings=config.read("max_position_embeddings", int),
         rms_norm_eps=config.read("rms_norm_eps", float),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        rope=rope,
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+        gelu=config.get(activation_key) == _GELU,
         tie_word_embeddings=config.read("tie_word_embeddings", bool, default=False),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(config, vocab_size),
     )
 
 
-def _refuse_unsupported_features(config: JsonObject) -> None:
-    if config.get("hidden_act") not in (None, "silu"):
-        config.fail("hidden_act", "silu, the only activation implemented", UnsupportedModelError)
-    config.refuse("use_sliding_window", "mlp_bias")
-    for key in ("quantization_config", "compression_config"):
+def with_window(config: JsonObject, model: ModelConfig) -> ModelConfig:
+    """The model with the config's ``sliding_window``, if there is one, in all layers."""
+    if config.get("sliding_window") is None:
+        return model
+    return replace(model, layer_windows=(config.read("sliding_window", int),) * model.num_layers)
+
+
+def _layer_windows(
+    config: JsonObject, num_layers: int, slides: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [_SLIDING if slides(layer) else _FULL for layer in range(num_layers)]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or any(k not in (_SLIDING, _FULL) for k in kinds)
+    ):
+        required = f"a list of {_SLIDING} or {_FULL} for each of {num_layers} layers"
+        config.fail("layer_types", required, UnsupportedModelError)
+    if config.get("sliding_window") is None or _SLIDING not in kinds:
+        return ()
+    window = config.read("sliding_window", int)
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _refuse_unsupported_features(config: JsonObject, *, may_slide: bool) -> None:
+    config.refuse("mlp_bias", "use_bidirectional_attention")
+    for key, why in _REFUSED.items():
         if config.get(key) is not None:
-            config.fail(key, "absent: only bf16, fp16 and fp32 weights are read", UnsupportedModelError)
+            config.fail(key, f"absent: {why}", UnsupportedModelError)
+    if may_slide:
+        return
+    config.refuse("use_sliding_window")
     layer_types = config.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        config.fail("layer_types", "full_attention for every layer", UnsupportedModelError)
+    if not isinstance(layer_types, list) or any(kind != _FULL for kind in layer_types):
+        config.fail("layer_types", f"{_FULL} for every layer", UnsupportedModelError)
 
 
 def _head_dim(config: JsonObject, hidden_size: int, num_heads: int) -> int:
@@ -121,34 +193,6 @@ def _head_dim(config: JsonObject, hidden_size: int, num_heads: int) -> int:
     if head_dim % 2:
         config.fail("head_dim", f"even, for RoPE rotates pairs; it is {head_dim}")
     return head_dim
-
-
-def _read_rope(config: JsonObject) -> tuple[float, Llama3RopeScaling | None]:
-    """Theta and scaling, from ``rope_parameters`` (transformers 5), ``rope_scaling`` (4) or the config itself."""
-    keys = (key for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None)
-    key = next(keys, None)
-    rope = JsonObject(config.path, {}) if key is None else config.nested(key)
-    source = config if rope.get("rope_theta") is None else rope
-    theta = source.read("rope_theta", float, default=10000.0)  # the default of Hugging Face's config classes
-    for source in (config, rope):
-        if source.get("partial_rotary_factor") not in (None, 1):
-            source.fail("partial_rotary_factor", "1: partial RoPE is not implemented", UnsupportedModelError)
-    # Configs written before transformers 4.43 call the key "type".
-    type_key = "type" if rope.get("rope_type") is None and "type" in rope.values else "rope_type"
-    rope_type = rope.get(type_key)
-    if rope_type == "default" or (rope_type is None and set(rope.values) <= {"rope_theta"}):
-        return theta, None
-    if rope_type != "llama3":
-        rope.fail(type_key, "default or llama3", UnsupportedModelError)
-    scaling = Llama3RopeScaling(
-        factor=rope.read("factor", float),
-        low_freq_factor=rope.read("low_freq_factor", float),
-        high_freq_factor=rope.read("high_freq_factor", float),
-        original_max_position_embeddings=rope.read("original_max_position_embeddings", int),
-    )
-    if scaling.low_freq_factor >= scaling.high_freq_factor:
-        rope.fail("low_freq_factor", f"below high_freq_factor ({scaling.high_freq_factor})")
-    return theta, scaling
 
 
 def _dtype(config: JsonObject) -> DtypeName:

@@ -11,6 +11,7 @@ from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import RowInputs, TorchOps
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.layers import LayerFunctions
+from bullet_graph.models.rope import Rope, RopeDivisors
 from bullet_graph.models.weights import ModelWeights
 
 
@@ -41,7 +42,10 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A decoder and its KV cache; the forward can stop and resume between any two layers."""
+    """A decoder and its KV cache; the forward can stop and resume between any two layers.
+
+    ``cos_sin`` are the tables of :func:`cos_sin_tables`.
+    """
 
     config: ModelConfig
     weights: ModelWeights
@@ -51,6 +55,9 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Hidden:
         """Look up the embeddings of [rows] integer token ids."""
         x = torch.nn.functional.embedding(token_ids, self.weights.embed)
+        if self.config.embedding_multiplier != 1.0:
+            # Rounded as in training.
+            x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype)
         return Hidden(x, torch.zeros_like(x))
 
     def run_layers(
@@ -70,13 +77,14 @@ class Decoder:
         ``positions`` and ``kv_slots`` are those of :class:`~bullet_graph.kernels.ops.RowInputs`; ``attention`` is
         planned for these rows. The last layer returns the rows (and padding) ``sampled``; None means all rows.
         """
-        inputs = RowInputs(positions, kv_slots, self.cos_sin)
+        by_rope = [RowInputs(positions, kv_slots, table) for table in self.cos_sin.unbind()]
         eps = self.config.rms_norm_eps
         x, residual = hidden.x, hidden.residual
         for index in range(first, self.config.num_layers if last is None else last):
             layer = self.weights.layers[index]
+            inputs, norms = by_rope[layer.attention.rope], layer.attention.head_norms
             qkv, residual = functions.attention_input(x, residual, *layer.input_weights, eps)
-            q = functions.ops.rope_and_cache(qkv, inputs, self.cache.layer(index), layer.attention.head_norms)
+            q = functions.ops.rope_and_cache(qkv, inputs, self.cache.layer(index), norms)
             rows = LayerRows.of(q, qkv)
             if sampled is not None and index == self.config.num_layers - 1:
                 return self.finish_last_layer(rows, residual, sampled, functions)
@@ -110,16 +118,21 @@ class Decoder:
     def logits(self, hidden: Hidden, ops: TorchOps, out: Tensor | None = None) -> Tensor:
         """Final norm and output projection: [n, vocab_size] in the weights' dtype; ``out`` None is new memory."""
         x, _ = ops.add_rms_norm(hidden.x, hidden.residual, self.weights.final_norm, self.config.rms_norm_eps)
+        if self.config.logits_divisor != 1.0:
+            x.div_(self.config.logits_divisor)
         return ops.linear(x, self.weights.lm_head, out=out)
 
 
-def _inverse_frequencies(config: ModelConfig) -> Tensor:
-    """theta ** (-2i / head_dim) (Su et al. 2021, section 3.2.2), slowed as ``rope_scaling`` says."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    inv_freq = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
+def _inverse_frequencies(rope: Rope, rotary_dim: int, max_positions: int) -> Tensor:
+    """theta ** (-2i / rotary_dim) (Su et al. 2021, section 3.2.2), slowed as the scaling says: [rotary_dim / 2]."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    inv_freq = 1.0 / (rope.theta**exponents)
+    scaling = rope.scaling
     if scaling is None:
         return inv_freq
+    if isinstance(scaling, RopeDivisors):
+        is_long = scaling.long_divisors and max_positions > scaling.original_max_position_embeddings
+        return inv_freq / torch.tensor(scaling.long_divisors if is_long else scaling.divisors)
     # Slow long wavelengths by the factor, keep short ones, blend between (Llama 3.1 reference code).
     wavelength = 2 * math.pi / inv_freq
     turns = scaling.original_max_position_embeddings / wavelength
@@ -128,7 +141,21 @@ def _inverse_frequencies(config: ModelConfig) -> Tensor:
     return inv_freq * (blend + (1 - blend) / scaling.factor)
 
 
-def cos_sin_table(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
-    """Cosines, then sines, by position: [max_positions, head_dim] float32."""
-    angles = torch.outer(torch.arange(max_positions).float(), _inverse_frequencies(config))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+def cos_sin_tables(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
+    """Cosines, then sines, by position, of each of ``distinct_ropes``: [ropes, max_positions, head_dim] float32.
+
+    What is not rotated has a cosine of 1 and a sine of 0. Queries and keys both go through the tables, so the root of
+    ``attention_scale`` in them scales the attention scores, and attention needs no scale of its own.
+    """
+    half, rotary_dim = config.head_dim // 2, config.rotary_dim or config.head_dim
+    tables = torch.zeros(len(config.distinct_ropes), max_positions, 2, half)
+    tables[:, :, 0] = 1.0
+    for table, rope in zip(tables, config.distinct_ropes, strict=True):
+        if rope is not None:
+            frequencies = _inverse_frequencies(rope, rotary_dim, max_positions)
+            angles = torch.outer(torch.arange(max_positions).float(), frequencies)
+            factor = rope.scaling.attention_factor if isinstance(rope.scaling, RopeDivisors) else 1.0
+            table[:, :, : rotary_dim // 2] = torch.stack((angles.cos(), angles.sin()), dim=1) * factor
+    if config.attention_scale is not None:
+        tables *= math.sqrt(config.attention_scale * math.sqrt(config.head_dim))
+    return tables.flatten(2).to(device)

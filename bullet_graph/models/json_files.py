@@ -63,6 +63,19 @@ class JsonObject:
             self.fail(key, f"at most {limit}")
         return value
 
+    def read_floats(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of ``count`` finite floats above 0."""
+        values = self.get(key)
+        if not isinstance(values, list) or len(values) != count:
+            self.fail(key, f"a list of {count} numbers")
+        entries = JsonObject(self.path, {f"{key}[{i}]": value for i, value in enumerate(values)}, self.prefix)
+        return tuple(entries.read(name, float) for name in entries.values)
+
+    def with_defaults(self, **defaults: object) -> "JsonObject":
+        """The object with a value for each of these keys that is missing."""
+        missing = {key: value for key, value in defaults.items() if self.get(key) is None}
+        return JsonObject(self.path, {**self.values, **missing}, self.prefix, self.error)
+
     def nested(self, key: str) -> "JsonObject":
         return JsonObject(self.path, self.read(key, dict), f"{self.prefix}{key}.", self.error)
 

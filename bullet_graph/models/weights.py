@@ -60,30 +60,46 @@ def zero_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    def norm(size: int) -> Tensor:
+        # One plus a weight has more digits than the weight.
+        return torch.zeros(size, dtype=torch.float32 if config.norm_plus_one else dtype, device=device)
+
+    def attention(layer: int) -> SelfAttention:
+        spans, norms = config.qk_norm_spans_heads, None
+        if config.qk_norm:
+            q_norm, k_norm = map(norm, config.qk_norm_sizes)
+            norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
+        return SelfAttention(
+            qkv=Linear(zeros(qkv_size, config.hidden_size), zeros(qkv_size) if config.qkv_bias else None),
+            o=Linear(zeros(config.hidden_size, config.q_size)),
+            head_norms=None if spans else norms,
+            spanning_norms=norms if spans else None,
+            rope=config.rope_index(layer),
+        )
+
     qkv_size = config.q_size + 2 * config.kv_size
     embed = zeros(config.vocab_size, config.hidden_size)
+    before, after = config.norms != "after", config.norms != "before"
     layers = tuple(
         Layer(
-            input_norm=zeros(config.hidden_size),
-            attention=SelfAttention(
-                qkv=Linear(zeros(qkv_size, config.hidden_size), zeros(qkv_size) if config.qkv_bias else None),
-                o=Linear(zeros(config.hidden_size, config.q_size)),
-                head_norms=HeadNorms(zeros(config.head_dim), zeros(config.head_dim), config.rms_norm_eps)
-                if config.qk_norm
-                else None,
-            ),
-            post_norm=zeros(config.hidden_size),
+            input_norm=norm(config.hidden_size) if before else None,
+            attention=attention(index),
+            attended_norm=norm(config.hidden_size) if after else None,
+            mlp_norm=norm(config.hidden_size) if before else None,
             mlp=Mlp(
                 gate_up=Linear(zeros(2 * config.intermediate_size, config.hidden_size)),
                 down=Linear(zeros(config.hidden_size, config.intermediate_size)),
+                gelu=config.gelu,
             ),
+            output_norm=norm(config.hidden_size) if after else None,
+            residual_multiplier=config.residual_multiplier,
         )
-        for _ in range(config.num_layers)
+        for index in range(config.num_layers)
     )
     return ModelWeights(
         embed=embed,
         layers=layers,
-        final_norm=zeros(config.hidden_size),
+        final_norm=norm(config.hidden_size),
         lm_head=embed if config.tie_word_embeddings else zeros(config.vocab_size, config.hidden_size),
     )
 
@@ -95,20 +111,52 @@ def checkpoint_views(config: ModelConfig, weights: ModelWeights) -> Iterator[tup
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
         attention, mlp = layer.attention, layer.mlp
-        yield f"{prefix}.input_layernorm.weight", layer.input_norm
-        for name, view in zip("qkv", torch.split(attention.qkv.weight, qkv_sizes), strict=True):
-            yield f"{prefix}.self_attn.{name}_proj.weight", view
-        if attention.qkv.bias is not None:
-            for name, view in zip("qkv", torch.split(attention.qkv.bias, qkv_sizes), strict=True):
-                yield f"{prefix}.self_attn.{name}_proj.bias", view
-        if attention.head_norms is not None:
-            yield f"{prefix}.self_attn.q_norm.weight", attention.head_norms.q
-            yield f"{prefix}.self_attn.k_norm.weight", attention.head_norms.k
+        for name, norm in _norm_views(layer):
+            if norm is not None:
+                yield f"{prefix}.{name}.weight", norm
+        for kind, fused in (("weight", attention.qkv.weight), ("bias", attention.qkv.bias)):
+            if fused is not None and config.fused_projections:
+                yield f"{prefix}.self_attn.qkv_proj.{kind}", fused
+            elif fused is not None:
+                for name, view in zip("qkv", torch.split(fused, qkv_sizes), strict=True):
+                    yield f"{prefix}.self_attn.{name}_proj.{kind}", view
         yield f"{prefix}.self_attn.o_proj.weight", attention.o.weight
-        yield f"{prefix}.post_attention_layernorm.weight", layer.post_norm
-        for name, view in zip(("gate", "up"), mlp.gate_up.weight.chunk(2), strict=True):
-            yield f"{prefix}.mlp.{name}_proj.weight", view
+        if config.fused_projections:
+            yield f"{prefix}.mlp.gate_up_proj.weight", mlp.gate_up.weight
+        else:
+            for name, view in zip(("gate", "up"), mlp.gate_up.weight.chunk(2), strict=True):
+                yield f"{prefix}.mlp.{name}_proj.weight", view
         yield f"{prefix}.mlp.down_proj.weight", mlp.down.weight
     yield "model.norm.weight", weights.final_norm
     if weights.lm_head is not weights.embed:
         yield "lm_head.weight", weights.lm_head
+
+
+def _norm_views(layer: Layer) -> Iterator[tuple[str, Tensor | None]]:
+    if norms := layer.attention.head_norms or layer.attention.spanning_norms:
+        yield from (("self_attn.q_norm", norms.q), ("self_attn.k_norm", norms.k))
+    yield "input_layernorm", layer.input_norm
+    if layer.attended_norm is None:
+        # Named for its place in the file: before the MLP.
+        yield "post_attention_layernorm", layer.mlp_norm
+        return
+    yield "post_attention_layernorm", layer.attended_norm
+    yield "pre_feedforward_layernorm", layer.mlp_norm
+    yield "post_feedforward_layernorm", layer.output_norm
+
+
+def stored_rows(config: ModelConfig, name: str) -> Tensor | None:
+    """The order in which the rows of a checkpoint's tensor are held; None: as they are stored.
+
+    Kernels rotate dimension i of a head with i + head_dim / 2, partial RoPE with i + rotary_dim / 2. In the order in
+    which q and k are held, the two agree: each half begins with its rotated dimensions.
+    """
+    if config.rotary_dim is None or not name.endswith("qkv_proj.weight"):
+        return None
+    half, rotated = config.head_dim // 2, config.rotary_dim // 2
+    of_head = torch.arange(config.head_dim)
+    turned, others = of_head[: 2 * rotated].view(2, rotated), of_head[2 * rotated :].view(2, half - rotated)
+    order = torch.cat((turned, others), dim=1).flatten()
+    rows = torch.arange(config.q_size + 2 * config.kv_size).view(-1, config.head_dim)
+    rows[: config.num_heads + config.num_kv_heads] = rows[: config.num_heads + config.num_kv_heads, order]
+    return rows.flatten()

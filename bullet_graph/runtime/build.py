@@ -18,7 +18,7 @@ from bullet_graph.graphs.key import batch_size_buckets
 from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.checkpoint import WeightLoading, open_checkpoint
-from bullet_graph.models.decoder import Decoder, cos_sin_table
+from bullet_graph.models.decoder import Decoder, cos_sin_tables
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.weights import fill_dummy, zero_weights
 from bullet_graph.partition.backend import open_backend
@@ -178,7 +178,7 @@ def decoder_while_loading(
                 device=runtime.device,
             )
             weights = zero_weights(runtime.model, dtype=runtime.dtype, device=runtime.device)
-            cos_sin = cos_sin_table(runtime.model, runtime.max_model_len, runtime.device)
+            cos_sin = cos_sin_tables(runtime.model, runtime.max_model_len, runtime.device)
             decoder = Decoder(runtime.model, weights, cache, cos_sin)
         if checkpoint is None:
             loading = WeightLoading(weights, fill_dummy(runtime.model, weights, seed=config.seed))

@@ -106,7 +106,8 @@ def plan_memory(
         device.total_bytes - device.free_bytes
     )
     weights = model.num_parameters * dtype_bytes
-    activations = _activation_bytes(config, model, dtype_bytes) + 4 * model.head_dim * max_model_len
+    tables = 4 * len(model.distinct_ropes) * model.head_dim * max_model_len
+    activations = _activation_bytes(config, model, dtype_bytes) + tables
     fixed = weights + activations + workspaces_bytes + graphs_bytes
     block = KV_BLOCK_TOKENS * kv_cache_bytes_per_token(model, dtype_bytes=dtype_bytes)
     blocks_per_seq = -(-held_tokens(config, model, max_model_len) // KV_BLOCK_TOKENS)

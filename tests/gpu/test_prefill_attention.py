@@ -18,7 +18,7 @@ from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import RowInputs
 from bullet_graph.kernels.triton_ops import TritonOps
 from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.decoder import cos_sin_table
+from bullet_graph.models.decoder import cos_sin_tables
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.runtime.memory import prefill_workspace_bytes
 from bullet_graph.runtime.rows import Rows
@@ -117,7 +117,7 @@ def project(
     inputs = RowInputs(
         torch.from_numpy(rows.positions).to(DEVICE),
         torch.from_numpy(rows.kv_slots).to(DEVICE),
-        cos_sin_table(config, MAX_LEN, DEVICE),
+        cos_sin_tables(config, MAX_LEN, DEVICE)[0],
     )
     q = TritonOps.rope_and_cache(qkv, inputs, cache.layer(LAYER), None)
     return LayerRows.of(q, qkv), inputs

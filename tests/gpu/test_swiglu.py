@@ -34,7 +34,7 @@ def inputs(
 
 
 def check(out: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor) -> None:
-    expected = TorchOps().swiglu(x.float(), gate_up.float())
+    expected = TorchOps().glu(x.float(), gate_up.float())
     assert float((out.float() - expected).norm() / expected.norm()) <= ERROR
 
 
@@ -66,12 +66,12 @@ def test_sizes_that_no_tile_divides(
 def test_rows_decide_what_the_engine_launches() -> None:
     x, gate_up = inputs(FUSED_SWIGLU_MIN_ROWS, 1024, 3072)
     ops = TritonOps(Gpu.of(DEVICE))
-    assert torch.equal(ops.swiglu(x, gate_up), fused(x, gate_up))
-    two_steps = ops.silu_and_mul(ops.linear(x, gate_up))
-    assert torch.equal(TritonOps().swiglu(x, gate_up), two_steps)
+    assert torch.equal(ops.glu(x, gate_up), fused(x, gate_up))
+    two_steps = ops.act_and_mul(ops.linear(x, gate_up))
+    assert torch.equal(TritonOps().glu(x, gate_up), two_steps)
     fewer = x[:-1]
-    two_steps = ops.silu_and_mul(ops.linear(fewer, gate_up))
-    assert torch.equal(ops.swiglu(fewer, gate_up), two_steps)
+    two_steps = ops.act_and_mul(ops.linear(fewer, gate_up))
+    assert torch.equal(ops.glu(fewer, gate_up), two_steps)
     check(two_steps, fewer, gate_up)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from bullet_graph.kernels.decode_attention import RepeatedLaunch
 from bullet_graph.kernels.ops import TorchOps
-from bullet_graph.kernels.triton_kernels import silu_and_mul_kernel
+from bullet_graph.kernels.triton_kernels import act_and_mul_kernel
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -21,12 +21,16 @@ def gate_up(seed: int, offset: int) -> torch.Tensor:
 
 def new_launch() -> RepeatedLaunch:
     return RepeatedLaunch(
-        silu_and_mul_kernel, (ROWS, 1), numbers=(SIZE,), constants={"BLOCK": 1024}, options={"num_warps": 4}
+        act_and_mul_kernel,
+        (ROWS, 1),
+        numbers=(SIZE,),
+        constants={"GELU": False, "BLOCK": 1024},
+        options={"num_warps": 4},
     )
 
 
 def check(out: torch.Tensor, x: torch.Tensor) -> None:
-    torch.testing.assert_close(out.float(), TorchOps.silu_and_mul(x.float()), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out.float(), TorchOps.act_and_mul(x.float()), rtol=1e-2, atol=1e-2)
 
 
 def test_tensors_anywhere() -> None:

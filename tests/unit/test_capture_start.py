@@ -51,9 +51,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from bullet_graph.graphs.compile_counts import CompileCounter
-from bullet_graph.kernels.triton_kernels import silu_and_mul_kernel
+from bullet_graph.kernels.triton_kernels import act_and_mul_kernel
 signature = {"gate_up_ptr": "*fp32", "out_ptr": "*fp32", "intermediate_size": "i32"}
-source = ASTSource(silu_and_mul_kernel, signature, {"BLOCK": 128})
+source = ASTSource(act_and_mul_kernel, signature, {"GELU": False, "BLOCK": 128})
 with CompileCounter(gpu=True) as counter:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
 assert len(compiled.asm["cubin"]) > 1000

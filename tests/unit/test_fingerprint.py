@@ -11,6 +11,7 @@ from torch._inductor import cpp_builder
 
 from bullet_graph.errors import DeviceError
 from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.rope import Rope
 from bullet_graph.runtime import fingerprint as runtime_fingerprint
 from bullet_graph.runtime.fingerprint import (
     SOURCES,
@@ -71,7 +72,7 @@ def test_the_model_is_its_shape_alone() -> None:
     assert components["dtype"] == "bfloat16"
     same = dataclasses.replace(tiny, eos_token_ids=(1,), dtype=torch.float16)
     assert model_components(same, "bfloat16") == components
-    other = dataclasses.replace(tiny, rope_theta=5.0)
+    other = dataclasses.replace(tiny, rope=Rope(5.0))
     assert model_components(other, "bfloat16")["model"] != components["model"]
 
 

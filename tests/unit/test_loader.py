@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from checkpoints import FAMILIES, Family, write_checkpoint
+from checkpoints import FAMILIES, MORE_FAMILIES, Family, write_checkpoint
 from decoders import dummy_weights
 from safetensors.torch import load_file, save_file
 
@@ -79,7 +79,7 @@ def test_fused_tensors_equal_those_of_transformers(tmp_path: Path, family: Famil
         "input_norm": ["input_layernorm"],
         "attention.qkv.weight": [f"self_attn.{name}_proj" for name in "qkv"],
         "attention.o.weight": ["self_attn.o_proj"],
-        "post_norm": ["post_attention_layernorm"],
+        "mlp_norm": ["post_attention_layernorm"],
         "mlp.gate_up.weight": ["mlp.gate_proj", "mlp.up_proj"],
         "mlp.down.weight": ["mlp.down_proj"],
     }
@@ -99,7 +99,7 @@ def test_fused_tensors_equal_those_of_transformers(tmp_path: Path, family: Famil
     assert not torch.equal(found[".lm_head"], found[".embed"])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
 @pytest.mark.parametrize("tie", [False, True])
 def test_shapes_are_those_of_transformers(tmp_path: Path, family: Family, tie: bool) -> None:
     model = write_checkpoint(tmp_path, family, tie=tie, tokenizer=False)

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from bullet_graph.errors import ModelError, UnsupportedModelError
 from bullet_graph.models.presets import PRESETS, load_model_config, resolve_model
+from bullet_graph.models.rope import Rope
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,7 +92,8 @@ def test_transformers_5_layout_reads_the_same(tmp_path: Path) -> None:
     assert load_model_config(write(tmp_path, {**newer, "rope_parameters": parameters})) == expected
 
 
-UNSCALED = {"rope_scaling": None, "rope_theta": 500000.0}
+WINDOW = {"use_sliding_window": True, "sliding_window": 99, "max_window_layers": 20}
+UNSCALED = {"rope": Rope(500000.0)}
 
 
 @pytest.mark.parametrize(
@@ -100,9 +102,9 @@ UNSCALED = {"rope_scaling": None, "rope_theta": 500000.0}
         (LLAMA, {"rope_scaling": None}, UNSCALED),
         (LLAMA, {"rope_scaling": {"rope_type": "default"}}, UNSCALED),
         (LLAMA, {"rope_scaling": None, "partial_rotary_factor": 1.0}, UNSCALED),
-        (LLAMA, {"rope_scaling": ABSENT, "rope_theta": ABSENT}, UNSCALED | {"rope_theta": 10000.0}),
+        (LLAMA, {"rope_scaling": ABSENT, "rope_theta": ABSENT}, {"rope": Rope(10000.0)}),
         *(
-            (LLAMA, {"rope_scaling": ABSENT, "rope_parameters": rope}, UNSCALED | {"rope_theta": 7e4})
+            (LLAMA, {"rope_scaling": ABSENT, "rope_parameters": rope}, {"rope": Rope(7e4)})
             for rope in ({"rope_type": "default", "rope_theta": 7e4}, {"rope_theta": 7e4})
         ),
         (LLAMA, {"torch_dtype": "float16"}, {"dtype": "float16"}),
@@ -111,6 +113,16 @@ UNSCALED = {"rope_scaling": None, "rope_theta": 500000.0}
         (LLAMA, {"torch_dtype": ABSENT}, {"dtype": "float32"}),
         (MISTRAL, {}, {"layer_windows": (4096,) * 32, "windows": (4096,) * 32}),
         (MISTRAL, {"sliding_window": None}, {"layer_windows": (), "windows": (None,) * 32}),
+        (changed(MISTRAL, sliding_window=ABSENT), {}, {"layer_windows": (4096,) * 32}),
+        (QWEN3, {"sliding_window": 99, "layer_types": ["sliding_attention"] * 28}, {"layer_windows": ()}),
+        (QWEN3, WINDOW | {"sliding_window": None}, {"layer_windows": ()}),
+        (QWEN3, WINDOW, {"layer_windows": (None,) * 20 + (99,) * 8}),
+        (QWEN3, WINDOW | {"max_window_layers": 0, "sliding_window": ABSENT}, {"layer_windows": (4096,) * 28}),
+        (
+            QWEN3,
+            WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 14},
+            {"layer_windows": (99, None) * 14},
+        ),
         # An explicit head_dim needs no hidden size that the heads divide.
         (QWEN3, {"hidden_size": 1000}, {"head_dim": 128, "q_size": 2048, "kv_size": 1024}),
     ],
@@ -172,10 +184,13 @@ REFUSED: list[tuple[dict[str, Any], str, Any, type[ModelError]]] = [
     (LLAMA, "architectures", ["GPT2LMHeadModel"], UnsupportedModelError),
     (LLAMA, "architectures", ["Qwen3MoeForCausalLM"], UnsupportedModelError),
     (LLAMA, "hidden_act", "gelu", UnsupportedModelError),
+    *((LLAMA, f"{kind}_logit_softcapping", 30.0, UnsupportedModelError) for kind in ("attn", "final")),
+    (LLAMA, "use_bidirectional_attention", True, UnsupportedModelError),
     (LLAMA, "mlp_bias", True, UnsupportedModelError),
     (LLAMA, "attention_bias", True, UnsupportedModelError),
     (QWEN3, "attention_bias", True, UnsupportedModelError),
-    (QWEN3, "use_sliding_window", True, UnsupportedModelError),
+    (LLAMA, "use_sliding_window", True, UnsupportedModelError),
+    (LLAMA, "layer_types", ["full_attention", "sliding_attention"], UnsupportedModelError),
     (QWEN3, "layer_types", ["full_attention", "sliding_attention"], UnsupportedModelError),
     (QWEN3, "layer_types", "full_attention", UnsupportedModelError),
     (MISTRAL, "sliding_window", 0, ModelError),
@@ -204,11 +219,8 @@ def test_refused_key(
 @pytest.mark.parametrize(
     ("rope", "key", "error"),
     [
-        *(
-            (scaling(rope_type=kind), "rope_type", UnsupportedModelError)
-            for kind in ("yarn", "linear", "longrope")
-        ),
-        ({"type": "linear", "factor": 2.0}, "type", UnsupportedModelError),
+        *((scaling(rope_type=kind), "rope_type", UnsupportedModelError) for kind in ("mrope", ["yarn"])),
+        ({"type": "mrope", "factor": 2.0}, "type", UnsupportedModelError),
         ({"factor": 2.0}, "rope_type", UnsupportedModelError),
         ({"full_attention": {"rope_type": "default"}}, "rope_type", UnsupportedModelError),
         (scaling(partial_rotary_factor=0.25), "partial_rotary_factor", UnsupportedModelError),
@@ -216,7 +228,14 @@ def test_refused_key(
         (scaling(low_freq_factor=0), "low_freq_factor", ModelError),
         (scaling(low_freq_factor=4.0), "low_freq_factor", ModelError),
         (scaling(high_freq_factor="4"), "high_freq_factor", ModelError),
-        (scaling(original_max_position_embeddings=ABSENT), "original_max_position_embeddings", ModelError),
+        (scaling(original_max_position_embeddings=0), "original_max_position_embeddings", ModelError),
+        ({"rope_type": "linear"}, "factor", ModelError),
+        ({"rope_type": "dynamic"}, "factor", ModelError),
+        ({"rope_type": "yarn", "factor": 4.0, "truncate": 1}, "truncate", ModelError),
+        ({"rope_type": "longrope", "long_factor": [1.0] * 64}, "short_factor", ModelError),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 63}, "short_factor", ModelError),
+        ({"rope_type": "longrope", "short_factor": [0.0] * 64}, "short_factor[0]", ModelError),
+        ({"rope_type": "default", "rope_theta": 1.0}, "rope_theta", ModelError),
     ],
 )
 @pytest.mark.parametrize("outer_key", ["rope_scaling", "rope_parameters"])
@@ -266,9 +285,9 @@ def test_missing_folder_or_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_configs_transformers_accepts(tmp_path: Path, name: str) -> None:
     preset = PRESETS[name]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": preset.rope_theta}
-    if preset.rope_scaling is not None:
-        rope |= {"rope_type": "llama3"} | asdict(preset.rope_scaling)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": preset.rope.theta}
+    if preset.rope.scaling is not None:
+        rope |= {"rope_type": "llama3"} | asdict(preset.rope.scaling)
     shared = (
         *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
         *("rms_norm_eps", "tie_word_embeddings", "dtype"),

@@ -108,8 +108,8 @@ def test_a_presets_folder_holds_its_shape_for_transformers_too(name: str, tmp_pa
         preset.vocab_size,
     )
     assert (config.head_dim, config.num_key_value_heads) == (preset.head_dim, preset.num_kv_heads)
-    assert config.rope_parameters["rope_theta"] == preset.rope_theta
-    assert config.rope_parameters.get("factor") == (preset.rope_scaling and preset.rope_scaling.factor)
+    assert config.rope_parameters["rope_theta"] == preset.rope.theta
+    assert config.rope_parameters.get("factor") == getattr(preset.rope.scaling, "factor", None)
     assert str(config.dtype) == f"torch.{preset.dtype}"
     assert isinstance(config.dtype, torch.dtype)
 

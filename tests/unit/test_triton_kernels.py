@@ -41,12 +41,12 @@ def test_add_rms_norm(generator: torch.Generator, rows: int, hidden_size: int, d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "intermediate_size"), [(1, 64), (4, 300), (2, 2100)])
-def test_silu_and_mul(
+def test_act_and_mul(
     generator: torch.Generator, rows: int, intermediate_size: int, dtype: torch.dtype
 ) -> None:
     gate_up = normal(generator, rows, 2 * intermediate_size, dtype=dtype)
-    expected = TorchOps.silu_and_mul(gate_up.float()).to(dtype)
-    torch.testing.assert_close(TritonOps.silu_and_mul(gate_up), expected)
+    expected = TorchOps.act_and_mul(gate_up.float()).to(dtype)
+    torch.testing.assert_close(TritonOps.act_and_mul(gate_up), expected)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

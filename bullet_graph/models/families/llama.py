@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from bullet_graph.models.config import Llama3RopeScaling, ModelConfig, read_dense_config
+from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
+from bullet_graph.models.rope import Llama3RopeScaling, Rope
 
 LLAMA = "LlamaForCausalLM"
 
@@ -28,8 +29,7 @@ LLAMA_3_1_8B = ModelConfig(
     head_dim=128,
     max_position_embeddings=131072,
     rms_norm_eps=1e-5,
-    rope_theta=500000.0,
-    rope_scaling=_SCALING,
+    rope=Rope(500000.0, _SCALING),
     dtype="bfloat16",
     # Of the instruct models: <|end_of_text|>, <|eom_id|>, <|eot_id|>.
     eos_token_ids=(128001, 128008, 128009),
@@ -41,7 +41,7 @@ LLAMA_3_2_1B = replace(
     intermediate_size=8192,
     num_layers=16,
     head_dim=64,
-    rope_scaling=replace(_SCALING, factor=32.0),
+    rope=Rope(500000.0, replace(_SCALING, factor=32.0)),
     tie_word_embeddings=True,
 )
 
@@ -58,7 +58,7 @@ TINY = ModelConfig(
     # Long enough for the prompts of the long-document trace.
     max_position_embeddings=16384,
     rms_norm_eps=1e-5,
-    rope_theta=10000.0,
+    rope=Rope(10000.0),
     dtype="float32",
     eos_token_ids=(),
 )

@@ -2,15 +2,13 @@
 
 from dataclasses import replace
 
-from bullet_graph.models.config import ModelConfig, read_dense_config
+from bullet_graph.models.config import ModelConfig, read_dense_config, with_window
 from bullet_graph.models.json_files import JsonObject
 
 MISTRAL = "MistralForCausalLM"
 
 
 def read_mistral(config: JsonObject) -> ModelConfig:
-    model = read_dense_config(config, MISTRAL)
-    if config.get("sliding_window") is None:
-        return model
-    window = config.read("sliding_window", int)
-    return replace(model, layer_windows=(window,) * model.num_layers)
+    # The default of Hugging Face's config class; null means none.
+    config = replace(config, values={"sliding_window": 4096, **config.values})
+    return with_window(config, read_dense_config(config, MISTRAL))

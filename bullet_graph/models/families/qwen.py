@@ -4,20 +4,31 @@ from dataclasses import replace
 
 from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
+from bullet_graph.models.rope import Rope
 
 QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 
 
 def read_qwen2(config: JsonObject) -> ModelConfig:
     # Whatever attention_bias says.
-    return read_dense_config(config, QWEN2, qkv_bias=True)
+    return replace(_read_dense_config(config, QWEN2), qkv_bias=True)
 
 
 def read_qwen3(config: JsonObject) -> ModelConfig:
     config.refuse("attention_bias")
     if config.get("head_dim") is None:
         config.fail("head_dim", "given: Qwen3's does not follow from hidden_size")
-    return read_dense_config(config, QWEN3, qk_norm=True)
+    return replace(_read_dense_config(config, QWEN3), qk_norm=True)
+
+
+def _read_dense_config(config: JsonObject, architecture: str) -> ModelConfig:
+    if not config.read("use_sliding_window", bool, default=False):
+        without = {**config.values, "sliding_window": None}
+        return read_dense_config(replace(config, values=without), architecture, slides=lambda _: False)
+    # The defaults of Hugging Face's config classes.
+    config = replace(config, values={"sliding_window": 4096, "max_window_layers": 28, **config.values})
+    first = config.get("max_window_layers") and config.read("max_window_layers", int)
+    return read_dense_config(config, architecture, slides=lambda layer: layer >= first)
 
 
 QWEN3_8B = ModelConfig(
@@ -31,7 +42,7 @@ QWEN3_8B = ModelConfig(
     head_dim=128,
     max_position_embeddings=40960,
     rms_norm_eps=1e-6,
-    rope_theta=1000000.0,
+    rope=Rope(1000000.0),
     qk_norm=True,
     dtype="bfloat16",
     eos_token_ids=(151645, 151643),  # <|im_end|>, <|endoftext|>
