@@ -181,5 +181,5 @@ def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
         elif parameter.dim() == 1:
             parameter.uniform_(0.5, 1.5, generator=generator)
         else:
-            parameter.normal_(0.0, _WEIGHT_STD, generator=generator)
+            parameter.normal_(0.0, _WEIGHT_STD * (64 / config.hidden_size) ** 0.5, generator=generator)
     return model

@@ -1,11 +1,36 @@
 """Decoders of random weights, for tests of what runs forwards."""
 
+from dataclasses import replace
+
 import torch
 
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, cos_sin_tables
-from bullet_graph.models.weights import ModelWeights, fill_dummy, zero_weights
+from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.rope import Rope
+from bullet_graph.models.weights import ModelWeights, checkpoint_views, fill_dummy, zero_weights
+
+TINY = PRESETS["tiny"]
+VARIANTS: dict[str, ModelConfig] = {
+    "plain": TINY,
+    "qwen2": replace(TINY, qkv_bias=True),
+    "gemma3": replace(
+        TINY,
+        norms="both",
+        norm_plus_one=True,
+        qk_norm=True,
+        gelu=True,
+        layer_ropes=(Rope(100.0), TINY.rope) * 2,
+        attention_scale=0.1,
+        embedding_multiplier=11.3,
+    ),
+    "granite": replace(TINY, attention_scale=0.1, residual_multiplier=0.3, logits_divisor=7.0),
+    "olmo2": replace(TINY, norms="after", qk_norm=True, qk_norm_spans_heads=True),
+    "phi3": replace(TINY, rotary_dim=48),
+    "smollm3": replace(TINY, layer_ropes=(None, TINY.rope) * 2),
+}
+"""Each way in which layers differ between families."""
 
 
 def dummy_weights(
@@ -36,4 +61,9 @@ def new_decoder(
             for half in cache.layer(layer):
                 half.normal_(generator=generator)
     weights = dummy_weights(config, dtype=dtype, device=on, seed=2)
+    generator = torch.Generator(on).manual_seed(2)
+    # Dummy norms are 1: any could be left out unseen.
+    for name, view in checkpoint_views(config, weights):
+        if name.endswith("norm.weight"):
+            view.uniform_(0.5, 1.5, generator=generator)
     return Decoder(config, weights, cache, cos_sin_tables(config, max_len, on))

@@ -74,7 +74,7 @@ class TritonOps(TorchOps):
                 hidden_size,
                 eps,
                 BLOCK=block,
-                num_warps=_norm_warps(block),
+                num_warps=min(max(block // 512, 1), 16),
             )
         return normed, summed
 
@@ -83,9 +83,8 @@ class TritonOps(TorchOps):
         rows, width = x.shape
         if rows:
             block = triton.next_power_of_2(width)
-            rms_norm_kernel[(rows,)](
-                x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=_norm_warps(block)
-            )
+            warps = min(max(block // 512, 1), 16)
+            rms_norm_kernel[(rows,)](x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=warps)
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -143,10 +142,6 @@ class TritonOps(TorchOps):
             QK_NORM=norms is not None,
         )
         return q
-
-
-def _norm_warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
 
 
 def can_fuse(x: Tensor, gate_up_weight: Tensor) -> bool:

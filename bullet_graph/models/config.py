@@ -158,11 +158,8 @@ def _layer_windows(
     kinds = config.get("layer_types")
     if kinds is None:
         kinds = [_SLIDING if slides(layer) else _FULL for layer in range(num_layers)]
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or any(k not in (_SLIDING, _FULL) for k in kinds)
-    ):
+    known = isinstance(kinds, list) and all(kind in (_SLIDING, _FULL) for kind in kinds)
+    if not known or (_SLIDING in kinds and len(kinds) != num_layers):
         required = f"a list of {_SLIDING} or {_FULL} for each of {num_layers} layers"
         config.fail("layer_types", required, UnsupportedModelError)
     if config.get("sliding_window") is None or _SLIDING not in kinds:

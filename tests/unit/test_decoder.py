@@ -1,11 +1,10 @@
 """The forward is the same whole, in ranges of layers, for sampled rows alone, and in pieces between attentions."""
 
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from decoders import new_decoder
+from decoders import VARIANTS, new_decoder
 
 from bullet_graph.graphs.piecewise import PiecewiseForward, PiecewiseGraphs, piecewise_scratch_bytes
 from bullet_graph.kernels.attention import ReferenceAttention
@@ -93,9 +92,10 @@ def test_a_forward_that_samples_nothing_still_fills_the_cache() -> None:
 
 
 @pytest.mark.parametrize("bucket", [ROWS, 16])
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, qkv_bias=True)], ids=["plain", "with bias"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
-def test_pieces_and_attentions_make_the_forward(config: ModelConfig, bucket: int) -> None:
+def test_pieces_and_attentions_make_the_forward(variant: str, bucket: int) -> None:
+    config = VARIANTS[variant]
     whole, cut = fresh_decoder(config), fresh_decoder(config)
     expected = logits(whole, run(whole))[-1:]
     pieces = PiecewiseForward(cut, TorchOps(), max_rows=32)

@@ -27,10 +27,17 @@ def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.f
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 @pytest.mark.parametrize(("rows", "hidden_size"), [(1, 64), (3, 100), (5, 1024)])
-def test_add_rms_norm(generator: torch.Generator, rows: int, hidden_size: int, dtype: torch.dtype) -> None:
+def test_add_rms_norm(
+    generator: torch.Generator,
+    rows: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+) -> None:
     x, residual = (normal(generator, rows, hidden_size, dtype=dtype) for _ in range(2))
-    weight = normal(generator, hidden_size, dtype=dtype)
+    weight = normal(generator, hidden_size, dtype=weight_dtype or dtype)
     normed, summed = TritonOps.add_rms_norm(x, residual, weight, 1e-5)
     expected_normed, expected_summed = TorchOps.add_rms_norm(x, residual, weight, 1e-5)
     # Not bit for bit: Triton's interpreter truncates where the GPU rounds to bfloat16.
@@ -39,14 +46,37 @@ def test_add_rms_norm(generator: torch.Generator, rows: int, hidden_size: int, d
     torch.testing.assert_close(normed, expected_normed, rtol=rtol, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)],
+)
+@pytest.mark.parametrize(("rows", "first", "width"), [(0, 0, 8), (1, 0, 64), (3, 20, 100), (5, 64, 1024)])
+def test_rms_norm_of_columns(
+    generator: torch.Generator,
+    rows: int,
+    first: int,
+    width: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> None:
+    whole = normal(generator, rows, first + width + 8, dtype=dtype)
+    weight = normal(generator, width, dtype=weight_dtype)
+    expected = whole.clone()
+    TorchOps.rms_norm_(expected[:, first : first + width], weight, 1e-5)
+    TritonOps.rms_norm_(whole[:, first : first + width], weight, 1e-5)
+    rtol = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(whole, expected, rtol=rtol, atol=1e-5)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "intermediate_size"), [(1, 64), (4, 300), (2, 2100)])
 def test_act_and_mul(
-    generator: torch.Generator, rows: int, intermediate_size: int, dtype: torch.dtype
+    generator: torch.Generator, rows: int, intermediate_size: int, dtype: torch.dtype, gelu: bool
 ) -> None:
-    gate_up = normal(generator, rows, 2 * intermediate_size, dtype=dtype)
-    expected = TorchOps.act_and_mul(gate_up.float()).to(dtype)
-    torch.testing.assert_close(TritonOps.act_and_mul(gate_up), expected)
+    gate_up = normal(generator, rows, 2 * intermediate_size, dtype=dtype) * 3
+    expected = TorchOps.act_and_mul(gate_up.float(), gelu).to(dtype)
+    torch.testing.assert_close(TritonOps.act_and_mul(gate_up, gelu), expected)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -64,11 +94,19 @@ def test_linear_of_one_row(
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("preset", ["tiny", "llama-3.2-1b", "qwen3-0.6b"])
-def test_rope_and_cache(generator: torch.Generator, preset: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "dtype"),
+    [
+        ("tiny", torch.float32),
+        ("llama-3.2-1b", torch.float32),
+        ("qwen3-0.6b", torch.float32),
+        ("qwen3-0.6b", torch.bfloat16),  # with norms in float32
+    ],
+)
+def test_rope_and_cache(generator: torch.Generator, preset: str, dtype: torch.dtype) -> None:
     config = PRESETS[preset]
     rows, blocks, block_tokens = 7, 5, 16
-    qkv = normal(generator, rows, config.q_size + 2 * config.kv_size)
+    qkv = normal(generator, rows, config.q_size + 2 * config.kv_size, dtype=dtype)
     inputs = RowInputs(
         positions=torch.randint(0, 40, (rows,), generator=generator, device=DEVICE, dtype=torch.int32),
         kv_slots=torch.randperm(blocks * block_tokens, generator=generator, device=DEVICE)[:rows].int(),
@@ -78,15 +116,16 @@ def test_rope_and_cache(generator: torch.Generator, preset: str) -> None:
         HeadNorms(*(normal(generator, config.head_dim) for _ in range(2)), 1e-6) if config.qk_norm else None
     )
     shape = (blocks, block_tokens, config.num_kv_heads, config.head_dim)
-    caches = normal(generator, *shape), normal(generator, *shape)
+    caches = normal(generator, *shape, dtype=dtype), normal(generator, *shape, dtype=dtype)
     expected_caches = caches[0].clone(), caches[1].clone()
     expected_qkv = qkv.clone()
     q = TritonOps.rope_and_cache(qkv, inputs, caches, norms)
     expected_q = TorchOps.rope_and_cache(expected_qkv, inputs, expected_caches, norms)
-    torch.testing.assert_close(qkv, expected_qkv)
-    torch.testing.assert_close(q, expected_q)
+    close = {torch.float32: {}, torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2}}[dtype]
+    torch.testing.assert_close(qkv, expected_qkv, **close)
+    torch.testing.assert_close(q, expected_q, **close)
     for cache, expected in zip(caches, expected_caches, strict=True):
-        torch.testing.assert_close(cache, expected)
+        torch.testing.assert_close(cache, expected, **close)
 
 
 SETTINGS = {

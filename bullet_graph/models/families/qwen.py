@@ -22,11 +22,11 @@ def read_qwen3(config: JsonObject) -> ModelConfig:
 
 
 def _read_dense_config(config: JsonObject, architecture: str) -> ModelConfig:
+    # The defaults of Hugging Face's config classes; a window that is null is none.
+    values = {"sliding_window": 4096, **config.values}
     if not config.read("use_sliding_window", bool, default=False):
-        without = {**config.values, "sliding_window": None}
-        return read_dense_config(replace(config, values=without), architecture, slides=lambda _: False)
-    # The defaults of Hugging Face's config classes.
-    config = replace(config, values={"sliding_window": 4096, "max_window_layers": 28, **config.values})
+        values["sliding_window"] = None
+    config = replace(config, values=values).with_defaults(max_window_layers=28)
     first = config.get("max_window_layers") and config.read("max_window_layers", int)
     return read_dense_config(config, architecture, slides=lambda layer: layer >= first)
 

@@ -1,0 +1,58 @@
+"""Every model family on the GPU in bfloat16 against ``transformers`` in float32: decode graphs, piecewise, eager."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import FAMILIES, MORE_FAMILIES, Family, write_checkpoint
+from noise import Checkpoint, check_against_transformers
+from transformers import AutoModelForCausalLM
+
+from bullet_graph import Engine, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+LENGTHS = (1, 5, 17, 100, 255, 600, 33)
+
+SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+HEADS: dict[Family, dict[str, Any]] = {
+    "gemma3": {
+        "head_dim": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+    },
+    "granite": {"attention_multiplier": 1 / 64},
+    "phi3": {"num_attention_heads": 4, "sliding_window": None},
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 128},
+}
+"""Heads of 64 but for these."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES + MORE_FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    family, folder = request.param, tmp_path_factory.mktemp(request.param)
+    changes = SHAPE | HEADS.get(family, {})
+    write_checkpoint(folder, family, num_layers=4, dtype=torch.bfloat16, tokenizer=False, **changes)
+    # Loaded twice: converting a module in place would round its rotary table, too.
+    exact, rounded = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    return Checkpoint(Path(folder), exact, rounded)
+
+
+@pytest.mark.parametrize("policy", ["serial", "mixed:256"])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_tokens_against_transformers(model: Checkpoint, policy: str, cuda_graphs: bool) -> None:
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 320, size=length).tolist() for length in LENGTHS]
+    limits = {"max_num_seqs": 6, "kv_cache_bytes": 2**28, "max_model_len": 1024}
+    with Engine(str(model.folder), policy=policy, cuda_graphs=cuda_graphs, **limits) as engine:
+        outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
+        assert engine.stats().kv_blocks_used == 0
+    check_against_transformers(outputs, model)
