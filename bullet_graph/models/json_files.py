@@ -8,7 +8,7 @@ import math
 import os
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -68,13 +68,13 @@ class JsonObject:
         values = self.get(key)
         if not isinstance(values, list) or len(values) != count:
             self.fail(key, f"a list of {count} numbers")
-        entries = JsonObject(self.path, {f"{key}[{i}]": value for i, value in enumerate(values)}, self.prefix)
+        entries = replace(self, values={f"{key}[{i}]": value for i, value in enumerate(values)})
         return tuple(entries.read(name, float) for name in entries.values)
 
     def with_defaults(self, **defaults: object) -> "JsonObject":
         """The object with a value for each of these keys that is missing."""
         missing = {key: value for key, value in defaults.items() if self.get(key) is None}
-        return JsonObject(self.path, {**self.values, **missing}, self.prefix, self.error)
+        return replace(self, values={**self.values, **missing})
 
     def nested(self, key: str) -> "JsonObject":
         return JsonObject(self.path, self.read(key, dict), f"{self.prefix}{key}.", self.error)

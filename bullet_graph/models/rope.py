@@ -103,7 +103,8 @@ def _yarn(rope: JsonObject, theta: float, original: int, rotary_dim: int) -> Rop
     factor = rope.read("factor", float)
 
     def index_that_turns(times: float) -> float:
-        return rotary_dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
+        length = min(max(original / (times * 2 * math.pi), 1e-99), 1e99)
+        return rotary_dim * math.log(length) / (2 * math.log(theta))
 
     low = index_that_turns(rope.read("beta_fast", float, default=32.0))
     high = index_that_turns(rope.read("beta_slow", float, default=1.0))

@@ -153,10 +153,9 @@ def stored_rows(config: ModelConfig, name: str) -> Tensor | None:
     """
     if config.rotary_dim is None or not name.endswith("qkv_proj.weight"):
         return None
-    half, rotated = config.head_dim // 2, config.rotary_dim // 2
-    of_head = torch.arange(config.head_dim)
-    turned, others = of_head[: 2 * rotated].view(2, rotated), of_head[2 * rotated :].view(2, half - rotated)
-    order = torch.cat((turned, others), dim=1).flatten()
+    turned = torch.arange(config.rotary_dim).view(2, -1)
+    others = torch.arange(config.rotary_dim, config.head_dim).view(2, -1)
     rows = torch.arange(config.q_size + 2 * config.kv_size).view(-1, config.head_dim)
-    rows[: config.num_heads + config.num_kv_heads] = rows[: config.num_heads + config.num_kv_heads, order]
+    q_and_k = rows[: config.num_heads + config.num_kv_heads]
+    q_and_k[:] = q_and_k[:, torch.cat((turned, others), dim=1).flatten()]
     return rows.flatten()

@@ -26,8 +26,7 @@ HEADS: dict[Family, dict[str, Any]] = {
         "query_pre_attn_scalar": 256,
     },
     "granite": {"attention_multiplier": 1 / 64},
-    "phi3": {"num_attention_heads": 4, "sliding_window": None},
-    "mistral": {"sliding_window": None},
+    "phi3": {"num_attention_heads": 4},
     "qwen3": {"head_dim": 128},
 }
 """Heads of 64 but for these."""

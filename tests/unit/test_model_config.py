@@ -232,6 +232,17 @@ def test_refused_key(
         ({"rope_type": "linear"}, "factor", ModelError),
         ({"rope_type": "dynamic"}, "factor", ModelError),
         ({"rope_type": "yarn", "factor": 4.0, "truncate": 1}, "truncate", ModelError),
+        (
+            {
+                "rope_type": "yarn",
+                "factor": 1e-308,
+                "beta_fast": 1e308,
+                "beta_slow": 1e-308,
+                "attention_factor": 0,
+            },
+            "attention_factor",
+            ModelError,
+        ),
         ({"rope_type": "longrope", "long_factor": [1.0] * 64}, "short_factor", ModelError),
         ({"rope_type": "longrope", "short_factor": [1.0] * 63}, "short_factor", ModelError),
         ({"rope_type": "longrope", "short_factor": [0.0] * 64}, "short_factor[0]", ModelError),
