@@ -40,6 +40,7 @@ class SamplingParams:
         min_tokens: no stop token is sampled, and no stop string looked for, before this many tokens.
         stop: strings that end the text; the text returned ends before them.
         stop_token_ids: token ids that end the output; the id itself is returned.
+        skip_special_tokens: leave special tokens out of the text; if False, only those that end it.
         ignore_eos: go on after the model's end-of-sequence tokens (benchmarks force lengths with it).
         logprobs: None, or how many alternatives to report beside the chosen token (0 to 20).
         repetition_penalty: divides the positive logits of tokens in prompt or output, and multiplies negative ones.
@@ -59,6 +60,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop: str | Sequence[str] = field(default=())
     stop_token_ids: Sequence[int] = field(default=())
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
     repetition_penalty: float = 1.0
@@ -98,6 +100,7 @@ class SamplingParams:
                 _is_int(self.logprobs, 0, MAX_LOGPROBS, or_none=True),
                 f"None or between 0 and {MAX_LOGPROBS}",
             ),
+            ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "true or false"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("n", _is_int(self.n, 1), "an integer ≥ 1"),
             ("repetition_penalty", _is_real(self.repetition_penalty, 1e-3, 1e3), "in [0.001, 1000]"),

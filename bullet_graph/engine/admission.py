@@ -63,7 +63,9 @@ class Admission:
                     arrival_s,
                     bad_words,
                 ),
-                None if self._tokenizer is None else self._tokenizer.stream(),
+                None
+                if self._tokenizer is None
+                else self._tokenizer.stream(None if params.skip_special_tokens else stop_ids),
             )
             for i in range(params.n)
         ]

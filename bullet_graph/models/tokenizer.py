@@ -93,7 +93,7 @@ class DetokenizeStream:
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template, which is Jinja source.
+    """A model's tokenizer and ``chat_template``, which is Jinja source or None.
 
     The template may refer to ``special_tokens``, such as ``{"bos_token": "<s>"}``.
     """
@@ -106,7 +106,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         self._special_tokens = dict(special_tokens or {})
         self._special_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -163,8 +163,12 @@ class Tokenizer:
         """The vocabulary's own names of token ids, None for ids outside."""
         return [self._tokenizer.id_to_token(token_id) for token_id in ids]
 
-    def stream(self) -> DetokenizeStream:
-        return DetokenizeStream(self._tokenizer, self._special_ids)
+    def stream(self, skipped_ids: Set[int] | None = None) -> DetokenizeStream:
+        """A stream that leaves special tokens out of the text: all of them (None), or those of ``skipped_ids``."""
+        special_ids = self._special_ids
+        return DetokenizeStream(
+            self._tokenizer, special_ids if skipped_ids is None else special_ids & skipped_ids
+        )
 
     @functools.cached_property
     def max_token_characters(self) -> int:
@@ -173,30 +177,32 @@ class Tokenizer:
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
-        assert self._chat_template is not None
-        return _TemplateEnvironment().from_string(self._chat_template)
+        assert self.chat_template is not None
+        return _TemplateEnvironment().from_string(self.chat_template)
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render a conversation, messages with ``role`` and ``content``, into a prompt, special tokens included.
 
+        ``tools`` are those that the model may call, in OpenAI's form; arguments of calls in messages are objects.
         ``add_generation_prompt`` ends it with what opens an answer of the assistant. ``template_kwargs`` are variables
         of this template, such as ``{"enable_thinking": False}``; one that it does not use has no effect. Raises
         PromptError for the name of another variable; ModelError where the model has no template, or it is broken or
         refuses the messages.
         """
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise ModelError(
                 "a chat template is required: neither chat_template.jinja nor a chat_template in "
                 "tokenizer_config.json was found; pass a plain prompt instead"
             )
         own = {
             "messages": [dict(message) for message in messages],
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             _DEADLINE: time.monotonic() + MAX_TEMPLATE_S,

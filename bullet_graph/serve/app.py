@@ -24,18 +24,12 @@ from bullet_graph.serve.generation import Generation
 from bullet_graph.serve.limits import Gate, LimitMiddleware
 from bullet_graph.serve.metrics import ServerMetrics
 from bullet_graph.serve.protocol import (
-    ChatCompletion,
     ChatCompletionRequest,
-    Completion,
     CompletionRequest,
     DetokenizeRequest,
-    Model,
-    ModelList,
-    Text,
     TokenizeRequest,
-    Tokens,
-    answers,
 )
+from bullet_graph.serve.schemas import ChatCompletion, Completion, Model, ModelList, Text, Tokens, answers
 from bullet_graph.serve.settings import OWNER, ServeSettings
 
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"

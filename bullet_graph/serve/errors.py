@@ -25,8 +25,8 @@ _TYPES = {
 _UNIONS = {
     "prompt": "a text, token ids (integers from 0 to 2**31 - 1), or a list of up to 128 of either; none of them empty",
     "stop": "a text, or a list of up to 16, each of 1 to 1,000 characters",
-    "messages": "a list of messages, each with role (system, developer, user or assistant) and content (a text, or a "
-    'list of {"type": "text", "text": …})',
+    "messages": "a list of messages, each with role (system, developer, user, assistant or tool) and content (a "
+    'text, or a list of {"type": "text", "text": …})',
 }
 """Fields of several types; a complaint about each type alone would not help."""
 

@@ -7,12 +7,14 @@ import functools
 import json
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any, ClassVar
 
 from bullet_graph.engine.output import CompletionOutput, RequestOutput, TokenLogprobs
 from bullet_graph.models.tokenizer import Tokenizer
+from bullet_graph.serve.tools import ToolCallParser, tool_calls
 
 to_json_text = encode_basestring_ascii
 """A text as JSON with its quotes; faster than ``json.dumps``."""
@@ -96,11 +98,16 @@ class AnswerFormat(ABC):
         return f"{self._event_head}{choice}]{tail}}}\n\n".encode()
 
     def _choice(self, choice: int, output: CompletionOutput, text_form: str, more: str = "") -> str:
-        text = text_form % to_json_text(output.text)
+        text, finish_reason = self._said(choice, output, text_form)
         logprobs = "null" if output.logprobs is None else to_json(self._logprobs(choice, output.logprobs))
-        reason = "null" if output.finish_reason is None else f'"{output.finish_reason}"'
+        reason = "null" if finish_reason is None else f'"{finish_reason}"'
         ids = f',"token_ids":{to_json(output.token_ids)}' if self._with_token_ids else ""
         return f'{{"index":{choice},{text},"logprobs":{logprobs},"finish_reason":{reason}{ids}{more}}}'
+
+    def _said(self, choice: int, output: CompletionOutput, text_form: str) -> tuple[str, str | None]:
+        """The fields of an output's text, and why it ended."""
+        del choice
+        return text_form % to_json_text(output.text), output.finish_reason
 
     @abstractmethod
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -150,10 +157,43 @@ class ChatFormat(AnswerFormat):
     whole_text = '"message":{"role":"assistant","content":%s}'
     prompt_ids_in_choices = False
 
+    def __init__(
+        self,
+        model: str,
+        texts: TokenTexts,
+        *,
+        with_token_ids: bool,
+        request_id: str,
+        call_parser: Callable[[], ToolCallParser] | None = None,
+    ) -> None:
+        super().__init__(model, texts, with_token_ids=with_token_ids, request_id=request_id)
+        self._parsers = None if call_parser is None else defaultdict[int, ToolCallParser](call_parser)
+
     def opening(self, choice: int, usage: str | None) -> bytes:
         """The event that names the speaker."""
         delta = '"delta":{"role":"assistant","content":""}'
         return self._event(f'{{"index":{choice},{delta},"logprobs":null,"finish_reason":null}}', usage)
+
+    def _said(self, choice: int, output: CompletionOutput, text_form: str) -> tuple[str, str | None]:
+        reason: str | None = output.finish_reason
+        if self._parsers is None:
+            return super()._said(choice, output, text_form)
+        parser = self._parsers[choice]
+        words, deltas = parser.push(output.text)
+        if reason is not None:
+            last_words, last_deltas = parser.finish()
+            words, deltas = words + last_words, deltas + last_deltas
+        if reason == "stop" and parser.num_calls:
+            reason = "tool_calls"
+        streamed = text_form == self.new_text
+        calls = to_json(tool_calls(deltas, streamed=streamed)) if deltas else ""
+        if streamed:
+            fields = [f'"content":{to_json_text(words)}'] * bool(words) + [f'"tool_calls":{calls}'] * bool(
+                calls
+            )
+            return f'"delta":{{{",".join(fields)}}}', reason
+        content = to_json_text(words) if words or not calls else "null"
+        return self.whole_text % (content + (f',"tool_calls":{calls}' if calls else "")), reason
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         del choice

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ from bullet_graph.serve.protocol import (
     TokenizeRequest,
 )
 from bullet_graph.serve.settings import ServeSettings
+from bullet_graph.serve.tools import FORMATS, ToolCallParser, format_of
 from bullet_graph.slo import Slo
 
 _LONG_TEXT = 2000
@@ -55,6 +57,8 @@ class Generation:
         self._metrics = metrics
         self._tokenizer = engine.engine.tokenizer
         self._texts = token_texts(self._tokenizer)
+        template = None if self._tokenizer is None else self._tokenizer.chat_template
+        self._tool_format = FORMATS.get(settings.tool_call_parser) or format_of(template or "")
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="bullet-graph-tokenizer")
 
     def check_model(self, model: str | None) -> None:
@@ -71,7 +75,9 @@ class Generation:
     def answer(self, request: Request, tally: Tally) -> Answer:
         """Answer a request, whose tokens are counted in the tally; ApiError 404 if it names another model."""
         self.check_model(request.model)
-        kind = ChatFormat if isinstance(request, ChatCompletionRequest) else CompletionFormat
+        kind: Callable[..., AnswerFormat] = CompletionFormat
+        if isinstance(request, ChatCompletionRequest):
+            kind = partial(ChatFormat, call_parser=self._call_parser(request))
         written = kind(
             self._settings.served_model_name,
             self._texts,
@@ -82,6 +88,24 @@ class Generation:
         if request.stream:
             return Answer(timeout_s=timeout_s, events=partial(self._events, request, written, tally))
         return Answer(timeout_s=timeout_s, whole=partial(self._whole, request, written, tally))
+
+    def _call_parser(self, request: ChatCompletionRequest) -> Callable[[], ToolCallParser] | None:
+        """What finds calls in an answer; None where the model may make none."""
+        if not request.offered_tools:
+            return None
+        if self._tool_format is None:
+            raise ApiError(
+                400,
+                f"tools need a chat template in one of these formats of calls: {', '.join(FORMATS)}. This model's is "
+                "in none: leave `tools` out, or start the server with --tool-call-parser",
+                param="tools",
+            )
+        if request.required_tools is not None:
+            raise ApiError(
+                400, "a required tool is not supported by this server: give auto or none", param="tool_choice"
+            )
+        most_calls = 1 if request.parallel_tool_calls is False else None
+        return partial(ToolCallParser, self._tool_format, most_calls=most_calls)
 
     async def tokenize(self, request: TokenizeRequest) -> str:
         """The token ids of a text or a conversation, as JSON; errors as for a prompt."""
@@ -161,6 +185,10 @@ class Generation:
             streams = []
             for prompt in prompts:
                 params = request.sampling_params(self._max_tokens(request, len(prompt)))
+                if isinstance(request, ChatCompletionRequest) and request.offered_tools:
+                    # The mark of calls is often a special token.
+                    marked = self._tool_format is not None and self._tool_format.begin != ""
+                    params = replace(params, skip_special_tokens=params.skip_special_tokens and not marked)
                 streams.append(partial(self._one, prompt, params, slo, kind, hand_over))
             async with aclosing(_merged(streams)) as outputs:
                 yield outputs
@@ -202,13 +230,22 @@ class Generation:
                 "the model has no tokenizer, which a chat needs: use /v1/completions with token ids, or serve a folder "
                 "with tokenizer.json"
             )
-        messages = [message.for_template() for message in request.messages or ()]
-        if len(messages) > self._longest_prompt:
-            raise self._too_long(f"and a conversation as many messages, found {len(messages)} messages")
-        self._check_characters(sum(len(message["content"]) for message in messages))
-        opened = isinstance(request, ChatCompletionRequest) or request.add_generation_prompt is not False
-        render = partial(self._tokenizer.apply_chat_template, messages, opened, request.chat_template_kwargs)
-        return await self._in_thread(render)
+        said = request.messages or ()
+        if len(said) > self._longest_prompt:
+            raise self._too_long(f"and a conversation as many messages, found {len(said)} messages")
+        if isinstance(request, ChatCompletionRequest):
+            opened, tools = True, request.offered_tools
+        else:
+            opened, tools = request.add_generation_prompt is not False, request.tools or []
+        render = partial(self._tokenizer.apply_chat_template, add_generation_prompt=opened)
+
+        def rendered() -> str:
+            messages = [message.for_template() for message in said]
+            self._check_characters(sum(len(message["content"]) for message in messages))
+            functions = [tool.model_dump(exclude_unset=True) for tool in tools]
+            return render(messages, template_kwargs=request.chat_template_kwargs, tools=functions or None)
+
+        return await self._in_thread(rendered)
 
     async def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:

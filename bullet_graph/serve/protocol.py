@@ -1,15 +1,13 @@
-"""Requests and answers of OpenAI's interface, with vLLM's extensions and ours.
-
-Docstrings and answer types make the OpenAPI description; ``formats.py`` writes the answers.
-"""
+"""Requests of OpenAI's interface, with vLLM's extensions and ours; docstrings are in the OpenAPI description."""
 
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
+from bullet_graph.errors import PromptError
 from bullet_graph.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_TEMPERATURE, SamplingParams
 
 MAX_OUTPUTS = 128
@@ -20,6 +18,9 @@ OWN_ERROR = "request"
 
 _MOST_FIELDS = 100
 """Fields of any object of a request."""
+
+_MOST_TOOLS = 128
+"""Tools of a request, and calls of a message; OpenAI's limit."""
 
 _HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "session_id"}
@@ -35,14 +36,13 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
         ("guided_choice guided_grammar guided_json guided_regex structural_tag structured_outputs", ()),
         ("guided_decoding_backend guided_whitespace_pattern repetition_detection truncate_prompt_tokens", ()),
         ("echo include_stop_str_in_output return_tokens_as_token_ids use_beam_search watermarking", (False,)),
-        ("skip_special_tokens spaces_between_special_tokens", (True,)),
+        ("spaces_between_special_tokens", (True,)),
         ("priority routed_experts_prompt_start", (0,)),
         ("best_of length_penalty stream_interval", (1,)),
-        ("functions logits_processors tools", ([],)),
+        ("functions logits_processors", ([],)),
         ("ec_transfer_params kv_transfer_params vllm_xargs", ({},)),
-        ("parallel_tool_calls", (True, False)),
         ("thinking_token_budget", (-1,)),
-        ("function_call tool_choice", ("none",)),
+        ("function_call", ("none",)),
         ("modalities", (["text"],)),
         ("response_format", ({"type": "text"},)),
         ("suffix", ("",)),
@@ -93,6 +93,7 @@ Many = Annotated[list[T], Field(min_length=1, fail_fast=True)]
 """Only the first wrong item is told: there may be millions."""
 
 
+Tools = Annotated[list["Tool"], Field(max_length=_MOST_TOOLS, description="What the model may call.")]
 TemplateKwargs = Annotated[
     dict[str, Any],
     Field(
@@ -143,6 +144,7 @@ class GenerationRequest(_Request):
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
@@ -235,12 +237,64 @@ class TextPart(_Said):
     text: str
 
 
+ToolName = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class Function(_Said):
+    """What a model may call; ``parameters`` is a JSON schema of an object."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Said):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Said):
+    name: ToolName
+
+
+class NamedTool(_Said):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(_Said):
+    name: str
+    arguments: str = Field(description="The text of a JSON object.")
+
+
+class ToolCall(_Said):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """The form of chat templates, whose arguments are objects; PromptError where they are none."""
+        text = self.function.arguments
+        try:
+            arguments = from_json(text or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise PromptError(
+                f"`arguments` of a tool call in `messages` must be the text of a JSON object, found {text!r:.80}"
+            )
+        function = {"name": self.function.name, "arguments": arguments}
+        return ({} if self.id is None else {"id": self.id}) | {"type": "function", "function": function}
+
+
 class Message(_Said):
     """One turn of a conversation; only an assistant's ``content`` may be null."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Many[TextPart] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=_MOST_TOOLS)] | None = None
+    tool_call_id: str | None = Field(default=None, description="The call that a tool's message answers.")
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
@@ -248,13 +302,22 @@ class Message(_Said):
             raise PydanticCustomError(OWN_ERROR, "a message's `content` is required", {"field": "messages"})
         return self
 
-    def for_template(self) -> dict[str, str]:
-        """The form of chat templates; ``developer`` is OpenAI's newer name of ``system``."""
+    def for_template(self) -> dict[str, Any]:
+        """The form of chat templates; ``developer`` is OpenAI's newer name of ``system``. Raises PromptError."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | ({} if self.name is None else {"name": self.name})
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content,
+        }
+        message |= {
+            key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None
+        }
+        # Templates ask whether the key is there.
+        return message | (
+            {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}
+        )
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -272,6 +335,11 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        default=None, description="By default auto, where there are tools."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="False: at most one call.")
     chat_template_kwargs: TemplateKwargs | None = None
 
     @model_validator(mode="after")
@@ -284,6 +352,34 @@ class ChatCompletionRequest(GenerationRequest):
                 OWN_ERROR, "`max_tokens` is the old name of `max_completion_tokens`: give one of them"
             )
         return self
+
+    @model_validator(mode="after")
+    def _tools_fit_their_choice(self) -> "ChatCompletionRequest":
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise PydanticCustomError(OWN_ERROR, "`tools` must have different names", {"field": "tools"})
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if (chosen is not None and chosen not in names) or (self.tool_choice == "required" and not names):
+            raise PydanticCustomError(
+                OWN_ERROR,
+                "`tool_choice` asks for a tool that `tools` lacks: add it there",
+                {"field": "tool_choice"},
+            )
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """What the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def required_tools(self) -> dict[str, dict[str, Any]] | None:
+        """The schemas of those of which one must be called, by name; None where none must."""
+        if self.tool_choice != "required" and not isinstance(self.tool_choice, NamedTool):
+            return None
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        functions = [tool.function for tool in self.offered_tools]
+        return {each.name: each.parameters or {} for each in functions if named in (None, each.name)}
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -305,6 +401,7 @@ class TokenizeRequest(_Request):
 
     prompt: str | None = Field(default=None, examples=["The sea"])
     messages: Many[Message] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = Field(default=None, description="By default only around a text.")
     add_generation_prompt: bool | None = Field(default=None, description="End with what opens an answer.")
     chat_template_kwargs: TemplateKwargs | None = None
@@ -321,127 +418,3 @@ class DetokenizeRequest(_Request):
     """``POST /detokenize``."""
 
     tokens: Annotated[list[TokenId], Field(fail_fast=True, examples=[[72, 105]])]
-
-
-# ---- answers ----
-
-
-class Tokens(BaseModel):
-    """The answer of ``/tokenize``."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str | None] | None
-
-
-class Text(BaseModel):
-    """The answer of ``/detokenize``."""
-
-    prompt: str
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class CompletionLogprobs(BaseModel):
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class Completion(BaseModel):
-    """The answer of ``/v1/completions``."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class TopLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob]
-
-
-class AssistantMessage(BaseModel):
-    role: Literal["assistant"]
-    content: str
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
-    token_ids: list[int] | None = None
-
-
-class ChatCompletion(BaseModel):
-    """The answer of ``/v1/chat/completions``."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | None = None
-
-
-class ErrorInfo(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(BaseModel):
-    error: ErrorInfo
-
-
-class Model(BaseModel):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-    vocab_size: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"]
-    data: list[Model]
-
-
-def answers(model: Any, *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """A path's possible answers for OpenAPI: this model, events if it streams, or an error."""
-    success: dict[str, Any] = {"model": model}
-    if streams:
-        success["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
-    error = {"model": ErrorAnswer, "description": "An error"}
-    return {200: success, "4XX": error, "5XX": error}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.serve.tools import FORMATS
 
 OWNER = "bullet_graph"
 """The model's owner in `/v1/models`; clients know the server by it."""
@@ -23,6 +24,7 @@ _PORT = _Range("between 0 and 65535", lambda port: 0 <= port < 2**16)
 _TIME = _Range("a number of seconds above 0", lambda s: s > 0)
 _FINITE_TIME = _Range("a number of seconds, at least 0", lambda s: 0 <= s < math.inf)
 _WRITE_TIME = _Range("a number of seconds from 0 to 86400", lambda s: 0 <= s <= 86400)
+_PARSER = _Range(f"auto, {', '.join(FORMATS)}", lambda name: name in ("auto", *FORMATS))
 _TEXT = _Range("a text that is not empty", bool)
 _KEY = _Range(
     "printable ASCII characters, at least one",
@@ -82,6 +84,9 @@ class ServeSettings:
         30.0,
         _FINITE_TIME,
         "After SIGTERM, time for requests in progress; then they are aborted. A second signal aborts them at once.",
+    )
+    tool_call_parser: str = _setting(
+        "auto", _PARSER, f"Format of tool calls: {_PARSER.words}. `auto` takes that of the chat template."
     )
     watchdog_timeout_s: float = _setting(
         60.0, _TIME, "After this long without progress on a lane, all requests fail and /health is 503."
