@@ -21,6 +21,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 SelfCheckChoice = Literal["off", "sample", "all"]
 ReadyName = Literal["hot", "all"]
 PromptOrder = Literal["arrival", "longest-output"]
+GenerationConfigChoice = Literal["auto", "none"]
 PolicyChoice = Literal["serial", "mixed", "split", "auto"]
 
 _P = ParamSpec("_P")
@@ -149,7 +150,17 @@ class EngineConfig:
     """
 
     model: str = field(
-        metadata={"setting": Setting("A Hugging Face model folder, or a preset with random weights.")}
+        metadata={
+            "setting": Setting(
+                "A Hugging Face model folder, a hub id such as Qwen/Qwen3-0.6B, or a preset (random weights)."
+            )
+        }
+    )
+    revision: str | None = _setting(
+        None,
+        "Branch, tag or commit of a model on the hub.",
+        no_value="the main branch",
+        wanted="a branch, a tag, a commit or None",
     )
     load_format: LoadFormat = _setting(
         "auto",
@@ -251,6 +262,11 @@ class EngineConfig:
         metavar="N,N,…",
         no_value="those of the performance table, for auto and split",
         parse=parse_counts,
+    )
+    generation_config: GenerationConfigChoice = _setting(
+        "auto",
+        "Default sampling parameters. auto: those of the model's generation_config.json; none: this engine's own. "
+        "Benchmarks decode greedily either way.",
     )
     seed: int = _setting(0, "Seed of dummy weights, synthetic prompts and sampling.", minimum=0)
 

@@ -151,7 +151,7 @@ def _compare(
     cells = make_peer_cells([WorkloadSpec.parse(text) for text in workloads], candidates, options)
     setup = make_setup(cells, options)
     vllm_options = dict(_parse_option(text) for text in options["vllm_options"])
-    vocab_size = resolve_model(options["model"])[0].vocab_size
+    vocab_size = resolve_model(options["model"]).config.vocab_size
     device = options["device"]
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

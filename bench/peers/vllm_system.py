@@ -165,10 +165,10 @@ def require_vllm() -> None:
 
 def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
     """The arguments of vLLM's ``AsyncEngineArgs``; writes a preset's model folder."""
-    model, model_folder = resolve_model(setup.model)
-    is_dummy = setup.load_format == "dummy" or (setup.load_format == "auto" and model_folder is None)
+    found = resolve_model(setup.model)
+    is_dummy = setup.load_format == "dummy" or (setup.load_format == "auto" and found.folder is None)
     return {
-        "model": str(model_folder or write_model_folder(folder, model)),
+        "model": str(found.hub_id or found.folder or write_model_folder(folder, found.config)),
         "load_format": "dummy" if is_dummy else "auto",
         "generation_config": "vllm",
         "skip_tokenizer_init": True,

@@ -33,7 +33,7 @@ _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
     callback=parse_sizes,
     help="Sizes of the decode lane, in SMs, to verify.  [default: a few that suit the GPU]",
 )
-@click.option("--model", help="Plan the memory of this preset or model folder, under default settings.")
+@click.option("--model", help="Plan this model's memory, under default settings.")
 @click.option(
     "--calibrate",
     "wants_calibration",

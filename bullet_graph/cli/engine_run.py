@@ -105,13 +105,16 @@ def describe_config(config: EngineConfig, runtime: Runtime) -> dict[str, Any]:
         for name, value in config.values().items()
         if name not in _OWN_FIELDS
     }
+    resolved = {"max_model_len": runtime.max_model_len, "slo": str(config.slo)}
+    if runtime.hub_id is not None and runtime.folder is not None:
+        resolved["revision"] = runtime.folder.name
     return {
         "model": without_home(config.model),
         "load_format": "dummy" if has_random_weights(config) else "safetensors",
         "dtype": runtime.dtype_name,
         "policy": str(config.policy),
         "seed": config.seed,
-        "engine": settings | {"max_model_len": runtime.max_model_len, "slo": str(config.slo)},
+        "engine": settings | resolved,
     }
 
 

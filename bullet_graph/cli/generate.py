@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine, tell_random_weights
@@ -17,7 +18,7 @@ from bullet_graph.config import EngineConfig
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
 from bullet_graph.errors import ModelError, PromptError, RequestError
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.runtime.resolve import load_tokenizer, resolve
+from bullet_graph.runtime.resolve import default_sampling_params, load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
 
 _LABEL_CHARS = 60
@@ -89,7 +90,8 @@ def generate(
     """Continue prompts, printing text as it comes (token ids where the model has no tokenizer).
 
     Without --prompt, --prompt-ids or --prompt-file, the prompt is standard input. Several prompts run together and
-    are printed in order. A wrong prompt fails alone; the exit code is then 2.
+    are printed in order. A wrong prompt fails alone; the exit code is then 2. The model's generation_config.json comes
+    before the defaults of sampling below.
 
     \b
     Examples:
@@ -106,9 +108,15 @@ def generate(
         raise click.UsageError("--chat-template-kwargs needs --chat")
     prompts: list[str | tuple[int, ...]] = [*_read_texts(texts, ids, prompt_file), *ids]
     config = fit_max_num_seqs(config, len(prompts) * params.n)
-    template_kwargs = (chat_template_kwargs or {}) if chat else None
+    runtime, source = resolve(config), click.get_current_context().get_parameter_source
+    defaults = default_sampling_params(config, runtime)
+    own = {name: value for name, value in defaults.items() if source(name) is ParameterSource.DEFAULT}
+    params, tokenizer = dataclasses.replace(params, **own), load_tokenizer(runtime)
+    inputs: list[Prompt] = list(prompts)
+    if chat:
+        inputs = [_apply_chat_template(str(text), tokenizer, chat_template_kwargs) for text in prompts]
     accepted = _run(
-        config, prompts, params, template_kwargs, as_json=as_json, trace_decisions=trace_decisions
+        config, prompts, inputs, params, tokenizer, as_json=as_json, trace_decisions=trace_decisions
     )
     tell_random_weights(config)
     if not accepted:
@@ -168,17 +176,14 @@ class OrderedPrinter:
 def _run(
     config: EngineConfig,
     prompts: Sequence[Prompt],
+    inputs: Sequence[Prompt],
     params: SamplingParams,
-    template_kwargs: Mapping[str, Any] | None,
+    tokenizer: Tokenizer | None,
     *,
     as_json: bool,
     trace_decisions: Path | None,
 ) -> bool:
-    """Generate and print; return whether every prompt was accepted. ``template_kwargs``: None outside of a chat."""
-    tokenizer = load_tokenizer(resolve(config))
-    inputs = prompts
-    if template_kwargs is not None:
-        inputs = [_apply_chat_template(prompt, tokenizer, template_kwargs) for prompt in prompts]
+    """Generate from inputs, print under their prompts, and return whether every one was accepted."""
     with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
         kind = OutputKind.FINAL_ONLY if as_json else OutputKind.DELTA
         accepted = []
@@ -211,11 +216,11 @@ def _run(
 
 
 def _apply_chat_template(
-    prompt: Prompt, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any]
+    prompt: str, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None
 ) -> list[int]:
     if tokenizer is None:
         raise ModelError("--chat needs a model folder with tokenizer.json and a chat template: found none")
-    messages = [{"role": "user", "content": str(prompt)}]
+    messages = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(messages, template_kwargs=template_kwargs)
     # The template contains the special tokens.
     return tokenizer.encode(text, add_special_tokens=False)

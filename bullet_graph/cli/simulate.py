@@ -79,7 +79,8 @@ class Simulator:
         self.config = config
         self.arrivals = arrivals
         self._spread = {"host_overhead_ms": host_overhead_ms, "time_noise": time_noise}
-        self.model, folder = resolve_model(config.model)
+        found = resolve_model(config.model, config.revision)
+        self.model, folder = found.config, found.folder
         self.dtype = "bfloat16" if self.model.dtype == "float32" else self.model.dtype
         limit = self.model.max_position_embeddings
         self.max_model_len = config.max_model_len or limit
@@ -94,7 +95,7 @@ class Simulator:
             self.unpadded = Roofline(spec, self.model, dtype_bytes=DTYPE_BYTES[self.dtype])
             self.performance = self.unpadded
         else:
-            table = load_table(gpu, model=config.model, dtype=self.dtype)
+            table = load_table(gpu, model=found.name, dtype=self.dtype)
             if table.key.dtype != self.dtype:
                 raise PerfTableError(
                     f"the table {gpu} was measured in {table.key.dtype}, but {config.model} runs in {self.dtype}: "

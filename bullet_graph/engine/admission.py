@@ -157,15 +157,15 @@ class Admission:
 
 
 def normalise_batch(
-    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
 ) -> tuple[list[Prompt], list[SamplingParams], bool]:
     """Expand the arguments of ``generate`` to one entry per prompt; also whether a single prompt was given."""
     if not isinstance(prompts, (Sequence, np.ndarray)):
         raise RequestError(f"prompts must be text, token ids, or a list of either, got {prompts!r:.80}")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer)))
     batch = [cast(Prompt, prompts)] if single else list(cast(Sequence[Prompt], prompts))
-    if params is None or isinstance(params, SamplingParams):
-        return batch, [params or SamplingParams()] * len(batch), single
+    if isinstance(params, SamplingParams):
+        return batch, [params] * len(batch), single
     if not isinstance(params, Sequence) or len(params) != len(batch):
         found = str(len(params)) if isinstance(params, Sequence) else repr(params)
         raise RequestError(

@@ -31,7 +31,7 @@ from bullet_graph.planner.tuning import TUNING
 from bullet_graph.runtime.build import build_executor
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import MemoryLedger, held_tokens
-from bullet_graph.runtime.resolve import check_fork, load_tokenizer, resolve
+from bullet_graph.runtime.resolve import check_fork, default_sampling_params, load_tokenizer, resolve
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 
@@ -46,7 +46,7 @@ class Engine:
     process. Not thread-safe: use :class:`AsyncEngine` from several threads or tasks.
 
     Args:
-        model: a Hugging Face model folder or a preset's name.
+        model: a Hugging Face model folder, a hub id such as ``Qwen/Qwen3-0.6B``, or a preset's name.
         settings: those of :class:`~bullet_graph.config.EngineConfig`, by name; text such as
             ``policy="mixed:2048"`` is read as on the command line.
         trace_decisions: write every decision of the planner to this new file, for ``bullet-graph explain``.
@@ -78,6 +78,7 @@ class Engine:
                 check_fork(config, runtime)
         with start.phase("tokenizer"):
             self.tokenizer = load_tokenizer(runtime)
+        self.default_sampling_params = default_sampling_params(config, runtime)
         try:
             built = build_executor(
                 config, runtime, progress=use_tqdm, on_ledger=on_ledger or (lambda _: None), clock=start
@@ -197,7 +198,8 @@ class Engine:
     ) -> None:
         """Queue a request; :meth:`step` runs it.
 
-        It arrived at ``arrival_s`` of :meth:`now` (None: now). The engine's targets replace those that ``slo`` lacks.
+        It arrived at ``arrival_s`` of :meth:`now` (None: now). ``default_sampling_params``, which the model's
+        generation_config.json gives, stand in for None. The engine's targets replace those that ``slo`` lacks.
         Raises RequestError for an invalid request, and EngineDeadError if the engine was shut down or has failed.
         """
         executor = self._alive()
@@ -209,7 +211,7 @@ class Engine:
         request = self._admission.request(
             request_id,
             prompt,
-            SamplingParams() if sampling_params is None else sampling_params,
+            SamplingParams(**self.default_sampling_params) if sampling_params is None else sampling_params,
             output_kind=output_kind,
             arrival_s=arrival,
             slo=self.config.slo if slo is None else slo.or_else(self.config.slo),
@@ -288,6 +290,7 @@ class Engine:
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; return one output per prompt, in order, when all are done.
 
+        ``sampling_params`` are those of each prompt, or of all; None: as in :meth:`add_request`.
         An invalid prompt of a list fails alone: its output has ``error`` set and no ``outputs``. A single one raises
         RequestError, as do requests that were added one by one and are still under way.
         """
@@ -297,6 +300,8 @@ class Engine:
                 f"generate needs the engine to itself, but {len(self._core.requests)} requests are under way: "
                 "finish them with step(), or abort them"
             )
+        if sampling_params is None:
+            sampling_params = SamplingParams(**self.default_sampling_params)
         batch, params, single = normalise_batch(prompts, sampling_params)
         ids = [f"generate-{next(self._names)}" for _ in batch]
         wanted, results = set(ids), dict[str, RequestOutput]()

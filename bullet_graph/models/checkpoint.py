@@ -24,6 +24,9 @@ from bullet_graph.models.weights import ModelWeights, checkpoint_views, stored_r
 _STAGING_BYTES = 16 * 1024**2
 """Size of a pinned buffer, large enough for a copy's full speed."""
 
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+"""The first three are pickled, which means that they are programs."""
+
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element, by safetensors' names of the types that are read."""
 
@@ -117,9 +120,11 @@ def _open_files(folder: Path, stack: ExitStack) -> tuple[Path, Mapping[str, _Sto
         file = _open_file(single, stack)
         return single, {name: _stored_tensor(single, file, name) for name in file.keys()}  # noqa: SIM118
     if not index.exists():
+        others = sorted({f"*{path.suffix}" for kind in _OTHER_WEIGHTS for path in folder.glob(kind)})
+        found = f"neither, but {' and '.join(others)} files, which are not read" if others else "neither"
         raise CheckpointError(
-            f"{folder} must hold {single.name} or {index.name}; found neither: "
-            "download the safetensors files, or use load_format dummy for random weights"
+            f"{folder} must hold {single.name} or {index.name}; found {found}: "
+            "download the safetensors files, write them with transformers (save_pretrained), or use load_format dummy"
         )
     weight_map = read_json_object(index, CheckpointError).nested("weight_map")
     for name, file_name in weight_map.values.items():

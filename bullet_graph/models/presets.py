@@ -1,10 +1,12 @@
-"""The models there are: folders of a supported architecture, and presets, which run with random weights."""
+"""The models there are: folders of a supported architecture, on disk or on the hub, and presets with random weights."""
 
+import difflib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
-from bullet_graph.errors import ModelError, UnsupportedModelError
+from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.families.gemma import GEMMA3, read_gemma3
 from bullet_graph.models.families.granite import GRANITE, read_granite
@@ -14,6 +16,7 @@ from bullet_graph.models.families.olmo import OLMO2, read_olmo2
 from bullet_graph.models.families.phi import PHI3, read_phi3
 from bullet_graph.models.families.qwen import QWEN2, QWEN3, QWEN3_0_6B, QWEN3_8B, read_qwen2, read_qwen3
 from bullet_graph.models.families.smollm import SMOLLM3, read_smollm3
+from bullet_graph.models.hub import download, is_hub_id
 from bullet_graph.models.json_files import JsonObject, read_json_object
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
@@ -43,6 +46,9 @@ _READERS: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
 """Reader of ``config.json``, by Hugging Face's name of the architecture."""
 
 
+_TAKE_SAFETENSORS = "give the folder or the hub id of the model's safetensors"
+
+
 def load_model_config(folder: Path) -> ModelConfig:
     """Read ``config.json`` of a Hugging Face model folder.
 
@@ -50,6 +56,10 @@ def load_model_config(folder: Path) -> ModelConfig:
     """
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; expected a model folder that holds config.json")
+    if any(folder.glob("*.gguf")) and not (folder / "config.json").exists():
+        raise ModelError(
+            f"{folder} holds a GGUF file, which is not read, and no config.json: {_TAKE_SAFETENSORS}"
+        )
     config = read_json_object(folder / "config.json")
     names = config.get("architectures")
     supported = f"a list naming one of {', '.join(_READERS)}"
@@ -60,17 +70,40 @@ def load_model_config(folder: Path) -> ModelConfig:
     return _READERS[names[0]](config)
 
 
-def resolve_model(name_or_path: str) -> tuple[ModelConfig, Path | None]:
-    """The config and path of a model folder, or a preset's config and None; a folder comes first.
+class FoundModel(NamedTuple):
+    """A model's config and where its files are.
 
-    Raises ModelError for neither, or as :func:`load_model_config`.
+    ``name`` is the preset's, the folder's or the hub id's without its owner. ``folder`` is None for a preset, and the
+    folder of a commit in the hub's cache for a ``hub_id``.
     """
-    folder = Path(name_or_path)
+
+    config: ModelConfig
+    name: str
+    folder: Path | None = None
+    hub_id: str | None = None
+
+
+def resolve_model(model: str, revision: str | None = None) -> FoundModel:
+    """Find a model by folder, preset or hub id, in this order; of the hub's files it downloads all but the weights.
+
+    Raises ModelError where there is none, or as :func:`load_model_config`; ConfigError for a ``revision`` of what is no
+    hub id.
+    """
+    folder, is_local = Path(model), Path(model).exists() or model in PRESETS
+    if revision is not None and (is_local or not is_hub_id(model)):
+        raise ConfigError(f"revision={revision} is for a hub id such as Qwen/Qwen3-0.6B, not for {model!r}")
     if folder.is_dir():
-        return load_model_config(folder), folder
-    if name_or_path in PRESETS:
-        return PRESETS[name_or_path], None
+        return FoundModel(load_model_config(folder), folder.resolve().name, folder)
+    if model in PRESETS:
+        return FoundModel(PRESETS[model], model)
+    if folder.suffix == ".gguf":
+        raise ModelError(f"{model} is a GGUF file, which is not read: {_TAKE_SAFETENSORS}")
+    if not is_local and is_hub_id(model):
+        folder = download(model, revision)
+        return FoundModel(load_model_config(folder), model.partition("/")[2], folder, model)
+    if near := difflib.get_close_matches(model.lower(), PRESETS, n=1):
+        raise ModelError(f"unknown model {model!r}: there is no such preset; did you mean {near[0]}?")
     raise ModelError(
-        f"unknown model {name_or_path!r}: expected a folder with config.json, "
-        f"or one of the presets {', '.join(PRESETS)}"
+        f"unknown model {model!r}: expected a folder with config.json, a hub id such as Qwen/Qwen3-0.6B, or one of the "
+        f"presets {', '.join(PRESETS)}"
     )

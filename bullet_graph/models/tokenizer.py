@@ -120,6 +120,12 @@ class Tokenizer:
         """
         path = folder / "tokenizer.json"
         if not path.exists():
+            if (folder / "tokenizer.model").exists():
+                raise ModelError(
+                    f"{folder} holds tokenizer.model without tokenizer.json, and only the latter is read: write it "
+                    "with AutoTokenizer.from_pretrained(folder).save_pretrained(folder); or remove "
+                    "tokenizer.model, to use token ids alone"
+                )
             return None
         content = read_model_file(path)
         try:

@@ -25,7 +25,7 @@ PhaseName = Literal[
 imports: of the package, and of the GPU's libraries when they are needed first;
 device: finding it, its performance table and its memory;
 capture cache: its entry found and checked, its kernels copied; partitions: calibrated and verified;
-allocation: of weights and KV cache; weights: filled, in a thread of their own;
+allocation: of weights and KV cache; weights: downloaded if need be, then filled in a thread of their own;
 kernels: compiled, or loaded from a cache; decode graphs, piecewise graphs: captured;
 self-check: logits of captured steps compared with the uncompiled model's, where a cache was used;
 first token: from the first request to its first token, after the start."""

@@ -19,6 +19,7 @@ from bullet_graph.graphs.piecewise import piecewise_scratch_bytes
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.models.checkpoint import WeightLoading, open_checkpoint
 from bullet_graph.models.decoder import Decoder, cos_sin_tables
+from bullet_graph.models.hub import download
 from bullet_graph.models.progress import progress_bar
 from bullet_graph.models.weights import fill_dummy, zero_weights
 from bullet_graph.partition.backend import open_backend
@@ -168,7 +169,11 @@ def decoder_while_loading(
     with ExitStack() as stack:
         checkpoint = None
         if runtime.folder is not None and config.load_format != "dummy":
-            checkpoint = stack.enter_context(open_checkpoint(runtime.folder, runtime.model))
+            folder = runtime.folder
+            if runtime.hub_id is not None:
+                with clock.phase("weights"):
+                    folder = download(runtime.hub_id, folder.name, weights=True)
+            checkpoint = stack.enter_context(open_checkpoint(folder, runtime.model))
         with clock.phase("allocation"):
             cache = KVCache(
                 runtime.model,

@@ -31,7 +31,9 @@ SOURCES = (
 )
 """Files that decide which kernels there are and what is captured. Whole files: Triton's keys hold line numbers."""
 
-_NO_KERNELS = frozenset(f"models/{name}.py" for name in ("checkpoint", "json_files", "progress", "tokenizer"))
+_NO_KERNELS = frozenset(
+    f"models/{name}.py" for name in ("checkpoint", "hub", "json_files", "progress", "tokenizer")
+)
 
 
 def fingerprint_of(runtime: Runtime) -> dict[str, str]:

@@ -1,22 +1,42 @@
 """Resolves a configuration against the machine, and refuses what the machine cannot run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bullet_graph.config import DeviceName, EngineConfig
-from bullet_graph.errors import ConfigError, DeviceError, UnsupportedModelError
+from bullet_graph.errors import (
+    ConfigError,
+    DeviceError,
+    ModelError,
+    SamplingParamsError,
+    UnsupportedModelError,
+)
 from bullet_graph.hardware import GENERIC, GpuSpec, gpu_spec
 from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.json_files import read_json_object
 from bullet_graph.models.presets import PRESETS_OF_BYTES, resolve_model
 from bullet_graph.models.tokenizer import Tokenizer, byte_tokenizer
 from bullet_graph.models.weights import torch_dtype
+from bullet_graph.sampling_params import SamplingParams
 
 FLASHINFER_RELEASE = "0.6.12"
 """The release whose compiled modules ``kernels.flashinfer_attention`` calls; pyproject.toml pins the same."""
+
+_GENERATION_CONFIG = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of generation_config.json that are read, as vLLM reads them, and their names here."""
 
 GPU_HEAD_DIMS = (64, 128, 256)
 """Head sizes that FlashInfer's fa2 and fa3 kernels are written for."""
@@ -26,7 +46,7 @@ GPU_HEAD_DIMS = (64, 128, 256)
 class Runtime:
     """A model on a device, with its index where it is a GPU: the resolved part of a configuration.
 
-    ``name`` is that of the preset or the folder, ``folder`` None for a preset.
+    ``name``, ``folder`` and ``hub_id`` are those of :class:`~bullet_graph.models.presets.FoundModel`.
     """
 
     model: ModelConfig
@@ -35,6 +55,7 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
+    hub_id: str | None = None
 
     @property
     def gpu(self) -> GpuSpec:
@@ -55,8 +76,9 @@ def resolve(config: EngineConfig) -> Runtime:
 
     Raises ModelError, DeviceError where a GPU was asked for and there is none, or ConfigError.
     """
-    model, folder = resolve_model(config.model)
-    if config.load_format == "safetensors" and folder is None:
+    found = resolve_model(config.model, config.revision)
+    model = found.config
+    if config.load_format == "safetensors" and found.folder is None:
         raise ConfigError(
             f"load_format=safetensors needs a model folder, but {config.model!r} is a preset of shapes only: "
             "use load_format=dummy, or give a folder"
@@ -75,12 +97,11 @@ def resolve(config: EngineConfig) -> Runtime:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the model's own limit of {limit} positions"
         )
-    name = config.model if folder is None else folder.resolve().name
     length = config.max_model_len or limit
     # A window that holds every sequence is none: the kernels without are faster.
     windows = tuple(None if window is None or window >= length else window for window in model.windows)
     model = replace(model, layer_windows=windows if any(windows) else ())
-    return Runtime(model, name, folder, device, dtype, length)
+    return Runtime(model, found.name, found.folder, device, dtype, length, found.hub_id)
 
 
 def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
@@ -88,6 +109,27 @@ def load_tokenizer(runtime: Runtime) -> Tokenizer | None:
     if runtime.folder is not None:
         return Tokenizer.from_folder(runtime.folder)
     return byte_tokenizer(runtime.model.vocab_size) if runtime.name in PRESETS_OF_BYTES else None
+
+
+def default_sampling_params(config: EngineConfig, runtime: Runtime) -> Mapping[str, Any]:
+    """Fields of SamplingParams that the model's ``generation_config.json`` gives, unless that is off.
+
+    Raises ModelError where that file holds a value that no request may have.
+    """
+    if config.generation_config == "none" or runtime.folder is None:
+        return {}
+    path = runtime.folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    file = read_json_object(path)
+    given = {
+        ours: file.get(theirs) for theirs, ours in _GENERATION_CONFIG.items() if file.get(theirs) is not None
+    }
+    try:
+        SamplingParams(**given)
+    except SamplingParamsError as error:
+        raise ModelError(f"{path}: {error}; correct the file, or pass generation_config=none") from error
+    return given
 
 
 def find_device(name: DeviceName) -> torch.device:

@@ -56,6 +56,7 @@ class Generation:
         self._gate = gate
         self._metrics = metrics
         self._tokenizer = engine.engine.tokenizer
+        self._defaults = engine.engine.default_sampling_params
         self._texts = token_texts(self._tokenizer)
         template = None if self._tokenizer is None else self._tokenizer.chat_template
         self._tool_format = FORMATS.get(settings.tool_call_parser) or format_of(template or "")
@@ -184,7 +185,7 @@ class Generation:
             slo = None if request.slo is None else Slo(**request.slo.model_dump())
             streams = []
             for prompt in prompts:
-                params = request.sampling_params(self._max_tokens(request, len(prompt)))
+                params = request.sampling_params(self._max_tokens(request, len(prompt)), self._defaults)
                 if isinstance(request, ChatCompletionRequest) and request.offered_tools:
                     # The mark of calls is often a special token.
                     marked = self._tool_format is not None and self._tool_format.begin != ""
@@ -289,7 +290,8 @@ class Generation:
         wanted = request.wanted_tokens
         if wanted is None:
             # min_tokens raises the default.
-            return min(max(request.default_tokens or room, request.min_tokens or 1), room)
+            default = request.default_tokens or self._defaults.get("max_tokens") or room
+            return min(max(default, request.min_tokens or 1), room)
         if wanted > room:
             raise ApiError(
                 400,

@@ -180,13 +180,16 @@ class GenerationRequest(_Request):
         """Alternatives to report per token; None: no log-probabilities."""
         raise NotImplementedError
 
-    def sampling_params(self, max_tokens: int) -> SamplingParams:
-        """The engine's settings for one prompt; SamplingParamsError if they contradict each other."""
+    def sampling_params(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The engine's settings for one prompt, with the model's ``defaults`` for fields that the request leaves out.
+
+        Raises SamplingParamsError if they contradict each other.
+        """
         names = SamplingParams.__dataclass_fields__.keys() - {"max_tokens", "logprobs"}
-        given = self.model_dump(include=set(names), exclude_none=True)
+        given = {**defaults, **self.model_dump(include=set(names), exclude_none=True)}
         if self.seed is not None:
             given["seed"] = self.seed % 2**63
-        return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.wanted_logprobs)
+        return SamplingParams(**given | {"max_tokens": max_tokens, "logprobs": self.wanted_logprobs})
 
 
 class CompletionRequest(GenerationRequest):

@@ -139,7 +139,7 @@ def test_texts_are_read_as_on_the_command_line() -> None:
 def test_an_unknown_setting_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="no setting 'max_seqs': did you mean max_num_seqs"):
         EngineConfig.of("tiny", max_seqs=3)
-    with pytest.raises(ConfigError, match="no setting 'zzz': choose among model, load_format"):
+    with pytest.raises(ConfigError, match="no setting 'zzz': choose among model, revision, load_format"):
         EngineConfig.of("tiny", zzz=3)
 
 

@@ -209,7 +209,12 @@ BROKEN: dict[str, Case] = {
     "no file": (
         1,
         lambda folder: (folder / FILE).unlink(),
-        r"model\.safetensors or .*index\.json; found neither",
+        r"model\.safetensors or .*index\.json; found neither:",
+    ),
+    "other files": (
+        1,
+        lambda folder: (folder / FILE).rename(folder / "pytorch_model.bin"),
+        r"found neither, but \*\.bin files, which are not read: download the safetensors files",
     ),
     "no shard": (
         3,

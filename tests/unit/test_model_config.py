@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
-from bullet_graph.errors import ModelError, UnsupportedModelError
-from bullet_graph.models.presets import PRESETS, load_model_config, resolve_model
+from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
+from bullet_graph.models.presets import PRESETS, FoundModel, load_model_config, resolve_model
 from bullet_graph.models.rope import Rope
 
 LLAMA: dict[str, Any] = {
@@ -318,11 +318,26 @@ def test_presets_are_configs_transformers_accepts(tmp_path: Path, name: str) -> 
 
 def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert resolve_model("tiny") == (PRESETS["tiny"], None)
+    assert resolve_model("tiny") == FoundModel(PRESETS["tiny"], "tiny")
     (tmp_path / "tiny").mkdir()
     write(tmp_path / "tiny", LLAMA)
-    config, folder = resolve_model("tiny")
-    assert (config.num_layers, folder) == (32, Path("tiny"))
+    found = resolve_model("tiny")
+    assert (found.config.num_layers, found.folder) == (32, Path("tiny"))
     presets = ", ".join(PRESETS)
-    with pytest.raises(ModelError, match=f"'nowhere': .* folder with config.json, or .* {presets}"):
-        resolve_model("nowhere")
+    (tmp_path / "a-file").touch()
+    for name, problem in {
+        "nowhere": f"'nowhere': expected a folder with config.json, a hub id .* or .* {presets}",
+        "./no/where": "unknown model './no/where': expected a folder",
+        "a-file": "unknown model 'a-file': expected a folder",
+        "Llama-3.1-8": r"unknown model 'Llama-3.1-8': there is no such preset; did you mean llama-3\.1-8b\?",
+        "models/Qwen3-0.6B-Q8_0.gguf": "is a GGUF file, which is not read: give the folder or the hub id",
+    }.items():
+        with pytest.raises(ModelError, match=problem):
+            resolve_model(name)
+    (tmp_path / "ggufs").mkdir()
+    (tmp_path / "ggufs" / "model-q4_0.gguf").touch()
+    with pytest.raises(ModelError, match=r"ggufs holds a GGUF file, which is not read, and no config\.json"):
+        resolve_model("ggufs")
+    for name in ("tiny", "nowhere"):
+        with pytest.raises(ConfigError, match=f"revision=main is for a hub id .*, not for '{name}'"):
+            resolve_model(name, "main")

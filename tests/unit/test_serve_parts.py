@@ -119,10 +119,10 @@ async def test_energy_is_what_was_used_since_the_start() -> None:
 
 def test_seeds_of_any_sign_and_size_are_kept_apart() -> None:
     seeds = [-(2**31) - 1, -2, -1, 0, 1, 2, 2**31 - 1, 2**31 + 1]
-    found = [CompletionRequest(prompt=[1], seed=seed).sampling_params(5).seed for seed in seeds]
+    found = [CompletionRequest(prompt=[1], seed=seed).sampling_params(5, {}).seed for seed in seeds]
     assert len(set(found)) == len(seeds)
     assert found[3:] == seeds[3:]
-    assert CompletionRequest(prompt=[1]).sampling_params(5).seed is None
+    assert CompletionRequest(prompt=[1]).sampling_params(5, {}).seed is None
 
 
 VLLMS_DEFAULTS: dict[str, object] = json.loads(

@@ -107,6 +107,12 @@ def test_broken_file(tmp_path: Path, name: str, content: bytes, problem: str) ->
         Tokenizer.from_folder(tmp_path)
 
 
+def test_a_file_of_sentencepiece_alone(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ModelError, match=r"holds tokenizer\.model without tokenizer\.json.* AutoTokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_truncation_and_padding_of_training_are_switched_off(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     path = str(tmp_path / "tokenizer.json")

@@ -404,15 +404,15 @@ def serve(
     from bullet_graph.serve.client import OpenAiServer  # noqa: PLC0415
 
     url = _api_url(base_url)
-    shape, folder = (None, None) if model is None else resolve_model(model)
-    tokenizer = None if folder is None else Tokenizer.from_folder(folder)
+    found = None if model is None else resolve_model(model)
+    tokenizer = None if found is None or found.folder is None else Tokenizer.from_folder(found.folder)
     tokenize = None if tokenizer is None else tokenizer.encode
     workload = load_workload(trace, num_requests=num_prompts, seed=seed, tokenize=tokenize)
     arrivals.times(workload)
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
         server = runner.run(OpenAiServer.connect(url, api_key=api_key))
         try:
-            vocab_size = server.settings["vocab_size"] if shape is None else shape.vocab_size
+            vocab_size = server.settings["vocab_size"] if found is None else found.config.vocab_size
             if not isinstance(vocab_size, int):
                 raise ConfigError(
                     f"random prompts need the model's vocabulary, which {base_url} does not report: give --model, the "
