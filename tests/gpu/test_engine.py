@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import psutil
@@ -11,7 +13,7 @@ import torch
 from noise import Checkpoint, check_against_transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from bullet_graph import Engine, SamplingParams
+from bullet_graph import Engine, PerfTableWarning, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -134,3 +136,34 @@ def test_the_tiny_preset_runs_on_a_gpu_as_well() -> None:
     with Engine("tiny", device="cuda", max_num_seqs=4, kv_cache_bytes=2**28) as engine:
         outputs = engine.generate([[1, 2, 3], [4] * 50], GREEDY, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [GREEDY.max_tokens] * 2
+
+
+def test_auto_without_a_table_serves_in_fixed_chunks(model: Checkpoint) -> None:
+    with pytest.warns(PerfTableWarning, match="forwards have at most 512 rows"):
+        engine = Engine(str(model.folder), policy="auto", max_num_seqs=4, kv_cache_bytes=2**28)
+    with engine:
+        outputs = engine.generate([[1] * 900, [2] * 30], GREEDY, use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [24, 24]
+        assert set(engine.stats().policy_shares) <= {"mixed", "solo"}
+
+
+FORKED = """
+import os, sys
+import torch
+from bullet_graph import DeviceError, Engine
+
+torch.zeros(1, device="cuda")
+if os.fork() == 0:
+    try:
+        Engine(sys.argv[1])
+    except DeviceError as error:
+        print("spawn" in str(error), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_an_engine_in_a_fork_of_a_process_that_used_the_gpu_is_refused(model: Checkpoint) -> None:
+    script = [sys.executable, "-c", FORKED, str(model.folder)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "True\n", done.stderr
