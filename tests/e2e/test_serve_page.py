@@ -93,3 +93,27 @@ def test_the_page_shows_what_the_server_does(browser: "sync_api.Browser") -> Non
         wait_for(page, "document.getElementById('state').className === 'bad'")
         assert page.text_content("#state") == "the device is gone"
         context.close()
+
+
+def test_the_api_is_described_and_can_be_tried(browser: "sync_api.Browser") -> None:  # type: ignore[name-defined]
+    with serving(max_model_len=64, api_key="s3cret!") as served:
+        context = browser.new_context(http_credentials={"username": "", "password": "s3cret!"})
+        page = context.new_page()
+        problems: list[str] = []
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "request", lambda request: problems.extend([] if served.url in request.url else [request.url])
+        )
+        page.goto(f"{served.url}/docs")
+        wait_for(page, "document.querySelectorAll('details').length > 7")
+        part = page.locator("details", has_text="POST /tokenize")
+        part.locator("summary").click()
+        assert "add_special_tokens" in part.inner_text()
+        page.locator("#key").fill("s3cret!")
+        part.locator("textarea").fill('{"prompt": "The sea"}')
+        part.locator("button").click()
+        wait_for(page, "[...document.querySelectorAll('pre')].some(pre => pre.textContent)")
+        assert '"max_model_len":64' in part.locator("pre").inner_text()
+        assert problems == []
+        context.close()
