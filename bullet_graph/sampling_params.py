@@ -19,6 +19,9 @@ MAX_BIASED_TOKENS = 1023
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 17
 """Most bad words of two or more tokens, and most tokens of each: the room of a device slot."""
 
+SCORED_ROWS = 64
+"""Rows of a prompt whose logits are in memory at once."""
+
 GREEDY_BELOW_TEMPERATURE = 1e-5
 """A lower temperature means 0: dividing logits by it leaves nothing but the most probable token."""
 
@@ -31,6 +34,7 @@ class SamplingParams:
     """Sampling settings of one request; a wrong one raises SamplingParamsError at construction.
 
     Attributes:
+        max_tokens: most tokens to generate; 0 computes the prompt alone, for its log-probabilities.
         temperature: 0 (or less than 1e-5) picks the most probable token; more, up to 1e6, divides the
             logits before sampling.
         top_p: keep the smallest set of tokens whose probability mass reaches ``top_p``, in (0, 1].
@@ -48,6 +52,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens that are in the output, in [-2, 2].
         logit_bias: token id → number in [-100, 100], added to its logit before the penalties; kept as pairs.
         bad_words: texts that are not generated: the last token of each is banned wherever the others precede it.
+        prompt_logprobs: None, or how many alternatives (0 to 20) to report beside each token of the prompt.
         n: how many outputs to sample for the prompt; output i uses ``seed + i``.
     """
 
@@ -63,6 +68,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -89,16 +95,19 @@ class SamplingParams:
             ("top_k", _is_int(self.top_k, -1), "an integer ≥ 1, or -1 for all"),
             ("min_p", _is_real(self.min_p, 0, 1), "in [0, 1]"),
             ("seed", _is_int(self.seed, 0, 2**63 - 1, or_none=True), "None or an integer in [0, 2**63)"),
-            ("max_tokens", _is_int(self.max_tokens, 1), "an integer ≥ 1"),
+            ("max_tokens", _is_int(self.max_tokens, 0), "an integer ≥ 0"),
             (
                 "min_tokens",
                 _is_int(self.min_tokens, 0, max_tokens),
                 f"between 0 and max_tokens ({max_tokens})",
             ),
-            (
-                "logprobs",
-                _is_int(self.logprobs, 0, MAX_LOGPROBS, or_none=True),
-                f"None or between 0 and {MAX_LOGPROBS}",
+            *(
+                (
+                    name,
+                    _is_int(count, 0, MAX_LOGPROBS, or_none=True),
+                    f"None or between 0 and {MAX_LOGPROBS}",
+                )
+                for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
             ),
             ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "true or false"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
@@ -129,10 +138,14 @@ class SamplingParams:
         return tuple(self.logit_bias)  # type: ignore[arg-type]
 
     @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Those of repetition, frequency and presence."""
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+
+    @property
     def adjusts_logits(self) -> bool:
         """Whether anything but ``min_tokens`` changes the logits before they are sampled from."""
-        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
-        return bool(self.logit_bias or self.bad_words) or penalties != (1, 0, 0)
+        return bool(self.logit_bias or self.bad_words) or self.penalties != (1, 0, 0)
 
 
 def _items(values: object) -> tuple[Any, ...] | None:

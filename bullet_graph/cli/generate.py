@@ -74,6 +74,7 @@ def _parse_object(_: click.Context, __: click.Parameter, text: str | None) -> di
 @click.option("--stop", multiple=True, help="Text that ends the output; may be given again.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
 @click.option("--logprobs", type=int, help="With --json: alternatives to report for each token.")
+@click.option("--prompt-logprobs", type=int, help="With --json: the same for each token of the prompt.")
 @click.option("--n", default=1, help="Outputs per prompt.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt, as each finishes.")
 def generate(
@@ -100,8 +101,9 @@ def generate(
       bullet-graph generate --model ./Qwen3-0.6B --prompt-file prompts.txt --json > out.jsonl
     """
     params = SamplingParams(seed=config.seed, **sampling)
-    if params.logprobs is not None and not as_json:
-        raise click.UsageError("--logprobs needs --json, which has room for them")
+    for flag, count in (("--logprobs", params.logprobs), ("--prompt-logprobs", params.prompt_logprobs)):
+        if count is not None and not as_json:
+            raise click.UsageError(f"{flag} needs --json, which has room for them")
     if chat and ids:
         raise click.UsageError("--chat needs texts: --prompt-ids cannot go into a chat template")
     if chat_template_kwargs is not None and not chat:
@@ -244,6 +246,9 @@ def _to_json(output: RequestOutput, prompt: Prompt) -> dict[str, Any]:
         "request_id": output.request_id,
         "prompt": prompt if isinstance(prompt, str) else None,
         "prompt_token_ids": output.prompt_token_ids,
+        "prompt_logprobs": None
+        if output.prompt_logprobs is None
+        else [entry and dataclasses.asdict(entry) for entry in output.prompt_logprobs],
         "outputs": [dataclasses.asdict(completion) for completion in output.outputs],
         "metrics": {name: getattr(output.metrics, name) for name in _METRICS},
         "error": None,

@@ -121,10 +121,11 @@ class Admission:
             raise SamplingParamsError(
                 f"min_tokens can hold back at most {MAX_MASKED_TOKEN_IDS} stop tokens, got {len(stop_ids)}"
             )
-        if params.logprobs is not None and params.logprobs > self._model.vocab_size:
-            raise SamplingParamsError(
-                f"logprobs must be at most the vocabulary's {self._model.vocab_size} tokens, got {params.logprobs}"
-            )
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if (count or 0) > self._model.vocab_size:
+                raise SamplingParamsError(
+                    f"{name} must be at most the vocabulary's {self._model.vocab_size} tokens, got {count}"
+                )
         return stop_ids
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -149,11 +150,8 @@ class Admission:
                 f"bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens each, and at most {MAX_BAD_WORDS} of them more "
                 f"than one, counting forms with and without a space; found {num_long} with up to {longest} tokens"
             )
-        if any(token_id >= self._model.vocab_size for word in words for token_id in word):
-            raise SamplingParamsError(
-                f"bad_words hold tokens outside the model's vocabulary of {self._model.vocab_size}: leave them out"
-            )
-        return tuple(words)
+        # The model cannot say a word with a token that it lacks.
+        return tuple(word for word in words if max(word) < self._model.vocab_size)
 
 
 def normalise_batch(

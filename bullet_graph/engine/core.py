@@ -243,6 +243,8 @@ class EngineCore:
                 if request.first_scheduled_s is None:
                     request.first_scheduled_s = now
         self.in_flight.launching = scheduled.step, placement, now
+        if scheduled.scored:
+            predicted_ms = None  # made for chunks of which one row has logits
         ticket = self.executor.launch(scheduled.step, placement)
         self.in_flight.launching = None
         beside = bool(self.in_flight[other_lane(lane)])
@@ -347,8 +349,12 @@ class EngineCore:
     def _hand_out(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
         """Give a finished step's tokens to their samples; returns one output per request that has one to report."""
         self.scheduler.retire(scheduled)
+        row = 0
+        for sequence, first, end in scheduled.scored:
+            if sequence.status is not Status.FINISHED and result.prompt_logprobs is not None:
+                self.requests[sequence.request_id].score(first, end, result.prompt_logprobs, row)
+            row += end - first
         touched: dict[Request, None] = {}
-        has_logprobs = result.logprobs is not None
         self._num_output_tokens += len(scheduled.sampled)
         for row, (sequence, token_id) in enumerate(
             zip(scheduled.sampled, result.token_ids.tolist(), strict=True)
@@ -358,7 +364,14 @@ class EngineCore:
                 continue  # it ended while this step was in flight
             request = self.requests[sequence.request_id]
             sample = request.samples[sequence.index]
-            sample.append(token_id, row_logprobs(result, row, token_id, sequence) if has_logprobs else None)
+            num_logprobs = sequence.params.logprobs
+            if not sequence.params.max_tokens:
+                self._num_output_tokens -= 1
+                sample.finish("length")
+            elif num_logprobs is None or result.logprobs is None:
+                sample.append(token_id, None)
+            else:
+                sample.append(token_id, row_logprobs(result.logprobs, row, token_id, num_logprobs))
             num_tokens = sequence.num_tokens - sequence.num_in_flight
             if sample.finish_reason is None and num_tokens >= self.max_model_len:
                 sample.finish("length")
@@ -366,7 +379,7 @@ class EngineCore:
                 sequence.first_token_s = now
                 # The samples of a request share its prompt.
                 self._num_prompt_tokens += 0 if sequence.index else len(sequence.prompt_token_ids)
-            if sequence.index == 0:
+            if sequence.index == 0 and sequence.output_token_ids:
                 request.token_times_s.append(now)
             if sample.finish_reason is not None:
                 self.scheduler.finish(sequence)

@@ -28,7 +28,7 @@ class OutputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one output position, from the model's own distribution (temperature 1, no top-k or top-p).
+    """Log-probabilities at one position, from the model's own distribution (temperature 1, no top-k or top-p).
 
     ``top`` has (token id, log-probability) of the most probable tokens, best first.
     """
@@ -56,6 +56,8 @@ class CompletionOutput:
 class RequestOutput:
     """State of one request: its samples by index, and the latency targets that hold for it.
 
+    ``prompt_logprobs`` of a finished request that asked for them: None for the prompt's first token, then an entry for
+    each.
     ``error`` says why ``generate`` refused a request of a batch, which then has no ``outputs``.
     """
 
@@ -66,6 +68,7 @@ class RequestOutput:
     metrics: RequestMetrics
     error: RequestError | None = None
     slo: Slo = NO_TARGETS
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def missed_targets(self) -> tuple[Literal["ttft", "tpot"], ...]:

@@ -11,7 +11,7 @@ from bullet_graph.engine.output import (
 )
 from bullet_graph.engine.sequence import Sequence
 from bullet_graph.perf.metrics import RequestMetrics
-from bullet_graph.runtime.step import StepResult
+from bullet_graph.runtime.step import StepLogprobs
 
 if TYPE_CHECKING:
     # It imports the tokenizers, and the simulator does without.
@@ -103,13 +103,25 @@ class Request:
         self.request_id = self._first.request_id
         self._prompt_token_ids = tuple(self._first.prompt_token_ids.tolist())
         self._output_kind = output_kind
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if self._first.params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None for _ in self._prompt_token_ids]
 
     @property
     def finished(self) -> bool:
         """Whether every sample has ended."""
         return None not in [sample.finish_reason for sample in self.samples]
 
+    def score(self, first: int, end: int, logprobs: StepLogprobs, row: int) -> None:
+        """Note the log-probabilities of the tokens after positions [first, end), whose rows begin at ``row``."""
+        assert self._prompt_logprobs is not None
+        for position in range(first, end):
+            token_id, count = self._prompt_token_ids[position + 1], self._first.params.prompt_logprobs or 0
+            at = row + position - first
+            self._prompt_logprobs[position + 1] = row_logprobs(logprobs, at, token_id, count)
+
     def output(self) -> RequestOutput:
+        logprobs = self._prompt_logprobs
         return RequestOutput(
             self.request_id,
             self._prompt_token_ids,
@@ -120,14 +132,11 @@ class Request:
             ),
             None,
             self._first.slo,
+            tuple(logprobs) if logprobs is not None and self.finished else None,
         )
 
 
-def row_logprobs(result: StepResult, row: int, token_id: int, sequence: Sequence) -> TokenLogprobs | None:
-    """The log-probabilities of one sampled row, as many as its request asked for."""
-    count = sequence.params.logprobs
-    if count is None or result.logprobs is None:
-        return None
-    top_ids = result.logprobs.top_ids[row, :count].tolist()
-    top = result.logprobs.top[row, :count].tolist()
-    return TokenLogprobs(token_id, float(result.logprobs.chosen[row]), tuple(zip(top_ids, top, strict=True)))
+def row_logprobs(logprobs: StepLogprobs, row: int, token_id: int, count: int) -> TokenLogprobs:
+    """The log-probabilities of one row, as many as its request asked for."""
+    top_ids, top = logprobs.top_ids[row, :count].tolist(), logprobs.top[row, :count].tolist()
+    return TokenLogprobs(token_id, float(logprobs.chosen[row]), tuple(zip(top_ids, top, strict=True)))

@@ -12,7 +12,7 @@ from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.partition.masks import Lane
 from bullet_graph.planner.plan import PromptLoad
 from bullet_graph.planner.slack import order_prompts
-from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, Step
+from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, Scored, Step
 
 QUEUE_IN_SIGHT = 64
 """Prompts at the head of the queue that a tick considers: more of usual length than a chunk holds."""
@@ -217,7 +217,8 @@ class Scheduler:
         chunks = self._take_prefill(prompts, chunk_tokens) if chunk_tokens else []
         if not chunks and not decoding:
             return None
-        prefill = self._prefill_batch(chunks) if chunks else None
+        scored = tuple((s, *span) for s, stop in chunks if (span := s.to_score(stop)) is not None)
+        prefill = self._prefill_batch(chunks, scored) if chunks else None
         batch = self._decode_batch(decoding) if decoding else None
         sampled = tuple([s for s, stop in chunks if stop == s.num_tokens] + decoding)
         touched = tuple([s for s, _ in chunks] + decoding)
@@ -226,6 +227,8 @@ class Scheduler:
             sequence.num_cached = stop
             sequence.prompt_launched = stop == sequence.num_tokens
             sequence.decoding = sequence.prompt_launched and lane == "decode"
+        for sequence, _, end in scored:
+            sequence.num_scored = end
         for sequence in decoding:
             sequence.num_cached += 1
         for sequence in touched:
@@ -236,7 +239,8 @@ class Scheduler:
         wanted = [s.params.logprobs for s in sampled if s.params.logprobs is not None]
         inits = tuple(s.slot_init() for s in admitted)
         step = Step(inits, prefill, batch, max(wanted) if wanted else None)
-        return ScheduledStep(step, admitted, touched, sampled, tuple([s.num_cached for s in touched]))
+        ends = tuple([s.num_cached for s in touched])
+        return ScheduledStep(step, admitted, touched, sampled, ends, scored)
 
     # ---- decode rows ----
 
@@ -313,13 +317,23 @@ class Scheduler:
         self._admitted.append(sequence)
         return True
 
-    def _prefill_batch(self, chunks: list[_Chunk]) -> PrefillBatch:
+    def _prefill_batch(
+        self, chunks: list[_Chunk], scored: tuple[tuple[Sequence, int, int], ...]
+    ) -> PrefillBatch:
         slots = np.array([s.slot for s, _ in chunks], dtype=np.int32)
         starts = np.array([s.num_cached for s, _ in chunks], dtype=np.int32)
         stops = np.array([stop for _, stop in chunks], dtype=np.int32)
         q_indptr: Int32Array = np.zeros(len(chunks) + 1, dtype=np.int32)
         np.cumsum(stops - starts, out=q_indptr[1:])
         kv_starts, kv_indptr, kv_indices = self._blocks(slots, starts, stops)
+        rows = None
+        if scored:
+            before = {s: row - s.num_cached for (s, _), row in zip(chunks, q_indptr.tolist(), strict=False)}
+            rows = Scored(
+                np.concatenate([np.arange(i, j, dtype=np.int32) + before[s] for s, i, j in scored]),
+                np.concatenate([s.prompt_token_ids[i + 1 : j + 1] for s, i, j in scored]),
+                max(s.params.prompt_logprobs or 0 for s, *_ in scored),
+            )
         return PrefillBatch(
             slots=slots,
             token_ids=np.concatenate([s.known_token_ids(s.num_cached, stop) for s, stop in chunks]),
@@ -329,6 +343,7 @@ class Scheduler:
             kv_indptr=kv_indptr,
             kv_indices=kv_indices,
             samples=np.array([stop == s.num_tokens for s, stop in chunks], dtype=np.bool_),
+            scored=rows,
         )
 
     def _blocks(

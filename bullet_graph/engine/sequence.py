@@ -36,6 +36,7 @@ class Sequence:
         prompt_launched: launched steps cover its whole prompt.
         decoding: decode rows may be launched: its prompt is done, or precedes them on the same lane.
         preempted: it lost its blocks and is recomputed.
+        num_scored: prompt tokens whose log-probabilities launched steps report.
         num_pending_steps: launched, unretired steps that touch its blocks.
         num_tokens: prompt and output tokens, including those in flight, ``max_tokens`` at most. As ``kv_capacity``, the
             tokens that fit into its blocks, it is stored because every row of every step reads it.
@@ -58,6 +59,7 @@ class Sequence:
     preempted: bool = False
     first_token_s: float | None = None
     num_in_flight: int = 0
+    num_scored: int = 0
     num_pending_steps: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     num_tokens: int = field(init=False)
@@ -80,19 +82,18 @@ class Sequence:
         )
         return np.concatenate([self.prompt_token_ids[start:], tail])
 
+    def to_score(self, stop: int) -> tuple[int, int] | None:
+        """Positions [first, end) of a chunk up to ``stop`` whose rows are to be scored: only the first sample's are."""
+        first, end = max(self.num_cached, self.num_scored), min(stop, len(self.prompt_token_ids) - 1)
+        asked = self.params.prompt_logprobs is not None and self.index == 0
+        return (first, end) if asked and first < end else None
+
     def slot_init(self) -> SlotInit:
         """Settings in the device's 32-bit numbers; larger values are clamped, which has the same effect."""
         params, adjustments = self.params, None
         if params.adjusts_logits:
-            adjustments = Adjustments(
-                logit_bias=params.biases,
-                repetition_penalty=params.repetition_penalty,
-                frequency_penalty=params.frequency_penalty,
-                presence_penalty=params.presence_penalty,
-                bad_words=self.bad_words,
-                prompt_token_ids=self.prompt_token_ids,
-                output_token_ids=np.array(self.output_token_ids, dtype=np.int32),
-            )
+            output = np.array(self.output_token_ids, dtype=np.int32)
+            adjustments = Adjustments(params, self.bad_words, self.prompt_token_ids, output)
         return SlotInit(
             slot=self.slot,
             temperature=params.temperature if params.temperature >= GREEDY_BELOW_TEMPERATURE else 0.0,
@@ -111,7 +112,8 @@ class ScheduledStep:
     """A step and its sequences: those that got their slot in it, whose blocks it reads or writes, and that get a token.
 
     ``sampled`` are in the order of the result's rows. ``ends`` are the tokens of each touched sequence that are cached
-    once the step is over.
+    once the step is over. ``scored`` are sequences with the positions, from first to before the end, whose rows are
+    scored: the first ones of ``prompt_logprobs``.
     """
 
     step: Step
@@ -119,3 +121,4 @@ class ScheduledStep:
     touched: tuple[Sequence, ...]
     sampled: tuple[Sequence, ...]
     ends: tuple[int, ...]
+    scored: tuple[tuple[Sequence, int, int], ...] = ()

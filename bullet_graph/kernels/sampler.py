@@ -4,7 +4,7 @@ A row's random numbers are Philox-4x32-10 (Salmon et al. 2011) with the request'
 position) as counter, so a token depends on its own row alone, and the Triton kernel draws the same numbers.
 """
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,42 +35,41 @@ MAX_OUTPUT_COUNT = FIRST_BIAS // ONE_OUTPUT - 1
 of the slot's biases it has. A negative mark bans it."""
 
 RECENT_TOKENS = MAX_BAD_WORD_TOKENS - 1
+RECENT_COLUMN = MAX_BIASED_TOKENS + 1
+WORDS_COLUMN = RECENT_COLUMN + RECENT_TOKENS
+TABLE_COLUMNS = WORDS_COLUMN + MAX_BAD_WORDS * (1 + RECENT_TOKENS)
+"""Width of a slot's table: biases by number, 0 for none, by their bits; the output token at each position modulo
+RECENT_TOKENS, or -1; then bad words, each its last token, or -1, and the tokens before it to the right, after -1."""
 
 
 class SamplingState:
-    """State of sampling by slot, on the device; all int32 but ``biases``.
+    """State of sampling by slot, on the device, in int32.
 
     Attributes:
         settings: [num_slots, SETTINGS_COLUMNS].
         last_token: [num_slots], the token sampled last, which the slot's next decode row reads.
-        marks: [num_slots, vocab_size], read with USES_MARKS. Sampling counts its token there, so that steps which are
-            launched ahead of the host see it.
-        biases: [num_slots, MAX_BIASED_TOKENS + 1] float32, added to the logits of the tokens whose marks name them.
-        bad_words: [num_slots, MAX_BAD_WORDS, 1 + RECENT_TOKENS], read with USES_BAD_WORDS: a word's last token, or -1;
-            then the tokens before it, to the right, after -1 for any token.
-        recent: [num_slots, RECENT_TOKENS], the output token at each position, modulo their number, or -1.
-        bitmasks: [num_slots, ceil(vocab_size / 32)], read with USES_BITMASK: bit ``id % 32`` of word ``id // 32`` is
-            set for a token that may be sampled.
+        adjustments: [num_slots, columns], a mark for each token of the vocabulary, then the table, both read with
+            USES_MARKS, then the bitmask. Sampling counts its token there, so steps launched ahead of the host see it.
+        bitmasks: [num_slots, ceil(vocab_size / 32)], a view of it, read with USES_BITMASK: bit ``id % 32`` of word
+            ``id // 32`` is set for a token that may be sampled.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        def zeros(*columns: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(num_slots, *columns, dtype=dtype, device=device)
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+        self.settings = zeros(num_slots, SETTINGS_COLUMNS)
+        self.last_token = zeros(num_slots)
+        self.vocab_size = vocab_size
+        mask_column, mask_words = vocab_size + TABLE_COLUMNS, -(-vocab_size // 32)
+        # A multiple of 16, so that a kernel's loads may be wide.
+        self.adjustments = zeros(num_slots, -(-(mask_column + mask_words) // 16) * 16)
+        self.bitmasks = self.adjustments[:, mask_column : mask_column + mask_words]
 
-        self.settings = zeros(SETTINGS_COLUMNS)
-        self.last_token = zeros()
-        self.marks = zeros(vocab_size)
-        self.biases = zeros(MAX_BIASED_TOKENS + 1, dtype=torch.float32)
-        self.bad_words = zeros(MAX_BAD_WORDS, 1 + RECENT_TOKENS)
-        self.recent = zeros(RECENT_TOKENS)
-        self.bitmasks = zeros(-(-vocab_size // 32))
-
-    def write_marks(self, slot: int, *written: NDArray[Any]) -> None:
-        """Enqueue a slot's rows of marks, biases, bad words and recent tokens on the current stream."""
-        for rows, row in zip((self.marks, self.biases, self.bad_words, self.recent), written, strict=True):
-            host = torch.from_numpy(row)
-            # The allocator of pinned memory keeps it until the copy is over.
-            rows[slot].copy_(host.pin_memory() if rows.is_cuda else host, non_blocking=True)
+    def write_adjustments(self, slot: int, row: NDArray[np.int32]) -> None:
+        """Enqueue a slot's marks and table, [vocab_size + TABLE_COLUMNS], on the current stream."""
+        host = torch.from_numpy(row)
+        # The allocator of pinned memory keeps it until the copy is over.
+        host = host.pin_memory() if self.adjustments.is_cuda else host
+        self.adjustments[slot, : len(row)].copy_(host, non_blocking=True)
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
@@ -106,9 +105,10 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
 def _adjust(scores: Tensor, slot: int, settings: NDArray[np.int32], state: SamplingState) -> Tensor:
     """Biases, then penalties, then bans, in vLLM's order; ``scores`` is [vocab_size] float32."""
     if settings[7] & USES_MARKS:
-        marks = state.marks[slot]
+        marks = state.adjustments[slot, : len(scores)]
+        table = state.adjustments[slot, state.vocab_size :]
         repetition, frequency, presence = settings[8:11].view(np.float32).tolist()
-        scores = scores + state.biases[slot][(marks // FIRST_BIAS).clamp(min=0)]
+        scores = scores + table.view(torch.float32)[(marks // FIRST_BIAS).clamp(min=0)]
         penalized = torch.where(scores > 0, scores / repetition, scores * repetition)
         scores = torch.where(marks % FIRST_BIAS > 0, penalized, scores)
         counts = marks % FIRST_BIAS // ONE_OUTPUT
@@ -122,13 +122,17 @@ def _adjust(scores: Tensor, slot: int, settings: NDArray[np.int32], state: Sampl
 
 def _count(token_id: int, slot: int, position: int, flags: int, state: SamplingState) -> None:
     """Count an output token, and ban those that would complete a bad word after it."""
-    marks = state.marks[slot]
+    marks, table = state.adjustments[slot], state.adjustments[slot, state.vocab_size :]
     marks[token_id] += ONE_OUTPUT
     if flags & USES_BAD_WORDS:
-        last, before = state.bad_words[slot, :, 0].long(), state.bad_words[slot, :, 1:]
-        state.recent[slot, position % RECENT_TOKENS] = token_id
-        recent = state.recent[slot].roll(-1 - position % RECENT_TOKENS)
-        completed = ((before == recent) | (before < 0)).all(-1)
+        recent, words = (
+            table[RECENT_COLUMN:WORDS_COLUMN],
+            table[WORDS_COLUMN:TABLE_COLUMNS].view(MAX_BAD_WORDS, -1),
+        )
+        last, before = words[:, 0].long(), words[:, 1:]
+        recent[position % RECENT_TOKENS] = token_id
+        newest_last = recent.roll(-1 - position % RECENT_TOKENS)
+        completed = ((before == newest_last) | (before < 0)).all(-1)
         words = last[last >= 0]
         marks[words] &= 2**31 - 1
         words = last[completed & (last >= 0)]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from bullet_graph.kernels import sampler
-from bullet_graph.sampling_params import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_MASKED_TOKEN_IDS
+from bullet_graph.sampling_params import MAX_BAD_WORDS, MAX_MASKED_TOKEN_IDS
 
 _SETTINGS_COLUMNS = tl.constexpr(sampler.SETTINGS_COLUMNS)
 _MASKED_COLUMN = tl.constexpr(sampler.MASKED_IDS_COLUMN)
@@ -19,7 +19,9 @@ _ONE_OUTPUT = tl.constexpr(sampler.ONE_OUTPUT)
 _FIRST_BIAS = tl.constexpr(sampler.FIRST_BIAS)
 _BAD_WORDS = tl.constexpr(MAX_BAD_WORDS)
 _RECENT = tl.constexpr(sampler.RECENT_TOKENS)
-_BIASES = tl.constexpr(MAX_BIASED_TOKENS + 1)
+_RECENT_COLUMN = tl.constexpr(sampler.RECENT_COLUMN)
+_WORDS_COLUMN = tl.constexpr(sampler.WORDS_COLUMN)
+_TABLE_COLUMNS = tl.constexpr(sampler.TABLE_COLUMNS)
 
 
 @triton.jit
@@ -172,17 +174,7 @@ def rope_and_cache_kernel(
 
 
 @triton.jit
-def _load_scores(
-    row_ptr,
-    ids,
-    vocab_size,
-    settings_ptr,
-    marks_ptr,
-    biases_ptr,
-    bitmask_ptr,
-    is_masked,
-    ADJUSTED: tl.constexpr,
-):
+def _scores(row_ptr, ids, vocab_size, settings_ptr, adjust_ptr, is_masked, ADJUSTED: tl.constexpr):
     """Logits of the given token ids in float32, -inf outside the vocabulary and for masked ids.
 
     ``ADJUSTED``: as ``sampler._adjust`` changes them.
@@ -195,15 +187,16 @@ def _load_scores(
             repetition = tl.load(settings_ptr + 8).to(tl.float32, bitcast=True)
             frequency = tl.load(settings_ptr + 9).to(tl.float32, bitcast=True)
             presence = tl.load(settings_ptr + 10).to(tl.float32, bitcast=True)
-            marks = tl.load(marks_ptr + ids, mask=inside, other=0)
-            scores += tl.load(biases_ptr + tl.maximum(marks, 0) // _FIRST_BIAS)
+            marks = tl.load(adjust_ptr + ids, mask=inside, other=0)
+            biases = tl.load(adjust_ptr + vocab_size + tl.maximum(marks, 0) // _FIRST_BIAS)
+            scores += biases.to(tl.float32, bitcast=True)
             penalized = tl.where(scores > 0, scores / repetition, scores * repetition)
             scores = tl.where((marks & (_FIRST_BIAS - 1)) != 0, penalized, scores)
             counts = (marks & (_FIRST_BIAS - 1)) // _ONE_OUTPUT
             scores -= frequency * counts + tl.where(counts > 0, presence, 0.0)
             scores = tl.where(marks < 0, -float("inf"), scores)
         if flags & _USES_BITMASK:
-            words = tl.load(bitmask_ptr + ids // 32, mask=inside, other=0)
+            words = tl.load(adjust_ptr + vocab_size + _TABLE_COLUMNS + ids // 32, mask=inside, other=0)
             scores = tl.where(((words >> (ids % 32)) & 1) != 0, scores, -float("inf"))
     if is_masked:
         for i in tl.static_range(_MASKED_COUNT):
@@ -225,15 +218,12 @@ def sample_kernel(
     slots_ptr,
     positions_ptr,
     settings_ptr,
-    marks_ptr,
-    biases_ptr,
-    bad_words_ptr,
-    recent_ptr,
-    bitmasks_ptr,
+    adjustments_ptr,
     last_token_ptr,
     out_ptr,
     vocab_size,
     row_stride,
+    adjustments_stride,
     BLOCK: tl.constexpr,
     ADJUSTED: tl.constexpr,
 ):
@@ -244,37 +234,27 @@ def sample_kernel(
     flags = tl.load(settings + 7)
     if (flags != 0) == ADJUSTED:
         position = tl.load(positions_ptr + row)
-        token = _sample_row(
-            logits_ptr + row.to(tl.int64) * row_stride,
-            position,
-            settings,
-            marks_ptr + slot * vocab_size,
-            biases_ptr + slot * _BIASES,
-            bitmasks_ptr + slot * tl.cdiv(vocab_size, 32),
-            vocab_size,
-            BLOCK,
-            ADJUSTED,
-        )
+        adjust = adjustments_ptr + slot * adjustments_stride
+        row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+        token = _sample_row(row_ptr, position, settings, adjust, vocab_size, BLOCK, ADJUSTED)
         tl.store(out_ptr + row, token)
         tl.store(last_token_ptr + slot, token)
         if ADJUSTED:  # noqa: SIM102 - known when compiled, as the other is not
             if flags & _USES_MARKS:
-                marks = marks_ptr + slot * vocab_size
-                tl.store(marks + token, tl.load(marks + token) + _ONE_OUTPUT)
+                tl.store(adjust + token, tl.load(adjust + token) + _ONE_OUTPUT)
                 if flags & _USES_BAD_WORDS:
-                    words = bad_words_ptr + slot * _BAD_WORDS * (1 + _RECENT)
-                    _ban_bad_words(token, position, marks, words, recent_ptr + slot * _RECENT)
+                    _ban_bad_words(token, position, adjust, adjust + vocab_size)
 
 
 @triton.jit
-def _ban_bad_words(token, position, marks, bad_words, recent):
+def _ban_bad_words(token, position, marks, table):
     """Ban the tokens that would complete a bad word after the token at this position, and no others of the words."""
-    lanes = tl.arange(0, _RECENT)
+    lanes, recent = tl.arange(0, _RECENT), table + _RECENT_COLUMN
     # The oldest first. The newest is not read: its store may come before or after.
     at = (position + 1 + lanes) % _RECENT
     tokens = tl.where(lanes == _RECENT - 1, token, tl.load(recent + at))
     tl.store(recent + position % _RECENT, token)
-    words = bad_words + tl.arange(0, _BAD_WORDS) * (1 + _RECENT)
+    words = table + _WORDS_COLUMN + tl.arange(0, _BAD_WORDS) * (1 + _RECENT)
     last = tl.load(words)
     before = tl.load(words[:, None] + 1 + lanes[None, :])
     differs = (before != tokens[None, :]) & (before >= 0)
@@ -287,17 +267,7 @@ def _ban_bad_words(token, position, marks, bad_words, recent):
 
 
 @triton.jit
-def _sample_row(
-    row_ptr,
-    position,
-    settings,
-    marks,
-    biases,
-    bitmask,
-    vocab_size,
-    BLOCK: tl.constexpr,
-    ADJUSTED: tl.constexpr,
-):
+def _sample_row(row_ptr, position, settings, adjust, vocab_size, BLOCK: tl.constexpr, ADJUSTED: tl.constexpr):
     """A row's token: greedy, or Gumbel-max over what top_k, top_p and min_p leave.
 
     Cuts are found by bisecting the threshold over the floats' integer keys: no sort, nothing stored.
@@ -311,7 +281,7 @@ def _sample_row(
     best_id = tl.full((BLOCK,), 0, tl.int32)
     for start in range(0, vocab_size, BLOCK):
         ids = start + lanes
-        scores = _load_scores(row_ptr, ids, vocab_size, settings, marks, biases, bitmask, is_masked, ADJUSTED)
+        scores = _scores(row_ptr, ids, vocab_size, settings, adjust, is_masked, ADJUSTED)
         better = scores > best
         best = tl.where(better, scores, best)
         best_id = tl.where(better, ids, best_id)
@@ -335,9 +305,7 @@ def _sample_row(
                 count = tl.full((BLOCK,), 0, tl.int32)
                 for start in range(0, vocab_size, BLOCK):
                     ids = start + lanes
-                    scores = _load_scores(
-                        row_ptr, ids, vocab_size, settings, marks, biases, bitmask, is_masked, ADJUSTED
-                    )
+                    scores = _scores(row_ptr, ids, vocab_size, settings, adjust, is_masked, ADJUSTED)
                     kept = (_order_key(scores / divisor) >= middle) & (ids < vocab_size)
                     count += kept.to(tl.int32)
                 enough = tl.sum(count, axis=0) >= top_k
@@ -348,12 +316,7 @@ def _sample_row(
             mass = tl.full((BLOCK,), 0.0, tl.float32)
             for start in range(0, vocab_size, BLOCK):
                 ids = start + lanes
-                scores = (
-                    _load_scores(
-                        row_ptr, ids, vocab_size, settings, marks, biases, bitmask, is_masked, ADJUSTED
-                    )
-                    / divisor
-                )
+                scores = _scores(row_ptr, ids, vocab_size, settings, adjust, is_masked, ADJUSTED) / divisor
                 mass += tl.where(_order_key(scores) >= threshold, tl.exp(scores - peak), 0.0)
             wanted = top_p * tl.sum(mass, axis=0)
             low, high = threshold, high_key
@@ -363,10 +326,7 @@ def _sample_row(
                 for start in range(0, vocab_size, BLOCK):
                     ids = start + lanes
                     scores = (
-                        _load_scores(
-                            row_ptr, ids, vocab_size, settings, marks, biases, bitmask, is_masked, ADJUSTED
-                        )
-                        / divisor
+                        _scores(row_ptr, ids, vocab_size, settings, adjust, is_masked, ADJUSTED) / divisor
                     )
                     mass += tl.where(_order_key(scores) >= middle, tl.exp(scores - peak), 0.0)
                 enough = tl.sum(mass, axis=0) >= wanted
@@ -379,10 +339,7 @@ def _sample_row(
         best_id = tl.full((BLOCK,), 0, tl.int32)
         for start in range(0, vocab_size, BLOCK):
             ids = start + lanes
-            scores = (
-                _load_scores(row_ptr, ids, vocab_size, settings, marks, biases, bitmask, is_masked, ADJUSTED)
-                / divisor
-            )
+            scores = _scores(row_ptr, ids, vocab_size, settings, adjust, is_masked, ADJUSTED) / divisor
             counter = ids.to(tl.uint32, bitcast=True)
             zero = counter * 0
             bits, _, _, _ = tl.philox_impl(

@@ -9,10 +9,12 @@ from torch import Tensor
 from bullet_graph.kernels.attention import Attention, LayerRows
 from bullet_graph.kernels.memory import KVCache
 from bullet_graph.kernels.ops import RowInputs, TorchOps
+from bullet_graph.kernels.sampler import token_logprobs
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.layers import LayerFunctions
 from bullet_graph.models.rope import Rope, RopeDivisors
 from bullet_graph.models.weights import ModelWeights
+from bullet_graph.sampling_params import SCORED_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,10 @@ class Hidden:
 
     x: Tensor
     residual: Tensor
+
+    def rows(self, rows: Tensor) -> "Hidden":
+        """The rows [n] alone."""
+        return Hidden(self.x[rows], self.residual[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,17 @@ class Decoder:
         if self.config.logits_divisor != 1.0:
             x.div_(self.config.logits_divisor)
         return ops.linear(x, self.weights.lm_head, out=out)
+
+    def score(
+        self, hidden: Hidden, rows: Tensor, token_ids: Tensor, count: int, ops: TorchOps
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of [n] tokens after [n] rows, as :func:`token_logprobs`; logits of a few rows at a time."""
+        parts = [
+            token_logprobs(self.logits(hidden.rows(some), ops), ids, count)
+            for some, ids in zip(rows.split(SCORED_ROWS), token_ids.split(SCORED_ROWS), strict=True)
+        ]
+        chosen, top_ids, top = zip(*parts, strict=True)
+        return torch.cat(chosen), torch.cat(top_ids), torch.cat(top)
 
 
 def _inverse_frequencies(rope: Rope, rotary_dim: int, max_positions: int) -> Tensor:

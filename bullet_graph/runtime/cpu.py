@@ -7,6 +7,7 @@ from itertools import count
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bullet_graph.graphs.compiled import PartCompiler, by_rows, compiled_functions
 from bullet_graph.kernels.attention import ReferenceAttention
@@ -17,7 +18,7 @@ from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import LayerFunctions, eager_functions
 from bullet_graph.partition.masks import Lane
 from bullet_graph.runtime.executor import Executor, clear_frames
-from bullet_graph.runtime.rows import Rows, lay_out, marks_rows, settings_row
+from bullet_graph.runtime.rows import Rows, adjustments_row, lay_out, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, Step, StepLogprobs, StepResult
 
 
@@ -79,26 +80,32 @@ class CpuExecutor(Executor):
             self._functions,
             first=placement.first_layer,
             last=placement.last_layer,
-            sampled=forward.sampled,
+            sampled=forward.sampled if rows.scored is None else None,
         )
         token_ids: Int32Array = np.empty(0, dtype=np.int32)
-        logprobs = None
+        logprobs = prompt_logprobs = None
         if placement.last_layer is None:
             del self._forwards[placement.lane]
+            if (scored := rows.scored) is not None:
+                ids = torch.from_numpy(scored.rows), torch.from_numpy(scored.token_ids)
+                prompt_logprobs = _logprobs(
+                    self._decoder.score(hidden, *ids, scored.num_logprobs, self._functions.ops)
+                )
+                hidden = hidden.rows(forward.sampled.rows)
             token_ids, logprobs = self._sample(rows, hidden, step.num_logprobs)
         else:
             self._forwards[placement.lane] = replace(forward, hidden=hidden)
         ticket = next(self._tickets)
         device_ms = (time.perf_counter() - start_s) * 1e3
-        self._results[ticket] = StepResult(token_ids, logprobs, device_ms)
+        self._results[ticket] = StepResult(token_ids, logprobs, device_ms, prompt_logprobs)
         return ticket
 
     def _begin(self, step: Step) -> _Forward:
         for init in step.admitted:
             self._state.settings[init.slot] = torch.from_numpy(settings_row(init))
             if init.adjustments is not None:
-                marks = marks_rows(init.adjustments, self._decoder.config.vocab_size)
-                self._state.write_marks(init.slot, *marks)
+                row = adjustments_row(init.adjustments, self._state.vocab_size)
+                self._state.write_adjustments(init.slot, row)
         rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
         attention, sampled_attention = (
             reference_attention(self._decoder.cache, rows, q_indptr)
@@ -123,8 +130,7 @@ class CpuExecutor(Executor):
         )
         logprobs = None
         if num_logprobs is not None:
-            chosen, top_ids, top = token_logprobs(logits, token_ids, num_logprobs)
-            logprobs = StepLogprobs(chosen.numpy(), top_ids.int().numpy(), top.numpy())
+            logprobs = _logprobs(token_logprobs(logits, token_ids, num_logprobs))
         return token_ids.numpy(), logprobs
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
@@ -137,3 +143,8 @@ class CpuExecutor(Executor):
     def shutdown(self, failure: BaseException | None = None) -> None:
         self.__dict__.clear()
         clear_frames(failure)
+
+
+def _logprobs(on_cpu: tuple[Tensor, Tensor, Tensor]) -> StepLogprobs:
+    chosen, top_ids, top = on_cpu
+    return StepLogprobs(chosen.numpy(), top_ids.int().numpy(), top.numpy())

@@ -29,7 +29,7 @@ from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.eager_lane import EagerForward, EagerLane
 from bullet_graph.runtime.executor import Executor, clear_frames, keep_for_ever
-from bullet_graph.runtime.rows import Rows, lay_out, marks_rows, settings_row
+from bullet_graph.runtime.rows import Rows, adjustments_row, lay_out, settings_row
 from bullet_graph.runtime.step import Int32Array, Placement, SlotInit, Step, StepLogprobs, StepResult
 
 _POLL_S = 20e-6
@@ -53,24 +53,30 @@ def decode_inputs(rows: Rows) -> DecodeInputs:
 class _PendingLaunch:
     """A launch under way, and the copies of its results to pinned memory, complete once ``finished`` has passed.
 
-    ``token_ids`` are [sampled rows] int32; ``logprobs`` are those chosen, the top ids and the top ones.
+    ``token_ids`` are [sampled rows] int32; both log-probabilities are those chosen, the top ids and the top ones.
     """
 
     started: torch.cuda.Event
     finished: torch.cuda.Event
     token_ids: Tensor | None
     logprobs: tuple[Tensor, Tensor, Tensor] | None
+    prompt_logprobs: tuple[Tensor, Tensor, Tensor] | None
 
     def wait(self) -> StepResult:
         self.finished.synchronize()
         device_ms = self.started.elapsed_time(self.finished)
         if self.token_ids is None:
             return StepResult(np.empty(0, dtype=np.int32), None, device_ms)
-        logprobs = None
-        if self.logprobs is not None:
-            chosen, top_ids, top = self.logprobs
-            logprobs = StepLogprobs(chosen.numpy(), top_ids.int().numpy(), top.numpy())
-        return StepResult(self.token_ids.numpy(), logprobs, device_ms)
+        logprobs, prompt_logprobs = (
+            None if of is None else StepLogprobs(of[0].numpy(), of[1].int().numpy(), of[2].numpy())
+            for of in (self.logprobs, self.prompt_logprobs)
+        )
+        return StepResult(self.token_ids.numpy(), logprobs, device_ms, prompt_logprobs)
+
+
+def _logprobs_to_host(of: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    chosen, top_ids, top = of
+    return _to_host(chosen), _to_host(top_ids), _to_host(top)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -100,7 +106,7 @@ class _Lane:
         state.settings[device_slots] = device_table.view(len(admitted), -1)
         for init in admitted:
             if init.adjustments is not None:
-                state.write_marks(init.slot, *marks_rows(init.adjustments, state.marks.shape[1]))
+                state.write_adjustments(init.slot, adjustments_row(init.adjustments, state.vocab_size))
 
 
 class CudaExecutor(Executor):
@@ -260,21 +266,24 @@ class CudaExecutor(Executor):
                         stream.wait_event(other.last)
             started, finished = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             started.record()
-            token_ids, logprobs = None, None
+            token_ids = logprobs = prompt_logprobs = None
             if (sampled := self._enqueue(step, placement, lane)) is not None:
-                logits, sampled_ids = sampled
+                logits, sampled_ids, scores = sampled
+                if scores is not None:
+                    prompt_logprobs = _logprobs_to_host(scores)
                 if step.num_logprobs is not None:
-                    chosen, top_ids, top = token_logprobs(logits, sampled_ids, step.num_logprobs)
-                    logprobs = _to_host(chosen), _to_host(top_ids), _to_host(top)
+                    logprobs = _logprobs_to_host(token_logprobs(logits, sampled_ids, step.num_logprobs))
                 token_ids = _to_host(sampled_ids)
             finished.record()
         lane.last = finished
         ticket = next(self._tickets)
-        self._pending[ticket] = _PendingLaunch(started, finished, token_ids, logprobs)
+        self._pending[ticket] = _PendingLaunch(started, finished, token_ids, logprobs, prompt_logprobs)
         return ticket
 
-    def _enqueue(self, step: Step, placement: Placement, lane: _Lane) -> tuple[Tensor, Tensor] | None:
-        """Logits and token ids of the sampled rows; None for a forward that stops before its last layer."""
+    def _enqueue(
+        self, step: Step, placement: Placement, lane: _Lane
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None] | None:
+        """Logits and token ids of the sampled rows, and scores; None for a forward that stops before its last layer."""
         whole_gpu = placement.partition == WHOLE_GPU
         if placement.first_layer == 0:
             if step.admitted:
@@ -282,7 +291,7 @@ class CudaExecutor(Executor):
             rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
             if step.prefill is None and self._graphs is not None:
                 token_ids = self._graphs.run(decode_inputs(rows), placement.partition)
-                return self._graphs.logits(len(token_ids)), token_ids
+                return self._graphs.logits(len(token_ids)), token_ids, None
             lane.forward = lane.eager.begin(rows, whole_gpu=whole_gpu)
         if lane.forward is None:
             raise RuntimeError(f"layer {placement.first_layer} of a forward that was not begun")
@@ -291,9 +300,11 @@ class CudaExecutor(Executor):
         )
         if placement.last_layer is not None:
             return None
-        sampled = lane.eager.finish(lane.forward)
+        # First, so that its logits are freed before those of the sampled rows are made.
+        scores = lane.eager.score(lane.forward)
+        logits, token_ids = lane.eager.finish(lane.forward)
         lane.forward = None
-        return sampled
+        return logits, token_ids, scores
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
         while True:

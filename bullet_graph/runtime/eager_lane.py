@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
@@ -26,6 +27,7 @@ from bullet_graph.models.decoder import Decoder, Hidden, SampledRows
 from bullet_graph.models.layers import eager_functions
 from bullet_graph.runtime.memory import prefill_workspace_bytes
 from bullet_graph.runtime.rows import Rows
+from bullet_graph.sampling_params import SCORED_ROWS
 
 FEW_FRESH_ROWS = 256
 """Up to this many rows, prompts that begin in a forward share the attention launch of those that continue. A launch of
@@ -35,6 +37,8 @@ their own is faster per key, but fills few SMs and adds a start and an end to ea
 @dataclass(frozen=True, slots=True)
 class EagerForward:
     """A forward between two of its layers: positions and KV slots of its rows, and s rows that will be sampled.
+
+    ``scored`` are rows, the tokens after them and a number of alternatives; the last layer then computes all rows.
 
     ``bucket``: rows of the piecewise CUDA graphs that the forward runs in, whose buffers then hold its activations;
     None where it is launched kernel by kernel.
@@ -47,6 +51,7 @@ class EagerForward:
     sampled: SampledRows
     sample_slots: Tensor
     sample_positions: Tensor
+    scored: tuple[Tensor, Tensor, int] | None
     bucket: int | None
 
 
@@ -89,10 +94,12 @@ class EagerLane:
         # load first, which stalls it for some 45 ms on an H200.
         self._sampled_buckets = batch_size_buckets(max_num_seqs)
         self._windows = decoder.cache.distinct_windows
-        # Twelve arrays with an entry per row or sequence, two more for each window, and the block ids, twice for
-        # prompts that end. A bucket, too, has at most ``max_rows``.
-        num_arrays = 12 + 2 * len(self._windows)
-        self._uploader = Uploader(num_arrays * (max_rows + 8) + 2 * decoder.cache.num_blocks, device)
+        # Fourteen arrays with an entry per row or sequence, two more for each window, and the block ids, twice for
+        # prompts that end. A bucket has at most ``max_rows``, too; scored rows are padded.
+        num_arrays = 14 + 2 * len(self._windows)
+        self._uploader = Uploader(
+            num_arrays * (max_rows + SCORED_ROWS) + 2 * decoder.cache.num_blocks, device
+        )
 
     def run(self, rows: Rows, *, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
         """Enqueue a whole forward on the current stream; returns as :meth:`finish`."""
@@ -105,6 +112,12 @@ class EagerLane:
         """
         num_rows = len(rows.positions)
         bucket = self._graphs.bucket(num_rows) if whole_gpu and self._graphs is not None else None
+        to_score: list[NDArray[np.int32]] = []
+        if rows.scored is not None:
+            bucket = None
+            # Logits of one number of rows: for another, the device might have to load a kernel.
+            unscored = -len(rows.scored.rows) % SCORED_ROWS
+            to_score = [np.pad(ids, (0, unscored)) for ids in (rows.scored.rows, rows.scored.token_ids)]
         # Padded rows write their keys and values into the first slot of the padding block.
         padding = np.zeros(0 if bucket is None else bucket - num_rows, dtype=np.int32)
         last_block_tokens = (rows.kv_lens - 1) % np.int32(self._decoder.cache.block_tokens) + np.int32(1)
@@ -131,7 +144,7 @@ class EagerLane:
             ended_indptr,
             ended_indices,
             ended_last_block,
-            *windows,
+            *windows_and_scored,
         ) = self._uploader.upload(
             rows.token_ids,
             rows.decode_slots,
@@ -148,9 +161,11 @@ class EagerLane:
             ended_kv_indices,
             last_block_tokens[ended],
             *window_indptrs,
+            *to_score,
         )
         ended_by_window, decode_by_window = (
-            dict(zip(self._windows, windows[first:], strict=False)) for first in (0, len(self._windows))
+            dict(zip(self._windows, windows_and_scored[first:], strict=False))
+            for first in (0, len(self._windows))
         )
         num_cached = rows.num_continued
         num_fresh_rows = rows.num_prefill_rows - int(rows.q_indptr[num_cached])
@@ -209,6 +224,7 @@ class EagerLane:
             sampled,
             sample_slots,
             sample_positions,
+            None if rows.scored is None else (*windows_and_scored[-2:], rows.scored.num_logprobs),  # type: ignore[arg-type]
             bucket,
         )
 
@@ -226,7 +242,7 @@ class EagerLane:
             self._functions if whole_gpu else self._partial_functions,
             first=first,
             last=last,
-            sampled=forward.sampled,
+            sampled=forward.sampled if forward.scored is None else None,
         )
         return dataclasses.replace(forward, hidden=hidden)
 
@@ -247,7 +263,16 @@ class EagerLane:
             return dataclasses.replace(forward, hidden=hidden)
         return forward
 
+    def score(self, forward: EagerForward) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Enqueue the log-probabilities of scored rows, before :meth:`finish`: those asked for, then of padding."""
+        if forward.scored is None:
+            return None
+        return self._decoder.score(forward.hidden, *forward.scored, self._functions.ops)
+
     def finish(self, forward: EagerForward) -> tuple[Tensor, Tensor]:
         """Enqueue output head and sampling; returns logits [s, vocab_size] and token ids [s] of the sampled rows."""
-        logits = self._decoder.logits(forward.hidden, self._functions.ops)[: len(forward.sample_slots)]
+        hidden = forward.hidden
+        if forward.scored is not None:
+            hidden = hidden.rows(forward.sampled.rows)
+        logits = self._decoder.logits(hidden, self._functions.ops)[: len(forward.sample_slots)]
         return logits, sample(logits, forward.sample_slots, forward.sample_positions, self._state)

@@ -7,6 +7,7 @@ from bullet_graph.errors import InsufficientMemoryError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.partition.masks import LANES
 from bullet_graph.perf.roofline import DecoderShape, kv_cache_bytes_per_token
+from bullet_graph.sampling_params import SCORED_ROWS
 
 GIB = 1024**3
 MIB = 1024**2
@@ -164,5 +165,6 @@ def _activation_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int
     rows = num_lanes * config.chunk_tokens + config.max_num_seqs
     per_row = 4 * model.hidden_size + 2 * (model.q_size + 2 * model.kv_size) + 3 * model.intermediate_size
     # Logits in the weights' dtype, and twice in float32 where log-probabilities are asked for; a mark for every token.
-    logits = config.max_num_seqs * model.vocab_size * (dtype_bytes + 2 * 4 + 4)
+    marks = 4 * config.max_num_seqs * model.vocab_size
+    logits = max(config.max_num_seqs, SCORED_ROWS) * model.vocab_size * (dtype_bytes + 2 * 4) + marks
     return rows * per_row * dtype_bytes + logits

@@ -14,14 +14,16 @@ from bullet_graph.kernels.sampler import (
     MASKED_IDS_COLUMN,
     MAX_OUTPUT_COUNT,
     ONE_OUTPUT,
+    RECENT_COLUMN,
     RECENT_TOKENS,
     SETTINGS_COLUMNS,
+    TABLE_COLUMNS,
     USES_BAD_WORDS,
     USES_BITMASK,
     USES_MARKS,
+    WORDS_COLUMN,
 )
-from bullet_graph.runtime.step import Adjustments, DecodeBatch, Int32Array, PrefillBatch, SlotInit
-from bullet_graph.sampling_params import MAX_BAD_WORDS, MAX_BIASED_TOKENS
+from bullet_graph.runtime.step import Adjustments, DecodeBatch, Int32Array, PrefillBatch, Scored, SlotInit
 
 _NONE: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -41,6 +43,7 @@ class Rows:
         sample_rows: [s], rows whose next token is sampled: the last of their sequence.
         sample_indptr: [n + 1], place of each sequence's sampled row, if it has one, among them.
         sample_positions: [s], position that each sampled token will have.
+        scored: that of the prefill batch.
         num_continued: prefill chunks up to the last one whose prompt an earlier step began. Chunks after it begin
             their prompts here and need no cache. An urgent prompt that begins here but stands before it is counted.
     """
@@ -57,6 +60,7 @@ class Rows:
     sample_indptr: Int32Array
     sample_slots: Int32Array
     sample_positions: Int32Array
+    scored: Scored | None
     num_prefill: int
     num_continued: int
 
@@ -148,6 +152,7 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
         sample_indptr=_indptr(sampled.astype(np.int32)),
         sample_slots=slots[sampled],
         sample_positions=end[sampled],
+        scored=None if prefill is None else prefill.scored,
         num_prefill=num_prefill,
         num_continued=int(continued[-1]) + 1 if len(continued) else 0,
     )
@@ -162,37 +167,35 @@ def settings_row(init: SlotInit) -> Int32Array:
     row[7] = USES_BITMASK * init.uses_bitmask
     if (adjust := init.adjustments) is not None:
         row[7] |= USES_MARKS | USES_BAD_WORDS * any(len(word) > 1 for word in adjust.bad_words)
-        penalties = adjust.repetition_penalty, adjust.frequency_penalty, adjust.presence_penalty
+        penalties = adjust.params.penalties
         row[8:11] = np.array(penalties, dtype=np.float32).view(np.int32)
     row[MASKED_IDS_COLUMN : MASKED_IDS_COLUMN + len(init.masked_token_ids)] = init.masked_token_ids
     return row
 
 
-def marks_rows(
-    adjust: Adjustments, vocab_size: int
-) -> tuple[Int32Array, NDArray[np.float32], Int32Array, Int32Array]:
-    """Marks, biases, bad words and recent tokens of a sequence that enters a slot: rows of :class:`SamplingState`."""
+def adjustments_row(adjust: Adjustments, vocab_size: int) -> Int32Array:
+    """What a sequence that enters a slot starts from: the sampler's [vocab_size + TABLE_COLUMNS]."""
     counts = np.bincount(adjust.output_token_ids, minlength=vocab_size)
     marks = (counts.clip(max=MAX_OUTPUT_COUNT) * ONE_OUTPUT).astype(np.int32)
     marks[adjust.prompt_token_ids] |= IN_PROMPT
-    biases = np.zeros(MAX_BIASED_TOKENS + 1, dtype=np.float32)
-    for index, (token_id, bias) in enumerate(adjust.logit_bias, start=1):
+    table = np.full(TABLE_COLUMNS, -1, dtype=np.int32)
+    table[:RECENT_COLUMN] = 0
+    for index, (token_id, bias) in enumerate(adjust.params.biases, start=1):
         marks[token_id] += index * FIRST_BIAS
-        biases[index] = bias
+        table[index] = np.float32(bias).view(np.int32)
     output = adjust.output_token_ids[-RECENT_TOKENS:]
-    recent = np.full(RECENT_TOKENS, -1, dtype=np.int32)
     end = len(adjust.prompt_token_ids) + len(adjust.output_token_ids)
-    recent[np.arange(end - len(output), end) % RECENT_TOKENS] = output
-    bad_words = np.full((MAX_BAD_WORDS, 1 + RECENT_TOKENS), -1, dtype=np.int32)
+    table[RECENT_COLUMN + np.arange(end - len(output), end) % RECENT_TOKENS] = output
+    words = table[WORDS_COLUMN:].reshape(-1, 1 + RECENT_TOKENS)
     # A token that is banned everywhere stays so whatever precedes it.
     banned = {word[0] for word in adjust.bad_words if len(word) == 1}
     conditional = [word for word in adjust.bad_words if word[-1] not in banned]
-    for row, (*before, last) in zip(bad_words, conditional, strict=False):
+    for row, (*before, last) in zip(words, conditional, strict=False):
         row[0], row[1 + RECENT_TOKENS - len(before) :] = last, before
         if output[-len(before) :].tolist() == before:
             banned.add(last)
     marks[sorted(banned)] |= np.int32(-(2**31))
-    return marks, biases, bad_words, recent
+    return np.concatenate((marks, table))
 
 
 def _indptr(counts: Int32Array) -> Int32Array:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet_graph.partition.masks import WHOLE_GPU, Lane, SmPartition
+from bullet_graph.sampling_params import SamplingParams
 
 Int32Array = NDArray[np.int32]
 BoolArray = NDArray[np.bool_]
@@ -13,21 +14,12 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Adjustments:
-    """What changes a sequence's logits before they are sampled from; the definitions are vLLM's.
+    """What changes a sequence's logits: penalties and biases of ``params``, and the token ids of its bad words.
 
-    Attributes:
-        logit_bias: (token id, bias) pairs; added first.
-        repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
-        frequency_penalty: subtracted once for each time that the token is in the output.
-        presence_penalty: subtracted from tokens that are in the output.
-        bad_words: the last token of each is not sampled after the others.
-        prompt_token_ids, output_token_ids: tokens until now; after a preemption there are outputs.
+    The tokens are those until now: after a preemption, there are outputs.
     """
 
-    logit_bias: tuple[tuple[int, float], ...]
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
+    params: SamplingParams
     bad_words: tuple[tuple[int, ...], ...]
     prompt_token_ids: Int32Array
     output_token_ids: Int32Array
@@ -55,6 +47,15 @@ class SlotInit:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """``rows`` [r] of a batch's tokens, the ``token_ids`` [r] after them, and the number of alternatives to report."""
+
+    rows: Int32Array
+    token_ids: Int32Array
+    num_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillBatch:
     """Chunks of ``n`` prompts, laid end to end.
 
@@ -65,6 +66,7 @@ class PrefillBatch:
             blocks before every layer's window were given back.
         kv_indptr: [n + 1], where each sequence's blocks start in ``kv_indices``: up to its chunk's end.
         samples: [n], whether the chunk ends its prompt, so that a token is sampled.
+        scored: the tokens of prompts whose log-probabilities are to be reported, if any.
     """
 
     slots: Int32Array
@@ -75,6 +77,7 @@ class PrefillBatch:
     kv_indptr: Int32Array
     kv_indices: Int32Array
     samples: BoolArray
+    scored: Scored | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
-    """Log-probabilities of ``n`` sampled rows: [n] of the sampled token, and the [n, k] most probable ones."""
+    """Log-probabilities of ``n`` rows: [n] of the sampled or scored token, and the [n, k] most probable ones."""
 
     chosen: NDArray[np.float32]
     top_ids: Int32Array
@@ -135,8 +138,10 @@ class StepResult:
     """The tokens that a step sampled: [n], of prefill rows in order, then of decode rows.
 
     Empty for a step that was stopped before its last layer. ``device_ms`` is from the first kernel to the last.
+    ``prompt_logprobs`` are those of the scored rows, perhaps with more rows after them.
     """
 
     token_ids: Int32Array
     logprobs: StepLogprobs | None
     device_ms: float
+    prompt_logprobs: StepLogprobs | None = None

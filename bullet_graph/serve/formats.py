@@ -5,10 +5,12 @@ The JSON is assembled by hand because a stream has one event per token.
 
 import functools
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii
 from typing import Any, ClassVar
 
@@ -49,7 +51,8 @@ class AnswerFormat(ABC):
     """Writes the answer to one request; ``usage`` is JSON, or None to leave it out.
 
     ``texts`` gives the texts of single tokens. ``with_token_ids`` also writes the ids of prompts and outputs.
-    ``request_id`` is the end of the answer's id.
+    ``request_id`` is the end of the answer's id. ``echo`` are the prompts' texts, to be written before the outputs';
+    ``num_logprobs`` and ``num_prompt_logprobs`` are the alternatives that were asked for.
     """
 
     id_prefix: ClassVar[str]
@@ -59,17 +62,31 @@ class AnswerFormat(ABC):
     whole_text: ClassVar[str]
     prompt_ids_in_choices: ClassVar[bool]
 
-    def __init__(self, model: str, texts: TokenTexts, *, with_token_ids: bool, request_id: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        texts: TokenTexts,
+        *,
+        with_token_ids: bool,
+        request_id: str,
+        echo: Sequence[str] | None = None,
+        num_logprobs: int | None = None,
+        num_prompt_logprobs: int | None = None,
+    ) -> None:
         self._texts = texts
+        self._echo = echo
+        self._num_logprobs = num_logprobs
+        self._num_prompt_logprobs = num_prompt_logprobs
+        self._offsets: dict[int, int] = {}
         self._with_token_ids = with_token_ids
         head = f'{{"id":"{self.id_prefix}-{request_id}","created":{int(time.time())}'
         head += f',"model":{to_json_text(model)},"object":'
         self._whole = f'{head}"{self.whole_type}","choices":['
         self._event_head = f'data: {head}"{self.event_type}","choices":['
 
-    def opening(self, choice: int, usage: str | None) -> bytes:
-        """The event before a choice's first token; empty if the format has none."""
-        del choice, usage
+    def opening(self, choice: int, prompt: int, usage: str | None) -> bytes:
+        """The event before the first token of a choice for a prompt; empty if the format has none."""
+        del choice, prompt, usage
         return b""
 
     def event(self, choice: int, delta: CompletionOutput, usage: str | None) -> bytes:
@@ -82,16 +99,48 @@ class AnswerFormat(ABC):
 
     def body(self, outputs: Sequence[RequestOutput], usage: str) -> bytes:
         """The whole answer: one output per prompt."""
-        choices, prompt_ids = [], ""
+        choices, of_prompt = [], ""
         for index, output in enumerate(outputs):
-            if self._with_token_ids:
-                prompt_ids = f',"prompt_token_ids":{to_json(output.prompt_token_ids)}'
+            of_prompt = (
+                f',"prompt_token_ids":{to_json(output.prompt_token_ids)}' if self._with_token_ids else ""
+            )
+            if self._num_prompt_logprobs is not None:
+                of_prompt += (
+                    f',"prompt_logprobs":{to_json(self._prompt_logprobs(output, self._num_prompt_logprobs))}'
+                )
             for sample in output.outputs:
                 choice = index * len(output.outputs) + sample.index
-                more = prompt_ids if self.prompt_ids_in_choices else ""
+                more = of_prompt if self.prompt_ids_in_choices else ""
+                if self._echo is not None:
+                    sample = self._after_prompt(output, sample, self._echo[index])
                 choices.append(self._choice(choice, sample, self.whole_text, more))
-        tail = "" if self.prompt_ids_in_choices else prompt_ids
+        tail = "" if self.prompt_ids_in_choices else of_prompt
         return f'{self._whole}{",".join(choices)}],"usage":{usage}{tail}}}'.encode()
+
+    def _prompt_logprobs(self, output: RequestOutput, count: int) -> list[dict[str, Any] | None]:
+        """Those of the prompt's tokens, in vLLM's form; only alternatives have a rank."""
+        return [
+            None
+            if entry is None
+            else {
+                str(i): {"logprob": _finite(p), "rank": rank, "decoded_token": self._texts(i)}
+                for rank, (i, p) in (
+                    (None, (entry.token_id, entry.logprob)),
+                    *enumerate(entry.top[:count], 1),
+                )
+            }
+            for entry in output.prompt_logprobs or ()
+        ]
+
+    def _after_prompt(self, output: RequestOutput, sample: CompletionOutput, text: str) -> CompletionOutput:
+        """The sample with its prompt before it."""
+        logprobs = sample.logprobs
+        if logprobs is not None:
+            _, *scored = output.prompt_logprobs or (None,)
+            first = TokenLogprobs(output.prompt_token_ids[0], math.nan, ())
+            entries = (replace(entry, top=entry.top[: self._num_logprobs]) for entry in scored if entry)
+            logprobs = (first, *entries, *logprobs)
+        return replace(sample, text=text + sample.text, logprobs=logprobs)
 
     def _event(self, choice: str, usage: str | None) -> bytes:
         tail = "" if usage is None else f',"usage":{usage}'
@@ -122,9 +171,11 @@ class CompletionFormat(AnswerFormat):
     new_text = whole_text = '"text":%s'
     prompt_ids_in_choices = True
 
-    def __init__(self, model: str, texts: TokenTexts, *, with_token_ids: bool, request_id: str) -> None:
-        super().__init__(model, texts, with_token_ids=with_token_ids, request_id=request_id)
-        self._offsets: dict[int, int] = {}
+    def opening(self, choice: int, prompt: int, usage: str | None) -> bytes:
+        """The event of the prompt, if it is to be written."""
+        if self._echo is None:
+            return b""
+        return self.event(choice, CompletionOutput(choice, self._echo[prompt], (), None, None), usage)
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         texts, offset = self._texts, self._offsets.get(choice, 0)
@@ -134,14 +185,17 @@ class CompletionFormat(AnswerFormat):
             offsets.append(offset)
             offset += len(token)
         self._offsets[choice] = offset
+        logprobs = [None if math.isnan(entry.logprob) else _finite(entry.logprob) for entry in entries]
         # Tokens with the same text share a key: the most probable one wins.
         tops = [
-            {texts(i): _finite(p) for i, p in ((entry.token_id, entry.logprob), *reversed(entry.top))}
-            for entry in entries
+            None
+            if logprob is None
+            else {texts(i): _finite(p) for i, p in ((entry.token_id, logprob), *reversed(entry.top))}
+            for entry, logprob in zip(entries, logprobs, strict=True)
         ]
         return {
             "tokens": tokens,
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "token_logprobs": logprobs,
             "top_logprobs": tops,
             "text_offset": offsets,
         }
@@ -158,19 +212,14 @@ class ChatFormat(AnswerFormat):
     prompt_ids_in_choices = False
 
     def __init__(
-        self,
-        model: str,
-        texts: TokenTexts,
-        *,
-        with_token_ids: bool,
-        request_id: str,
-        call_parser: Callable[[], ToolCallParser] | None = None,
+        self, *args: Any, call_parser: Callable[[], ToolCallParser] | None = None, **options: Any
     ) -> None:
-        super().__init__(model, texts, with_token_ids=with_token_ids, request_id=request_id)
+        super().__init__(*args, **options)
         self._parsers = None if call_parser is None else defaultdict[int, ToolCallParser](call_parser)
 
-    def opening(self, choice: int, usage: str | None) -> bytes:
+    def opening(self, choice: int, prompt: int, usage: str | None) -> bytes:
         """The event that names the speaker."""
+        del prompt
         delta = '"delta":{"role":"assistant","content":""}'
         return self._event(f'{{"index":{choice},{delta},"logprobs":null,"finish_reason":null}}', usage)
 

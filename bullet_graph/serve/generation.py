@@ -84,6 +84,9 @@ class Generation:
             self._texts,
             with_token_ids=bool(request.return_token_ids),
             request_id=tally.request_id,
+            echo=[self._text(prompt) for prompt in request.prompts] if request.echo else None,
+            num_logprobs=request.wanted_logprobs,
+            num_prompt_logprobs=request.prompt_logprobs,
         )
         timeout_s = self._settings.request_timeout_s
         if request.stream:
@@ -165,7 +168,7 @@ class Generation:
                         usage = _usage(tally)
                     if choice not in opened:
                         opened.add(choice)
-                        opening = written.opening(choice, usage)
+                        opening = written.opening(choice, index, usage)
                         if opening:
                             yield opening
                     if delta.finish_reason:
@@ -247,6 +250,12 @@ class Generation:
             return render(messages, template_kwargs=request.chat_template_kwargs, tools=functions or None)
 
         return await self._in_thread(rendered)
+
+    def _text(self, prompt: str | Sequence[int]) -> str:
+        """A prompt as a text; empty for token ids without a tokenizer."""
+        if isinstance(prompt, str):
+            return prompt
+        return "" if self._tokenizer is None else self._tokenizer.decode(prompt)
 
     async def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:

@@ -32,10 +32,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     name: values
     for names, values in (
         ("audio prediction reasoning_effort verbosity web_search_options", ()),
-        ("allowed_token_ids chat_template logprob_token_ids prompt_embeds prompt_logprobs request_id", ()),
+        ("allowed_token_ids chat_template logprob_token_ids prompt_embeds request_id", ()),
         ("guided_choice guided_grammar guided_json guided_regex structural_tag structured_outputs", ()),
         ("guided_decoding_backend guided_whitespace_pattern repetition_detection truncate_prompt_tokens", ()),
-        ("echo include_stop_str_in_output return_tokens_as_token_ids use_beam_search watermarking", (False,)),
+        ("include_stop_str_in_output return_tokens_as_token_ids use_beam_search watermarking", (False,)),
         ("spaces_between_special_tokens", (True,)),
         ("priority routed_experts_prompt_start", (0,)),
         ("best_of length_penalty stream_interval", (1,)),
@@ -132,8 +132,9 @@ class GenerationRequest(_Request):
 
     default_tokens: ClassVar[int | None] = None
     """Output limit of requests that name none; None: the model's limit."""
+    echo: bool | None = None
 
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -150,6 +151,7 @@ class GenerationRequest(_Request):
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = None
     bad_words: Annotated[list[StopText], Field(max_length=128)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(
@@ -162,6 +164,21 @@ class GenerationRequest(_Request):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(
                 OWN_ERROR, "`stream_options` are for streams: leave them out, or set `stream` to true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scores_fit(self) -> "GenerationRequest":
+        if self.wanted_tokens == 0 and self.prompt_logprobs is None and not self.echo:
+            raise PydanticCustomError(
+                OWN_ERROR,
+                "`max_tokens` of 0 is for prompts alone: give `echo` or `prompt_logprobs`, or ask for 1 token or more",
+            )
+        if self.stream and self.wanted_prompt_logprobs is not None:
+            raise PydanticCustomError(
+                OWN_ERROR,
+                "a stream has no log-probabilities of the prompt: set `stream` to false, or leave out "
+                "`prompt_logprobs`, and `echo` beside `logprobs`",
             )
         return self
 
@@ -180,16 +197,27 @@ class GenerationRequest(_Request):
         """Alternatives to report per token; None: no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        counts = self.prompt_logprobs, self.wanted_logprobs if self.echo else None
+        return max((count for count in counts if count is not None), default=None)
+
     def sampling_params(self, max_tokens: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """The engine's settings for one prompt, with the model's ``defaults`` for fields that the request leaves out.
 
         Raises SamplingParamsError if they contradict each other.
         """
-        names = SamplingParams.__dataclass_fields__.keys() - {"max_tokens", "logprobs"}
+        own = {
+            "max_tokens": max_tokens,
+            "logprobs": self.wanted_logprobs,
+            "prompt_logprobs": self.wanted_prompt_logprobs,
+        }
+        names = SamplingParams.__dataclass_fields__.keys() - own.keys()
         given = {**defaults, **self.model_dump(include=set(names), exclude_none=True)}
         if self.seed is not None:
             given["seed"] = self.seed % 2**63
-        return SamplingParams(**given | {"max_tokens": max_tokens, "logprobs": self.wanted_logprobs})
+        return SamplingParams(**given | own)
 
 
 class CompletionRequest(GenerationRequest):
@@ -335,7 +363,8 @@ class ChatCompletionRequest(GenerationRequest):
     }
 
     messages: Many[Message] = Field(examples=[[{"role": "user", "content": "Why is the sea salt?"}]])
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    echo: Literal[False] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Tools | None = None
@@ -386,7 +415,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def wanted_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -69,6 +69,33 @@ def test_tokens_against_transformers(model: Checkpoint, policy: str, cuda_graphs
     check_against_transformers(outputs, model)
 
 
+@pytest.mark.parametrize("policy", ["serial", "mixed:64", "split:48"])
+def test_scores_of_prompts_against_transformers(model: Checkpoint, policy: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=2)
+    with Engine(
+        str(model.folder), policy=policy, max_num_seqs=6, kv_cache_bytes=2**28, perf_table="roofline"
+    ) as engine:
+        outputs = engine.generate(prompts(), [params, GREEDY] * (len(LENGTHS) // 2), use_tqdm=False)
+    errors, noise = [], []
+    for output in outputs[2::2]:
+        ids = torch.tensor([output.prompt_token_ids], device="cuda")
+        with torch.inference_mode():
+            exact, rounded = (
+                net(ids).logits[0, :-1].float().log_softmax(-1) for net in (model.exact, model.rounded)
+            )
+        chosen = exact.gather(-1, ids[0, 1:, None])[:, 0]
+        assert output.prompt_logprobs is not None
+        entries = [entry for entry in output.prompt_logprobs if entry is not None]
+        assert [entry.token_id for entry in entries] == ids[0, 1:].tolist()
+        errors.append(torch.tensor([entry.logprob for entry in entries], device="cuda") - chosen)
+        noise.append(rounded.gather(-1, ids[0, 1:, None])[:, 0] - chosen)
+        best = torch.tensor([entry.top[0][1] for entry in entries], device="cuda")
+        torch.testing.assert_close(best, exact.max(-1).values, atol=0.1, rtol=0.05)
+    rms_error, rms_noise = (torch.cat(values).square().mean().sqrt() for values in (errors, noise))
+    assert rms_error < 1.5 * rms_noise
+    check_against_transformers(outputs[1::2], model)
+
+
 def test_preemption_loses_nothing(model: Checkpoint) -> None:
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=1)
     with Engine(

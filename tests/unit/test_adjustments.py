@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from sampling_rows import settings_row
 
 from bullet_graph.kernels.sampler import SamplingState, sample
-from bullet_graph.runtime.rows import marks_rows
+from bullet_graph.runtime.rows import adjustments_row
 from bullet_graph.runtime.step import Adjustments
+from bullet_graph.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="Triton is published for Linux only")
 
@@ -23,12 +24,13 @@ VOCAB = 40
 token_ids = st.integers(0, VOCAB - 1)
 adjustments = st.builds(
     Adjustments,
-    logit_bias=st.dictionaries(token_ids, st.floats(-100, 100, width=16), max_size=6).map(
-        lambda biases: tuple(biases.items())
+    params=st.builds(
+        SamplingParams,
+        logit_bias=st.dictionaries(token_ids, st.floats(-100, 100, width=16), max_size=6),
+        repetition_penalty=st.sampled_from([1.0, 0.5, 1.25, 8.0]),
+        frequency_penalty=st.sampled_from([0.0, 0.25, -1.5, 2.0]),
+        presence_penalty=st.sampled_from([0.0, 0.5, -2.0]),
     ),
-    repetition_penalty=st.sampled_from([1.0, 0.5, 1.25, 8.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.25, -1.5, 2.0]),
-    presence_penalty=st.sampled_from([0.0, 0.5, -2.0]),
     bad_words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=9).map(tuple),
     prompt_token_ids=st.lists(token_ids, min_size=1, max_size=9).map(lambda ids: np.array(ids, np.int32)),
     output_token_ids=st.lists(token_ids, max_size=9).map(lambda ids: np.array(ids, np.int32)),
@@ -37,12 +39,12 @@ adjustments = st.builds(
 
 def adjusted(scores: np.ndarray, by: Adjustments, output: list[int], allowed: set[int]) -> np.ndarray:
     """The definitions, token by token."""
-    counts, result = Counter(output), scores.astype(np.float64)
+    counts, params, result = Counter(output), by.params, scores.astype(np.float64)
     for token_id in range(VOCAB):
-        score = result[token_id] + dict(by.logit_bias).get(token_id, 0.0)
+        score = result[token_id] + dict(params.biases).get(token_id, 0.0)
         if token_id in counts or token_id in by.prompt_token_ids:
-            score = score / by.repetition_penalty if score > 0 else score * by.repetition_penalty
-        score -= by.frequency_penalty * counts[token_id] + by.presence_penalty * (token_id in counts)
+            score = score / params.repetition_penalty if score > 0 else score * params.repetition_penalty
+        score -= params.frequency_penalty * counts[token_id] + params.presence_penalty * (token_id in counts)
         ends = (word for word in by.bad_words if word[-1] == token_id)
         is_banned = any(word[:-1] == tuple(output[len(output) - len(word) + 1 :]) for word in ends)
         is_banned = is_banned or token_id not in allowed
@@ -55,7 +57,7 @@ def state_of(by: Adjustments, allowed: set[int] | None, **changes: object) -> Sa
     state = SamplingState(2, VOCAB, DEVICE)
     row = settings_row(adjustments=by, uses_bitmask=allowed is not None, **changes)
     state.settings[1] = row.to(DEVICE)
-    state.write_marks(1, *marks_rows(by, VOCAB))
+    state.write_adjustments(1, adjustments_row(by, VOCAB))
     bits = np.zeros(64, dtype=np.uint8)
     bits[list(allowed or ())] = 1
     words = np.packbits(bits, bitorder="little").view(np.int32)
@@ -93,10 +95,9 @@ def test_greedy_tokens_are_those_of_the_definitions(
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_p": 0.9, "min_p": 0.1}])
 def test_both_samplers_draw_the_same_tokens_from_adjusted_logits(cuts: dict[str, float]) -> None:
     by = Adjustments(
-        logit_bias=((3, 5.0), (7, -4.0)),
-        repetition_penalty=1.3,
-        frequency_penalty=0.7,
-        presence_penalty=0.2,
+        SamplingParams(
+            logit_bias={3: 5.0, 7: -4.0}, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.2
+        ),
         bad_words=((0,), (3,), (1, 3), (5, 6), (6, 5)),
         prompt_token_ids=np.array([1, 2, 9], np.int32),
         output_token_ids=np.array([4, 4, 5], np.int32),
@@ -113,5 +114,5 @@ def test_both_samplers_draw_the_same_tokens_from_adjusted_logits(cuts: dict[str,
         assert tokens[0] == tokens[1]
         assert tokens[0][1] == int(logits[1].argmax())
         drawn.add(tokens[0][0])
-    assert torch.equal(states[0].marks, states[1].marks)
+    assert torch.equal(states[0].adjustments, states[1].adjustments)
     assert not drawn & {0, 3, *range(30, VOCAB)}

@@ -13,7 +13,7 @@ from fakes.flashinfer_prefill import Runs, install
 from forward_rows import make_rows
 
 from bullet_graph.kernels.ops import TorchOps
-from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.sampler import SamplingState, token_logprobs
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.decoder import Decoder
 from bullet_graph.models.layers import eager_functions
@@ -22,6 +22,7 @@ from bullet_graph.runtime import eager_lane
 from bullet_graph.runtime.eager_lane import EagerLane
 from bullet_graph.runtime.rows import Chunk
 from bullet_graph.runtime.self_check import reference_logits
+from bullet_graph.runtime.step import Scored
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton's interpreter")
 
@@ -108,3 +109,33 @@ def test_each_layer_attends_to_its_window(
     monkeypatch.setattr(eager_lane, "FEW_FRESH_ROWS", 0)
     chunks = [(9, 8, True), (7, 5, False), (0, 9, True), (0, 1, False)]
     check_forward(replace(CONFIG, layer_windows=layer_windows), chunks, [11, 0, 6])
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize("layer_windows", [None, (5, 3)], ids=str)
+@pytest.mark.parametrize("scored_rows", [[0], [1, 2, 3, 8, 9, 12]])
+@torch.inference_mode()
+def test_scored_rows_equal_the_reference_beside_sampled_ones(
+    monkeypatch: pytest.MonkeyPatch, scored_rows: list[int], layer_windows: tuple[int, ...] | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr("bullet_graph.models.decoder.SCORED_ROWS", 4)  # in slices
+    config = CONFIG if layer_windows is None else replace(CONFIG, layer_windows=layer_windows)
+    decoder, reference = filled_decoder(config), filled_decoder(config)
+    lane = EagerLane(
+        decoder, SamplingState(MAX_SEQS, CONFIG.vocab_size, CPU), max_num_seqs=MAX_SEQS, max_rows=64
+    )
+    rows = make_rows([(7, 5, False), (0, 9, True)], [4], num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
+    all_rows = replace(rows, sample_rows=np.arange(15, dtype=np.int32))
+    ids = np.array([i * 31 % CONFIG.vocab_size for i in scored_rows], dtype=np.int32)
+    rows = replace(rows, scored=Scored(np.array(scored_rows, dtype=np.int32), ids, 3))
+    forward = lane.run_layers(lane.run_layers(lane.begin(rows), 0, 1), 1)
+    scores = lane.score(forward)
+    assert scores is not None
+    logits, _ = lane.finish(forward)
+    token_ids = np.append(rows.token_ids, np.zeros_like(rows.decode_slots))
+    expected = reference_logits(reference, eager_functions(TorchOps()), token_ids, all_rows)
+    torch.testing.assert_close(logits, expected[rows.sample_rows.tolist()], rtol=1e-4, atol=1e-4)
+    wanted = token_logprobs(expected[scored_rows], torch.from_numpy(ids), 3)
+    for found, exact in zip(scores, wanted, strict=True):
+        torch.testing.assert_close(found[: len(ids)], exact, rtol=1e-4, atol=1e-4)
