@@ -42,7 +42,8 @@ class Loop:
         self.window = window
         held_tokens = max_model_len
         if window is not None:
-            held_tokens = min(max_model_len, window + 2 * chunk_tokens + BLOCK_TOKENS)
+            # Room for one chunk, so that a second one in flight may have to wait.
+            held_tokens = min(max_model_len, window + chunk_tokens + BLOCK_TOKENS)
         self.scheduler = Scheduler(
             num_blocks=1 + -(-held_tokens // BLOCK_TOKENS) + spare_blocks,
             max_num_seqs=max_num_seqs,
