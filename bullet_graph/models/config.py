@@ -1,7 +1,7 @@
 """A decoder's shape and constants, and what all families read alike from ``config.json``; needs no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from bullet_graph.errors import UnsupportedModelError
@@ -104,7 +104,7 @@ def read_dense_config(
     architecture: str,
     *,
     activation_key: str = "hidden_act",
-    partial_rope: bool = False,
+    fused_projections: bool = False,
     slides: Callable[[int], bool] | None = None,
 ) -> ModelConfig:
     """Read what all families have in common, as transformers 4 or 5 writes it; raises as ``presets.load_model_config``.
@@ -123,7 +123,7 @@ def read_dense_config(
     vocab_size = config.read("vocab_size", int, at_most=_MAX_VOCAB)
     num_layers = config.read("num_hidden_layers", int, at_most=_MAX_LAYERS)
     head_dim = _head_dim(config, hidden_size, num_heads)
-    rope, rotary_dim = read_rope(config, head_dim, can_be_partial=partial_rope)
+    rope, rotary_dim = read_rope(config, head_dim, can_be_partial=fused_projections)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -140,16 +140,10 @@ def read_dense_config(
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         gelu=config.get(activation_key) == _GELU,
         tie_word_embeddings=config.read("tie_word_embeddings", bool, default=False),
+        fused_projections=fused_projections,
         dtype=_dtype(config),
         eos_token_ids=_eos_token_ids(config, vocab_size),
     )
-
-
-def with_window(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """The model with the config's ``sliding_window``, if there is one, in all layers."""
-    if config.get("sliding_window") is None:
-        return model
-    return replace(model, layer_windows=(config.read("sliding_window", int),) * model.num_layers)
 
 
 def _layer_windows(

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from decoders import new_decoder
+from decoders import VARIANTS, new_decoder
 from sampling_rows import settings_row
 
 from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs, Int32Array
@@ -53,12 +53,12 @@ WINDOWS = {"llama-3.2-1b": (50, None, 300, 50), "qwen3-8b": (128,) * NUM_LAYERS}
 
 @pytest.fixture(
     scope="module",
-    params=["llama-3.1-8b", "qwen3-8b", "llama-3.2-1b", *(f"{name} windowed" for name in WINDOWS)],
+    params=["llama-3.1-8b", "qwen3-8b", "llama-3.2-1b", *(f"{name} windowed" for name in WINDOWS), *VARIANTS],
 )
 def setup(request: pytest.FixtureRequest) -> Setup:
     name, _, windowed = request.param.partition(" ")
     windows = WINDOWS[name] if windowed else ()
-    config = replace(PRESETS[name], num_layers=NUM_LAYERS, layer_windows=windows)
+    config = replace((PRESETS | VARIANTS)[name], num_layers=NUM_LAYERS, layer_windows=windows)
     new = partial(new_decoder, config, num_blocks=NUM_BLOCKS, max_len=MAX_LEN, device="cuda")
     decoder, reference = new(dtype=torch.bfloat16, random_cache=True), new(dtype=torch.float32)
     views = (checkpoint_views(config, one.weights) for one in (reference, decoder))

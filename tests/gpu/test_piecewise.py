@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from decoders import new_decoder
+from decoders import VARIANTS, new_decoder
 from forward_rows import make_rows
 
 from bullet_graph.graphs.key import row_buckets
@@ -34,9 +34,9 @@ class Setup:
     eager: EagerLane
 
 
-@pytest.fixture(scope="module", params=["llama-3.1-8b", "qwen3-8b", "qwen3-0.6b"])
+@pytest.fixture(scope="module", params=["llama-3.1-8b", "qwen3-8b", "qwen3-0.6b", *VARIANTS])
 def setup(request: pytest.FixtureRequest) -> Setup:
-    config = replace(PRESETS[request.param], num_layers=3)
+    config = replace((PRESETS | VARIANTS)[request.param], num_layers=3)
     decoder = new_decoder(
         config, num_blocks=NUM_BLOCKS, max_len=8192, dtype=torch.bfloat16, device="cuda", random_cache=True
     )
@@ -61,7 +61,7 @@ def rows_of(chunks: list[tuple[int, int, bool]], decode_rows: int) -> Rows:
     """Chunks as (start, tokens, whether it ends the prompt), and decode rows of random contexts; a case's own data."""
     rng = np.random.default_rng(len(chunks) + decode_rows)
     blocks = 1 + rng.permutation(NUM_BLOCKS - 1)
-    token_ids = rng.integers(0, 1000, sum(tokens for _, tokens, _ in chunks))
+    token_ids = rng.integers(0, 500, sum(tokens for _, tokens, _ in chunks))
     return make_rows(
         chunks,
         rng.integers(0, 400, decode_rows).tolist(),
@@ -80,7 +80,7 @@ def rows_of(chunks: list[tuple[int, int, bool]], decode_rows: int) -> Rows:
         ([(37, 129, False)], 33),
         ([(0, 7, True), (1000, 300, False), (64, 30, True)], 50),
         ([(0, 500, True), (0, 30, True)], 8),
-        ([(0, 1000, True), (64, 500, True)], 8),  # in pieces for the small model alone
+        ([(0, 1000, True), (64, 500, True)], 8),  # in pieces for the small models alone
     ],
 )
 @torch.inference_mode()

@@ -41,13 +41,13 @@ def read_gemma3(config: JsonObject) -> ModelConfig:
 def _ropes(config: JsonObject, head_dim: int) -> list[Rope]:
     """RoPE of layers without and with a window: nested in transformers 5; before, ``rope_scaling`` was the first's."""
     config = config.with_defaults(
-        rope_parameters={}, rope_scaling={}, rope_theta=1_000_000.0, rope_local_base_freq=10_000.0
+        rope_parameters={"full_attention": config.get("rope_scaling")},
+        rope_theta=1_000_000.0,
+        rope_local_base_freq=10_000.0,
     )
     ropes = []
     for kind, theta in (("full_attention", "rope_theta"), ("sliding_attention", "rope_local_base_freq")):
         rope = config.nested("rope_parameters").with_defaults(**{kind: {}}).nested(kind)
-        if theta == "rope_theta":
-            rope = replace(rope, values={**rope.values, **config.nested("rope_scaling").values})
         rope = rope.with_defaults(rope_theta=config.read(theta, float))
         ropes.append(read_rope_entry(config, rope, head_dim))
     return ropes

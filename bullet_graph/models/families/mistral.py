@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from bullet_graph.models.config import ModelConfig, read_dense_config, with_window
+from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
 
 MISTRAL = "MistralForCausalLM"
 
 
 def read_mistral(config: JsonObject) -> ModelConfig:
-    # The default of Hugging Face's config class; null means none.
-    config = replace(config, values={"sliding_window": 4096, **config.values})
-    return with_window(config, read_dense_config(config, MISTRAL))
+    # As Hugging Face's config class: 4096 by default, null means none, and all layers are alike.
+    values = {"sliding_window": 4096, **config.values, "layer_types": None}
+    return read_dense_config(replace(config, values=values), MISTRAL, slides=lambda _: True)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bullet_graph.models.config import ModelConfig, read_dense_config, with_window
+from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
 
 PHI3 = "Phi3ForCausalLM"
@@ -15,5 +15,4 @@ def read_phi3(config: JsonObject) -> ModelConfig:
         # Earlier names of LongRoPE, by which transformers means it here.
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
             config = replace(config, values={**config.values, key: {**rope, "rope_type": "longrope"}})
-    model = read_dense_config(config, PHI3, partial_rope=True)
-    return replace(with_window(config, model), fused_projections=True)
+    return read_dense_config(config, PHI3, fused_projections=True, slides=lambda _: True)
