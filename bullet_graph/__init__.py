@@ -28,7 +28,7 @@ from bullet_graph.errors import (
     UnsupportedModelError,
     WorkloadError,
 )
-from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.sampling_params import SamplingParams, StructuredOutputs
 from bullet_graph.slo import Slo
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ __all__ = [
     "SamplingParams",
     "SamplingParamsError",
     "Slo",
+    "StructuredOutputs",
     "TokenLogprobs",
     "TraceError",
     "UnsupportedModelError",

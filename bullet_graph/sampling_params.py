@@ -1,5 +1,6 @@
 """How a request's tokens are sampled; the names are those of vLLM."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,64 @@ GREEDY_BELOW_TEMPERATURE = 1e-5
 MAX_TEMPERATURE = 1e6
 """All tokens are then equally probable in float32; much more would overflow there."""
 
+MAX_GRAMMAR_CHARACTERS = 128 * 1024
+"""Longest JSON schema, regular expression, grammar, or list of choices; one as long may take seconds to compile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What an output has to be: exactly one of the following; SamplingParamsError for none, several or a wrong type.
+
+    The output ends where nothing may follow, even before ``min_tokens``. It may be cut short by ``max_tokens`` and by
+    stop strings. Which syntax is supported is checked when the request is added.
+
+    Attributes:
+        json: JSON that this schema describes; as a mapping or as text, and kept as text.
+        regex: a text that this regular expression matches from its beginning to its end.
+        choice: one of these texts.
+        grammar: a text of this grammar, in Lark's syntax, or in llama.cpp's (GBNF).
+        json_object: any JSON object, if True.
+        structural_tag: a text in which everything from a trigger on follows the schema of its tag:
+            ``{"triggers": ["<f"], "structures": [{"begin": "<f=sum>", "schema": {…}, "end": "</f>"}]}``.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        names = self.__dataclass_fields__
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise SamplingParamsError(
+                f"structured_outputs must have exactly one of {', '.join(names)}; got {', '.join(given) or 'none'}"
+            )
+        value, allowed = getattr(self, self.kind), "a non-empty string"
+        if self.kind == "choice":
+            value, allowed = _items(value), "a non-empty sequence of non-empty strings"
+        elif self.kind in ("json", "structural_tag"):
+            value, allowed = _json_text(value), "a JSON object, or its text"
+        texts = value if isinstance(value, tuple) else (value,)
+        if self.kind == "json_object":
+            texts, allowed = ("{}" if value is True else None,), "true or false"
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise SamplingParamsError(
+                f"structured_outputs.{self.kind} must be {allowed}, got {getattr(self, self.kind)!r:.80}"
+            )
+        if (found := sum(map(len, texts))) > MAX_GRAMMAR_CHARACTERS:
+            raise SamplingParamsError(
+                f"structured_outputs.{self.kind} may have at most {MAX_GRAMMAR_CHARACTERS} characters, got {found}"
+            )
+        object.__setattr__(self, self.kind, value)
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in self.__dataclass_fields__ if getattr(self, name) not in (None, False))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -54,6 +113,7 @@ class SamplingParams:
         bad_words: texts that are not generated: the last token of each is banned wherever the others precede it.
         prompt_logprobs: None, or how many alternatives (0 to 20) to report beside each token of the prompt.
         n: how many outputs to sample for the prompt; output i uses ``seed + i``.
+        structured_outputs: what each output has to be; None leaves it free.
     """
 
     temperature: float = 1.0
@@ -75,6 +135,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = field(default=())
     bad_words: Sequence[str] = field(default=())
     n: int = 1
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
@@ -123,6 +184,11 @@ class SamplingParams:
             ("bad_words", are_words, "a sequence of non-empty strings"),
             ("stop", are_stops, "a non-empty string, or a sequence of them"),
             ("stop_token_ids", are_ids, "a sequence of integers ≥ 0"),
+            (
+                "structured_outputs",
+                isinstance(self.structured_outputs, StructuredOutputs | None),
+                "None or StructuredOutputs",
+            ),
         ):
             if not holds:
                 raise SamplingParamsError(f"{name} must be {allowed}, got {getattr(self, name)!r}")
@@ -155,6 +221,16 @@ def _items(values: object) -> tuple[Any, ...] | None:
 
 def _is_bias(pair: object) -> bool:
     return isinstance(pair, tuple) and len(pair) == 2 and _is_int(pair[0], 0) and _is_real(pair[1], -100, 100)
+
+
+def _json_text(value: object) -> object:
+    """The JSON text of a mapping; any other value, or one that JSON does not know, as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return json.dumps(dict(value))
+    except (TypeError, ValueError, RecursionError):
+        return value
 
 
 def _is_real(value: object, least: float, most: float) -> bool:

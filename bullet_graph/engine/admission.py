@@ -9,6 +9,7 @@ import numpy as np
 from bullet_graph.engine.output import OutputKind
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence as EngineSequence
+from bullet_graph.engine.structured import Grammars
 from bullet_graph.errors import PromptError, RequestError, SamplingParamsError
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ class Admission:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._seeds = Random(seed)
+        self.grammars = Grammars(model, tokenizer)
 
     def request(
         self,
@@ -49,6 +51,7 @@ class Admission:
         token_ids = self._token_ids(prompt)
         stop_ids = self._stop_ids(params)
         bad_words = self._bad_words(params)
+        structured = params.structured_outputs
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         samples = [
             Sample(
@@ -62,6 +65,7 @@ class Admission:
                     slo,
                     arrival_s,
                     bad_words,
+                    None if structured is None else self.grammars.matcher(structured),
                 ),
                 None
                 if self._tokenizer is None

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -74,6 +74,7 @@ class AsyncEngine:
         self._open: set[_OutputStream] = set()
         self._busy_since_s: float | None = None
         self._names = itertools.count()
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="bullet-graph-grammars")
         self.failure: EngineDeadError | None = None
         self._num_arriving = 0
         # Makes the check that the engine lives and the new command one step: a late request would wait for ever.
@@ -115,6 +116,15 @@ class AsyncEngine:
             with self._lock:
                 self._num_arriving -= num_samples
 
+        def compile_and_add() -> None:
+            with suppress(Exception):  # adding the request raises it again
+                self.engine.compile_structured_outputs(sampling_params)
+            with self._lock:
+                if stream in self._open:
+                    self._commands.put(add)
+                else:  # aborted meanwhile
+                    self._num_arriving -= num_samples
+
         def abort() -> None:
             if self._streams.get(name) is stream:
                 del self._streams[name]
@@ -125,7 +135,10 @@ class AsyncEngine:
             arrival_s = self.engine.now()
             self._open.add(stream)
             self._num_arriving += num_samples
-            self._commands.put(add)
+            if isinstance(sampling_params, SamplingParams) and sampling_params.structured_outputs is not None:
+                self._compilers.submit(compile_and_add)
+            else:
+                self._commands.put(add)
         finished = False
         try:
             while not finished:
@@ -227,6 +240,7 @@ class AsyncEngine:
             self._end_streams(failure)
             self._streams.clear()
             self._busy_since_s = None
+            self._compilers.shutdown(wait=False)
             try:
                 self.engine.shutdown()
             finally:

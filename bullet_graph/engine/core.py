@@ -203,10 +203,11 @@ class EngineCore:
         if scheduled.step.prefill is None:
             rows, most_rows = len(scheduled.sampled), self.executor.max_batch_size
             partition = self.in_flight.decode_partition(plan.partition, rows, most_rows)
-        # If blocks ran out for some of the planned rows, the prediction does not apply. Rows in place of padding do not
-        # count.
+        # If blocks ran out for some of the planned rows, or structured outputs wait for their tokens, the prediction
+        # does not apply. Rows in place of padding do not count.
         prompt_rows = 0 if scheduled.step.prefill is None else len(scheduled.step.prefill.token_ids)
-        predicted_ms = plan.decode_ms if prompt_rows >= chunk_tokens else None
+        some_wait = any(x.scheduled.step.bitmasks is not None for x in self.in_flight["decode"])
+        predicted_ms = plan.decode_ms if prompt_rows >= chunk_tokens and not some_wait else None
         self._submit(scheduled, Placement("decode", partition), plan, predicted_ms)
         return True
 
@@ -293,12 +294,14 @@ class EngineCore:
         )
 
     def _decoding_next(self) -> Iterable[Sequence]:
-        """Sequences that decode as soon as the slices in flight are done."""
-        for launch in self.in_flight["prefill"]:
-            if launch.ends_chunk:
-                for sequence in launch.scheduled.sampled:
-                    if sequence.prompt_launched and sequence.num_tokens < sequence.max_tokens:
-                        yield sequence
+        """Sequences that decode as soon as the slices in flight, or their own structured tokens, are done."""
+        for lane in LANES:
+            for launch in self.in_flight[lane]:
+                if launch.ends_chunk and (lane == "prefill" or launch.scheduled.step.bitmasks is not None):
+                    for sequence in launch.scheduled.sampled:
+                        waits = sequence.prompt_launched and not sequence.decoding
+                        if waits and sequence.num_tokens < sequence.max_tokens:
+                            yield sequence
 
     def _decode_load(self, rows: list[Sequence], bound: Iterable[Sequence], now_s: float) -> DecodeLoad:
         """The sequences that decode; only the targets of ``bound`` count."""

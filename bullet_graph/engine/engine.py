@@ -219,6 +219,14 @@ class Engine:
         self._start.first_request(arrival)
         self._core.add(request)
 
+    def compile_structured_outputs(self, sampling_params: SamplingParams | None) -> None:
+        """Compile ahead what :meth:`add_request` would have to. Safe in any thread.
+
+        Raises SamplingParamsError for what is not supported or too complex.
+        """
+        if isinstance(sampling_params, SamplingParams) and sampling_params.structured_outputs is not None:
+            self._admission.grammars.matcher(sampling_params.structured_outputs)
+
     def now(self) -> float:
         """Seconds on the clock of the requests' metrics."""
         return self._alive().now()

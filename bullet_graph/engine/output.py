@@ -42,7 +42,8 @@ class TokenLogprobs:
 class CompletionOutput:
     """One sampled output of a request; its text is empty without a tokenizer.
 
-    ``finish_reason`` is ``stop`` after a stop token, a stop string or the end of sequence, and None while it runs.
+    ``finish_reason`` is ``stop`` after a stop token, a stop string or the end of sequence, and where nothing may follow
+    in a structured output. It is None while the output runs.
     """
 
     index: int
@@ -58,7 +59,8 @@ class RequestOutput:
 
     ``prompt_logprobs`` of a finished request that asked for them: None for the prompt's first token, then an entry for
     each.
-    ``error`` says why ``generate`` refused a request of a batch, which then has no ``outputs``.
+    ``error`` says why ``generate`` refused a request of a batch, which then has no ``outputs``, or why a structured
+    output ended with the reason ``error``.
     """
 
     request_id: str

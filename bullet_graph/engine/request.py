@@ -10,6 +10,7 @@ from bullet_graph.engine.output import (
     TokenLogprobs,
 )
 from bullet_graph.engine.sequence import Sequence
+from bullet_graph.errors import RequestError
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.runtime.step import StepLogprobs
 
@@ -35,7 +36,10 @@ class Sample:
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Add the next token; finish the sample if it ends here."""
-        sequence = self.sequence
+        sequence, matcher = self.sequence, self.sequence.matcher
+        if matcher is not None and not matcher.accept(token_id):
+            self.finish("error")
+            return
         sequence.output_token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -46,7 +50,8 @@ class Sample:
             if self._cut_at_stop(searched):
                 self.finish_reason = "stop"
                 return
-        if token_id in sequence.stop_token_ids and num_output > sequence.params.min_tokens:
+        is_stop = token_id in sequence.stop_token_ids and num_output > sequence.params.min_tokens
+        if is_stop or (matcher is not None and matcher.ended):
             self.finish("stop")
         elif num_output >= sequence.params.max_tokens:
             self.finish("length")
@@ -121,18 +126,28 @@ class Request:
             self._prompt_logprobs[position + 1] = row_logprobs(logprobs, at, token_id, count)
 
     def output(self) -> RequestOutput:
-        logprobs = self._prompt_logprobs
+        logprobs, finished = self._prompt_logprobs, self.finished
         return RequestOutput(
             self.request_id,
             self._prompt_token_ids,
             tuple([sample.report(self._output_kind) for sample in self.samples]),
-            self.finished,
+            finished,
             RequestMetrics(
                 self._first.arrival_s, self.first_scheduled_s, self.token_times_s, len(self.token_times_s)
             ),
-            None,
+            self._error() if finished else None,
             self._first.slo,
-            tuple(logprobs) if logprobs is not None and self.finished else None,
+            tuple(logprobs) if logprobs is not None and finished else None,
+        )
+
+    def _error(self) -> RequestError | None:
+        """Why a structured output could not go on, if any."""
+        failed = [s.sequence.matcher for s in self.samples if s.finish_reason == "error"]
+        if not failed or failed[0] is None:
+            return None
+        return RequestError(
+            f"a structured output could not go on: {failed[0].error:.300}; simplify its schema or grammar, and leave "
+            "out what keeps its tokens from being sampled"
         )
 
 

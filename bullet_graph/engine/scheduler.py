@@ -12,7 +12,7 @@ from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.partition.masks import Lane
 from bullet_graph.planner.plan import PromptLoad
 from bullet_graph.planner.slack import order_prompts
-from bullet_graph.runtime.step import DecodeBatch, Int32Array, PrefillBatch, Scored, Step
+from bullet_graph.runtime.step import Bitmasks, DecodeBatch, Int32Array, PrefillBatch, Scored, Step
 
 QUEUE_IN_SIGHT = 64
 """Prompts at the head of the queue that a tick considers: more of usual length than a chunk holds."""
@@ -236,9 +236,12 @@ class Scheduler:
         for sequence in sampled:
             sequence.num_in_flight += 1
             sequence.num_tokens += 1
+        structured = [s for s in sampled if s.matcher is not None]
+        for sequence in structured:
+            sequence.decoding = False
         wanted = [s.params.logprobs for s in sampled if s.params.logprobs is not None]
         inits = tuple(s.slot_init() for s in admitted)
-        step = Step(inits, prefill, batch, max(wanted) if wanted else None)
+        step = Step(inits, prefill, batch, max(wanted) if wanted else None, _bitmasks(structured))
         ends = tuple([s.num_cached for s in touched])
         return ScheduledStep(step, admitted, touched, sampled, ends, scored)
 
@@ -376,3 +379,12 @@ class Scheduler:
         sequence.kv_capacity = 0
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
+
+
+def _bitmasks(sequences: list[Sequence]) -> Bitmasks | None:
+    """What the structured outputs of a step may go on with."""
+    matchers = [s.matcher for s in sequences if s.matcher is not None]
+    if not matchers:
+        return None
+    slots = np.array([s.slot for s in sequences], dtype=np.int32)
+    return Bitmasks(slots, matchers[0].bitmasks(matchers))

@@ -2,12 +2,17 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bullet_graph.runtime.step import Adjustments, Int32Array, SlotInit, Step
 from bullet_graph.sampling_params import GREEDY_BELOW_TEMPERATURE, SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
+
+if TYPE_CHECKING:
+    # It imports the tokenizers, and the simulator does without.
+    from bullet_graph.engine.structured import Matcher
 
 _INT32_MAX = 2**31 - 1
 
@@ -31,10 +36,12 @@ class Sequence:
     Attributes:
         stop_token_ids: ids that end the output, end-of-sequence included unless ignored.
         bad_words: token ids of the texts that are not generated.
+        matcher: follows a structured output up to ``output_token_ids``; None for free text.
         slot: its row in the device's state while it runs, else -1.
         num_cached: tokens whose keys and values launched steps write.
         prompt_launched: launched steps cover its whole prompt.
-        decoding: decode rows may be launched: its prompt is done, or precedes them on the same lane.
+        decoding: decode rows may be launched: its prompt is done, or precedes them on the same lane. A structured
+            output must also have all its tokens on the host, for they say which may come next.
         preempted: it lost its blocks and is recomputed.
         num_scored: prompt tokens whose log-probabilities launched steps report.
         num_pending_steps: launched, unretired steps that touch its blocks.
@@ -51,6 +58,7 @@ class Sequence:
     slo: Slo = NO_TARGETS
     arrival_s: float = 0.0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    matcher: "Matcher | None" = None
     status: Status = Status.WAITING
     slot: int = -1
     num_cached: int = 0
@@ -104,6 +112,7 @@ class Sequence:
             masked_token_ids=tuple(sorted(self.stop_token_ids)) if params.min_tokens else (),
             masked_until=min(len(self.prompt_token_ids) + params.min_tokens, _INT32_MAX),
             adjustments=adjustments,
+            uses_bitmask=self.matcher is not None,
         )
 
 

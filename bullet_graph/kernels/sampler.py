@@ -71,6 +71,14 @@ class SamplingState:
         host = host.pin_memory() if self.adjustments.is_cuda else host
         self.adjustments[slot, : len(row)].copy_(host, non_blocking=True)
 
+    def write_bitmasks(self, slots: NDArray[np.int32], words: NDArray[np.int32]) -> None:
+        """Enqueue on the current stream the bitmasks [n, ceil(vocab_size / 32)] of ``slots`` [n]."""
+        host = torch.from_numpy(np.column_stack((slots, words)))
+        # One copy, from pinned memory, which its allocator keeps until the copy is over.
+        host = host.pin_memory() if self.bitmasks.is_cuda else host
+        rows = host.to(self.bitmasks.device, non_blocking=True)
+        self.bitmasks[rows[:, 0].long()] = rows[:, 1:]
+
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
     """Sample one token a row of logits [rows, vocab_size], leave it in ``state.last_token``, and return [rows] int32.

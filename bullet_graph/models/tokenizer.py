@@ -176,6 +176,15 @@ class Tokenizer:
             self._tokenizer, special_ids if skipped_ids is None else special_ids & skipped_ids
         )
 
+    def to_json(self) -> str:
+        """The tokenizer as in ``tokenizer.json``."""
+        return self._tokenizer.to_str()
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token of tokenizer_config.json, if it names one."""
+        return self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
+
     @functools.cached_property
     def max_token_characters(self) -> int:
         """Most characters of a text that one token stands for: a longer text than that times n has over n tokens."""

@@ -106,6 +106,8 @@ class CpuExecutor(Executor):
             if init.adjustments is not None:
                 row = adjustments_row(init.adjustments, self._state.vocab_size)
                 self._state.write_adjustments(init.slot, row)
+        if step.bitmasks is not None:
+            self._state.write_bitmasks(step.bitmasks.slots, step.bitmasks.words)
         rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
         attention, sampled_attention = (
             reference_attention(self._decoder.cache, rows, q_indptr)

@@ -288,6 +288,8 @@ class CudaExecutor(Executor):
         if placement.first_layer == 0:
             if step.admitted:
                 lane.write_slots(step.admitted, self._state)
+            if step.bitmasks is not None:
+                self._state.write_bitmasks(step.bitmasks.slots, step.bitmasks.words)
             rows = lay_out(step.prefill, step.decode, self._decoder.cache.block_tokens)
             if step.prefill is None and self._graphs is not None:
                 token_ids = self._graphs.run(decode_inputs(rows), placement.partition)

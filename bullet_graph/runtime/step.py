@@ -97,16 +97,26 @@ class DecodeBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Bitmasks:
+    """The tokens that rows of ``slots`` [n] may sample: bits of ``words`` [n, ceil(vocab_size / 32)]."""
+
+    slots: Int32Array
+    words: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One forward: prefill chunks, decode rows, or both; slots of ``admitted`` are initialised before it.
 
-    ``num_logprobs``: alternatives to report for every sampled row; None reports no log-probabilities.
+    ``num_logprobs``: alternatives to report for every sampled row; None reports no log-probabilities. ``bitmasks`` are
+    of all sampled rows with structured outputs; None without any.
     """
 
     admitted: tuple[SlotInit, ...]
     prefill: PrefillBatch | None
     decode: DecodeBatch | None
     num_logprobs: int | None
+    bitmasks: Bitmasks | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,6 +212,8 @@ class Generation:
             async with aclosing(outputs) as stream:  # type: ignore[type-var]
                 async for output in stream:
                     meter.observe(output)
+                    if output.error is not None:
+                        raise output.error
                     yield output
         except RequestError:
             meter.end(None)

@@ -7,8 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from bullet_graph.errors import PromptError
-from bullet_graph.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, MAX_TEMPERATURE, SamplingParams
+from bullet_graph.errors import PromptError, SamplingParamsError
+from bullet_graph.sampling_params import (
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_TEMPERATURE,
+    SamplingParams,
+    StructuredOutputs,
+)
 
 MAX_OUTPUTS = 128
 """Most outputs of a request (``n`` times its prompts); OpenAI limits ``n`` to the same number."""
@@ -33,8 +39,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     for names, values in (
         ("audio prediction reasoning_effort verbosity web_search_options", ()),
         ("allowed_token_ids chat_template logprob_token_ids prompt_embeds request_id", ()),
-        ("guided_choice guided_grammar guided_json guided_regex structural_tag structured_outputs", ()),
-        ("guided_decoding_backend guided_whitespace_pattern repetition_detection truncate_prompt_tokens", ()),
+        ("guided_decoding_backend guided_whitespace_pattern repetition_detection structural_tag", ()),
+        ("truncate_prompt_tokens", ()),
         ("include_stop_str_in_output return_tokens_as_token_ids use_beam_search watermarking", (False,)),
         ("spaces_between_special_tokens", (True,)),
         ("priority routed_experts_prompt_start", (0,)),
@@ -44,7 +50,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
         ("thinking_token_budget", (-1,)),
         ("function_call", ("none",)),
         ("modalities", (["text"],)),
-        ("response_format", ({"type": "text"},)),
         ("suffix", ("",)),
     )
     for name in names.split()
@@ -80,6 +85,43 @@ class Targets(_Strict):
 class StreamOptions(_Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(_Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(default=None, description="The schema is always followed.")
+
+
+class ResponseFormat(_Strict):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    @property
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """What the engine is to follow; None for free text."""
+        if self.type == "json_schema":
+            schema = None if self.json_schema is None else self.json_schema.schema_
+            return StructuredOutputs(json=schema)
+        if self.type == "structural_tag":
+            return StructuredOutputs(structural_tag=self.model_dump(include={"structures", "triggers"}))
+        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+
+
+class StructuredOutputsField(_Strict):
+    """What the output has to be, by exactly one of these."""
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 T = TypeVar("T")
@@ -152,6 +194,12 @@ class GenerationRequest(_Request):
     logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=MAX_BIASED_TOKENS)] | None = None
     bad_words: Annotated[list[StopText], Field(max_length=128)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsField | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(
@@ -183,6 +231,23 @@ class GenerationRequest(_Request):
         return self
 
     @property
+    def wanted_structure(self) -> StructuredOutputs | None:
+        """What the output has to be; SamplingParamsError if that is said twice."""
+        fields = {} if self.structured_outputs is None else self.structured_outputs.model_dump(by_alias=True)
+        guided = {k: getattr(self, f"guided_{k}") for k in ("json", "regex", "choice", "grammar")}
+        wanted = [
+            None if self.response_format is None else self.response_format.structured_outputs,
+            None if self.structured_outputs is None else StructuredOutputs(**fields),
+            *(StructuredOutputs(**{k: value}) for k, value in guided.items() if value is not None),
+        ]
+        found = [structured for structured in wanted if structured is not None]
+        if len(found) > 1:
+            raise SamplingParamsError(
+                "an output can have one structure: give only one of response_format, structured_outputs and guided_…"
+            )
+        return found[0] if found else None
+
+    @property
     def num_outputs(self) -> int:
         """Sequences to generate."""
         return self.n or 1
@@ -212,6 +277,7 @@ class GenerationRequest(_Request):
             "max_tokens": max_tokens,
             "logprobs": self.wanted_logprobs,
             "prompt_logprobs": self.wanted_prompt_logprobs,
+            "structured_outputs": self.wanted_structure,
         }
         names = SamplingParams.__dataclass_fields__.keys() - own.keys()
         given = {**defaults, **self.model_dump(include=set(names), exclude_none=True)}

@@ -109,7 +109,10 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
             "role (system, developer, user, assistant or tool)",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`messages` must be"),
-        ({"guided_json": {}}, "`guided_json` is not supported by this server: leave it out"),
+        (
+            {"guided_json": {"not": {}}},
+            "structured_outputs.json (response_format, guided_json) is not supported or too",
+        ),
         ({"guided_jsno": {}}, "`guided_jsno` is no field of this request"),
         (
             {"include_stop_str_in_output": True},
@@ -121,7 +124,24 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
             {"messages": [USER[0] | {"content": "x" * 300}] * 2},
             "no text of more than 480 characters fits, found 600",
         ),
-        ({"response_format": {"type": "json_object"}}, "`response_format` is not supported"),
+        (
+            {"response_format": {"type": "yaml"}},
+            "`response_format.type`: input should be 'text', 'json_object'",
+        ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "structured_outputs must have exactly one of json, regex",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "exactly one of json, regex, choice, grammar",
+        ),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "give only one of response_format"),
+        ({"structured_outputs": {"backend": "x"}}, "`structured_outputs.backend` is no field"),
+        (
+            {"guided_choice": []},
+            "structured_outputs.choice must be a non-empty sequence of non-empty strings",
+        ),
         ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
         ({"logprobs": 2}, "`logprobs`"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "the old name of"),

@@ -14,7 +14,7 @@ PUBLIC_NAMES = [
     "CompletionOutput", "ConfigError", "DeviceError", "Engine", "EngineConfig", "EngineDeadError",
     "EngineStats", "InsufficientMemoryError", "ModelError", "OutputKind", "PartitionError",
     "PerfTableError", "PerfTableWarning", "Policy", "PromptError", "RequestError", "RequestMetrics",
-    "RequestOutput", "SamplingParams", "SamplingParamsError", "Slo", "TokenLogprobs", "TraceError",
+    "RequestOutput", "SamplingParams", "SamplingParamsError", "Slo", "StructuredOutputs", "TokenLogprobs", "TraceError",
     "UnsupportedModelError", "WorkloadError", "__version__",
 ]  # fmt: skip
 
