@@ -6,15 +6,15 @@ import logging
 import math
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from bullet_graph.engine.async_engine import AsyncEngine
-from bullet_graph.errors import ConfigError
-from bullet_graph.sampling_params import SamplingParams
+from bullet_graph.errors import ConfigError, SamplingParamsError
+from bullet_graph.sampling_params import SamplingParams, StructuredOutputs
 from bullet_graph.serve.app import create_app
 from bullet_graph.serve.connection import LimitedConnection
 from bullet_graph.serve.limits import Gate
@@ -158,4 +158,8 @@ async def warm_up(engine: AsyncEngine) -> None:
         async for _ in engine.generate([1] * num_tokens, params):
             pass
 
+    # The first structured output makes its library read the tokenizer, which would stall all others for up to a second.
+    structured = SamplingParams(structured_outputs=StructuredOutputs(json_object=True))
+    with suppress(SamplingParamsError):  # without a tokenizer, there are none
+        await asyncio.to_thread(engine.engine.compile_structured_outputs, structured)
     await asyncio.gather(*map(serve, lengths))

@@ -14,7 +14,7 @@ from bullet_graph.graphs.decode_graph import DecodeGraphs, DecodeInputs, Int32Ar
 from bullet_graph.graphs.key import GraphKey, bucket_for
 from bullet_graph.kernels.attention import ReferenceAttention
 from bullet_graph.kernels.ops import TorchOps
-from bullet_graph.kernels.sampler import SamplingState
+from bullet_graph.kernels.sampler import USES_BITMASK, SamplingState
 from bullet_graph.kernels.sampler import sample as torch_sample
 from bullet_graph.kernels.triton_kernels import sample_kernel
 from bullet_graph.kernels.triton_ops import sample as triton_sample
@@ -130,6 +130,30 @@ def test_logits_are_close_to_float32_each_time(
         setup.graphs.logits(rows).fill_(float("nan"))
         setup.graphs.run(inputs)
         assert torch.equal(setup.graphs.logits(rows), logits)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@torch.inference_mode()
+def test_bitmasks_hold_their_rows_and_leave_the_others(setup: Setup, rows: int) -> None:
+    inputs, state = make_inputs(rows, seed=200 + rows), setup.state
+    before, settings = state.last_token.clone(), state.settings.clone()
+    free = setup.graphs.run(inputs).clone()
+    masked = inputs.slots[::2].copy()
+    vocab_size = setup.decoder.config.vocab_size
+    words = np.zeros((len(masked), -(-vocab_size // 32)), dtype=np.int32)
+    allowed = np.random.default_rng(rows).integers(0, vocab_size, size=(len(masked), 50))
+    for row, ids in zip(words.view(np.uint32), allowed, strict=True):
+        np.bitwise_or.at(row, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+    state.last_token.copy_(before)
+    state.settings[on_device(masked), 7] = USES_BITMASK
+    state.write_bitmasks(masked, words)
+    tokens = setup.graphs.run(inputs).clone()
+    logits = setup.graphs.logits(rows).float()
+    state.settings.copy_(settings)
+    assert torch.equal(tokens[1::2], free[1::2])
+    for row, ids in enumerate(allowed):
+        among = torch.from_numpy(np.unique(ids)).to(DEVICE)
+        assert tokens[2 * row] == among[logits[2 * row, among].argmax()]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 64, 96])
