@@ -33,7 +33,7 @@ from bullet_graph.serve.protocol import (
     TokenizeRequest,
 )
 from bullet_graph.serve.settings import ServeSettings
-from bullet_graph.serve.tools import FORMATS, ToolCallParser, format_of
+from bullet_graph.serve.tools import FORCED, FORMATS, ToolCallParser, format_of
 from bullet_graph.slo import Slo
 
 _LONG_TEXT = 2000
@@ -104,12 +104,9 @@ class Generation:
                 "in none: leave `tools` out, or start the server with --tool-call-parser",
                 param="tools",
             )
-        if request.required_tools is not None:
-            raise ApiError(
-                400, "a required tool is not supported by this server: give auto or none", param="tool_choice"
-            )
         most_calls = 1 if request.parallel_tool_calls is False else None
-        return partial(ToolCallParser, self._tool_format, most_calls=most_calls)
+        form = self._tool_format if request.required_tools is None else FORCED
+        return partial(ToolCallParser, form, most_calls=most_calls)
 
     async def tokenize(self, request: TokenizeRequest) -> str:
         """The token ids of a text or a conversation, as JSON; errors as for a prompt."""

@@ -15,6 +15,7 @@ from bullet_graph.sampling_params import (
     SamplingParams,
     StructuredOutputs,
 )
+from bullet_graph.serve.tools import forced_calls
 
 MAX_OUTPUTS = 128
 """Most outputs of a request (``n`` times its prompts); OpenAI limits ``n`` to the same number."""
@@ -435,7 +436,8 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        default=None, description="By default auto, where there are tools."
+        default=None,
+        description="By default auto, where there are tools; one that must be called, or `required`.",
     )
     parallel_tool_calls: bool | None = Field(default=None, description="False: at most one call.")
     chat_template_kwargs: TemplateKwargs | None = None
@@ -478,6 +480,18 @@ class ChatCompletionRequest(GenerationRequest):
         named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         functions = [tool.function for tool in self.offered_tools]
         return {each.name: each.parameters or {} for each in functions if named in (None, each.name)}
+
+    @property
+    def wanted_structure(self) -> StructuredOutputs | None:
+        given = super().wanted_structure
+        if self.required_tools is None:
+            return given
+        if given is not None:
+            raise SamplingParamsError(
+                "`tool_choice` asks for a call, so an answer of another form cannot be asked for"
+            )
+        parallel = self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+        return StructuredOutputs(json=forced_calls(self.required_tools, parallel=parallel))
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from bullet_graph.errors import SamplingParamsError
+
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 """Mistral's templates ask for ids of exactly this length, and others take any."""
@@ -63,7 +65,7 @@ def format_of(template: str) -> ToolFormat | None:
 def forced_calls(tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
     """The JSON schema of a list of calls, at least one, of tools whose parameters have these schemas.
 
-    Raises ValueError where two tools define different schemas of one name.
+    Raises SamplingParamsError where two tools define different schemas of one name.
     """
     definitions: dict[str, Any] = {}
     calls = []
@@ -75,7 +77,9 @@ def forced_calls(tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> d
             shared = definitions.setdefault(kind, {})
             for key in own if isinstance(own, dict) else ():
                 if shared.setdefault(key, own[key]) != own[key]:
-                    raise ValueError(f"two tools define different schemas {kind}.{key}: rename one")
+                    raise SamplingParamsError(
+                        f"two `tools` define different schemas {kind}.{key}: rename one"
+                    )
         properties = {"name": {"const": name}, "parameters": parameters}
         calls.append(
             {

@@ -3,14 +3,17 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jsonschema
 import numpy as np
 import openai
 import pytest
 import tokenizers
 from checkpoints import EOS_TOKEN_ID, write_checkpoint
+from pydantic import BaseModel, ConfigDict
 from servers import MODEL, Served, serving
 
 from bullet_graph.models.tokenizer import Tokenizer
@@ -76,6 +79,16 @@ TOOLS: list[Any] = [
         "function": {"name": "weather", "description": "…", "parameters": PARAMETERS, "strict": True},
     },
     {"type": "function", "function": {"name": "clock"}},
+]
+SIDES = {
+    "type": "object",
+    "properties": {"side": {"enum": ["left", "right"]}},
+    "required": ["side"],
+    "additionalProperties": False,
+}
+FEW: list[Any] = [
+    {"type": "function", "function": {"name": "turn", "parameters": SIDES}},
+    {"type": "function", "function": {"name": "stop", "parameters": SIDES | {"required": []}}},
 ]
 ASK = {"role": "user", "content": "How is the weather?"}
 
@@ -212,6 +225,49 @@ def test_langchain_binds_tools(speaker: Speaker) -> None:
     for chunk in bound.stream("How is the weather?"):
         whole = chunk if whole is None else whole + chunk
     assert [call["name"] for call in whole.tool_calls] == ["weather", "clock"]
+
+
+def test_a_call_can_be_required(speaker: Speaker, client: openai.OpenAI) -> None:
+    """The random model says what it must: a call whose arguments follow the schema."""
+    create = partial(client.chat.completions.create, model=MODEL, messages=[ASK], tools=FEW, max_tokens=300)
+    for seed, (choice, name) in enumerate(
+        (("required", None), ({"type": "function", "function": {"name": "turn"}}, "turn"))
+    ):
+        answer = create(tool_choice=choice, parallel_tool_calls=False, seed=seed).choices[0]
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+        (call,) = answer.message.tool_calls or []
+        assert call.function.name in ((name,) if name else ("turn", "stop"))
+        jsonschema.validate(
+            json.loads(call.function.arguments), SIDES if call.function.name == "turn" else {}
+        )
+        pieces = [
+            delta
+            for chunk in create(tool_choice=choice, parallel_tool_calls=False, seed=seed, stream=True)
+            for delta in chunk.choices[0].delta.tool_calls or []
+        ]
+        assert pieces[0].function.name == call.function.name
+        assert "".join(piece.function.arguments or "" for piece in pieces) == call.function.arguments
+    response = speaker.served.post(
+        CHATS, messages=[ASK], tools=FEW, tool_choice="required", response_format={"type": "json_object"}
+    )
+    assert response.status_code == 400
+    assert "an answer of another form cannot be asked for" in response.text
+
+
+def test_langchain_gets_structured_output_by_a_call(speaker: Speaker) -> None:
+    langchain_openai = pytest.importorskip("langchain_openai")
+
+    class Turn(BaseModel):
+        """Turns; a random model would go on with further fields."""
+
+        model_config = ConfigDict(extra="forbid")
+        side: Literal["left", "right"]
+
+    url = f"{speaker.served.url}/v1"
+    model = langchain_openai.ChatOpenAI(base_url=url, api_key="none", model=MODEL, max_tokens=300, seed=3)
+    for method in ("function_calling", "json_schema"):
+        turn = model.with_structured_output(Turn, method=method).invoke("Which way?")
+        assert isinstance(turn, Turn)
 
 
 CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[1]"}}]}

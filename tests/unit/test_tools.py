@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bullet_graph import SamplingParamsError
 from bullet_graph.serve.tools import (
     FORCED,
     FORMATS,
@@ -192,5 +193,5 @@ def test_the_schema_of_forced_calls_follows_references() -> None:
     assert first["properties"]["name"] == {"const": "f"}
     assert "$defs" not in first["properties"]["parameters"]
     assert second["properties"]["parameters"] == {"type": "object"}
-    with pytest.raises(ValueError, match=r"\$defs.P"):
+    with pytest.raises(SamplingParamsError, match=r"\$defs.P"):
         forced_calls({"f": own, "h": own | {"$defs": {"P": {}}}}, parallel=True)
