@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from bullet_graph.errors import BulletGraphError, EngineDeadError
-from bullet_graph.serve.protocol import OWN_ERROR
+from bullet_graph.serve.messages import OWN_ERROR
 
 _TYPES = {
     401: "authentication_error",

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
-from bullet_graph.errors import PromptError, SamplingParamsError
+from bullet_graph.errors import SamplingParamsError
 from bullet_graph.sampling_params import (
     MAX_BIASED_TOKENS,
     MAX_LOGPROBS,
@@ -15,19 +15,14 @@ from bullet_graph.sampling_params import (
     SamplingParams,
     StructuredOutputs,
 )
+from bullet_graph.serve.messages import OWN_ERROR, Many, Message, NamedTool, T, Tool, Tools
 from bullet_graph.serve.tools import forced_calls
 
 MAX_OUTPUTS = 128
 """Most outputs of a request (``n`` times its prompts); OpenAI limits ``n`` to the same number."""
 
-OWN_ERROR = "request"
-"""Type of validation errors whose message is complete."""
-
 _MOST_FIELDS = 100
 """Fields of any object of a request."""
-
-_MOST_TOOLS = 128
-"""Tools of a request, and calls of a message; OpenAI's limit."""
 
 _HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "session_id"}
@@ -125,18 +120,12 @@ class StructuredOutputsField(_Strict):
     structural_tag: str | dict[str, Any] | None = None
 
 
-T = TypeVar("T")
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 BiasedId = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
 """A token id as a key of JSON, which is a text."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Few = Annotated[list[T], Field(min_length=1, max_length=MAX_OUTPUTS, fail_fast=True)]
-Many = Annotated[list[T], Field(min_length=1, fail_fast=True)]
-"""Only the first wrong item is told: there may be millions."""
-
-
-Tools = Annotated[list["Tool"], Field(max_length=_MOST_TOOLS, description="What the model may call.")]
 TemplateKwargs = Annotated[
     dict[str, Any],
     Field(
@@ -323,99 +312,6 @@ class CompletionRequest(GenerationRequest):
         if isinstance(prompt, str) or isinstance(prompt[0], int):
             return [prompt]
         return list(prompt)
-
-
-class _Said(BaseModel):
-    # Clients send messages back with whatever servers have added to them.
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
-
-
-class TextPart(_Said):
-    type: Literal["text"]
-    text: str
-
-
-ToolName = Annotated[str, Field(min_length=1, max_length=128)]
-
-
-class Function(_Said):
-    """What a model may call; ``parameters`` is a JSON schema of an object."""
-
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(_Said):
-    type: Literal["function"]
-    function: Function
-
-
-class NamedFunction(_Said):
-    name: ToolName
-
-
-class NamedTool(_Said):
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class CalledFunction(_Said):
-    name: str
-    arguments: str = Field(description="The text of a JSON object.")
-
-
-class ToolCall(_Said):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def for_template(self) -> dict[str, Any]:
-        """The form of chat templates, whose arguments are objects; PromptError where they are none."""
-        text = self.function.arguments
-        try:
-            arguments = from_json(text or "{}")
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise PromptError(
-                f"`arguments` of a tool call in `messages` must be the text of a JSON object, found {text!r:.80}"
-            )
-        function = {"name": self.function.name, "arguments": arguments}
-        return ({} if self.id is None else {"id": self.id}) | {"type": "function", "function": function}
-
-
-class Message(_Said):
-    """One turn of a conversation; only an assistant's ``content`` may be null."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[TextPart] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=_MOST_TOOLS)] | None = None
-    tool_call_id: str | None = Field(default=None, description="The call that a tool's message answers.")
-
-    @model_validator(mode="after")
-    def _says_something(self) -> "Message":
-        if self.content is None and self.role != "assistant":
-            raise PydanticCustomError(OWN_ERROR, "a message's `content` is required", {"field": "messages"})
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The form of chat templates; ``developer`` is OpenAI's newer name of ``system``. Raises PromptError."""
-        content = self.content or ""
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content,
-        }
-        message |= {
-            key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None
-        }
-        # Templates ask whether the key is there.
-        return message | (
-            {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}
-        )
 
 
 class ChatCompletionRequest(GenerationRequest):

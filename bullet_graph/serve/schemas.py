@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from bullet_graph.serve.protocol import ToolCall
+from bullet_graph.serve.messages import ToolCall
 
 
 class Tokens(BaseModel):
