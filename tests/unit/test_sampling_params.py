@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 
 from bullet_graph.errors import BulletGraphError, RequestError, SamplingParamsError
-from bullet_graph.sampling_params import MAX_LOGPROBS, SamplingParams
+from bullet_graph.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 
 GOOD = [
     ("temperature", (0, 0.0, 1, 0.7, 1e6)),
@@ -105,3 +106,34 @@ def test_defaults() -> None:
     assert (params.max_tokens, params.min_tokens, params.n) == (16, 0, 1)
     assert (params.seed, params.logprobs, params.ignore_eos) == (None, None, False)
     assert (params.stop, params.stop_token_ids) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "exactly one of json, regex, choice, grammar, json_object, structural_tag; got none"),
+        ({"regex": "a", "choice": ["b"]}, "got regex, choice"),
+        ({"json": 3}, "json must be a JSON object, or its text"),
+        ({"json": {"default": {1, 2}}}, "json must be a JSON object, or its text"),
+        ({"regex": ""}, "regex must be a non-empty string"),
+        ({"choice": "yes"}, "choice must be a non-empty sequence of non-empty strings"),
+        ({"choice": []}, "choice must be a non-empty sequence"),
+        ({"choice": ["a", 1]}, "choice must be a non-empty sequence"),
+        ({"json_object": "yes"}, "json_object must be true or false"),
+        ({"grammar": "x" * 131073}, "grammar may have at most 131072 characters, got 131073"),
+    ],
+)
+def test_structured_outputs_that_say_nothing_clear_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SamplingParamsError, match=message):
+        StructuredOutputs(**fields)
+
+
+def test_structured_outputs_are_frozen_values() -> None:
+    schema, choice = {"type": "object"}, ["a", "b"]
+    by_schema, by_choice = StructuredOutputs(json=schema), StructuredOutputs(choice=choice)
+    schema["type"], choice[0] = "array", "c"
+    assert (by_schema.kind, by_schema.json) == ("json", '{"type": "object"}')
+    assert (by_choice.kind, by_choice.choice) == ("choice", ("a", "b"))
+    assert hash(by_schema) == hash(StructuredOutputs(json='{"type": "object"}'))
+    with pytest.raises(SamplingParamsError, match="structured_outputs must be None or StructuredOutputs"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
