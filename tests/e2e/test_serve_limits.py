@@ -63,7 +63,7 @@ def test_all_but_health_asks_for_the_key() -> None:
                 response = stranger.get(path)
                 assert response.status_code == 401, path
                 assert error_of(response)["code"] == "invalid_api_key"
-                kind = "Basic" if path in ("/", "/live", "/metrics") else "Bearer"
+                kind = "Basic" if path in ("/", "/live", "/metrics", "/openapi.json") else "Bearer"
                 assert response.headers["WWW-Authenticate"].startswith(kind)
             assert stranger.post("/v1/completions", content=b"x" * 9).status_code == 401
             keys = ("Bearer s3cret", "Bearer s3cret!!", "s3cret!", "Basic czNjcmV0IQ==", "Bearer \u00fc")

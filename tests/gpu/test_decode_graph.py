@@ -150,6 +150,7 @@ def test_bitmasks_hold_their_rows_and_leave_the_others(setup: Setup, rows: int) 
     tokens = setup.graphs.run(inputs).clone()
     logits = setup.graphs.logits(rows).float()
     state.settings.copy_(settings)
+    state.adjustments.zero_()
     assert torch.equal(tokens[1::2], free[1::2])
     for row, ids in enumerate(allowed):
         among = torch.from_numpy(np.unique(ids)).to(DEVICE)

