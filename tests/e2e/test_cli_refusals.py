@@ -32,7 +32,7 @@ TARGETS = "--goodput ttft:500 tpot:15"
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        ("generate", "--max-tokens 0", "--max-tokens must be an integer ≥ 1, got 0"),
+        ("generate", "--max-tokens -1", "--max-tokens must be an integer ≥ 0, got -1"),
         ("generate", "--temperature nan", "--temperature must be in [0, 1e+06], got nan"),
         ("generate", "--n 0", "--n must be"),
         ("generate", "--logprobs 21 --json", "logprobs"),

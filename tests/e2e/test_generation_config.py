@@ -113,7 +113,7 @@ def test_the_command_line_overrules_them(folder: Path, greedy: tuple[int, ...]) 
         ({"temperature": -1}, r"temperature must be in .*, got -1; correct the file"),
         ({"top_p": "0.9"}, "top_p must be"),
         ({"top_k": 2.5}, "top_k must be"),
-        ({"max_new_tokens": 0}, "max_tokens must be"),
+        ({"max_new_tokens": -1}, "max_tokens must be"),
     ],
 )
 def test_what_no_request_may_have(tmp_path: Path, values: dict[str, object], problem: str) -> None:

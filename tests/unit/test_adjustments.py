@@ -79,14 +79,15 @@ def test_greedy_tokens_are_those_of_the_definitions(
     state, output = state_of(by, allowed), by.output_token_ids.tolist()
     slots = torch.ones(1, dtype=torch.int32, device=DEVICE)
     rng = np.random.default_rng(seed)
-    for position in range(5):
+    end = len(by.prompt_token_ids) + len(output)
+    for position in range(end, end + 5):
         # Quarters are exact in float32; of near ties after a division, either is right.
         scores = rng.permutation(np.arange(-20, 20)) / 4.0
         scores[:4] += 10  # the tokens of bad words
         expected = adjusted(scores, by, output, set(range(VOCAB)) if allowed is None else allowed)
         logits = torch.tensor(scores, dtype=torch.float32, device=DEVICE)[None]
         before = logits.clone()
-        (token,) = sampler(logits, slots, slots + position, state).tolist()  # type: ignore[operator]
+        (token,) = sampler(logits, slots, torch.full_like(slots, position), state).tolist()  # type: ignore[operator]
         assert expected[token] == pytest.approx(expected.max(), abs=1e-4)
         assert torch.equal(logits, before), "log-probabilities are read from them afterwards"
         output.append(token)
