@@ -213,12 +213,12 @@ def attack_all(url: str, seconds: float, seed: int, results: "multiprocessing.Qu
 
 
 def be_modest() -> None:
-    """Leave the cores to the server where it wants them: it has a machine of its own where it is attacked."""
+    """Run at low priority: real attackers do not share the server's cores."""
     os.nice(10)
 
 
 def watch(url: str, pid: int, seconds: float, results: "multiprocessing.Queue[Watched]") -> None:
-    """Ask for the server's health and memory. A process of its own: the attackers' would delay the clock."""
+    """Ask for the server's health and memory. It is a process of its own, so that attacks do not delay its clock."""
     process, seen = psutil.Process(pid), Watched()
     end_s = time.monotonic() + seconds
     with httpx.Client(base_url=url, timeout=60) as client:

@@ -66,7 +66,7 @@ class AsyncEngine:
 
     def __init__(self, model: str | Engine, **settings: Any) -> None:
         if isinstance(model, Engine) and settings:
-            raise ConfigError(f"an engine that is there has its settings: leave out {', '.join(settings)}")
+            raise ConfigError(f"an Engine already has its settings: leave out {', '.join(settings)}")
         self.engine = model if isinstance(model, Engine) else Engine(model, **settings)
         self.stats: EngineStats = self.engine.stats()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
