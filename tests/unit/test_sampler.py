@@ -54,8 +54,11 @@ def draw(scores: list[float], positions: list[int], state: SamplingState, slot: 
 def kept_tokens(
     scores: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> tuple[set[int], float]:
-    """Tokens that the cuts leave, one definition after the other, and how close a call it was."""
-    scaled = [score / temperature for score in scores]
+    """Tokens that the cuts leave, one definition after the other, and how close a call it was.
+
+    Ties are those of float32: scores that differ by less than it resolves are equal after the division.
+    """
+    scaled = (np.float32(scores) / np.float32(temperature)).tolist()
     kept = set(range(len(scores)))
     margin = math.inf
     if top_k > 0:
@@ -72,9 +75,10 @@ def kept_tokens(
                 break
         kept = {i for i in kept if scaled[i] >= threshold}
     if min_p > 0:
-        shares = {i: math.exp(scaled[i] - max(scaled)) for i in kept}
-        margin = min([margin, *(abs(share - min_p) for share in shares.values() if share < 1)])
-        kept = {i for i, share in shares.items() if share >= min_p}
+        # As logarithms: a share just below the largest one's is 1 in floating point.
+        below, limit = {i: max(scaled) - scaled[i] for i in kept}, -math.log(min_p)
+        margin = min([margin, *(abs(gap - limit) for gap in below.values() if gap > 0)])
+        kept = {i for i, gap in below.items() if gap <= limit}
     return kept, margin
 
 
