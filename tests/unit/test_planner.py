@@ -115,15 +115,20 @@ class TestSerialAndMixed:
         plan = planner("mixed:1000").plan(load)
         assert plan.decode_ms == model().mixed(984, backlog.pairs(984), 16, 16000).ms
 
-    @given(st.integers(1, 256), st.floats(8.0, 60.0), st.integers(16, 20000))
+    @given(
+        st.integers(1, 256), st.floats(8.0, 60.0), st.integers(16, 20000), st.sampled_from([0.8, 1.0, 1.25])
+    )
     def test_the_chunk_is_the_largest_that_fits_the_target(
-        self, batch_size: int, tpot: float, tokens: int
+        self, batch_size: int, tpot: float, tokens: int, measured: float
     ) -> None:
-        decode = decoding(batch_size, tpot=tpot)
-        plan = planner("mixed").plan(load_of(decode, tokens))
+        """``measured``: ratio of measured to predicted times."""
+        decode, mixed = decoding(batch_size, tpot=tpot), planner("mixed")
+        for policy in ("mixed", "solo"):
+            mixed.corrections[policy, "step"] = measured
+        plan = mixed.plan(load_of(decode, tokens))
 
         def step_ms(rows: int) -> float:
-            return model().mixed(rows, attention_pairs(rows), batch_size, decode.kv_tokens).ms
+            return measured * model().mixed(rows, attention_pairs(rows), batch_size, decode.kv_tokens).ms
 
         if plan.chunk_tokens == 0:
             assert step_ms(min(TUNING.row_step, tokens)) > tpot
@@ -133,7 +138,7 @@ class TestSerialAndMixed:
             if more <= min(tokens, MAX_CHUNK - batch_size):
                 assert step_ms(more) > tpot
         else:  # nothing could hold the target, so it counts for nothing
-            assert model().decode(batch_size, decode.kv_tokens).ms > tpot
+            assert measured * model().decode(batch_size, decode.kv_tokens).ms > tpot
             assert plan.chunk_tokens == min(tokens, MAX_CHUNK - batch_size)
 
     def test_prefill_pauses_for_decode_to_catch_up_but_not_for_ever(self) -> None:

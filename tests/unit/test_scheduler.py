@@ -131,6 +131,14 @@ def test_a_prompt_with_a_deadline_goes_by_it_whatever_the_order() -> None:
     assert loop.scheduler.prompts(0.0, 1.0) == [due, long]
 
 
+def test_without_a_free_slot_the_prompt_under_way_goes_on_and_no_other_begins() -> None:
+    loop = Loop(max_num_seqs=1, chunk_tokens=4)
+    under_way, _ = loop.add(8), loop.add(8)
+    loop.launch()
+    assert loop.scheduler.prompts(0.0, 1.0) == [under_way]
+    loop.drain()
+
+
 def test_no_step_is_launched_for_tokens_beyond_max_tokens_or_max_model_len() -> None:
     loop = Loop(depth=3)
     loop.add(4, max_tokens=2)
