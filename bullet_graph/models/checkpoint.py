@@ -19,7 +19,7 @@ from bullet_graph.errors import CheckpointError
 from bullet_graph.kernels.memory import PinnedRing
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.json_files import read_json_object
-from bullet_graph.models.weights import ModelWeights, checkpoint_views, stored_rows, weight_shapes
+from bullet_graph.models.weights import ModelWeights, checkpoint_views, held, weight_shapes
 
 _STAGING_BYTES = 16 * 1024**2
 """Size of a pinned buffer, large enough for a copy's full speed."""
@@ -77,8 +77,8 @@ class Checkpoint:
         for name in sorted(views, key=lambda name: self.tensors[name].path):
             stored = self.tensors[name]
             element_bytes = _ELEMENT_BYTES[stored.element_type]
-            source, order = stored.read(name), stored_rows(self.config, name)
-            for num_elements in _copy(source if order is None else source[order], views[name], ring):
+            source = held(self.config, name, stored.read(name))
+            for num_elements in _copy(source, views[name], ring):
                 yield num_elements * element_bytes
             if self.config.norm_plus_one and name.endswith("norm.weight"):
                 views[name].add_(1.0)

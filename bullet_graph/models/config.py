@@ -1,7 +1,7 @@
 """A decoder's shape and constants, and what all families read alike from ``config.json``; needs no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bullet_graph.errors import UnsupportedModelError
@@ -34,6 +34,7 @@ class ModelConfig(DecoderShape):
         rope: of all layers that ``layer_ropes`` does not give another.
         layer_ropes: by layer, None where positions are not encoded; empty: all as ``rope``.
         rotary_dim: dimensions of a head that RoPE rotates; None: all.
+        stored_head_dim: dimensions of a head in the checkpoint, where ``head_dim`` has more: the others are 0.
         attention_scale: multiplies attention scores; None: 1 / √head_dim.
         norms: RMSNorms before each of a layer's two sub-layers, after it, or both.
         qk_norm_spans_heads: ``qk_norm`` is over all query heads together and over all key heads, not over each.
@@ -51,6 +52,7 @@ class ModelConfig(DecoderShape):
     rope: Rope
     layer_ropes: tuple[Rope | None, ...] = ()
     rotary_dim: int | None = None
+    stored_head_dim: int | None = None
     attention_scale: float | None = None
     norms: Literal["before", "after", "both"] = "before"
     qk_norm_spans_heads: bool = False
@@ -97,6 +99,24 @@ class ModelConfig(DecoderShape):
             more_norms += sum(self.qk_norm_sizes) - 2 * self.head_dim
         least = decode_weight_bytes(self, batch_size=embedding_rows, dtype_bytes=1)
         return least + self.num_layers * more_norms
+
+
+def with_padded_heads(config: ModelConfig, head_dims: tuple[int, ...]) -> ModelConfig:
+    """The same model with heads of one of these sizes, ascending, as kernels need them; unchanged if none will do.
+
+    Zeros in the new dimensions of queries, keys and values change no score and no output.
+    """
+    # A norm over a head counts its dimensions.
+    sizes = [size for size in head_dims if size >= config.head_dim and not config.qk_norm]
+    if not sizes or sizes[0] == config.head_dim:
+        return config
+    return replace(
+        config,
+        head_dim=sizes[0],
+        stored_head_dim=config.head_dim,
+        rotary_dim=config.rotary_dim or config.head_dim,
+        attention_scale=config.attention_scale or config.head_dim**-0.5,
+    )
 
 
 def read_dense_config(

@@ -1,10 +1,11 @@
 """A model's weights: their shapes, names, memory and random values; :mod:`checkpoint` reads files."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bullet_graph.kernels.ops import HeadNorms
 from bullet_graph.models.config import DtypeName, ModelConfig
@@ -33,6 +34,8 @@ class ModelWeights:
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a checkpoint's tensors by Hugging Face's names; no ``lm_head`` with tied embeddings."""
+    if config.stored_head_dim is not None:
+        config = replace(config, head_dim=config.stored_head_dim, stored_head_dim=None)
     weights = zero_weights(config, dtype=torch.float32, device=torch.device("meta"))
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_views(config, weights)}
 
@@ -145,17 +148,21 @@ def _norm_views(layer: Layer) -> Iterator[tuple[str, Tensor | None]]:
     yield "post_feedforward_layernorm", layer.output_norm
 
 
-def stored_rows(config: ModelConfig, name: str) -> Tensor | None:
-    """The order in which the rows of a checkpoint's tensor are held; None: as they are stored.
+def held(config: ModelConfig, name: str, stored: Tensor) -> Tensor:
+    """A checkpoint's tensor as the weights hold it: its rows (outputs) in another order, and heads padded with zeros.
 
     Kernels rotate dimension i of a head with i + head_dim / 2, partial RoPE with i + rotary_dim / 2. In the order in
     which q and k are held, the two agree: each half begins with its rotated dimensions.
     """
-    if config.rotary_dim is None or not name.endswith("qkv_proj.weight"):
-        return None
-    turned = torch.arange(config.rotary_dim).view(2, -1)
-    others = torch.arange(config.rotary_dim, config.head_dim).view(2, -1)
-    rows = torch.arange(config.q_size + 2 * config.kv_size).view(-1, config.head_dim)
-    q_and_k = rows[: config.num_heads + config.num_kv_heads]
-    q_and_k[:] = q_and_k[:, torch.cat((turned, others), dim=1).flatten()]
-    return rows.flatten()
+    size, projection = config.stored_head_dim or config.head_dim, name.split(".")[-2]
+    if config.rotary_dim is None or projection not in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"):
+        return stored
+    more = config.head_dim - size
+    if projection == "o_proj":
+        return pad(stored.unflatten(1, (-1, size)), (0, more)).flatten(1)
+    halves = torch.arange(config.rotary_dim).view(2, -1), torch.arange(config.rotary_dim, size).view(2, -1)
+    # Row ``size`` is one of zeros.
+    turned = pad(torch.cat(halves, dim=1), (0, more // 2), value=size).flatten()
+    heads = pad(stored.unflatten(0, (-1, size)), (0, 0) * (stored.dim() - 1) + (0, max(more, 1)))
+    num_turned = {"qkv_proj": config.num_heads + config.num_kv_heads, "v_proj": 0}.get(projection, len(heads))
+    return torch.cat((heads[:num_turned, turned], heads[num_turned:, : config.head_dim])).flatten(0, 1)

@@ -18,7 +18,7 @@ from bullet_graph.errors import (
     UnsupportedModelError,
 )
 from bullet_graph.hardware import GENERIC, GpuSpec, gpu_spec
-from bullet_graph.models.config import ModelConfig
+from bullet_graph.models.config import ModelConfig, with_padded_heads
 from bullet_graph.models.json_files import read_json_object
 from bullet_graph.models.presets import PRESETS_OF_BYTES, resolve_model
 from bullet_graph.models.tokenizer import Tokenizer, byte_tokenizer
@@ -39,7 +39,7 @@ _GENERATION_CONFIG = {
 """Keys of generation_config.json that are read, as vLLM reads them, and their names here."""
 
 GPU_HEAD_DIMS = (64, 128, 256)
-"""Head sizes that FlashInfer's fa2 and fa3 kernels are written for."""
+"""Head sizes that FlashInfer's fa2 and fa3 kernels are written for; smaller heads are padded with zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,8 @@ def resolve(config: EngineConfig) -> Runtime:
     # A window that holds every sequence is none: the kernels without are faster.
     windows = tuple(None if window is None or window >= length else window for window in model.windows)
     model = replace(model, layer_windows=windows if any(windows) else ())
+    if device.type == "cuda":
+        model = with_padded_heads(model, GPU_HEAD_DIMS)
     return Runtime(model, found.name, found.folder, device, dtype, length, found.hub_id)
 
 
@@ -189,7 +191,8 @@ def check_device(config: EngineConfig, runtime: Runtime) -> None:
     if runtime.model.head_dim not in GPU_HEAD_DIMS:
         raise UnsupportedModelError(
             f"the GPU's attention kernels need heads of {', '.join(map(str, GPU_HEAD_DIMS))}, the model's have "
-            f"{runtime.model.head_dim}: pass device=cpu"
+            f"{runtime.model.head_dim}. Smaller heads are padded, except where queries and keys are normalized: pass "
+            "device=cpu"
         )
 
 

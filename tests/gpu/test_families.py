@@ -26,7 +26,8 @@ HEADS: dict[Family, dict[str, Any]] = {
         "query_pre_attn_scalar": 256,
     },
     "granite": {"attention_multiplier": 1 / 64},
-    "phi3": {"num_attention_heads": 4},
+    # Heads of 96, as Phi-3-mini has, which are padded to 128.
+    "phi3": {"hidden_size": 768, "num_attention_heads": 8, "num_key_value_heads": 8},
     "qwen3": {"head_dim": 128},
 }
 """Heads of 64 but for these."""
