@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bullet_graph.perf.performance import PerformanceModel, attention_pairs
+from bullet_graph.perf.performance import PerformanceModel
+from bullet_graph.perf.profile_plan import from_points
 from bullet_graph.perf.table import PerfTable
 
 
@@ -62,34 +63,14 @@ def held_back_errors(table: PerfTable, model: PerformanceModel) -> ErrorReport:
 
 
 def _errors(table: PerfTable, model: PerformanceModel) -> Iterator[PointError]:
-    points = table.held_back
-    for d in points.decode:
-        step = model.decode(d.batch_size, d.batch_size * d.context_tokens, d.sms)
-        text = f"{d.batch_size} rows of context {d.context_tokens} on {_sms(d.sms)}"
-        yield PointError("decode", text, d.ms, step.ms, step.measured)
-    for p in points.prefill:
-        forward = model.prefill(p.tokens, attention_pairs(p.tokens, p.cached_tokens), p.sms)
-        text = f"{p.tokens} tokens after {p.cached_tokens} on {_sms(p.sms)}"
-        yield PointError("prefill", text, p.ms, forward.ms, forward.measured)
-    for m in points.mixed:
-        kv_tokens = m.batch_size * m.context_tokens
-        forward = model.mixed(m.tokens, attention_pairs(m.tokens), m.batch_size, kv_tokens)
-        text = f"{m.tokens} tokens with {m.batch_size} rows of context {m.context_tokens}"
-        yield PointError("mixed", text, m.ms, forward.ms, forward.measured)
-    for s in points.split:
-        kv_tokens = s.batch_size * s.context_tokens
-        both = model.split(s.decode_sms, s.batch_size, kv_tokens, s.tokens, attention_pairs(s.tokens))
-        rows = f"{s.batch_size} rows of context {s.context_tokens} on {s.decode_sms} SMs"
-        text = f"{rows} beside {s.tokens} tokens"
-        yield PointError("split decode", text, s.decode_ms, both.decode_ms, both.measured)
-        yield PointError("split prefill", text, s.prefill_ms, both.prefill_ms, both.measured)
+    for point, measured_ms, _ in from_points(table.held_back):
+        predicted_ms, from_measured = point.predicted(model)
+        kinds = ("split decode", "split prefill") if point.kind == "split" else (point.kind,)
+        for kind, measured, predicted in zip(kinds, measured_ms, predicted_ms, strict=True):
+            yield PointError(kind, str(point), measured, predicted, from_measured)
 
 
 def _summarize(kind: str, errors: Sequence[PointError]) -> ErrorSummary:
     median, p90 = np.percentile([abs(error.percent) for error in errors], (50, 90))
     worst = max(errors, key=lambda error: abs(error.percent))
     return ErrorSummary(kind, len(errors), float(median), float(p90), worst)
-
-
-def _sms(sms: int | None) -> str:
-    return "the whole GPU" if sms is None else f"{sms} SMs"

@@ -4,13 +4,14 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import ConfigError
+from bullet_graph.perf.performance import PerformanceModel, attention_pairs
 from bullet_graph.perf.table import POINT_KINDS, Points
 
 PointKind = Literal["decode", "prefill", "mixed", "split"]
@@ -28,9 +29,6 @@ _HELD_BACK_SHARE = 0.12
 _BURST_OVERHEAD_S = 0.015
 _CONTEXT_STEP = 250
 _MAX_DRAWS = 1000
-# Rough rates of one SM, to divide the time; bursts that take longer shorten those that follow.
-_FLOPS_PER_SM = 4.5e12
-_BYTES_PER_SM = 24e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +46,35 @@ class ProfilePoint:
     context_tokens: int = 0
     tokens: int = 0
     cached_tokens: int = 0
+
+    def __str__(self) -> str:
+        where = "the whole GPU" if self.sms is None else f"{self.sms} SMs"
+        rows = f"{self.batch_size} rows of context {self.context_tokens}"
+        texts: dict[PointKind, str] = {
+            "decode": f"{rows} on {where}",
+            "prefill": f"{self.tokens} tokens after {self.cached_tokens} on {where}",
+            "mixed": f"{self.tokens} tokens with {rows}",
+            "split": f"{rows} on {where} beside {self.tokens} tokens",
+        }
+        return texts[self.kind]
+
+    def predicted(self, model: PerformanceModel) -> tuple[tuple[float, ...], bool]:
+        """Its times in ms by a model, in the order of :data:`Measured`; and whether they rest on measured points."""
+        kv_tokens, pairs = (
+            self.batch_size * self.context_tokens,
+            attention_pairs(self.tokens, self.cached_tokens),
+        )
+        if self.kind == "split":
+            sms = self.sms or model.num_sms
+            both = model.split(sms, self.batch_size, kv_tokens, self.tokens, pairs)
+            return (both.decode_ms, both.prefill_ms), both.measured
+        if self.kind == "decode":
+            one = model.decode(self.batch_size, kv_tokens, self.sms)
+        elif self.kind == "prefill":
+            one = model.prefill(self.tokens, pairs, self.sms)
+        else:
+            one = model.mixed(self.tokens, pairs, self.batch_size, kv_tokens)
+        return (one.ms,), one.measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +100,6 @@ class ProfileLimits:
 
 def _in_blocks(tokens: int) -> int:
     return -(-tokens // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
-
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """FLOPs of a row's matrix products, and bytes that a step reads, to estimate its time."""
-
-    flops_per_token: float
-    weight_bytes: float
-    kv_bytes_per_token: float
-
-    def guess_s(self, point: ProfilePoint, num_sms: int) -> float:
-        """Estimated time of one step; for a split, of one prefill forward."""
-        sms = num_sms if point.sms is None else point.sms
-        rows, attended = point.tokens + point.batch_size, point.batch_size * point.context_tokens
-        if point.kind == "split":
-            sms, rows, attended = num_sms - sms, point.tokens, 0
-        # Half of the SMs nearly saturate the memory.
-        bandwidth = _BYTES_PER_SM * min(num_sms, 2 * sms)
-        products_s = rows * self.flops_per_token / (_FLOPS_PER_SM * sms)
-        return max(self.weight_bytes / bandwidth, products_s) + attended * self.kv_bytes_per_token / bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +129,19 @@ class ProfilePlan:
 
 def plan_profile(
     *,
-    num_sms: int,
+    model: PerformanceModel,
     decode_sms: Sequence[int],
     limits: ProfileLimits,
-    costs: StepCosts,
     time_budget_s: float,
     seed: int,
 ) -> ProfilePlan:
     """Choose the points and the length of their bursts for a time budget, which is for the measurements alone.
 
+    ``model`` estimates the steps' times: bursts that turn out longer shorten those that follow.
     Raises ConfigError where not even the fewest useful points fit the budget, or the limits allow none of a kind.
     """
     coarse, fine = (
-        [point for point in _at_level(level, num_sms, decode_sms, limits) if limits.allows(point)]
+        [point for point in _at_level(level, model.num_sms, decode_sms, limits) if limits.allows(point)]
         for level in (0, 1)
     )
     candidates = []
@@ -147,7 +154,7 @@ def plan_profile(
                 )
         held_back = _draw(grid, limits, seed)
         for burst_s in _BURSTS_S:
-            pass_s = sum(burst_seconds(point, burst_s, costs, num_sms) for point in grid + held_back)
+            pass_s = sum(burst_seconds(point, burst_s, model) for point in grid + held_back)
             if pass_s * _MIN_PASSES <= time_budget_s:
                 passes = min(_MAX_PASSES, int(time_budget_s / pass_s))
                 return ProfilePlan(grid, held_back, passes, burst_s, passes * pass_s, seed)
@@ -158,10 +165,10 @@ def plan_profile(
     )
 
 
-def burst_seconds(point: ProfilePoint, burst_s: float, costs: StepCosts, num_sms: int) -> float:
+def burst_seconds(point: ProfilePoint, burst_s: float, model: PerformanceModel) -> float:
     """Estimated time of a burst, start and end included."""
-    least = (MIN_INTERVALS + 1) * costs.guess_s(point, num_sms)
-    return max(WARM_S + burst_s, least) + _BURST_OVERHEAD_S
+    times_ms, _ = point.predicted(model)
+    return max(WARM_S + burst_s, (MIN_INTERVALS + 1) * max(times_ms) / 1e3) + _BURST_OVERHEAD_S
 
 
 def _at_level(
@@ -290,13 +297,13 @@ def to_points(measured: Measured, wanted: Sequence[ProfilePoint]) -> Points:
     return Points(**{kind: tuple(found) for kind, found in points.items()})
 
 
-def from_points(points: Points) -> dict[ProfilePoint, list[tuple[float, ...]]]:
-    """The inverse of :func:`to_points`."""
-    measured: dict[ProfilePoint, list[tuple[float, ...]]] = {}
+def from_points(
+    points: Points,
+) -> Iterator[tuple[ProfilePoint, tuple[float, ...], list[tuple[float, ...]]]]:
+    """The inverse of :func:`to_points`: each point, its times in ms and their repeats."""
     for kind, names in _SHAPES.items():
         for point in getattr(points, kind):
             values = astuple(point)
-            shape = dict(zip(names, values, strict=False))
-            lanes = values[-2:] if kind == "split" else values[-1:]
-            measured[ProfilePoint(kind, **shape)] = list(zip(*lanes, strict=True))
-    return measured
+            shape, times = dict(zip(names, values, strict=False)), values[len(names) :]
+            half = len(times) // 2
+            yield ProfilePoint(kind, **shape), times[:half], list(zip(*times[half:], strict=True))

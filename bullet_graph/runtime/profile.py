@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,12 @@ from bullet_graph.perf.profile_plan import (
     ProfileLimits,
     ProfilePlan,
     ProfilePoint,
-    StepCosts,
     from_points,
     plan_profile,
     to_points,
 )
 from bullet_graph.perf.provenance import collect_provenance
-from bullet_graph.perf.roofline import decode_weight_bytes, kv_cache_bytes_per_token
+from bullet_graph.perf.roofline import Roofline
 from bullet_graph.perf.table import PerfTable, TableKey, read_table, require_match, write_table
 from bullet_graph.runtime.build import plan_ledger
 from bullet_graph.runtime.memory import MemoryLedger
@@ -130,10 +130,9 @@ def profile_model(
     config, runtime = prepared.config, prepared.runtime
     key = table_key(runtime)
     plan = plan_profile(
-        num_sms=key.num_sms,
+        model=Roofline(runtime.gpu, runtime.model, dtype_bytes=runtime.dtype.itemsize),
         decode_sms=sorted(set(config.decode_sms)),
         limits=prepared.limits,
-        costs=_costs(runtime),
         time_budget_s=time_budget_s,
         seed=config.seed,
     )
@@ -223,20 +222,11 @@ def _resume(partial: Path, key: TableKey, plan: ProfilePlan) -> tuple[PerfTable,
         raise ConfigError(
             f"cannot go on with what an interrupted profile measured: {error}. --restart measures all anew"
         ) from error
-    known = {**from_points(before.points), **from_points(before.held_back)}
+    both = chain(from_points(before.points), from_points(before.held_back))
+    known = {point: repeats for point, _, repeats in both}
     if foreign := known.keys() - set(plan.points):
         raise ConfigError(
             f"{partial} holds {len(foreign)} points that are not in this plan: it was begun with other options. Give "
             "the same ones to go on, or --restart to measure all anew"
         )
     return before, {point: list(known.get(point, ())) for point in plan.points}
-
-
-def _costs(runtime: Runtime) -> StepCosts:
-    size = runtime.dtype.itemsize
-    weights = decode_weight_bytes(runtime.model, batch_size=1, dtype_bytes=size)
-    return StepCosts(
-        flops_per_token=2 * weights / size,
-        weight_bytes=weights,
-        kv_bytes_per_token=kv_cache_bytes_per_token(runtime.model, dtype_bytes=size),
-    )

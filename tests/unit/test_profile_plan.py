@@ -3,10 +3,13 @@
 import dataclasses
 
 import pytest
+from fakes.perf_tables import LLAMA_8B
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.errors import ConfigError
+from bullet_graph.hardware import H200 as H200_SPEC
+from bullet_graph.perf.performance import attention_pairs
 from bullet_graph.perf.profile_plan import (
     KINDS,
     MIN_INTERVALS,
@@ -15,17 +18,17 @@ from bullet_graph.perf.profile_plan import (
     ProfileLimits,
     ProfilePlan,
     ProfilePoint,
-    StepCosts,
     burst_seconds,
     from_points,
     plan_profile,
     to_points,
 )
+from bullet_graph.perf.roofline import Roofline
 
 NUM_SMS = 132
 DECODE_SMS = (16, 24, 32, 48, 64, 80, 96)
 H200 = ProfileLimits(max_batch_size=512, max_tokens=8192, max_model_len=16384, kv_tokens=800_000)
-LLAMA_8B = StepCosts(flops_per_token=15e9, weight_bytes=15e9, kv_bytes_per_token=131072)
+MODEL = Roofline(H200_SPEC, LLAMA_8B)
 
 
 def plan(
@@ -36,10 +39,9 @@ def plan(
     seed: int = 0,
 ) -> ProfilePlan:
     return plan_profile(
-        num_sms=NUM_SMS,
+        model=MODEL,
         decode_sms=decode_sms,
         limits=limits,
-        costs=LLAMA_8B,
         time_budget_s=budget_s,
         seed=seed,
     )
@@ -66,9 +68,7 @@ def test_every_plan(limits: ProfileLimits, decode_sms: tuple[int, ...], seed: in
     assert not set(made.held_back) & set(made.grid)
     assert all(limits.allows(point) for point in made.points)
     assert made.num_passes >= 3
-    total_s = made.num_passes * sum(
-        burst_seconds(point, made.burst_s, LLAMA_8B, NUM_SMS) for point in made.points
-    )
+    total_s = made.num_passes * sum(burst_seconds(point, made.burst_s, MODEL) for point in made.points)
     assert total_s <= budget_s
     assert total_s == pytest.approx(made.guessed_s)
     for kind in KINDS:
@@ -129,8 +129,11 @@ def test_passes_come_in_different_orders() -> None:
 
 def test_slow_points_take_longer_than_the_burst() -> None:
     slow, fast = ProfilePoint("prefill", 36, tokens=8192), ProfilePoint("decode", None, 1, 250)
-    assert burst_seconds(fast, 0.2, LLAMA_8B, NUM_SMS) == pytest.approx(WARM_S + 0.2, abs=0.05)
-    assert burst_seconds(slow, 0.2, LLAMA_8B, NUM_SMS) > (MIN_INTERVALS + 1) * LLAMA_8B.guess_s(slow, NUM_SMS)
+    assert burst_seconds(fast, 0.2, MODEL) == pytest.approx(WARM_S + 0.2, abs=0.05)
+    assert (
+        burst_seconds(slow, 0.2, MODEL)
+        > (MIN_INTERVALS + 1) * MODEL.prefill(8192, attention_pairs(8192), 36).ms / 1e3
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,6 +174,6 @@ def test_a_record_survives_the_way_through_a_table() -> None:
         for point in points[::2]
     }
     table_points = to_points(measured, points)
-    assert from_points(table_points) == measured
+    assert {point: repeats for point, _, repeats in from_points(table_points)} == measured
     assert all(point.ms == 2.0 for point in table_points.decode)
     assert all((point.decode_ms, point.prefill_ms) == (2.0, 20.0) for point in table_points.split)
