@@ -150,16 +150,17 @@ class PrefillAttention:
             num_rows=batch.num_rows,
             page_tokens=self.cache.block_tokens,
         )
-        return PlannedAttention(self, plans, batch)
+        indices = (batch.q_indptr, batch.kv_indptr, batch.kv_indices, batch.last_block_tokens)
+        return PlannedAttention(self, plans, indices, paged=True)
 
-    def plan_ragged(self, indptr: Tensor, host_indptr: Tensor) -> "PlannedRaggedAttention":
+    def plan_ragged(self, indptr: Tensor, host_indptr: Tensor) -> "PlannedAttention":
         """As :meth:`plan`, for n sequences that had nothing in the cache before, and so attend to the rows alone.
 
         ``indptr`` [n + 1] int32, on the device and on the host, is where each sequence's rows start; may begin above 0.
         """
         num_rows = int(host_indptr[-1] - host_indptr[0])
         plans = self._plans(host_indptr, host_indptr, host_indptr.diff(), num_rows=num_rows, page_tokens=1)
-        return PlannedRaggedAttention(self, plans, indptr)
+        return PlannedAttention(self, plans, (indptr, indptr), paged=False)
 
     def _plans(
         self, q_indptr: Tensor, kv_indptr: Tensor, kv_lens: Tensor, *, num_rows: int, page_tokens: int
@@ -232,45 +233,21 @@ def _run_settings(backend: Backend, head_dim: int, window: int | None) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class PlannedAttention:
-    """One batch's attention to the cache, to run for each layer."""
+    """One batch's attention, to run for each layer: to the cache's pages, or to the rows' own keys and values.
 
-    lane: PrefillAttention
-    plans: Plans
-    batch: PagedBatch
-
-    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
-        keys, values = self.lane.cache.layer(layer)
-        window = self.lane.cache.windows[layer]
-        batch = self.batch
-        self.lane.modules[window].paged_run(
-            *self.plans[window],
-            rows.q,
-            keys,
-            values,
-            batch.q_indptr,
-            batch.kv_indptr,
-            batch.kv_indices,
-            batch.last_block_tokens,
-            out,
-            *self.lane.settings[window],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRaggedAttention:
-    """As :class:`PlannedAttention`, but keys and values are read where they were computed.
-
-    On Hopper TMA reads them, which cannot gather pages. It requires addresses and strides in multiples of 16 bytes; the
-    size of a head is one.
+    Keys and values of the rows are read where they were computed. On Hopper TMA reads them, which cannot gather pages.
+    It requires addresses and strides in multiples of 16 bytes; the size of a head is one. ``indices`` are a run's
+    arguments that say where sequences and their keys begin.
     """
 
     lane: PrefillAttention
     plans: Plans
-    indptr: Tensor
+    indices: tuple[Tensor, ...]
+    paged: bool
 
     def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
-        lane, indptr = self.lane, self.indptr
-        window = lane.cache.windows[layer]
-        lane.modules[window].ragged_run(
-            *self.plans[window], rows.q, rows.k, rows.v, indptr, indptr, out, *lane.settings[window]
-        )
+        lane, window = self.lane, self.lane.cache.windows[layer]
+        module, settings = lane.modules[window], lane.settings[window]
+        run = module.paged_run if self.paged else module.ragged_run
+        keys, values = lane.cache.layer(layer) if self.paged else (rows.k, rows.v)
+        run(*self.plans[window], rows.q, keys, values, *self.indices, out, *settings)
