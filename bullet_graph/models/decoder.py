@@ -1,7 +1,7 @@
 """The decoder's forward, for all families, for the CPU, eager prefill and captured decode."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -50,20 +50,25 @@ class SampledRows:
 class Decoder:
     """A decoder and its KV cache; the forward can stop and resume between any two layers.
 
-    ``cos_sin`` are the tables of :func:`cos_sin_tables`.
+    ``cos_sin`` are the tables of :func:`cos_sin_tables`. ``embedding_scale`` is the config's ``embedding_multiplier``,
+    rounded as in training.
     """
 
     config: ModelConfig
     weights: ModelWeights
     cache: KVCache
     cos_sin: Tensor
+    embedding_scale: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        scale = torch.tensor(self.config.embedding_multiplier, dtype=self.weights.embed.dtype)
+        object.__setattr__(self, "embedding_scale", scale.item())
 
     def embed(self, token_ids: Tensor) -> Hidden:
         """Look up the embeddings of [rows] integer token ids."""
         x = torch.nn.functional.embedding(token_ids, self.weights.embed)
         if self.config.embedding_multiplier != 1.0:
-            # Rounded as in training.
-            x = x * torch.tensor(self.config.embedding_multiplier, dtype=x.dtype)
+            x = x * self.embedding_scale
         return Hidden(x, torch.zeros_like(x))
 
     def run_layers(
