@@ -42,13 +42,9 @@ class _StoredTensor:
 
     def read(self, name: str) -> Tensor:
         """The tensor, memory-mapped; its pages are read when they are copied."""
-        try:
+        with _file_errors(f"{self.path}: tensor {name} cannot be read"):
             tensor: Tensor = self.file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{self.path}: tensor {name} cannot be read ({error}); download the file again"
-            ) from error
-        return tensor
+            return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,22 +140,22 @@ def _open_file(path: Path, stack: ExitStack) -> Any:
     # A pipe would block for ever. A link is followed: a hub's cache holds links.
     if not path.is_file():
         raise CheckpointError(f"{path} must be a regular file; found a folder, a pipe or a device")
-    try:
+    with _file_errors(f"{path} is not a complete safetensors file"):
         return stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a complete safetensors file ({error}); download it again"
-        ) from error
 
 
 def _stored_tensor(path: Path, file: Any, name: str) -> _StoredTensor:
-    try:
+    with _file_errors(f"{path}: tensor {name} is missing, though the index places it there"):
         header = file.get_slice(name)
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path}: tensor {name} is missing, though the index places it there"
-        ) from error
     return _StoredTensor(path, file, tuple(header.get_shape()), header.get_dtype())
+
+
+@contextmanager
+def _file_errors(problem: str) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{problem} ({error}); download it again") from error
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
