@@ -63,7 +63,7 @@ def held_back_errors(table: PerfTable, model: PerformanceModel) -> ErrorReport:
 
 
 def _errors(table: PerfTable, model: PerformanceModel) -> Iterator[PointError]:
-    for point, measured_ms, _ in from_points(table.held_back):
+    for point, (measured_ms, _) in from_points(table.held_back).items():
         predicted_ms, from_measured = point.predicted(model)
         kinds = ("split decode", "split prefill") if point.kind == "split" else (point.kind,)
         for kind, measured, predicted in zip(kinds, measured_ms, predicted_ms, strict=True):

@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -297,13 +297,17 @@ def to_points(measured: Measured, wanted: Sequence[ProfilePoint]) -> Points:
     return Points(**{kind: tuple(found) for kind, found in points.items()})
 
 
-def from_points(
-    points: Points,
-) -> Iterator[tuple[ProfilePoint, tuple[float, ...], list[tuple[float, ...]]]]:
-    """The inverse of :func:`to_points`: each point, its times in ms and their repeats."""
+Record = tuple[tuple[float, ...], list[tuple[float, ...]]]
+"""A point's times in ms, of each lane that it keeps busy, and their repeats."""
+
+
+def from_points(points: Points) -> dict[ProfilePoint, Record]:
+    """The inverse of :func:`to_points`."""
+    records: dict[ProfilePoint, Record] = {}
     for kind, names in _SHAPES.items():
         for point in getattr(points, kind):
             values = astuple(point)
             shape, times = dict(zip(names, values, strict=False)), values[len(names) :]
             half = len(times) // 2
-            yield ProfilePoint(kind, **shape), times[:half], list(zip(*times[half:], strict=True))
+            records[ProfilePoint(kind, **shape)] = times[:half], list(zip(*times[half:], strict=True))
+    return records

@@ -4,7 +4,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,11 +221,10 @@ def _resume(partial: Path, key: TableKey, plan: ProfilePlan) -> tuple[PerfTable,
         raise ConfigError(
             f"cannot go on with what an interrupted profile measured: {error}. --restart measures all anew"
         ) from error
-    both = chain(from_points(before.points), from_points(before.held_back))
-    known = {point: repeats for point, _, repeats in both}
+    known = {**from_points(before.points), **from_points(before.held_back)}
     if foreign := known.keys() - set(plan.points):
         raise ConfigError(
             f"{partial} holds {len(foreign)} points that are not in this plan: it was begun with other options. Give "
             "the same ones to go on, or --restart to measure all anew"
         )
-    return before, {point: list(known.get(point, ())) for point in plan.points}
+    return before, {point: list(known[point][1]) if point in known else [] for point in plan.points}

@@ -174,6 +174,6 @@ def test_a_record_survives_the_way_through_a_table() -> None:
         for point in points[::2]
     }
     table_points = to_points(measured, points)
-    assert {point: repeats for point, _, repeats in from_points(table_points)} == measured
+    assert {point: repeats for point, (_, repeats) in from_points(table_points).items()} == measured
     assert all(point.ms == 2.0 for point in table_points.decode)
     assert all((point.decode_ms, point.prefill_ms) == (2.0, 20.0) for point in table_points.split)
