@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import reprlib
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -12,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from bullet_graph.errors import BulletGraphError, EngineDeadError
-from bullet_graph.serve.messages import OWN_ERROR
 
 _TYPES = {
     401: "authentication_error",
@@ -95,13 +95,14 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     for found in error.errors()[:_MOST_ERRORS]:
         path = [_cut(str(part), _SHOWN_CHARACTERS) for part in found["loc"] if part != "body"]
         first = path[0] if path and found["type"] != "json_invalid" else ""
-        field = str(found.get("ctx", {}).get("field", first))
-        param = param or field or None
-        is_union = field in _UNIONS and found["type"] != "extra_forbidden"
-        if is_union and isinstance(body, dict) and field in body:
-            reason = f"`{field}` must be {_UNIONS[field]}; found {_shown(body[field])}"
+        is_union = first in _UNIONS and found["type"] != "extra_forbidden"
+        if is_union and isinstance(body, dict) and first in body:
+            reason = f"`{first}` must be {_UNIONS[first]}; found {_shown(body[first])}"
         else:
             reason = _reason(found, ".".join(path))
+        # A validator's own sentence begins with the field that it is about.
+        named = re.match(r"`(\w+)`", reason)
+        param = param or first or (named[1] if named else None)
         reasons[_cut(reason, _REASON_CHARACTERS)] = None
     more = len(reasons) - _MOST_REASONS
     text = "; ".join(list(reasons)[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
@@ -118,8 +119,8 @@ def _reason(found: Mapping[str, Any], where: str) -> str:
         return f"`{where}` is required" if where else _OBJECT
     if kind == "string_unicode" and not where:
         return f"names of fields must be valid Unicode, found {_shown(found.get('input'))}"
-    if kind == OWN_ERROR:
-        return str(message)
+    if kind == "value_error":
+        return str(found["ctx"]["error"])
     if not where:
         return f"{_OBJECT}; found {_shown(found.get('input'))}"
     return f"`{where}`: {message[:1].lower()}{message[1:]}, found {_shown(found.get('input'))}"

@@ -3,12 +3,9 @@
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import from_json
 
 from bullet_graph.errors import PromptError
-
-OWN_ERROR = "request"
-"""Type of validation errors whose message is complete."""
 
 _MOST_TOOLS = 128
 """Tools of a request, and calls of a message; OpenAI's limit."""
@@ -90,7 +87,7 @@ class Message(_Said):
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
         if self.content is None and self.role != "assistant":
-            raise PydanticCustomError(OWN_ERROR, "a message's `content` is required", {"field": "messages"})
+            raise ValueError("a message's `content` is required")
         return self
 
     def for_template(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from bullet_graph.errors import SamplingParamsError
 from bullet_graph.sampling_params import (
@@ -15,7 +14,7 @@ from bullet_graph.sampling_params import (
     SamplingParams,
     StructuredOutputs,
 )
-from bullet_graph.serve.messages import OWN_ERROR, Many, Message, NamedTool, T, Tool, Tools
+from bullet_graph.serve.messages import Many, Message, NamedTool, T, Tool, Tools
 from bullet_graph.serve.tools import forced_calls
 
 MAX_OUTPUTS = 128
@@ -62,10 +61,8 @@ class _Strict(BaseModel):
     def _has_few_fields(cls, data: Any) -> Any:
         # Each unknown field would be an error of its own.
         if isinstance(data, dict) and len(data) > _MOST_FIELDS:
-            raise PydanticCustomError(
-                OWN_ERROR,
-                "an object may have at most {most} fields here, found {found}: leave out the unknown ones",
-                {"most": _MOST_FIELDS, "found": len(data)},
+            raise ValueError(
+                f"an object may have at most {_MOST_FIELDS} fields here, found {len(data)}: leave out the unknown ones"
             )
         return data
 
@@ -151,11 +148,8 @@ class _Request(_Strict):
             if value is not None and not any(
                 value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
             ):
-                raise PydanticCustomError(
-                    OWN_ERROR,
-                    "`{field}` is not supported by this server: leave it out{neutral}",
-                    {"field": name, "neutral": "".join(f", or give {json.dumps(v)}" for v in neutral[:1])},
-                )
+                instead = "".join(f", or give {json.dumps(v)}" for v in neutral[:1])
+                raise ValueError(f"`{name}` is not supported by this server: leave it out{instead}")
         return {name: value for name, value in data.items() if name not in cls.neutral.keys() | _HARMLESS}
 
 
@@ -198,25 +192,17 @@ class GenerationRequest(_Request):
     slo: Targets | None = Field(default=None, description="Latency targets of this request.")
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> "GenerationRequest":
+    def _fields_fit(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                OWN_ERROR, "`stream_options` are for streams: leave them out, or set `stream` to true"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _scores_fit(self) -> "GenerationRequest":
+            raise ValueError("`stream_options` are for streams: leave them out, or set `stream` to true")
         if self.wanted_tokens == 0 and self.prompt_logprobs is None and not self.echo:
-            raise PydanticCustomError(
-                OWN_ERROR,
-                "`max_tokens` of 0 is for prompts alone: give `echo` or `prompt_logprobs`, or ask for 1 token or more",
+            raise ValueError(
+                "`max_tokens` of 0 is for prompts alone: give `echo` or `prompt_logprobs`, or ask for 1 token or more"
             )
         if self.stream and self.wanted_prompt_logprobs is not None:
-            raise PydanticCustomError(
-                OWN_ERROR,
+            raise ValueError(
                 "a stream has no log-probabilities of the prompt: set `stream` to false, or leave out "
-                "`prompt_logprobs`, and `echo` beside `logprobs`",
+                "`prompt_logprobs`, and `echo` beside `logprobs`"
             )
         return self
 
@@ -290,10 +276,9 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _outputs_are_not_too_many(self) -> "CompletionRequest":
         if self.num_outputs > MAX_OUTPUTS:
-            raise PydanticCustomError(
-                OWN_ERROR,
-                "a request may have at most {most} outputs, found {prompts} prompts with `n`={n}: send several",
-                {"most": MAX_OUTPUTS, "prompts": len(self.prompts), "n": self.n or 1},
+            raise ValueError(
+                f"a request may have at most {MAX_OUTPUTS} outputs, found {len(self.prompts)} prompts with "
+                f"`n`={self.n or 1}: send several"
             )
         return self
 
@@ -341,26 +326,15 @@ class ChatCompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError(OWN_ERROR, "`top_logprobs` needs `logprobs` set to true")
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            raise PydanticCustomError(
-                OWN_ERROR, "`max_tokens` is the old name of `max_completion_tokens`: give one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _tools_fit_their_choice(self) -> "ChatCompletionRequest":
+            raise ValueError("`top_logprobs` needs `logprobs` set to true")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise ValueError("`max_tokens` is the old name of `max_completion_tokens`: give one of them")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise PydanticCustomError(OWN_ERROR, "`tools` must have different names", {"field": "tools"})
+            raise ValueError("`tools` must have different names")
         chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         if (chosen is not None and chosen not in names) or (self.tool_choice == "required" and not names):
-            raise PydanticCustomError(
-                OWN_ERROR,
-                "`tool_choice` asks for a tool that `tools` lacks: add it there",
-                {"field": "tool_choice"},
-            )
+            raise ValueError("`tool_choice` asks for a tool that `tools` lacks: add it there")
         return self
 
     @property
@@ -418,7 +392,7 @@ class TokenizeRequest(_Request):
     @model_validator(mode="after")
     def _has_one_text(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError(OWN_ERROR, "either `prompt` or `messages` is required")
+            raise ValueError("either `prompt` or `messages` is required")
         return self
 
 
