@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import PurePath
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -105,9 +105,11 @@ def parse_counts(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Describes a field of :class:`EngineConfig`, besides its type and default.
+    """Describes a field of a dataclass of settings: its option on the command line and its check.
 
-    ``no_value`` says what an engine does without a value, ``wanted`` what a text must be; ``parse`` reads a text.
+    ``no_value`` says what happens without a value. ``minimum`` is of a count. ``wanted`` says what any other value must
+    be, and ``holds`` tests it. ``parse`` reads a text. ``flag`` is the option's, if not as the name. Errors do not show
+    a ``secret``. :func:`settings_of` fills in the last three.
     """
 
     help: str
@@ -115,11 +117,44 @@ class Setting:
     no_value: str | None = None
     minimum: int | None = None
     parse: Callable[[str], Any] | None = None
-    wanted: str | None = None
+    wanted: str = ""
+    holds: Callable[[Any], bool] = lambda value: isinstance(value, str) and value != ""
+    flag: str | None = None
+    secret: bool = False
+    name: str = ""
+    default: Any = None
+    hint: Any = None
+
+    def check(self, value: object) -> None:
+        """Raise ConfigError for a value that the setting cannot have."""
+        choices = get_args(self.hint)
+        if value is None and NoneType in choices:
+            return
+        if self.minimum is not None:
+            _require_count(self.name, value, self.minimum)
+        is_choice = get_origin(self.hint) is Literal
+        wanted = f"one of {', '.join(choices)}" if is_choice else self.wanted
+        if wanted and not (value in choices if is_choice else self.holds(value)):
+            found = "another" if self.secret else repr(value)
+            raise ConfigError(f"{self.name} must be {wanted}, got {found}")
 
 
-def _setting(default: Any, text: str, **details: Any) -> Any:
-    return field(default=default, metadata={"setting": Setting(text, **details)})
+def setting(default: Any, text: str, **details: Any) -> Any:
+    """A field with a default, described by a :class:`Setting`."""
+    described = Setting(text, **details)
+    return field(default=default, metadata={"setting": described}, repr=not described.secret)
+
+
+def settings_of(owner: type) -> Mapping[str, Setting]:
+    """The settings of a dataclass, by name."""
+    hints = get_type_hints(owner)
+    described = {each.name: each for each in fields(owner) if "setting" in each.metadata}
+    return MappingProxyType(
+        {
+            name: replace(each.metadata["setting"], name=name, default=each.default, hint=hints[name])
+            for name, each in described.items()
+        }
+    )
 
 
 RENAMED: Mapping[str, str] = MappingProxyType({"arm": "policy", "canary": "self_check", "Arm": "Policy"})
@@ -156,49 +191,49 @@ class EngineConfig:
             )
         }
     )
-    revision: str | None = _setting(
+    revision: str | None = setting(
         None,
         "Branch, tag or commit of a model on the hub.",
         no_value="the main branch",
         wanted="a branch, a tag, a commit or None",
     )
-    load_format: LoadFormat = _setting(
+    load_format: LoadFormat = setting(
         "auto",
         "Source of the weights. dummy: seeded random numbers; auto: dummy for a preset, safetensors for a folder.",
     )
-    dtype: DtypeName = _setting(
+    dtype: DtypeName = setting(
         "auto",
         "Number format of weights, activations and KV cache. auto: float32 on the CPU; on a GPU config.json's, or "
         "bfloat16 where that is float32.",
     )
-    device: DeviceName = _setting("auto", "Where to run; auto: the GPU if there is one.")
-    policy: Policy = _setting(
+    device: DeviceName = setting("auto", "Where to run; auto: the GPU if there is one.")
+    policy: Policy = setting(
         Policy("mixed"),
         "How prefill and decode share the device. CHUNK: most tokens of one forward; NUM_SMS: SMs of the decode "
         "lane; auto: chosen at every step from measured performance.",
         metavar="serial[:CHUNK]|mixed[:CHUNK]|split[:NUM_SMS]|auto",
         parse=Policy.parse,
     )
-    prompt_order: PromptOrder = _setting(
+    prompt_order: PromptOrder = setting(
         "arrival",
         "Which prompts are prefilled first if none has a TTFT target. longest-output: those with the most "
         "max_tokens, for batches whose outputs are needed only at the end; short ones wait.",
     )
-    slo: Slo = _setting(
+    slo: Slo = setting(
         NO_TARGETS,
         'Latency targets in ms, such as "ttft:500 tpot:15" or "ttft:0.2ms/token", for requests without their own.',
         metavar="TARGETS",
         no_value="none",
         parse=lambda text: Slo.parse(text.replace(",", " ").split()),
     )
-    perf_table: str | None = _setting(
+    perf_table: str | None = setting(
         None,
         "Performance table of `bullet-graph profile`; roofline: an unmeasured estimate.",
         metavar="FILE|roofline",
         no_value="the one that fits this GPU and model",
         wanted="a file's name, roofline or None",
     )
-    capture_plan: str | None = _setting(
+    capture_plan: str | None = setting(
         None,
         "Plan of the steps to capture as CUDA graphs: a file of `bullet-graph capture plan`, or the name of a plan "
         "that comes with the package.",
@@ -206,18 +241,18 @@ class EngineConfig:
         no_value="all batch sizes for all partitions",
         wanted="a file's name, a shipped plan's or None",
     )
-    compile: bool = _setting(
+    compile: bool = setting(
         False,
         "On the CPU: fuse the two compiled parts of each layer with torch.compile. Captured steps on a GPU always "
         "are.",
     )
-    cpu_threads: int | None = _setting(
+    cpu_threads: int | None = setting(
         None,
         "Threads of torch on the CPU, in the whole process. With other busy processes, fewer are faster.",
         no_value="torch's",
         minimum=1,
     )
-    capture_cache: str | None = _setting(
+    capture_cache: str | None = setting(
         None,
         "Start from what `bullet-graph capture build` has put into this folder; auto: your own cache folder. A "
         "capture cache is code: use only one that you trust.",
@@ -226,23 +261,26 @@ class EngineConfig:
         parse=lambda text: None if text == "off" else text,
         wanted="a folder, auto or None",
     )
-    self_check: SelfCheckChoice = _setting(
+    self_check: SelfCheckChoice = setting(
         "sample",
         "Batch sizes at which a start from a capture cache compares its logits with the uncompiled model's. sample: "
         "the smallest, the middle and the largest.",
     )
-    ready: ReadyName = _setting(
+    ready: ReadyName = setting(
         "all", "Serve once all CUDA graphs are captured, or only the hot ones; others follow in idle time."
     )
-    max_num_seqs: int = _setting(256, "Most sequences running at once.", minimum=1)
-    max_num_batched_tokens: int = _setting(8192, "Most tokens of one forward.", minimum=1)
-    max_model_len: int | None = _setting(
+    max_num_seqs: int = setting(256, "Most sequences running at once.", minimum=1)
+    max_num_batched_tokens: int = setting(8192, "Most tokens of one forward.", minimum=1)
+    max_model_len: int | None = setting(
         None, "Most tokens of a prompt and its output together.", no_value="the model's limit", minimum=1
     )
-    gpu_memory_utilization: float = _setting(
-        0.9, "Share of the device's memory that the engine may fill, in (0, 1]."
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "Share of the device's memory that the engine may fill, in (0, 1].",
+        wanted="in (0, 1]",
+        holds=lambda share: isinstance(share, int | float) and 0 < share <= 1,
     )
-    kv_cache_bytes: int | None = _setting(
+    kv_cache_bytes: int | None = setting(
         None,
         "Size of the KV cache, such as 8GiB.",
         metavar="SIZE",
@@ -250,25 +288,25 @@ class EngineConfig:
         minimum=1,
         parse=parse_bytes,
     )
-    cuda_graphs: bool = _setting(
+    cuda_graphs: bool = setting(
         True, "Capture decode steps into CUDA graphs; without, they run eagerly (slower; for debugging)."
     )
-    partition_backend: PartitionBackendName = _setting(
+    partition_backend: PartitionBackendName = setting(
         "auto", "Mechanism that confines a lane to its SMs; auto: the first that verifies."
     )
-    decode_sms: tuple[int, ...] = _setting(
+    decode_sms: tuple[int, ...] = setting(
         (),
         "Sizes of the decode lane, in SMs, to verify and to capture graphs for, besides the whole GPU.",
         metavar="N,N,…",
         no_value="those of the performance table, for auto and split",
         parse=parse_counts,
     )
-    generation_config: GenerationConfigChoice = _setting(
+    generation_config: GenerationConfigChoice = setting(
         "auto",
         "Default sampling parameters. auto: those of the model's generation_config.json; none: this engine's own. "
         "Benchmarks decode greedily either way.",
     )
-    seed: int = _setting(0, "Seed of dummy weights, synthetic prompts and sampling.", minimum=0)
+    seed: int = setting(0, "Seed of dummy weights, synthetic prompts and sampling.", minimum=0)
 
     @classmethod
     @former_names_too
@@ -276,15 +314,15 @@ class EngineConfig:
         """Read settings as users give them: as values, or as texts such as ``policy="mixed:2048"``."""
         parsed: dict[str, Any] = {}
         for name, value in settings.items():
-            setting = SETTINGS.get(name)
-            if setting is None:
+            described = SETTINGS.get(name)
+            if described is None:
                 near = difflib.get_close_matches(name, SETTINGS, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(SETTINGS)}"
                 raise ConfigError(f"the engine has no setting {name!r}: {hint}")
             if isinstance(value, PurePath):
                 value = str(value)
-            if isinstance(value, str) and setting.parse is not None:
-                value = setting.parse(value)
+            if isinstance(value, str) and described.parse is not None:
+                value = described.parse(value)
             parsed[name] = tuple(value) if isinstance(value, list | range) else value
         return cls(model=model, **parsed)
 
@@ -293,25 +331,13 @@ class EngineConfig:
         return {name: getattr(self, name) for name in SETTINGS}
 
     def __post_init__(self) -> None:
-        for name, setting in SETTINGS.items():
-            value, hint = getattr(self, name), HINTS[name]
-            if value is None and NoneType in get_args(hint):
-                continue
-            if get_origin(hint) is Literal:
-                if value not in get_args(hint):
-                    raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
-            elif setting.minimum is not None:
-                _require_count(name, value, setting.minimum)
-            elif hint == str | None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"{name} must be {setting.wanted}, got {value!r}")
+        for name, described in SETTINGS.items():
+            described.check(getattr(self, name))
         if self.capture_plan is not None and (self.decode_sms or not self.cuda_graphs):
             raise ConfigError(
                 "capture_plan says which partitions and sizes are captured: leave out decode_sms and "
                 "cuda_graphs=False, or leave out the plan"
             )
-        share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
 
     @property
     def predicts(self) -> bool:
@@ -333,20 +359,10 @@ class EngineConfig:
         return self.chunk_tokens + self.max_num_seqs
 
 
-SETTINGS: Mapping[str, Setting] = MappingProxyType(
-    {each.name: each.metadata["setting"] for each in fields(EngineConfig)}
-)
-
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {each.name: each.default for each in fields(EngineConfig) if each.default is not MISSING}
-)
-"""The default of each setting but the model."""
-
-HINTS: Mapping[str, Any] = MappingProxyType(get_type_hints(EngineConfig))
-"""The type of each setting."""
+SETTINGS = settings_of(EngineConfig)
 
 EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nSettings:\n" + "\n".join(
-    f"    {name}: {setting.help}" for name, setting in SETTINGS.items()
+    f"    {name}: {described.help}" for name, described in SETTINGS.items()
 )
 
 EngineConfig.__init__ = former_names_too(EngineConfig.__init__)  # type: ignore[method-assign]

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import MISSING
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -11,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from bullet_graph.cli.result_file import Output, check_result_file
-from bullet_graph.config import DEFAULTS, HINTS, SETTINGS, EngineConfig, parse_bytes, parse_counts
+from bullet_graph.config import SETTINGS, EngineConfig, Setting, parse_bytes, parse_counts
 from bullet_graph.errors import ConfigError
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -39,19 +40,21 @@ parse_sizes = parsed_by(parse_counts, ())
 
 def setting_options(*names: str, **defaults: Any) -> Decorator:
     """Give a command these fields of :class:`~bullet_graph.config.EngineConfig`, with its own defaults for some."""
-    return all_of([_setting_option(name, defaults) for name in names])
+    return all_of([setting_option(SETTINGS[name], defaults.get(name, MISSING)) for name in names])
 
 
-def _setting_option(name: str, defaults: Mapping[str, Any], **look: Any) -> Decorator:
-    setting, hint = SETTINGS[name], HINTS[name]
-    flag = f"--{name.replace('_', '-')}"
+def setting_option(setting: Setting, default: Any = MISSING, **look: Any) -> Decorator:
+    """The option of a setting, with a command's own ``default`` if there is one."""
+    hint, flag = setting.hint, setting.flag or f"--{setting.name.replace('_', '-')}"
     types = [each for each in get_args(hint) if each is not NoneType]
     look = {"help": setting.help, "metavar": setting.metavar} | look
-    if name not in {**DEFAULTS, **defaults}:
-        return click.option(flag, required=True, **look)
-    default = defaults.get(name, DEFAULTS.get(name))
-    if setting.no_value is not None and default == DEFAULTS[name]:
+    default = setting.default if default is MISSING else default
+    if default is MISSING:
+        look["required"] = True
+    elif setting.no_value is not None and default == setting.default:
         look["help"] += f"  [default: {setting.no_value}]"
+    elif setting.parse is parse_bytes:
+        look["default"] = f"{default >> 10}KiB"
     else:
         look["default"] = default
     if setting.parse is not None:
@@ -64,7 +67,7 @@ def _setting_option(name: str, defaults: Mapping[str, Any], **look: Any) -> Deco
         look["type"] = click.IntRange(min=setting.minimum)
     else:
         look["type"] = types[0] if types else hint
-    return click.option(flag, **look)
+    return click.option(flag, setting.name, **look)
 
 
 def engine_options(
@@ -76,8 +79,8 @@ def engine_options(
     settings that the command goes ``without``. The help says ``max_num_seqs_shown`` for the default ``max_num_seqs``.
     """
     names = [name for name in SETTINGS if name not in without]
-    shown = {"max_num_seqs": {"show_default": max_num_seqs_shown}}
-    options = [_setting_option(name, {"max_num_seqs": max_num_seqs}, **shown.get(name, {})) for name in names]
+    own = {"max_num_seqs": {"default": max_num_seqs, "show_default": max_num_seqs_shown}}
+    options = [setting_option(SETTINGS[name], **own.get(name, {})) for name in names]
     if "trace_decisions" not in without:
         help_text = "Write every decision of the planner (see `bullet-graph explain`)."
         options.append(click.option("--trace-decisions", metavar="FILE", type=FILE, help=help_text))

@@ -5,43 +5,26 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import click
 
 from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine
-from bullet_graph.cli.options import Decorator, all_of, engine_options, parse_size
+from bullet_graph.cli.options import all_of, engine_options, setting_option
 from bullet_graph.cli.result_file import require_extra
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.errors import ConfigError
-from bullet_graph.serve.settings import SERVE_OPTIONS, ServeSettings
+from bullet_graph.serve.settings import SERVE_SETTINGS, ServeSettings
 
 _EXTRA = ("fastapi", "httptools", "uvicorn", "prometheus_client")
 
 
-def _server_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the settings of :class:`ServeSettings` but the model's name."""
-    hints = get_type_hints(ServeSettings)
-    options: list[Decorator] = []
-    for name, setting in SERVE_OPTIONS.items():
-        look: dict[str, Any] = {"default": setting.default, "help": setting.help}
-        if name.endswith("_bytes"):
-            look |= {"default": f"{setting.default >> 10}KiB", "metavar": "SIZE", "callback": parse_size}
-        else:
-            look["type"] = next(iter(get_args(hints[name])), hints[name])
-        if name.endswith("_s"):
-            look["metavar"] = "SECONDS"
-        options.append(click.option(setting.flag, name, **look))
-    return all_of(options)(command)
-
-
 @click.command()
 @engine_options(max_num_seqs=256)
-@_server_options
+@all_of([setting_option(each) for name, each in SERVE_SETTINGS.items() if name != "served_model_name"])
 @click.option("--served-model-name", help="The model's name in requests.  [default: --model]")
 @click.option(
     "--api-key-file",

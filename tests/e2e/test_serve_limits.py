@@ -373,17 +373,17 @@ async def test_the_warm_up_leaves_nothing_behind(max_model_len: int) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"port": 65536}, "--port must be between 0 and 65535, got 65536"),
-        ({"api_key": ""}, "--api-key must be printable ASCII"),
-        ({"api_key": "\u00fc"}, "--api-key must be printable ASCII"),
-        ({"max_queue_len": 0}, "--max-queue-len must be at least 1, got 0"),
-        ({"write_timeout_s": 1e6}, "--write-timeout must be a number of seconds from 0 to 86400"),
-        ({"max_body_bytes": 0}, "--max-body-size must be at least 1, got 0"),
-        ({"request_timeout_s": 0}, "--request-timeout must be a number of seconds above 0"),
-        ({"watchdog_timeout_s": float("nan")}, "--watchdog-timeout must be"),
-        ({"shutdown_timeout_s": -1}, "--shutdown-timeout must be"),
-        ({"shutdown_timeout_s": float("inf")}, "--shutdown-timeout must be"),
-        ({"served_model_name": ""}, "--served-model-name must be a name"),
+        ({"port": 65536}, "port must be between 0 and 65535, got 65536"),
+        ({"api_key": ""}, "api_key must be printable ASCII"),
+        ({"api_key": "\u00fc"}, "api_key must be printable ASCII"),
+        ({"max_queue_len": 0}, "max_queue_len must be an integer of at least 1, got 0"),
+        ({"write_timeout_s": 1e6}, "write_timeout_s must be a number of seconds from 0 to 86400"),
+        ({"max_body_bytes": 0}, "max_body_bytes must be an integer of at least 1, got 0"),
+        ({"request_timeout_s": 0}, "request_timeout_s must be a number of seconds above 0"),
+        ({"watchdog_timeout_s": float("nan")}, "watchdog_timeout_s must be"),
+        ({"shutdown_timeout_s": -1}, "shutdown_timeout_s must be"),
+        ({"shutdown_timeout_s": float("inf")}, "shutdown_timeout_s must be"),
+        ({"served_model_name": ""}, "served_model_name must be a name"),
     ],
 )
 def test_bad_settings(setting: dict[str, object], message: str) -> None:

@@ -16,7 +16,7 @@ from bullet_graph.cli.generate import OrderedPrinter
 from bullet_graph.cli.main import with_flags
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
-from bullet_graph.config import DEFAULTS, EngineConfig, Policy
+from bullet_graph.config import SETTINGS, EngineConfig, Policy
 from bullet_graph.errors import ConfigError
 from bullet_graph.perf.metrics import RequestMetrics
 from bullet_graph.slo import Slo
@@ -99,7 +99,7 @@ def test_every_option_reaches_its_setting() -> None:
     given = {
         name: value
         for name, value in config.values().items()
-        if value != DEFAULTS.get(name) and name not in ("model", "decode_sms")
+        if value != SETTINGS[name].default and name not in ("model", "decode_sms")
     }
     options = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     assert parse_options(*options, "--decode-sms", "32,48") == config
