@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import PurePath
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
