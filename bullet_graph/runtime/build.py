@@ -27,11 +27,11 @@ from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, la
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.start_report import StartClock
 from bullet_graph.runtime.capture_cache import (
-    NO_CACHE,
     CacheUse,
     CapturedStart,
     CaptureOpener,
-    cached_table_for,
+    cached_perf_table,
+    configured_store,
     open_capture_entry,
     start_with_captures,
     triton_hashed_meanwhile,
@@ -61,7 +61,7 @@ class BuiltRuntime:
     capture: CaptureReport | None = None
     lane_sms: Mapping[tuple[Lane, SmPartition], frozenset[int]] = field(default_factory=dict)
     compiles: CompileCounts = NOTHING_COMPILED
-    cache_use: CacheUse = NO_CACHE
+    cache_use: CacheUse = field(default_factory=CacheUse)
     self_check: SelfCheck | None = None
 
 
@@ -81,7 +81,7 @@ def build_executor(
     """
     with clock.phase("device"):
         check_device(config, runtime)
-        cached_table = partial(cached_table_for, config, runtime)
+        cached_table = partial(cached_perf_table, configured_store(config), runtime)
         performance = find_performance(config, runtime, cached_table=cached_table)
         ledger = plan_ledger(config, runtime, performance)
     on_ledger(ledger)

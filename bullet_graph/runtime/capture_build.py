@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,7 @@ def build_entry(
         config, capture_cache=None, self_check="all", ready="all", compile=config.compile or not is_gpu
     )
     here = fingerprint_of(runtime)
-    performance = find_performance(config, runtime, cached_table=lambda: cached_perf_table(store, here))
+    performance = find_performance(config, runtime, cached_table=partial(cached_perf_table, store, runtime))
     plan = artifact_plan(config, runtime, performance)
     name = entry_id(here, plan)
     with store.building(name, tell=tell) as staged:

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,44 +61,36 @@ class CacheUse:
     problems: tuple[str, ...] = ()
 
 
-NO_CACHE = CacheUse()
-
-
+@dataclass(slots=True)
 class CapturedStart:
     """Compiled code and tuning of one start.
 
     Without ``files``, an entry's folder, everything is compiled. With ``is_build`` the folder is empty, and what is
-    compiled is kept there. ``entry`` is rejected where it computes something else than the model. ``use`` is what an
-    earlier attempt of this start got.
+    compiled is kept there. ``entry`` is rejected where it computes something else than the model. ``use`` is what this
+    start and its earlier attempts got.
     """
 
-    def __init__(
-        self,
-        files: Path | None = None,
-        *,
-        is_build: bool = False,
-        entry: tuple[CaptureStore, Entry] | None = None,
-        self_check: SelfCheckChoice = "off",
-        use: CacheUse = NO_CACHE,
-    ) -> None:
-        self._files, self._is_build, self._entry, self._self_check = files, is_build, entry, self_check
-        self.use = use if entry is None else replace(use, entry_id=entry[1].entry_id)
-        self._is_rejected = False
+    files: Path | None = None
+    is_build: bool = False
+    entry: tuple[CaptureStore, Entry] | None = None
+    self_check: SelfCheckChoice = "off"
+    use: CacheUse = CacheUse()
+    is_rejected: bool = field(default=False, init=False)
 
     def compiler(self, part: LayerPart) -> CompiledPart:
         """Compile a part of a layer, or load it; CacheError of a build, where it cannot be compiled ahead of time."""
-        if self._files is None:
+        if self.files is None:
             return compile_now(part)
-        package = self._files / LAYERS / f"{part.name}.pt2"
+        package = self.files / LAYERS / f"{part.name}.pt2"
         try:
-            if self._is_build:
+            if self.is_build:
                 package.parent.mkdir(exist_ok=True)
                 return compile_ahead(part, package)
             return load_package(package, part)
         # Whatever torch and foreign code may raise.
         except Exception as error:
             problem = f"{type(error).__name__}: {error!s:.300}"
-            if self._is_build:
+            if self.is_build:
                 raise CacheError(
                     f"{part.name} cannot be compiled ahead of time, which needs a C++ compiler and, on a GPU, CUDA's "
                     f"headers: {problem}"
@@ -108,10 +100,10 @@ class CapturedStart:
 
     def piecewise_rows(self, plan: CapturePlan) -> tuple[int, ...] | None:
         """The plan's rows of piecewise graphs that were worthwhile at the build; None: they have to be timed."""
-        if self._files is None or self._is_build or not plan.piecewise_rows:
+        if self.files is None or self.is_build or not plan.piecewise_rows:
             return None
         try:
-            rows = json.loads((self._files / MEASURED).read_bytes())["piecewise_rows"]
+            rows = json.loads((self.files / MEASURED).read_bytes())["piecewise_rows"]
             if rows != [size for size in plan.piecewise_rows if size in rows]:
                 raise ValueError(f"rows of the plan are required, found {rows!r:.100}")
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -121,10 +113,10 @@ class CapturedStart:
 
     def load_attention(self, runtime: Runtime) -> None:
         """Load FlashInfer's modules, those that the entry has."""
-        if self._files is None:
+        if self.files is None:
             return
         for module in needed_modules(Gpu.of(runtime.device), runtime.dtype, runtime.model).values():
-            library = self._files / library_name(module)
+            library = self.files / library_name(module)
             if not library.is_file():
                 continue
             try:
@@ -137,12 +129,12 @@ class CapturedStart:
 
         Where they are not, the entry is rejected; a build raises CacheError.
         """
-        if check is None or self._files is None or self._self_check == "off":
+        if check is None or self.files is None or self.self_check == "off":
             return True
-        points = check(sample=self._self_check == "sample")
+        points = check(sample=self.self_check == "sample")
         self.use = replace(self.use, self_check=points)
         missed = "; ".join(str(point) for point in points if not point.holds)
-        if missed and self._is_build:
+        if missed and self.is_build:
             raise CacheError(
                 f"what was compiled here does not compute the model, so it is not kept: {missed}: please report this"
             )
@@ -150,32 +142,28 @@ class CapturedStart:
             self._reject(f"the self-check does not hold: {missed}")
         return not missed
 
-    def without(self) -> "CapturedStart":
-        """For a start that compiles everything, with this one's problems."""
-        return CapturedStart(use=replace(self.use, entry_id=None))
-
     def publish_kernels(self) -> None:
         """Give the user's own folder the Triton kernels it lacks: later steps need some that no start runs."""
-        if self._files is not None and not self._is_rejected and (self._files / TRITON).is_dir():
+        if self.files is not None and not self.is_rejected and (self.files / TRITON).is_dir():
             from triton import knobs  # noqa: PLC0415 - published for Linux only
 
             try:
-                copy_kernels(self._files / TRITON, Path(knobs.cache.dir))
+                copy_kernels(self.files / TRITON, Path(knobs.cache.dir))
             except CacheError as error:
                 self.tell(f"kernels that are needed later will be compiled then: {error}")
 
     def _reject(self, reason: str) -> None:
-        self._is_rejected = True
+        self.is_rejected = True
         marked = "; `bullet-graph capture build` builds the entry anew"
         # A second rejection of an entry replaces the reason.
-        if self._entry is not None and not self._entry[0].reject(self._entry[1], reason):
+        if self.entry is not None and not self.entry[0].reject(self.entry[1], reason):
             marked = "; it could not be marked as rejected, so the next start will find the same"
         self.tell(f"captures are compiled anew: {reason}{marked}")
 
     def tell(self, problem: str) -> None:
         """Note why a part of the cache is not used, and warn."""
         self.use = replace(self.use, problems=(*self.use.problems, problem))
-        _warn(problem)
+        warnings.warn(problem, CaptureCacheWarning, stacklevel=2)
 
 
 # ---- entries ----
@@ -194,7 +182,7 @@ def open_capture_entry(
     Where nothing fits or files are damaged, a warning says why, and everything is compiled. For ``plan`` see
     :func:`~bullet_graph.runtime.build.artifact_plan`.
     """
-    store = _store_of(config)
+    store = configured_store(config)
     if store is None:
         yield CapturedStart()
         return
@@ -209,11 +197,12 @@ def open_capture_entry(
             # Once more, since Triton may write into its folder, and its lists of files hold absolute paths.
             copy_kernels(entry.files / TRITON, folder / TRITON)
         except (CacheError, DeviceError) as error:
-            problem = f"everything is compiled: {error}"
-            _warn(problem)
-            yield CapturedStart(use=CacheUse(problems=(problem,)))
+            captured = CapturedStart()
+            captured.tell(f"everything is compiled: {error}")
+            yield captured
             return
-        captured = CapturedStart(entry.files, entry=(store, entry), self_check=config.self_check)
+        use = CacheUse(entry.entry_id)
+        captured = CapturedStart(entry.files, entry=(store, entry), self_check=config.self_check, use=use)
         if runtime.device.type == "cuda":
             try:
                 restore_mask_offset(entry.files / MASK_OFFSET)
@@ -224,14 +213,11 @@ def open_capture_entry(
         captured.publish_kernels()
 
 
-def cached_table_for(config: EngineConfig, runtime: Runtime) -> PerfTable | None:
-    """A performance table for this GPU and model from any entry of the configured cache."""
-    store = _store_of(config)
-    return None if store is None else cached_perf_table(store, fingerprint_of(runtime))
-
-
-def cached_perf_table(store: CaptureStore, here: dict[str, str]) -> PerfTable | None:
-    """A table for this GPU and model from any entry, whatever its plan and our code."""
+def cached_perf_table(store: CaptureStore | None, runtime: Runtime) -> PerfTable | None:
+    """A table for this GPU and model from any entry of a store, whatever its plan and our code."""
+    if store is None:
+        return None
+    here = fingerprint_of(runtime)
     for entry in store.entries()[0]:
         manifest = entry.manifest
         is_same = all(manifest.fingerprint.get(name) == here.get(name) for name in _TABLE_COMPONENTS)
@@ -245,7 +231,8 @@ def cached_perf_table(store: CaptureStore, here: dict[str, str]) -> PerfTable | 
     return None
 
 
-def _store_of(config: EngineConfig) -> CaptureStore | None:
+def configured_store(config: EngineConfig) -> CaptureStore | None:
+    """The capture cache that a configuration names; None where it names none."""
     if config.capture_cache is None:
         return None
     return CaptureStore(default_root() if config.capture_cache == "auto" else Path(config.capture_cache))
@@ -262,10 +249,6 @@ def _why(store: CaptureStore, lookup: Lookup) -> str:
     )
     nearest = f"of the nearest, {lookup.nearest.entry_id}, {found}{f' and {more} more' if more else ''}"
     return f"{store.root} has no entry for this engine; {nearest}"
-
-
-def _warn(problem: str) -> None:
-    warnings.warn(problem, CaptureCacheWarning, stacklevel=3)
 
 
 # ---- the start ----
@@ -297,14 +280,13 @@ def start_with_captures(
             undo.callback(started.executor.shutdown)
             with noted("self-check"):
                 holds = captured.holds(started.self_check)
-        undo.pop_all()
-    if holds:
-        return started, counter.counts, captured.use
-    started.executor.shutdown()
+        if holds:
+            undo.pop_all()
+            return started, counter.counts, captured.use
     # Its memory must be free before the same is allocated again.
     del started
     _forget_kernels()
-    captured = captured.without()
+    captured = CapturedStart(use=replace(captured.use, entry_id=None))
     with CompileCounter(gpu=gpu) as again:
         restarted = start(captured)
     return restarted, counter.counts + again.counts, captured.use

@@ -24,7 +24,7 @@ from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.presets import PRESETS
 from bullet_graph.partition.offsets import DriverId, remember, remembered
-from bullet_graph.perf.table import list_tables, read_table
+from bullet_graph.perf.table import PerfTable, list_tables, read_table
 from bullet_graph.runtime import capture_cache
 from bullet_graph.runtime.capture_build import keep_attention
 from bullet_graph.runtime.capture_cache import (
@@ -186,14 +186,18 @@ def test_an_offset_that_does_not_hold_is_a_problem_of_the_start(
     assert problem == f"the SM-mask offset of entry {entry.entry_id} is not used: 0x51c does not hold"
 
 
-def test_a_table_is_found_whatever_plan_and_code(tmp_path: Path) -> None:
+def test_a_table_is_found_whatever_plan_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def table_for(**changes: str) -> PerfTable | None:
+        monkeypatch.setattr(capture_cache, "fingerprint_of", lambda _: FINGERPRINT | changes)
+        return cached_perf_table(store, RUNTIME)
+
     store, shipped = CaptureStore(tmp_path), list_tables()[0]
     build(store, plan={"model": "without a table"}, files={"x": b""})
     entry = build(store, files={"perf_table.json": shipped.read_bytes()})
-    assert cached_perf_table(store, {**FINGERPRINT, "code": "other"}) == read_table(shipped)
-    assert cached_perf_table(store, {**FINGERPRINT, "gpu": "another"}) is None
+    assert table_for(code="other") == read_table(shipped)
+    assert table_for(gpu="another") is None
     (entry.files / "perf_table.json").write_text("{}")
-    assert cached_perf_table(store, FINGERPRINT) is None, "what is damaged is not read"
+    assert table_for() is None, "what is damaged is not read"
 
 
 def test_what_cannot_be_compiled_ahead_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
