@@ -76,16 +76,6 @@ class ModelConfig(DecoderShape):
         return self.distinct_ropes.index(self.layer_ropes[layer]) if self.layer_ropes else 0
 
     @property
-    def q_size(self) -> int:
-        """Width of all query heads together."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Width of all key (or all value) heads together."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
     def qk_norm_sizes(self) -> tuple[int, int]:
         """Sizes of the norms of queries and keys, where there are any."""
         return (self.q_size, self.kv_size) if self.qk_norm_spans_heads else (self.head_dim, self.head_dim)
@@ -121,7 +111,6 @@ def with_padded_heads(config: ModelConfig, head_dims: tuple[int, ...]) -> ModelC
 
 def read_dense_config(
     config: JsonObject,
-    architecture: str,
     *,
     activation_key: str = "hidden_act",
     fused_projections: bool = False,
@@ -145,7 +134,7 @@ def read_dense_config(
     head_dim = _head_dim(config, hidden_size, num_heads)
     rope, rotary_dim = read_rope(config, head_dim, can_be_partial=fused_projections)
     return ModelConfig(
-        architecture=architecture,
+        architecture=config.get("architectures")[0],
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=config.read("intermediate_size", int, at_most=_MAX_WIDTH),
@@ -183,7 +172,7 @@ def _layer_windows(
 
 
 def _refuse_unsupported_features(config: JsonObject, *, may_slide: bool) -> None:
-    config.refuse("mlp_bias", "use_bidirectional_attention")
+    config.refuse("attention_bias", "mlp_bias", "use_bidirectional_attention")
     for key, why in _REFUSED.items():
         if config.get(key) is not None:
             config.fail(key, f"absent: {why}", UnsupportedModelError)

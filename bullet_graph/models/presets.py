@@ -7,15 +7,15 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
-from bullet_graph.models.config import ModelConfig
-from bullet_graph.models.families.gemma import GEMMA3, read_gemma3
-from bullet_graph.models.families.granite import GRANITE, read_granite
-from bullet_graph.models.families.llama import LLAMA, LLAMA_3_1_8B, LLAMA_3_2_1B, TINY, read_llama
-from bullet_graph.models.families.mistral import MISTRAL, read_mistral
-from bullet_graph.models.families.olmo import OLMO2, read_olmo2
-from bullet_graph.models.families.phi import PHI3, read_phi3
-from bullet_graph.models.families.qwen import QWEN2, QWEN3, QWEN3_0_6B, QWEN3_8B, read_qwen2, read_qwen3
-from bullet_graph.models.families.smollm import SMOLLM3, read_smollm3
+from bullet_graph.models.config import ModelConfig, read_dense_config
+from bullet_graph.models.families.gemma import read_gemma3
+from bullet_graph.models.families.granite import read_granite
+from bullet_graph.models.families.llama import LLAMA_3_1_8B, LLAMA_3_2_1B, TINY
+from bullet_graph.models.families.mistral import read_mistral
+from bullet_graph.models.families.olmo import read_olmo2
+from bullet_graph.models.families.phi import read_phi3
+from bullet_graph.models.families.qwen import QWEN3_0_6B, QWEN3_8B, read_qwen2, read_qwen3
+from bullet_graph.models.families.smollm import read_smollm3
 from bullet_graph.models.hub import download, is_hub_id
 from bullet_graph.models.json_files import JsonObject, read_json_object
 
@@ -33,15 +33,15 @@ PRESETS_OF_BYTES = frozenset({"tiny"})
 """Presets whose text is read and written byte by byte (``byte_tokenizer``); the others take only token ids."""
 
 _READERS: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
-    GEMMA3: read_gemma3,
-    GRANITE: read_granite,
-    LLAMA: read_llama,
-    MISTRAL: read_mistral,
-    OLMO2: read_olmo2,
-    PHI3: read_phi3,
-    QWEN2: read_qwen2,
-    QWEN3: read_qwen3,
-    SMOLLM3: read_smollm3,
+    "Gemma3ForCausalLM": read_gemma3,
+    "GraniteForCausalLM": read_granite,
+    "LlamaForCausalLM": read_dense_config,
+    "MistralForCausalLM": read_mistral,
+    "Olmo2ForCausalLM": read_olmo2,
+    "Phi3ForCausalLM": read_phi3,
+    "Qwen2ForCausalLM": read_qwen2,
+    "Qwen3ForCausalLM": read_qwen3,
+    "SmolLM3ForCausalLM": read_smollm3,
 }
 """Reader of ``config.json``, by Hugging Face's name of the architecture."""
 

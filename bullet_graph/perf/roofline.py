@@ -35,6 +35,16 @@ class DecoderShape:
     layer_windows: tuple[int | None, ...] = ()
 
     @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or all value) heads together."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """By layer, how many of the last tokens a query attends to, its own included; None: to all."""
         return self.layer_windows or (None,) * self.num_layers
@@ -51,7 +61,7 @@ class DecoderShape:
 
 def kv_cache_bytes_per_token(shape: DecoderShape, *, dtype_bytes: int) -> int:
     """Bytes of one token's keys and values in all layers."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype_bytes
+    return 2 * shape.num_layers * shape.kv_size * dtype_bytes
 
 
 def attended_tokens(shape: DecoderShape, context_tokens: float) -> float:
@@ -66,11 +76,10 @@ def decode_weight_bytes(shape: DecoderShape, *, batch_size: int, dtype_bytes: in
     Every layer's matrices, norms and biases and the whole output head (tied or not) are read once, whatever the batch;
     of the embedding table only one row per sequence.
     """
-    qkv_columns = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layer = (
         sum(columns * depth for columns, depth in layer_matrices(shape))
         + 2 * shape.hidden_size
-        + (qkv_columns if shape.qkv_bias else 0)
+        + (shape.q_size + 2 * shape.kv_size if shape.qkv_bias else 0)
         + (2 * shape.head_dim if shape.qk_norm else 0)
     )
     # The final norm, the output head and the embedding rows.
@@ -98,10 +107,9 @@ def decode_step_bytes(
 
 def layer_matrices(shape: DecoderShape) -> tuple[tuple[int, int], ...]:
     """(output columns, input columns) of a layer's products: qkv, attention output, gate and up, down."""
-    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return (
-        (q_size + 2 * kv_size, shape.hidden_size),
-        (shape.hidden_size, q_size),
+        (shape.q_size + 2 * shape.kv_size, shape.hidden_size),
+        (shape.hidden_size, shape.q_size),
         (2 * shape.intermediate_size, shape.hidden_size),
         (shape.hidden_size, shape.intermediate_size),
     )

@@ -7,11 +7,8 @@ from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
 from bullet_graph.models.rope import Rope, read_rope_entry
 
-GEMMA3 = "Gemma3ForCausalLM"
-
 
 def read_gemma3(config: JsonObject) -> ModelConfig:
-    config.refuse("attention_bias")
     config = config.with_defaults(
         tie_word_embeddings=True,
         hidden_activation="gelu_pytorch_tanh",
@@ -23,7 +20,7 @@ def read_gemma3(config: JsonObject) -> ModelConfig:
     # The two RoPEs are read below.
     common = replace(config, values={**config.values, "rope_parameters": None, "rope_scaling": None})
     model = read_dense_config(
-        common, GEMMA3, activation_key="hidden_activation", slides=lambda layer: (layer + 1) % pattern != 0
+        common, activation_key="hidden_activation", slides=lambda layer: (layer + 1) % pattern != 0
     )
     whole, local = _ropes(config, model.head_dim)
     return replace(

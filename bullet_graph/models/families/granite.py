@@ -5,13 +5,10 @@ from dataclasses import replace
 from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
 
-GRANITE = "GraniteForCausalLM"
-
 
 def read_granite(config: JsonObject) -> ModelConfig:
-    config.refuse("attention_bias")
     return replace(
-        read_dense_config(config, GRANITE),
+        read_dense_config(config),
         embedding_multiplier=config.read("embedding_multiplier", float, default=1.0),
         attention_scale=config.read("attention_multiplier", float, default=1.0),
         residual_multiplier=config.read("residual_multiplier", float, default=1.0),

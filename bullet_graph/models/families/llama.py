@@ -2,24 +2,15 @@
 
 from dataclasses import replace
 
-from bullet_graph.models.config import ModelConfig, read_dense_config
-from bullet_graph.models.json_files import JsonObject
+from bullet_graph.models.config import ModelConfig
 from bullet_graph.models.rope import Llama3RopeScaling, Rope
-
-LLAMA = "LlamaForCausalLM"
-
-
-def read_llama(config: JsonObject) -> ModelConfig:
-    config.refuse("attention_bias")
-    return read_dense_config(config, LLAMA)
-
 
 _SCALING = Llama3RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
 
 LLAMA_3_1_8B = ModelConfig(
-    architecture=LLAMA,
+    architecture="LlamaForCausalLM",
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,
@@ -46,7 +37,7 @@ LLAMA_3_2_1B = replace(
 )
 
 TINY = ModelConfig(
-    architecture=LLAMA,
+    architecture="LlamaForCausalLM",
     vocab_size=512,
     hidden_size=128,
     intermediate_size=384,

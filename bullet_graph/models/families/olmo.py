@@ -5,9 +5,6 @@ from dataclasses import replace
 from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
 
-OLMO2 = "Olmo2ForCausalLM"
-
 
 def read_olmo2(config: JsonObject) -> ModelConfig:
-    config.refuse("attention_bias")
-    return replace(read_dense_config(config, OLMO2), norms="after", qk_norm=True, qk_norm_spans_heads=True)
+    return replace(read_dense_config(config), norms="after", qk_norm=True, qk_norm_spans_heads=True)

@@ -5,8 +5,6 @@ from dataclasses import replace
 from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
 
-PHI3 = "Phi3ForCausalLM"
-
 
 def read_phi3(config: JsonObject) -> ModelConfig:
     config = config.with_defaults(original_max_position_embeddings=4096)
@@ -15,4 +13,4 @@ def read_phi3(config: JsonObject) -> ModelConfig:
         # Earlier names of LongRoPE, by which transformers means it here.
         if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
             config = replace(config, values={**config.values, key: {**rope, "rope_type": "longrope"}})
-    return read_dense_config(config, PHI3, fused_projections=True, slides=lambda _: True)
+    return read_dense_config(config, fused_projections=True, slides=lambda _: True)

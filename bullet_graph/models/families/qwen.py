@@ -6,33 +6,31 @@ from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
 from bullet_graph.models.rope import Rope
 
-QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-
 
 def read_qwen2(config: JsonObject) -> ModelConfig:
     # Whatever attention_bias says.
-    return replace(_read_dense_config(config, QWEN2), qkv_bias=True)
+    config = replace(config, values={**config.values, "attention_bias": None})
+    return replace(_read_dense_config(config), qkv_bias=True)
 
 
 def read_qwen3(config: JsonObject) -> ModelConfig:
-    config.refuse("attention_bias")
     if config.get("head_dim") is None:
         config.fail("head_dim", "given: Qwen3's does not follow from hidden_size")
-    return replace(_read_dense_config(config, QWEN3), qk_norm=True)
+    return replace(_read_dense_config(config), qk_norm=True)
 
 
-def _read_dense_config(config: JsonObject, architecture: str) -> ModelConfig:
+def _read_dense_config(config: JsonObject) -> ModelConfig:
     # The defaults of Hugging Face's config classes; a window that is null is none.
     values = {"sliding_window": 4096, **config.values}
     if not config.read("use_sliding_window", bool, default=False):
         values["sliding_window"] = None
     config = replace(config, values=values).with_defaults(max_window_layers=28)
     first = config.get("max_window_layers") and config.read("max_window_layers", int)
-    return read_dense_config(config, architecture, slides=lambda layer: layer >= first)
+    return read_dense_config(config, slides=lambda layer: layer >= first)
 
 
 QWEN3_8B = ModelConfig(
-    architecture=QWEN3,
+    architecture="Qwen3ForCausalLM",
     vocab_size=151936,
     hidden_size=4096,
     intermediate_size=12288,

@@ -5,13 +5,10 @@ from dataclasses import replace
 from bullet_graph.models.config import ModelConfig, read_dense_config
 from bullet_graph.models.json_files import JsonObject
 
-SMOLLM3 = "SmolLM3ForCausalLM"
-
 
 def read_smollm3(config: JsonObject) -> ModelConfig:
     config = config.with_defaults(tie_word_embeddings=True, rope_theta=2000000.0)
-    config.refuse("attention_bias")
-    model = read_dense_config(config, SMOLLM3)
+    model = read_dense_config(config)
     interval = config.read("no_rope_layer_interval", int, default=4)
     # 1 where a layer has RoPE, despite the key's name.
     layers = config.get("no_rope_layers")
