@@ -128,14 +128,12 @@ class Manifest:
             manifest.to_bytes()  # refuses NaN and infinities
         except CacheError as error:
             raise CacheError(f"{where} cannot be used: {error}; {REBUILD}") from error
-        except ValidationError as error:
-            raise CacheError(
-                f"{where} cannot be used: {printable(first_problem(error))}; {REBUILD}"
-            ) from error
         # What JSON and missing keys raise; RecursionError: brackets within brackets.
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            problem = printable(f"{type(error).__name__}: {error!s:.200}")
-            raise CacheError(f"{where} cannot be used: it is damaged ({problem}); {REBUILD}") from error
+            problem = f"it is damaged ({type(error).__name__}: {error!s:.200})"
+            if isinstance(error, ValidationError):
+                problem = first_problem(error)
+            raise CacheError(f"{where} cannot be used: {printable(problem)}; {REBUILD}") from error
         return manifest
 
     def differences(self, here: Mapping[str, str], plan: Mapping[str, Any] | None) -> tuple[Difference, ...]:

@@ -7,7 +7,6 @@ import importlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -162,9 +161,7 @@ class DeviceMonitor:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         energy_joules = None
         if self._probe is not None:
             energy_after_mj = self._probe.total_energy_mj()

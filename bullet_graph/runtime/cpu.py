@@ -92,7 +92,12 @@ class CpuExecutor(Executor):
                     self._decoder.score(hidden, *ids, scored.num_logprobs, self._functions.ops)
                 )
                 hidden = hidden.rows(forward.sampled.rows)
-            token_ids, logprobs = self._sample(rows, hidden, step.num_logprobs)
+            logits = self._decoder.logits(hidden, self._functions.ops)
+            slots, positions = torch.from_numpy(rows.sample_slots), torch.from_numpy(rows.sample_positions)
+            sampled = sample(logits, slots.long(), positions, self._state)
+            token_ids = sampled.numpy()
+            if step.num_logprobs is not None:
+                logprobs = _logprobs(token_logprobs(logits, sampled, step.num_logprobs))
         else:
             self._forwards[placement.lane] = replace(forward, hidden=hidden)
         ticket = next(self._tickets)
@@ -119,21 +124,6 @@ class CpuExecutor(Executor):
         fed_back = self._state.last_token[torch.from_numpy(rows.decode_slots).long()]
         hidden = self._decoder.embed(torch.cat((torch.from_numpy(rows.token_ids), fed_back)))
         return _Forward(rows, attention, sampled, hidden)
-
-    def _sample(
-        self, rows: Rows, hidden: Hidden, num_logprobs: int | None
-    ) -> tuple[Int32Array, StepLogprobs | None]:
-        logits = self._decoder.logits(hidden, self._functions.ops)
-        token_ids = sample(
-            logits,
-            torch.from_numpy(rows.sample_slots).long(),
-            torch.from_numpy(rows.sample_positions),
-            self._state,
-        )
-        logprobs = None
-        if num_logprobs is not None:
-            logprobs = _logprobs(token_logprobs(logits, token_ids, num_logprobs))
-        return token_ids.numpy(), logprobs
 
     def wait_any(self, tickets: Sequence[int], until_s: float | None) -> int | None:
         del until_s  # all launches have finished

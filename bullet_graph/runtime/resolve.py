@@ -28,15 +28,8 @@ from bullet_graph.sampling_params import SamplingParams
 FLASHINFER_RELEASE = "0.6.12"
 """The release whose compiled modules ``kernels.flashinfer_attention`` calls; pyproject.toml pins the same."""
 
-_GENERATION_CONFIG = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""Keys of generation_config.json that are read, as vLLM reads them, and their names here."""
+_GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+"""Keys of generation_config.json that are read, as vLLM reads them; the last is ``max_tokens`` here."""
 
 GPU_HEAD_DIMS = (64, 128, 256)
 """Head sizes that FlashInfer's fa2 and fa3 kernels are written for; smaller heads are padded with zeros."""
@@ -124,9 +117,9 @@ def default_sampling_params(config: EngineConfig, runtime: Runtime) -> Mapping[s
     if not path.exists():
         return {}
     file = read_json_object(path)
-    given = {
-        ours: file.get(theirs) for theirs, ours in _GENERATION_CONFIG.items() if file.get(theirs) is not None
-    }
+    given = {name: file.get(name) for name in _GENERATION_CONFIG if file.get(name) is not None}
+    if "max_new_tokens" in given:
+        given["max_tokens"] = given.pop("max_new_tokens")
     try:
         SamplingParams(**given)
     except SamplingParamsError as error:

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 from types import MappingProxyType
 
@@ -104,7 +105,7 @@ class SimulatedExecutor(Executor):
         self._now_s = 0.0
         self._lanes: dict[Lane, deque[_Job]] = {lane: deque() for lane in LANES}
         self._next_layer: dict[Lane, int] = dict.fromkeys(LANES, 0)
-        self._next_ticket = 0
+        self._tickets = count()
         self._results: dict[int, StepResult] = {}
         self._pair: tuple[int, int] | None = None
         self._pair_ms: dict[Lane, float] = {}
@@ -137,8 +138,7 @@ class SimulatedExecutor(Executor):
         factor = math.exp(self._random.gauss(0, self._time_noise)) if self._time_noise else 1.0
         alone_ms = factor * self._alone_ms(work, placement)
         self._advance(self._now_s + self._host_overhead_s)
-        ticket = self._next_ticket
-        self._next_ticket += 1
+        ticket = next(self._tickets)
         share = (stop - placement.first_layer) / num_layers
         self._lanes[lane].append(_Job(ticket, placement, work, alone_ms, factor, share))
         return ticket
