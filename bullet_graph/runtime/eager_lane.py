@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -129,40 +130,25 @@ class EagerLane:
             for kv_lens in (rows.kv_lens[ended], rows.kv_lens[n:])
             for window in self._windows
         ]
-        (
-            token_ids,
-            decode_slots,
-            positions,
-            kv_slots,
-            q_indptr,
-            kv_indptr,
-            last_block,
-            sample_rows,
-            sample_slots,
-            sample_positions,
-            kv_indices,
-            ended_indptr,
-            ended_indices,
-            ended_last_block,
-            *windows_and_scored,
-        ) = self._uploader.upload(
-            rows.token_ids,
-            rows.decode_slots,
-            np.concatenate((rows.positions, padding)),
-            np.concatenate((rows.kv_slots, padding)),
-            rows.q_indptr,
-            rows.kv_indptr,
-            last_block_tokens,
-            rows.sample_rows,
-            rows.sample_slots,
-            rows.sample_positions,
-            rows.kv_indices,
-            ended_kv_indptr,
-            ended_kv_indices,
-            last_block_tokens[ended],
-            *window_indptrs,
-            *to_score,
-        )
+        arrays = {
+            "token_ids": rows.token_ids,
+            "decode_slots": rows.decode_slots,
+            "positions": np.concatenate((rows.positions, padding)),
+            "kv_slots": np.concatenate((rows.kv_slots, padding)),
+            "q_indptr": rows.q_indptr,
+            "kv_indptr": rows.kv_indptr,
+            "last_block": last_block_tokens,
+            "sample_rows": rows.sample_rows,
+            "sample_slots": rows.sample_slots,
+            "sample_positions": rows.sample_positions,
+            "kv_indices": rows.kv_indices,
+            "ended_indptr": ended_kv_indptr,
+            "ended_indices": ended_kv_indices,
+            "ended_last_block": last_block_tokens[ended],
+        }
+        uploaded = self._uploader.upload(*arrays.values(), *window_indptrs, *to_score)
+        gpu = SimpleNamespace(**dict(zip(arrays, uploaded, strict=False)))
+        windows_and_scored = uploaded[len(arrays) :]
         ended_by_window, decode_by_window = (
             dict(zip(self._windows, windows_and_scored[first:], strict=False))
             for first in (0, len(self._windows))
@@ -176,10 +162,10 @@ class EagerLane:
         if num_cached:
             cached = self._cached_attention.plan(
                 PagedBatch(
-                    q_indptr=q_indptr[: num_cached + 1],
-                    kv_indptr=kv_indptr[: num_cached + 1],
-                    kv_indices=kv_indices,
-                    last_block_tokens=last_block[:num_cached],
+                    q_indptr=gpu.q_indptr[: num_cached + 1],
+                    kv_indptr=gpu.kv_indptr[: num_cached + 1],
+                    kv_indices=gpu.kv_indices,
+                    last_block_tokens=gpu.last_block[:num_cached],
                     host_q_indptr=torch.from_numpy(rows.q_indptr[: num_cached + 1]),
                     host_kv_indptr=torch.from_numpy(rows.kv_indptr[: num_cached + 1]),
                     host_kv_lens=torch.from_numpy(rows.kv_lens[:num_cached]),
@@ -188,42 +174,42 @@ class EagerLane:
             )
         if self._fresh_attention is not None and num_cached < n:
             fresh = self._fresh_attention.plan_ragged(
-                q_indptr[num_cached : n + 1], torch.from_numpy(rows.q_indptr[num_cached : n + 1])
+                gpu.q_indptr[num_cached : n + 1], torch.from_numpy(rows.q_indptr[num_cached : n + 1])
             )
         if len(rows.decode_slots):
             # Their blocks are numbered from the first decode row's.
             decode = self._decode_attention.plan(
                 DecodeBatch(
-                    kv_indptr[n:] - int(rows.kv_indptr[n]),
-                    kv_indices[rows.kv_indptr[n] :],
-                    last_block[n:],
+                    gpu.kv_indptr[n:] - int(rows.kv_indptr[n]),
+                    gpu.kv_indices[rows.kv_indptr[n] :],
+                    gpu.last_block[n:],
                     decode_by_window,
                 )
             )
-        sampled = SampledRows(sample_rows, None)
+        sampled = SampledRows(gpu.sample_rows, None)
         if num_sampled := len(rows.sample_rows):
             last_rows = None
             if len(ended):
                 last_rows = self._decode_attention.plan(
-                    DecodeBatch(ended_indptr, ended_indices, ended_last_block, ended_by_window)
+                    DecodeBatch(gpu.ended_indptr, gpu.ended_indices, gpu.ended_last_block, ended_by_window)
                 )
             sampled = SampledRows(
-                sample_rows,
+                gpu.sample_rows,
                 MixedAttention(last_rows, None, decode, len(ended), len(ended)),
                 bucket_for(num_sampled, self._sampled_buckets) - num_sampled,
             )
-        fed_back = self._state.last_token[decode_slots]
-        hidden = self._decoder.embed(torch.cat((token_ids, fed_back)))
+        fed_back = self._state.last_token[gpu.decode_slots]
+        hidden = self._decoder.embed(torch.cat((gpu.token_ids, fed_back)))
         if bucket is not None and self._graphs is not None:
-            self._graphs.pieces.load(hidden, positions, kv_slots)
+            self._graphs.pieces.load(hidden, gpu.positions, gpu.kv_slots)
         return EagerForward(
             hidden,
-            positions,
-            kv_slots,
+            gpu.positions,
+            gpu.kv_slots,
             MixedAttention(cached, fresh, decode, num_cached_rows, rows.num_prefill_rows),
             sampled,
-            sample_slots,
-            sample_positions,
+            gpu.sample_slots,
+            gpu.sample_positions,
             None if rows.scored is None else (*windows_and_scored[-2:], rows.scored.num_logprobs),  # type: ignore[arg-type]
             bucket,
         )
