@@ -31,13 +31,22 @@ class LayerRows:
 
 
 class Attention(Protocol):
-    """Causal attention of one batch, planned once and run for each layer."""
+    """Causal attention of one batch, or of some of a forward's rows, planned once and run for each layer."""
+
+    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
+        """Attend to the sequences' keys and values, the rows' own in the cache included.
+
+        From the planned rows of ``rows.q`` [rows, num_heads, head_dim] into those of ``out``, alike.
+        """
 
     def run(self, layer: int, rows: LayerRows) -> Tensor:
-        """Attend to the sequences' keys and values, the rows' own in the cache included; returns [rows, q_size]."""
+        """As :meth:`run_into`, into new memory [rows, q_size]."""
+        out = torch.empty_like(rows.q)
+        self.run_into(layer, rows, out)
+        return out.flatten(1)
 
 
-class ReferenceAttention:
+class ReferenceAttention(Attention):
     """One sequence at a time through ``scaled_dot_product_attention``; exact, slow, any device.
 
     ``q_indptr`` [n + 1] is where each sequence's rows start; one may have none. It attends to ``kv_lens`` [n] tokens,
@@ -65,10 +74,9 @@ class ReferenceAttention:
                 masks = {w: mask if w is None else mask.triu(before - w + 1) for w in set(cache.windows)}
                 self._sequences.append((slice(start, stop), kv_indices[first:last], kv_len, masks))
 
-    def run(self, layer: int, rows: LayerRows) -> Tensor:
+    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
         keys, values = self._cache.layer(layer)
         q, window = rows.q, self._cache.windows[layer]
-        out = torch.empty_like(q)
         for own, blocks, kv_len, masks in self._sequences:
             k = keys[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
             v = values[blocks].flatten(0, 1)[:kv_len].transpose(0, 1)
@@ -76,41 +84,31 @@ class ReferenceAttention:
                 q[own].transpose(0, 1)[None], k[None], v[None], attn_mask=masks[window], enable_gqa=True
             )
             out[own] = attended[0].transpose(0, 1)
-        return out.flatten(1)
-
-
-class RowAttention(Protocol):
-    """Planned attention of some of a forward's rows."""
-
-    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
-        """Attend, from the planned rows of ``rows.q`` [rows, num_heads, head_dim] into those of ``out``, alike."""
 
 
 @dataclass(frozen=True, slots=True)
-class MixedAttention:
+class MixedAttention(Attention):
     """An :class:`Attention` of up to three kinds of rows, in this order; None where there are no rows of a kind.
 
     ``cached`` are prompt rows that attend to the cache. From ``num_cached_rows`` on come rows of prompts that begin in
     this forward, from ``num_prefill_rows`` on decode rows.
     """
 
-    cached: RowAttention | None
-    fresh: RowAttention | None
-    decode: RowAttention | None
+    cached: Attention | None
+    fresh: Attention | None
+    decode: Attention | None
     num_cached_rows: int
     num_prefill_rows: int
 
-    def run(self, layer: int, rows: LayerRows) -> Tensor:
-        out = torch.empty_like(rows.q)
+    def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
         self.bind(rows, out)(layer)
-        return out.flatten(1)
 
     def bind(self, rows: LayerRows, out: Tensor) -> Callable[[int], None]:
         """Attention of a layer, from rows into ``out`` [rows, num_heads, head_dim], at the same place in all layers.
 
         The buffers are sliced once: slicing in each layer costs the host time.
         """
-        parts: list[tuple[RowAttention, LayerRows, Tensor]] = []
+        parts: list[tuple[Attention, LayerRows, Tensor]] = []
         if self.cached is not None:
             own = slice(0, self.num_cached_rows)
             parts.append((self.cached, LayerRows(rows.q[own], rows.k, rows.v), out[own]))

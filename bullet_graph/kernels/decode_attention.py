@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bullet_graph.errors import ConfigError
-from bullet_graph.kernels.attention import LayerRows
+from bullet_graph.kernels.attention import Attention, LayerRows
 from bullet_graph.kernels.decode_attention_kernels import combine_partials_kernel, decode_attention_kernel
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache
@@ -243,8 +243,8 @@ class TritonDecodeAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedDecode:
-    """One batch's :class:`~bullet_graph.kernels.attention.Attention`, to run for each layer.
+class PlannedDecode(Attention):
+    """Decode attention of one batch, to run for each layer.
 
     ``attention`` is by window. ``combination`` is the second kernel, which adds the results of ranges of blocks up;
     None where the first does so.
@@ -256,13 +256,8 @@ class PlannedDecode:
     attention: Mapping[int | None, RepeatedLaunch]
     combination: RepeatedLaunch | None
 
-    def run(self, layer: int, rows: LayerRows) -> Tensor:
-        out = torch.empty_like(rows.q)
-        self.run_into(layer, rows, out)
-        return out.flatten(1)
-
     def run_into(self, layer: int, rows: LayerRows, out: Tensor) -> None:
-        """As :meth:`run`, into ``out``, which like the queries is [rows, num_heads, head_dim] and contiguous."""
+        """Queries and ``out`` are [rows, num_heads, head_dim] and contiguous; ConfigError for others."""
         for name, tensor in (("q", rows.q), ("out", out)):
             if len(tensor) != self.num_rows or not tensor.is_contiguous():
                 raise ConfigError(
