@@ -8,7 +8,7 @@ import time
 import click
 import pytest
 
-from bullet_graph._imports import collector_aside
+from bullet_graph._imports import load
 from bullet_graph.cli.main import LazyGroup, main
 
 HEAVY = {"torch", "triton", "flashinfer", "transformers", "cuda", "numpy", "rich", "matplotlib", "fastapi"}
@@ -67,13 +67,6 @@ def test_the_collector_is_as_it_was(before: str, left: str) -> None:
 
 
 def test_an_import_that_fails_leaves_the_collector_running() -> None:
-    with pytest.raises(ImportError), collector_aside():
-        raise ImportError
+    with pytest.raises(ImportError):
+        load("bullet_graph.no_such_module", "name")
     assert gc.isenabled()
-
-
-def test_what_was_made_meanwhile_is_old() -> None:
-    with collector_aside():
-        made = [[] for _ in range(5000)]
-    assert gc.get_count()[0] < 5000, "the next collection does not look through it"
-    assert made
