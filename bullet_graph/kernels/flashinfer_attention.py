@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bullet_graph.kernels.attention import LayerRows
+from bullet_graph.kernels.attention import Attention, LayerRows
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import KVCache, PinnedRing
 from bullet_graph.perf.roofline import DecoderShape
@@ -232,7 +232,7 @@ def _run_settings(backend: Backend, head_dim: int, window: int | None) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedAttention:
+class PlannedAttention(Attention):
     """One batch's attention, to run for each layer: to the cache's pages, or to the rows' own keys and values.
 
     Keys and values of the rows are read where they were computed. On Hopper TMA reads them, which cannot gather pages.
