@@ -3,13 +3,13 @@
 import asyncio
 import itertools
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from bullet_graph.engine.async_engine import AsyncEngine
@@ -28,46 +28,20 @@ LIVE_WINDOW_S = 60.0
 _RECENT = 4096
 
 # Upper bounds of histogram buckets: vLLM's, with finer ones below for single tokens.
-FIRST_TOKEN_BUCKETS_S = (
+_FIRST_TOKEN_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0,
 )  # fmt: skip
-INTER_TOKEN_BUCKETS_S = (
+_INTER_TOKEN_BUCKETS_S = (
     0.002, 0.004, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
     0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
-REQUEST_BUCKETS_S = (
+_REQUEST_BUCKETS_S = (
     0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
     960.0, 1920.0,
 )  # fmt: skip
 
 EndReason = Literal["stop", "length", "abort", "error"]
-
-
-class Histogram:
-    """A Prometheus histogram that is cheap to observe: it sees every token of every stream."""
-
-    def __init__(self, name: str, documentation: str, bounds_s: Sequence[float]) -> None:
-        self._name = PREFIX + name
-        self._documentation = documentation
-        self._bounds_s = bounds_s
-        self._counts = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count one observation."""
-        self._counts[bisect_left(self._bounds_s, seconds)] += 1
-        self._sum_s += seconds
-
-    def family(self, model_name: str) -> HistogramMetricFamily:
-        """The metric now."""
-        family = HistogramMetricFamily(self._name, self._documentation, labels=["model_name"])
-        total, buckets = 0, []
-        for bound, count in zip([*map(str, self._bounds_s), "+Inf"], self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family.add_metric([model_name], buckets, self._sum_s)
-        return family
 
 
 class RequestMeter:
@@ -120,15 +94,17 @@ class ServerMetrics(Collector):
         self._num_met = 0
         # Of requests that ended: when (time.monotonic), TTFT and TPOT in ms.
         self._recent: deque[tuple[float, float, float | None]] = deque(maxlen=_RECENT)
-        first, last = (
-            "From a request's arrival to its first token.",
-            "From a request's arrival to its last token.",
+        self._histograms = [
+            Histogram(PREFIX + name, text, ["model_name"], buckets=bounds_s, registry=None)
+            for name, text, bounds_s in (
+                ("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_BUCKETS_S),
+                ("inter_token_latency_seconds", "From one token to the next.", _INTER_TOKEN_BUCKETS_S),
+                ("e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_BUCKETS_S),
+            )
+        ]
+        self.first_token, self.inter_token, self.whole_request = (
+            histogram.labels(model_name) for histogram in self._histograms
         )
-        self.first_token = Histogram("time_to_first_token_seconds", first, FIRST_TOKEN_BUCKETS_S)
-        self.inter_token = Histogram(
-            "inter_token_latency_seconds", "From one token to the next.", INTER_TOKEN_BUCKETS_S
-        )
-        self.whole_request = Histogram("e2e_request_latency_seconds", last, REQUEST_BUCKETS_S)
 
     def finished(self, output: RequestOutput) -> None:
         """Count a request that was served to its end."""
@@ -192,8 +168,8 @@ class ServerMetrics(Collector):
         yield total("prompt_tokens", "Tokens of prompts.", stats.num_prompt_tokens - prompts)
         yield total("generation_tokens", "Tokens generated.", stats.num_output_tokens - outputs)
         yield total("request_success", "Requests that ended.", self.ends, "finished_reason")
-        for histogram in (self.first_token, self.inter_token, self.whole_request):
-            yield histogram.family(self._model_name)
+        for histogram in self._histograms:
+            yield from histogram.collect()
         yield total("num_steps", "Forwards of the model.", stats.num_steps)
         yield one("lane_sms", "SMs that each lane uses now.", stats.lane_sms, "lane")
         sm_seconds = "Device time of each lane times its SMs."

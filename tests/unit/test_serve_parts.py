@@ -15,7 +15,7 @@ from bullet_graph import CompletionOutput, ConfigError, EngineDeadError, PromptE
 from bullet_graph.serve.errors import ApiError
 from bullet_graph.serve.formats import ChatFormat, CompletionFormat, to_json_text, token_texts, usage_of
 from bullet_graph.serve.limits import Gate
-from bullet_graph.serve.metrics import PREFIX, Histogram, ServerMetrics
+from bullet_graph.serve.metrics import ServerMetrics
 from bullet_graph.serve.protocol import _HARMLESS, ChatCompletionRequest, CompletionRequest
 
 
@@ -83,21 +83,6 @@ async def test_waiting_until_the_last_has_gone() -> None:
 
 
 # ---- figures ----
-
-
-@given(st.lists(st.floats(0, 3)))
-def test_a_histogram_is_cumulative(values: list[float]) -> None:
-    histogram = Histogram("x", "…", (0.5, 1.0, 2.0))
-    name = f"{PREFIX}x"
-    for value in values:
-        histogram.observe(value)
-    samples = {
-        (sample.name, sample.labels.get("le")): sample.value for sample in histogram.family("m").samples
-    }
-    for bound in (0.5, 1.0, 2.0):
-        assert samples[f"{name}_bucket", str(bound)] == sum(value <= bound for value in values)
-    assert samples[f"{name}_bucket", "+Inf"] == samples[f"{name}_count", None] == len(values)
-    assert samples[f"{name}_sum", None] == pytest.approx(sum(values))
 
 
 async def test_energy_is_what_was_used_since_the_start() -> None:
