@@ -150,6 +150,9 @@ class SamplingParams:
         )
         are_ids = ids is not None and all(_is_int(i, 0) for i in ids)
         are_biases = biases is not None and len(biases) <= MAX_BIASED_TOKENS and all(map(_is_bias, biases))
+        pairs = f"at most {MAX_BIASED_TOKENS} token ids, each with a number in [-100, 100]"
+        is_structure = isinstance(self.structured_outputs, StructuredOutputs | None)
+        counts = f"None or between 0 and {MAX_LOGPROBS}"
         for name, holds, allowed in (
             ("temperature", _is_real(self.temperature, 0, MAX_TEMPERATURE), f"in [0, {MAX_TEMPERATURE:g}]"),
             ("top_p", _is_real(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
@@ -162,33 +165,19 @@ class SamplingParams:
                 _is_int(self.min_tokens, 0, max_tokens),
                 f"between 0 and max_tokens ({max_tokens})",
             ),
-            *(
-                (
-                    name,
-                    _is_int(count, 0, MAX_LOGPROBS, or_none=True),
-                    f"None or between 0 and {MAX_LOGPROBS}",
-                )
-                for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
-            ),
+            ("logprobs", _is_int(self.logprobs, 0, MAX_LOGPROBS, or_none=True), counts),
+            ("prompt_logprobs", _is_int(self.prompt_logprobs, 0, MAX_LOGPROBS, or_none=True), counts),
             ("skip_special_tokens", isinstance(self.skip_special_tokens, bool), "true or false"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "true or false"),
             ("n", _is_int(self.n, 1), "an integer ≥ 1"),
             ("repetition_penalty", _is_real(self.repetition_penalty, 1e-3, 1e3), "in [0.001, 1000]"),
             ("frequency_penalty", _is_real(self.frequency_penalty, -2, 2), "in [-2, 2]"),
             ("presence_penalty", _is_real(self.presence_penalty, -2, 2), "in [-2, 2]"),
-            (
-                "logit_bias",
-                are_biases,
-                f"at most {MAX_BIASED_TOKENS} token ids, each with a number in [-100, 100]",
-            ),
+            ("logit_bias", are_biases, pairs),
             ("bad_words", are_words, "a sequence of non-empty strings"),
             ("stop", are_stops, "a non-empty string, or a sequence of them"),
             ("stop_token_ids", are_ids, "a sequence of integers ≥ 0"),
-            (
-                "structured_outputs",
-                isinstance(self.structured_outputs, StructuredOutputs | None),
-                "None or StructuredOutputs",
-            ),
+            ("structured_outputs", is_structure, "None or StructuredOutputs"),
         ):
             if not holds:
                 raise SamplingParamsError(f"{name} must be {allowed}, got {getattr(self, name)!r}")

@@ -22,6 +22,7 @@ from bench.peers.systems import Candidate, peer_versions
 from bench.record import Refusal
 from bullet_graph.cli.bench.sweep import print_sweep
 from bullet_graph.cli.bench.sweep_runner import Sweep, WorkloadSpec
+from bullet_graph.cli.main import message_of
 from bullet_graph.cli.options import setting_options
 from bullet_graph.cli.replay_options import search_options, sweep_file_options
 from bullet_graph.cli.result_file import to_json
@@ -136,7 +137,7 @@ def compare(
         if isinstance(error, EngineDeadError) and error.__cause__ is not None:
             # The line alone would hide where a device, or the system itself, failed.
             traceback.print_exception(error.__cause__)
-        raise Refusal(str(error)) from error
+        raise Refusal(message_of(error, click.get_current_context().command)) from error
     if as_json:
         click.echo(to_json(sweep.fields()))
         return

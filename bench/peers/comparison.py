@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.peers.host import HostClock
 from bench.peers.systems import Candidate, Setup, System, log
-from bullet_graph.cli.bench.replay import Served, collect_garbage, measure, warm_up
+from bullet_graph.cli.bench.replay import Client, Served, collect_garbage, measure, warm_up
 from bullet_graph.cli.bench.sweep_runner import Cell, Sweep, SweepRunner, WorkloadSpec, make_cells
 from bullet_graph.engine.replay import TimedRequest, replay_async
 from bullet_graph.errors import ConfigError, WorkloadError
@@ -104,41 +104,34 @@ def make_setup(cells: Sequence[Cell[Candidate]], options: Mapping[str, Any]) -> 
 # ---- running it ----
 
 
-class _PeerClient:
+def _peer_client(
+    system: System,
+    runner: asyncio.Runner,
+    *,
+    backend: str,
+    model_id: str,
+    vocab_size: int,
+    device_uuid: str | None,
+) -> Client:
     """The client of a system, which watches the GPU of this UUID and the host during a replay."""
 
-    def __init__(
-        self,
-        system: System,
-        runner: asyncio.Runner,
-        *,
-        backend: str,
-        model_id: str,
-        vocab_size: int,
-        device_uuid: str | None,
-    ) -> None:
-        self._system = system
-        self._runner = runner
-        self._device_uuid = device_uuid
-        self.backend = backend
-        self.model_id = model_id
-        self.vocab_size = vocab_size
-
-    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
+    def serve(requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
         del is_warmup
         # One process holds several systems: the collector's pauses over all their objects would be long.
         collect_garbage()
         host = HostClock()
-        with DeviceMonitor.for_gpu(self._device_uuid) as monitor:
-            replayed = self._runner.run(replay_async(self._system.generate, requests, **options))
+        with DeviceMonitor.for_gpu(device_uuid) as monitor:
+            replayed = runner.run(replay_async(system.generate, requests, **options))
         used = host.use()
         own = {
             "device": dataclasses.asdict(monitor.report),
             "host": None if used is None else dataclasses.asdict(used),
-            "system_settings": dict(self._system.settings),
-            "system_counters": dict(self._system.counters()),
+            "system_settings": dict(system.settings),
+            "system_counters": dict(system.counters()),
         }
         return replayed, monitor.report.energy_joules, own
+
+    return Client(backend, model_id, vocab_size, serve)
 
 
 class Comparison:
@@ -182,7 +175,7 @@ class Comparison:
         self._sweep = sweep
         self._runner = runner
         self._new_client = partial(
-            _PeerClient, runner=runner, model_id=model, vocab_size=vocab_size, device_uuid=device_uuid
+            _peer_client, runner=runner, model_id=model, vocab_size=vocab_size, device_uuid=device_uuid
         )
         self._seed = seed
         self._num_warmups = num_warmups
@@ -219,7 +212,7 @@ class Comparison:
                 self._systems[candidate.resident] = system
                 stack.callback(lambda system: self._runner.run(system.close()), system)
 
-    def _client(self, cell: Cell[Candidate]) -> _PeerClient:
+    def _client(self, cell: Cell[Candidate]) -> Client:
         """A client of the cell's system, under the cell's setting and targets."""
         system = self._systems[cell.system.resident]
         self._runner.run(system.configure(cell.system.setting, cell.slo))

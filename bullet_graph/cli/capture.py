@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
-from rich.text import Text
 
 from bullet_graph.captures.archive import export_entry, import_archive
 from bullet_graph.captures.manifest import Difference
 from bullet_graph.captures.store import CaptureStore, Entry, Pruned, default_root
 from bullet_graph.cli.options import FILE, engine_options, json_option, parse_size, setting_options
 from bullet_graph.cli.result_file import check_result_file, print_json
-from bullet_graph.cli.tables import print_line, print_table
+from bullet_graph.cli.tables import print_line, print_table, table_of_texts
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import CacheError
 from bullet_graph.graphs.capture_plan import load_plan
@@ -126,18 +124,15 @@ def list_(entry: str | None, store: CaptureStore, as_json: bool) -> None:
     if not entries and not damaged:
         print_line(f"There are no capture caches in {store.root}.")
         return
-    table = Table(title=f"Capture caches in {store.root}", title_justify="left")
-    table.add_column("entry", no_wrap=True)
-    for name in ("for", "size", "last used", "this machine"):
-        table.add_column(name, overflow="fold")
+    shown = []
     for found, differs in zip(entries, differences, strict=True):
         fit = f"differs in {_names(differs)}" if differs else "fits"
         fit = fit if found.rejection is None else f"rejected: {found.rejection}"
         size = format_bytes(found.manifest.num_bytes)
-        _add(table, found.entry_id, _title(found), size, _age_text(found.last_used), fit)
-    for broken in damaged:
-        _add(table, broken.entry_id, "damaged", "", "", broken.problem)
-    print_table(table)
+        shown.append((found.entry_id, _title(found), size, _age_text(found.last_used), fit))
+    shown += [(broken.entry_id, "damaged", "", "", broken.problem) for broken in damaged]
+    columns = ("entry", "for", "size", "last used", "this machine")
+    print_table(table_of_texts(*columns, rows=shown, title=f"Capture caches in {store.root}"))
 
 
 def _show(entry: Entry, *, as_json: bool) -> None:
@@ -145,25 +140,22 @@ def _show(entry: Entry, *, as_json: bool) -> None:
     if as_json:
         print_json({"entry_id": entry.entry_id, **json.loads(manifest.to_bytes()), "problems": problems})
         return
-    table = Table(title=Text(f"{entry.entry_id}: {_title(entry)}"), title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    parts = {
-        part["part"]: f"{part['num_files']} files, {format_bytes(part['num_bytes'])}"
-        for part in _parts(entry)
+    values = {
+        **{
+            f"files/{part['part']}": f"{part['num_files']} files, {format_bytes(part['num_bytes'])}"
+            for part in _parts(entry)
+        },
+        **manifest.fingerprint,
+        **{f"plan.{name}": value for name, value in manifest.plan.items()},
+        **{f"provenance.{name}": value for name, value in manifest.provenance.items()},
     }
-    for prefix, values in (
-        ("files/", parts),
-        ("", manifest.fingerprint),
-        ("plan.", manifest.plan),
-        ("provenance.", manifest.provenance),
-    ):
-        for name, value in values.items():
-            row = (f"{prefix}{name}", value)
-            # As JSON, because an imported text may hold control characters.
-            _add(table, *(v if isinstance(v, str) and v.isprintable() else json.dumps(v) for v in row))
-        table.add_section()
-    print_table(table)
+    # As JSON, because an imported text may hold control characters.
+    rows = [
+        [cell if isinstance(cell, str) and cell.isprintable() else json.dumps(cell) for cell in row]
+        for row in values.items()
+    ]
+    title = f"{entry.entry_id}: {_title(entry)}"
+    print_table(table_of_texts("", "", rows=rows, title=title, show_header=False))
     built = f"built {manifest.created_utc} in {manifest.build_seconds:.1f} s"
     print_line(f"{entry.folder}, {built}, used {_age_text(entry.last_used)}")
     for problem in problems:
@@ -176,7 +168,7 @@ def _show(entry: Entry, *, as_json: bool) -> None:
 
 
 @click.command()
-@setting_options("model", "dtype", "device")
+@setting_options("model", "revision", "dtype", "device")
 @click.option(
     "--plan", "plan_name", metavar="FILE.toml|NAME", help="The engine's capture plan.  [default: any]"
 )
@@ -225,13 +217,18 @@ def explain(plan_name: str | None, store: CaptureStore, as_json: bool, **setting
 def _explain(
     entry: Entry, differences: tuple[Difference, ...], here: dict[str, str], *, any_plan: bool
 ) -> None:
-    heading = f"{entry.entry_id}: {_title(entry)}"
-    table = Table("component", "cache", "here", "", title=Text(heading), title_justify="left")
     same = [Difference(name, value, value) for name, value in here.items()]
-    for each in {found.component: found for found in (*same, *differences)}.values():
-        verdict = "same" if each.cached == each.here else "differs"
-        _add(table, each.component, each.cached or "–", each.here or "–", verdict)
-    print_table(table)
+    rows = [
+        (
+            each.component,
+            each.cached or "–",
+            each.here or "–",
+            "same" if each.cached == each.here else "differs",
+        )
+        for each in {found.component: found for found in (*same, *differences)}.values()
+    ]
+    title = f"{entry.entry_id}: {_title(entry)}"
+    print_table(table_of_texts("component", "cache", "here", "", rows=rows, title=title))
     unasked = " (for any plan: none was given)" if any_plan else ""
     if differences:
         took = f"To build it took {entry.manifest.build_seconds:.1f} s there."
@@ -437,8 +434,3 @@ def _title(entry: Entry) -> str:
 def _age_text(moment: datetime) -> str:
     days = (datetime.now(UTC) - moment).days
     return "today" if days < 1 else f"{days} days ago" if days > 1 else "a day ago"
-
-
-def _add(table: Table, *cells: str) -> None:
-    """Add a row whose text is no markup."""
-    table.add_row(*map(Text, cells))

@@ -38,6 +38,7 @@ _GB = 1e9
 @gpu_option
 @setting_options(
     "model",
+    "revision",
     "policy",
     "max_num_seqs",
     "max_num_batched_tokens",

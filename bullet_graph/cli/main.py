@@ -130,18 +130,19 @@ def with_flags(message: str, command: click.Command) -> str:
     return _SETTING.sub(flag, message)
 
 
+def message_of(error: BulletGraphError, command: click.Command) -> str:
+    """An error's message with the command's flags, unless it is about a file, whose keys may be called as settings."""
+    is_of_file = isinstance(error, ModelError) or error.__cause__ is not None
+    return str(error) if is_of_file else with_flags(str(error), command)
+
+
 class _ErrorReportingGroup(LazyGroup):
     """Reports the package's own errors and warnings in one line, errors with an exit code; others stay as they are."""
 
     def invoke(self, ctx: click.Context) -> None:
-        def tell(kind: str, message: object, *, names_settings: bool = True) -> None:
-            command = ctx.meta.get(_COMMAND, self)
-            text = with_flags(str(message), command) if names_settings else str(message)
-            click.echo(f"{kind}: {text}", err=True)
-
         def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
             if issubclass(category, CaptureCacheWarning | PerfTableWarning):
-                tell("warning", message)
+                click.echo(f"warning: {with_flags(str(message), ctx.meta.get(_COMMAND, self))}", err=True)
             else:
                 show_others(message, category, *place, **more)
 
@@ -152,9 +153,7 @@ class _ErrorReportingGroup(LazyGroup):
             if isinstance(error, EngineDeadError) and error.__cause__ is not None:
                 # The line alone would hide where a device, or the engine itself, failed.
                 traceback.print_exception(error.__cause__)
-            # A file's keys, such as those of a model or a capture plan, may be called as settings are.
-            is_of_file = isinstance(error, ModelError) or error.__cause__ is not None
-            tell("error", error, names_settings=not is_of_file)
+            click.echo(f"error: {message_of(error, ctx.meta.get(_COMMAND, self))}", err=True)
             ctx.exit(EXIT_ERROR)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)

@@ -21,6 +21,7 @@ from bullet_graph.runtime.profile import prepare_profile, profile_model
 @click.command()
 @setting_options(
     "model",
+    "revision",
     "load_format",
     "dtype",
     "device",

@@ -220,7 +220,7 @@ def _known_gpu(name: str) -> GpuSpec:
 
 @click.command(cls=GoodputCommand)
 @gpu_option
-@setting_options("model", model="llama-3.1-8b")
+@setting_options("model", "revision", model="llama-3.1-8b")
 @replay_options(default_policy="auto", request_rate_more=" With --sweep, the first rate.")
 @setting_options(
     "decode_sms",

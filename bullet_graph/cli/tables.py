@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from bullet_graph.cli.result_file import Output
@@ -30,6 +30,17 @@ def table_of(*columns: str, title: str | None = None) -> Table:
     table = Table(title=None if title is None else Text(title), title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if index else "left")
+    return table
+
+
+def table_of_texts(
+    *columns: str, rows: Iterable[Sequence[str]], title: str, show_header: bool = True
+) -> Table:
+    """A table of texts, none of which is markup; long ones are folded, but not the first of a row."""
+    headers = [Column(column, no_wrap=not index, overflow="fold") for index, column in enumerate(columns)]
+    table = Table(*headers, title=Text(title), title_justify="left", show_header=show_header)
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 

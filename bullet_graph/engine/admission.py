@@ -111,16 +111,12 @@ class Admission:
         stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(self._model.eos_token_ids)
         )
-        outside = [i for i in params.stop_token_ids if i >= self._model.vocab_size]
-        if outside:
-            raise SamplingParamsError(
-                f"stop_token_ids holds {outside[0]}, outside the vocabulary of {self._model.vocab_size} tokens"
-            )
-        outside = [i for i, _ in params.biases if i >= self._model.vocab_size]
-        if outside:
-            raise SamplingParamsError(
-                f"logit_bias holds {outside[0]}, outside the vocabulary of {self._model.vocab_size} tokens"
-            )
+        biased = [token_id for token_id, _ in params.biases]
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", biased)):
+            if outside := [i for i in ids if i >= self._model.vocab_size]:
+                raise SamplingParamsError(
+                    f"{name} holds {outside[0]}, outside the vocabulary of {self._model.vocab_size} tokens"
+                )
         if params.min_tokens and len(stop_ids) > MAX_MASKED_TOKEN_IDS:
             raise SamplingParamsError(
                 f"min_tokens can hold back at most {MAX_MASKED_TOKEN_IDS} stop tokens, got {len(stop_ids)}"

@@ -24,6 +24,16 @@ class Tally:
     prompt_tokens: int = 0
     output_tokens: int = 0
 
+    @property
+    def usage(self) -> dict[str, int]:
+        """The tokens, as answers give them."""
+        total = self.prompt_tokens + self.output_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.output_tokens,
+            "total_tokens": total,
+        }
+
 
 class AccessLog:
     """Gives each request a :class:`Tally`, answers with its id as ``X-Request-Id``, and logs its end at INFO."""

@@ -1,29 +1,27 @@
-"""The two answer formats: JSON text of whole answers and of stream events.
-
-The JSON is assembled by hand because a stream has one event per token.
-"""
+"""The two answer formats: whole answers and stream events, as JSON."""
 
 import functools
-import json
 import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from json.encoder import encode_basestring_ascii
 from typing import Any, ClassVar
+
+import pydantic_core
 
 from bullet_graph.engine.output import CompletionOutput, RequestOutput, TokenLogprobs
 from bullet_graph.models.tokenizer import Tokenizer
-from bullet_graph.serve.tools import ToolCallParser, tool_calls
+from bullet_graph.serve.tools import CallDelta, ToolCallParser, tool_calls
 
-to_json_text = encode_basestring_ascii
-"""A text as JSON with its quotes; faster than ``json.dumps``."""
+to_json = functools.partial(pydantic_core.to_json, ensure_ascii=True)
+"""Compact ASCII JSON, as bytes; many readers of streams take other characters for ends of lines."""
 
 _LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
+Fields = Mapping[str, Any]
 TokenTexts = Callable[[int], str]
 
 
@@ -34,32 +32,18 @@ def token_texts(tokenizer: Tokenizer | None) -> TokenTexts:
     return functools.cache(lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False))
 
 
-def to_json(value: object) -> str:
-    """Compact ASCII JSON."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-def usage_of(prompt_tokens: int, completion_tokens: int) -> str:
-    """The usage of a request as JSON."""
-    return (
-        f'{{"prompt_tokens":{prompt_tokens},"completion_tokens":{completion_tokens},'
-        f'"total_tokens":{prompt_tokens + completion_tokens}}}'
-    )
-
-
 class AnswerFormat(ABC):
-    """Writes the answer to one request; ``usage`` is JSON, or None to leave it out.
+    """Writes the answer to one request.
 
     ``texts`` gives the texts of single tokens. ``with_token_ids`` also writes the ids of prompts and outputs.
     ``request_id`` is the end of the answer's id. ``echo`` are the prompts' texts, to be written before the outputs';
-    ``num_logprobs`` and ``num_prompt_logprobs`` are the alternatives that were asked for.
+    ``num_logprobs`` and ``num_prompt_logprobs`` are the alternatives that were asked for. ``more`` are further fields
+    of an event: its usage, or none.
     """
 
     id_prefix: ClassVar[str]
     whole_type: ClassVar[str]
     event_type: ClassVar[str]
-    new_text: ClassVar[str]
-    whole_text: ClassVar[str]
     prompt_ids_in_choices: ClassVar[bool]
 
     def __init__(
@@ -79,43 +63,35 @@ class AnswerFormat(ABC):
         self._num_prompt_logprobs = num_prompt_logprobs
         self._offsets: dict[int, int] = {}
         self._with_token_ids = with_token_ids
-        head = f'{{"id":"{self.id_prefix}-{request_id}","created":{int(time.time())}'
-        head += f',"model":{to_json_text(model)},"object":'
-        self._whole = f'{head}"{self.whole_type}","choices":['
-        self._event_head = f'data: {head}"{self.event_type}","choices":['
+        self._head = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
 
-    def opening(self, choice: int, prompt: int, usage: str | None) -> bytes:
+    def opening(self, choice: int, prompt: int, more: Fields) -> bytes:
         """The event before the first token of a choice for a prompt; empty if the format has none."""
-        del choice, prompt, usage
+        del choice, prompt, more
         return b""
 
-    def event(self, choice: int, delta: CompletionOutput, usage: str | None) -> bytes:
+    def event(self, choice: int, delta: CompletionOutput, more: Fields) -> bytes:
         """The event of new tokens of a choice."""
-        return self._event(self._choice(choice, delta, self.new_text), usage)
+        return self._event([self._choice(choice, delta, streamed=True)], more)
 
-    def usage_event(self, usage: str) -> bytes:
+    def usage_event(self, more: Fields) -> bytes:
         """The last event."""
-        return self._event("", usage)
+        return self._event([], more)
 
-    def body(self, outputs: Sequence[RequestOutput], usage: str) -> bytes:
+    def body(self, outputs: Sequence[RequestOutput], usage: Fields) -> bytes:
         """The whole answer: one output per prompt."""
-        choices, of_prompt = [], ""
+        choices, of_prompt = [], dict[str, Any]()
         for index, output in enumerate(outputs):
-            of_prompt = (
-                f',"prompt_token_ids":{to_json(output.prompt_token_ids)}' if self._with_token_ids else ""
-            )
+            of_prompt = {"prompt_token_ids": output.prompt_token_ids} if self._with_token_ids else {}
             if self._num_prompt_logprobs is not None:
-                of_prompt += (
-                    f',"prompt_logprobs":{to_json(self._prompt_logprobs(output, self._num_prompt_logprobs))}'
-                )
+                of_prompt["prompt_logprobs"] = self._prompt_logprobs(output, self._num_prompt_logprobs)
             for sample in output.outputs:
-                choice = index * len(output.outputs) + sample.index
-                more = of_prompt if self.prompt_ids_in_choices else ""
                 if self._echo is not None:
                     sample = self._after_prompt(output, sample, self._echo[index])
-                choices.append(self._choice(choice, sample, self.whole_text, more))
-        tail = "" if self.prompt_ids_in_choices else of_prompt
-        return f'{self._whole}{",".join(choices)}],"usage":{usage}{tail}}}'.encode()
+                fields = self._choice(index * len(output.outputs) + sample.index, sample, streamed=False)
+                choices.append(fields | of_prompt if self.prompt_ids_in_choices else fields)
+        tail = {} if self.prompt_ids_in_choices else of_prompt
+        return to_json(self._head | {"object": self.whole_type, "choices": choices, "usage": usage} | tail)
 
     def _prompt_logprobs(self, output: RequestOutput, count: int) -> list[dict[str, Any] | None]:
         """Those of the prompt's tokens, in vLLM's form; only alternatives have a rank."""
@@ -142,21 +118,19 @@ class AnswerFormat(ABC):
             logprobs = (first, *entries, *logprobs)
         return replace(sample, text=text + sample.text, logprobs=logprobs)
 
-    def _event(self, choice: str, usage: str | None) -> bytes:
-        tail = "" if usage is None else f',"usage":{usage}'
-        return f"{self._event_head}{choice}]{tail}}}\n\n".encode()
+    def _event(self, choices: Sequence[Fields], more: Fields) -> bytes:
+        fields = {**self._head, "object": self.event_type, "choices": choices, **more}
+        return b"data: " + to_json(fields) + b"\n\n"
 
-    def _choice(self, choice: int, output: CompletionOutput, text_form: str, more: str = "") -> str:
-        text, finish_reason = self._said(choice, output, text_form)
-        logprobs = "null" if output.logprobs is None else to_json(self._logprobs(choice, output.logprobs))
-        reason = "null" if finish_reason is None else f'"{finish_reason}"'
-        ids = f',"token_ids":{to_json(output.token_ids)}' if self._with_token_ids else ""
-        return f'{{"index":{choice},{text},"logprobs":{logprobs},"finish_reason":{reason}{ids}{more}}}'
+    def _choice(self, choice: int, output: CompletionOutput, *, streamed: bool) -> dict[str, Any]:
+        text, finish_reason = self._said(choice, output, streamed=streamed)
+        logprobs = None if output.logprobs is None else self._logprobs(choice, output.logprobs)
+        fields = {"index": choice, **text, "logprobs": logprobs, "finish_reason": finish_reason}
+        return fields | {"token_ids": output.token_ids} if self._with_token_ids else fields
 
-    def _said(self, choice: int, output: CompletionOutput, text_form: str) -> tuple[str, str | None]:
+    @abstractmethod
+    def _said(self, choice: int, output: CompletionOutput, *, streamed: bool) -> tuple[Fields, str | None]:
         """The fields of an output's text, and why it ended."""
-        del choice
-        return text_form % to_json_text(output.text), output.finish_reason
 
     @abstractmethod
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -168,14 +142,17 @@ class CompletionFormat(AnswerFormat):
 
     id_prefix = "cmpl"
     whole_type = event_type = "text_completion"
-    new_text = whole_text = '"text":%s'
     prompt_ids_in_choices = True
 
-    def opening(self, choice: int, prompt: int, usage: str | None) -> bytes:
+    def opening(self, choice: int, prompt: int, more: Fields) -> bytes:
         """The event of the prompt, if it is to be written."""
         if self._echo is None:
             return b""
-        return self.event(choice, CompletionOutput(choice, self._echo[prompt], (), None, None), usage)
+        return self.event(choice, CompletionOutput(choice, self._echo[prompt], (), None, None), more)
+
+    def _said(self, choice: int, output: CompletionOutput, *, streamed: bool) -> tuple[Fields, str | None]:
+        del choice, streamed
+        return {"text": output.text}, output.finish_reason
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         texts, offset = self._texts, self._offsets.get(choice, 0)
@@ -207,8 +184,6 @@ class ChatFormat(AnswerFormat):
     id_prefix = "chatcmpl"
     whole_type = "chat.completion"
     event_type = "chat.completion.chunk"
-    new_text = '"delta":{"content":%s}'
-    whole_text = '"message":{"role":"assistant","content":%s}'
     prompt_ids_in_choices = False
 
     def __init__(
@@ -217,32 +192,29 @@ class ChatFormat(AnswerFormat):
         super().__init__(*args, **options)
         self._parsers = None if call_parser is None else defaultdict[int, ToolCallParser](call_parser)
 
-    def opening(self, choice: int, prompt: int, usage: str | None) -> bytes:
+    def opening(self, choice: int, prompt: int, more: Fields) -> bytes:
         """The event that names the speaker."""
         del prompt
-        delta = '"delta":{"role":"assistant","content":""}'
-        return self._event(f'{{"index":{choice},{delta},"logprobs":null,"finish_reason":null}}', usage)
+        delta = {"role": "assistant", "content": ""}
+        return self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}], more)
 
-    def _said(self, choice: int, output: CompletionOutput, text_form: str) -> tuple[str, str | None]:
+    def _said(self, choice: int, output: CompletionOutput, *, streamed: bool) -> tuple[Fields, str | None]:
         reason: str | None = output.finish_reason
-        if self._parsers is None:
-            return super()._said(choice, output, text_form)
-        parser = self._parsers[choice]
-        words, deltas = parser.push(output.text)
-        if reason is not None:
-            last_words, last_deltas = parser.finish()
-            words, deltas = words + last_words, deltas + last_deltas
-        if reason == "stop" and parser.num_calls:
-            reason = "tool_calls"
-        streamed = text_form == self.new_text
-        calls = to_json(tool_calls(deltas, streamed=streamed)) if deltas else ""
+        words, deltas = output.text, list[CallDelta]()
+        if self._parsers is not None:
+            parser = self._parsers[choice]
+            words, deltas = parser.push(output.text)
+            if reason is not None:
+                last_words, last_deltas = parser.finish()
+                words, deltas = words + last_words, deltas + last_deltas
+            if reason == "stop" and parser.num_calls:
+                reason = "tool_calls"
+        calls = {"tool_calls": tool_calls(deltas, streamed=streamed)} if deltas else {}
         if streamed:
-            fields = [f'"content":{to_json_text(words)}'] * bool(words) + [f'"tool_calls":{calls}'] * bool(
-                calls
-            )
-            return f'"delta":{{{",".join(fields)}}}', reason
-        content = to_json_text(words) if words or not calls else "null"
-        return self.whole_text % (content + (f',"tool_calls":{calls}' if calls else "")), reason
+            has_content = words or self._parsers is None
+            return {"delta": ({"content": words} if has_content else {}) | calls}, reason
+        content = words if words or not calls else None
+        return {"message": {"role": "assistant", "content": content, **calls}}, reason
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         del choice

@@ -19,9 +19,9 @@ from bullet_graph.serve.formats import (
     AnswerFormat,
     ChatFormat,
     CompletionFormat,
+    Fields,
     to_json,
     token_texts,
-    usage_of,
 )
 from bullet_graph.serve.limits import Gate
 from bullet_graph.serve.metrics import RequestMeter, ServerMetrics
@@ -108,7 +108,7 @@ class Generation:
         form = self._tool_format if request.required_tools is None else FORCED
         return partial(ToolCallParser, form, most_calls=most_calls)
 
-    async def tokenize(self, request: TokenizeRequest) -> str:
+    async def tokenize(self, request: TokenizeRequest) -> bytes:
         """The token ids of a text or a conversation, as JSON; errors as for a prompt."""
         self.check_model(request.model)
         self._gate.check_open()
@@ -121,7 +121,7 @@ class Generation:
         limit = self._engine.engine.max_model_len
         return to_json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strs})
 
-    async def detokenize(self, request: DetokenizeRequest) -> str:
+    async def detokenize(self, request: DetokenizeRequest) -> bytes:
         """The text of token ids, special tokens included, as JSON."""
         self.check_model(request.model)
         self._gate.check_open()
@@ -143,14 +143,14 @@ class Generation:
             async for index, output in outputs:
                 finals[index] = output
                 tally.output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        return written.body([finals[index] for index in range(len(finals))], _usage(tally))
+        return written.body([finals[index] for index in range(len(finals))], tally.usage)
 
     async def _events(
         self, request: Request, written: AnswerFormat, tally: Tally
     ) -> AsyncGenerator[bytes, None]:
         options = request.stream_options or StreamOptions()
         always = options.include_usage and options.continuous_usage_stats
-        usage = "null" if options.include_usage else None
+        more: Fields = {"usage": None} if options.include_usage else {}
         num_samples = request.n or 1
         opened: set[int] = set()
         ended: set[int] = set()
@@ -162,17 +162,17 @@ class Generation:
                         continue
                     tally.output_tokens += len(delta.token_ids)
                     if always:
-                        usage = _usage(tally)
+                        more = {"usage": tally.usage}
                     if choice not in opened:
                         opened.add(choice)
-                        opening = written.opening(choice, index, usage)
+                        opening = written.opening(choice, index, more)
                         if opening:
                             yield opening
                     if delta.finish_reason:
                         ended.add(choice)
-                    yield written.event(choice, delta, usage)
+                    yield written.event(choice, delta, more)
         if options.include_usage:
-            yield written.usage_event(_usage(tally))
+            yield written.usage_event({"usage": tally.usage})
 
     @asynccontextmanager
     async def _serve(
@@ -312,10 +312,6 @@ class Generation:
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _usage(tally: Tally) -> str:
-    return usage_of(tally.prompt_tokens, tally.output_tokens)
 
 
 async def _merged(

@@ -33,7 +33,7 @@ class LimitMiddleware:
         self._app = app
         self._api_key = None if settings.api_key is None else settings.api_key.encode()
         self._max_body_bytes = settings.max_body_bytes
-        self._held_bytes = 0
+        self._held_bytes = 0  # of bodies that are being read, all together
         # Without a key, a page on the Internet whose name leads to this machine could ask through the user's browser.
         self._hosts = _LOOPBACK if settings.api_key is None and settings.host in _LOOPBACK else ()
         self._timeout_s = settings.request_timeout_s
@@ -45,8 +45,7 @@ class LimitMiddleware:
         try:
             self._check_host(scope)
             self._check_key(scope)
-            with self._body_memory() as take:
-                body = await self._body(scope, receive, take)
+            body = await self._body(scope, receive)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
@@ -75,28 +74,6 @@ class LimitMiddleware:
                 code="wrong_host",
             )
 
-    @contextmanager
-    def _body_memory(self) -> Iterator[Callable[[int], None]]:
-        """Counts the bytes of a body while it is read, with those of all others."""
-        held = 0
-
-        def take(num_bytes: int) -> None:
-            nonlocal held
-            held += num_bytes
-            self._held_bytes += num_bytes
-            if self._held_bytes > _MOST_BODIES * self._max_body_bytes:
-                raise ApiError(
-                    503,
-                    f"the server already reads bodies of {_MOST_BODIES} × {self._max_body_bytes:,} bytes "
-                    "(--max-body-size): try again later",
-                    headers={"Retry-After": "1", "Connection": "close"},
-                )
-
-        try:
-            yield take
-        finally:
-            self._held_bytes -= held
-
     def _check_key(self, scope: Scope) -> None:
         if self._api_key is None or scope["path"] == "/health":
             return
@@ -118,7 +95,7 @@ class LimitMiddleware:
                 headers={"WWW-Authenticate": 'Basic realm="bullet-graph"' if in_browser else "Bearer"},
             )
 
-    async def _body(self, scope: Scope, receive: Receive, take: Callable[[int], None]) -> bytes | None:
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_body_bytes:
             raise self._too_large(f"{int(declared):,} bytes")
@@ -132,7 +109,14 @@ class LimitMiddleware:
                         return None
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    take(len(parts[-1]))
+                    self._held_bytes += len(parts[-1])
+                    if self._held_bytes > _MOST_BODIES * self._max_body_bytes:
+                        raise ApiError(
+                            503,
+                            f"the server already reads bodies of {_MOST_BODIES} × {self._max_body_bytes:,} bytes "
+                            "(--max-body-size): try again later",
+                            headers={"Retry-After": "1", "Connection": "close"},
+                        )
                     if size > self._max_body_bytes:
                         raise self._too_large(f"more than {self._max_body_bytes:,} bytes")
                     if not message.get("more_body", False):
@@ -145,6 +129,8 @@ class LimitMiddleware:
                 code="timeout",
                 headers={"Connection": "close"},
             ) from None
+        finally:
+            self._held_bytes -= size
 
     def _too_large(self, found: str) -> ApiError:
         return ApiError(

@@ -99,9 +99,7 @@ class Message(_Said):
             "role": "system" if self.role == "developer" else self.role,
             "content": content,
         }
-        message |= {
-            key: value for key in ("name", "tool_call_id") if (value := getattr(self, key)) is not None
-        }
+        message |= self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
         # Templates ask whether the key is there.
         return message | (
             {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}

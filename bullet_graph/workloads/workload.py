@@ -68,11 +68,8 @@ class Arrivals:
             ConfigError: a number is out of range, or the burstiness is so small that every gap vanishes.
             WorkloadError: recorded times are asked for, but the workload (synthetic, ShareGPT) has none.
         """
-        return (
-            self._recorded(workload)
-            if self.request_rate is None
-            else self._drawn(workload, self.request_rate)
-        )
+        rate = self.request_rate
+        return self._recorded(workload) if rate is None else self._drawn(workload, rate)
 
     def _recorded(self, workload: Workload) -> Times:
         if not (math.isfinite(self.time_scale) and self.time_scale > 0):

@@ -6,10 +6,10 @@ import gc
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
@@ -63,62 +63,44 @@ Served = tuple[Replay, float | None, dict[str, Any]]
 """A replay, the energy that it took in joules (None: not measured), and fields that only the system knows."""
 
 
-class Client(Protocol):
-    """Sends requests to one system; ``backend`` and ``model_id`` are fields of results."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Client:
+    """Sends requests to one system; ``backend`` and ``model_id`` are fields of results.
+
+    ``replay`` serves requests, by the options of :func:`bullet_graph.engine.replay.replay`.
+    """
 
     backend: str
     model_id: str
     vocab_size: int
-
-    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
-        """Serve requests; ``options`` are those of :func:`bullet_graph.engine.replay.replay`."""
+    replay: Callable[..., Served]
 
 
-class EngineClient:
-    """An engine in this process with nothing under way, under one policy and with the planner's targets.
+def engine_client(engine: Engine, policy: Policy, slo: Slo) -> Client:
+    """The client of an engine in this process with nothing under way, under one policy and with the planner's targets.
 
     The engine's loop is made anew for each replay, so that its counters are the replay's alone. The planner keeps what
     it has learned of its predictions' errors.
     """
 
-    backend = "bullet_graph"
+    def serve(requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
+        engine.set_policy(policy, slo)
+        with watch_device(engine) as monitor:
+            replayed = replay(engine, requests, id_prefix="warmup-" if is_warmup else "", **options)
+        own = {"policy": str(policy), "device": dataclasses.asdict(monitor.report)}
+        return replayed, monitor.report.energy_joules, counters(engine.stats()) | own
 
-    def __init__(self, engine: Engine, policy: Policy, slo: Slo) -> None:
-        self._engine = engine
-        self._policy = policy
-        self._slo = slo
-        self.model_id = engine.config.model
-        self.vocab_size = engine.model_config.vocab_size
-
-    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
-        self._engine.set_policy(self._policy, self._slo)
-        with watch_device(self._engine) as monitor:
-            prefix = "warmup-" if is_warmup else ""
-            replayed = replay(self._engine, requests, id_prefix=prefix, **options)
-        own = {"policy": str(self._policy), "device": dataclasses.asdict(monitor.report)}
-        return replayed, monitor.report.energy_joules, counters(self._engine.stats()) | own
+    return Client("bullet_graph", engine.config.model, engine.model_config.vocab_size, serve)
 
 
-class ServerClient:
-    """A server with OpenAI's interface; a ``bullet-graph serve`` also reports its own counters."""
+def server_client(server: Any, runner: asyncio.Runner, vocab_size: int) -> Client:
+    """The client of a server with OpenAI's interface; a ``bullet-graph serve`` also reports its own counters."""
 
-    backend = "openai"
-
-    def __init__(self, server: Any, runner: asyncio.Runner, vocab_size: int) -> None:
-        self._server = server
-        self._runner = runner
-        self.model_id = str(server.settings["model"])
-        self.vocab_size = vocab_size
-
-    def replay(self, requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
-        del is_warmup
-        return self._runner.run(self._replay(requests, **options))
-
-    async def _replay(self, requests: Sequence[TimedRequest], **options: Any) -> Served:
-        before: dict[str, Any] = await self._server.live()
+    async def serve(requests: Sequence[TimedRequest], **options: Any) -> Served:
+        before: dict[str, Any] = await server.live()
         collect_garbage()
-        replayed = await replay_async(self._server.generate, requests, **options)
-        after: dict[str, Any] = await self._server.live()
+        replayed = await replay_async(server.generate, requests, **options)
+        after: dict[str, Any] = await server.live()
         if not (before and after):
             return replayed, None, {}
         earlier = before["policy_seconds"]
@@ -129,6 +111,12 @@ class ServerClient:
             **{name: after[name] - before[name] for name in ("num_steps", "num_preemptions")},
         }
         return replayed, joules, own
+
+    def serve_all(requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
+        del is_warmup
+        return runner.run(serve(requests, **options))
+
+    return Client("openai", str(server.settings["model"]), vocab_size, serve_all)
 
 
 def collect_garbage() -> None:
@@ -206,7 +194,7 @@ def warm_up(client: Client, workload: Workload, num_warmups: int, *, slo: Slo, s
         seed=seed + 1,
     )
     warmed, *_ = client.replay(requests, is_warmup=True)
-    if isinstance(client, ServerClient):  # one that refuses everything is found out early
+    if client.backend == "openai":  # one that refuses everything is found out early
         _require_some_served(warmed, workload)
 
 
@@ -258,7 +246,7 @@ def _serve_here(
             # A policy that this engine cannot serve is refused before the first run.
             engine.set_policy(policy, slo)
         for policy in policies:
-            client = EngineClient(engine, policy, slo)
+            client = engine_client(engine, policy, slo)
             warm_up(client, workload, num_warmups, slo=slo, seed=arrivals.seed)
             label = None if output.as_json else str(policy)
             runs[str(policy)] = measure(client, workload, arrivals, slo=slo, label=label)
@@ -418,7 +406,7 @@ def serve(
                     f"random prompts need the model's vocabulary, which {base_url} does not report: give --model, the "
                     "served model's folder or preset"
                 )
-            client = ServerClient(server, runner, vocab_size)
+            client = server_client(server, runner, vocab_size)
             warm_up(client, workload, num_warmups, slo=slo, seed=seed)
             run = measure(client, workload, arrivals, slo=slo, label=None if output.as_json else "server")
         finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from bullet_graph.cli.bench.replay import EngineClient, measure, require_fit, warm_up
+from bullet_graph.cli.bench.replay import engine_client, measure, require_fit, warm_up
 from bullet_graph.cli.bench.sweep_runner import (
     Cell,
     Sweep,
@@ -155,11 +155,11 @@ def sweep(
                     engine.set_policy(cell.system, cell.slo)
 
                 def prepare(cell: Cell[Policy]) -> None:
-                    client = EngineClient(engine, cell.system, cell.slo)
+                    client = engine_client(engine, cell.system, cell.slo)
                     warm_up(client, cell.workload, num_warmups, slo=cell.slo, seed=config.seed)
 
                 def run(cell: Cell[Policy], rate: float, label: str | None) -> dict[str, Any]:
-                    client = EngineClient(engine, cell.system, cell.slo)
+                    client = engine_client(engine, cell.system, cell.slo)
                     at_rate = dataclasses.replace(arrivals, request_rate=rate)
                     return measure(client, cell.workload, at_rate, slo=cell.slo, label=label).fields()
 
