@@ -156,9 +156,7 @@ def _lanes(simulator: Simulator) -> Sequence[int]:
 
 def _seen(usage: CaptureUsage) -> list[dict[str, Any]]:
     """The steps that came up, by what captures them (SMs of the decode lane, null: all; or piecewise graphs)."""
-    counts = {
-        (key, rows): sums.num_steps for key, sizes in usage.steps.items() for rows, sums in sizes.items()
-    }
+    counts = {(key, rows): len(same) for key, sizes in usage.steps.items() for rows, same in sizes.items()}
     total = sum(counts.values())
     return [
         {"captured_for": key, "rows": rows, "num_steps": count, "share": count / total}

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from bullet_graph.errors import ConfigError
 from bullet_graph.graphs.capture_plan import (
@@ -65,27 +65,6 @@ class Budget:
     def share(self, num_bytes: float, seconds: float) -> float:
         """The larger share of the two limits that a cost takes; seconds where there is no limit."""
         return max(num_bytes / self.memory_bytes, seconds / self.time_s) or seconds
-
-
-@dataclass(slots=True)
-class StepSums:
-    """Sums over steps with the same number of rows."""
-
-    num_steps: int = 0
-    tokens: int = 0
-    pairs: float = 0.0
-    batch_size: int = 0
-    kv_tokens: int = 0
-    device_ms: float = 0.0
-
-    def add(self, record: StepRecord) -> None:
-        work = record.work
-        self.num_steps += 1
-        self.tokens += work.tokens
-        self.pairs += work.pairs
-        self.batch_size += work.batch_size
-        self.kv_tokens += work.kv_tokens
-        self.device_ms += record.device_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +125,7 @@ class CaptureUsage:
     """
 
     model: PerformanceModel
-    steps: dict[GroupKey, dict[int, StepSums]] = field(default_factory=dict)
+    steps: dict[GroupKey, dict[int, list[StepRecord]]] = field(default_factory=dict)
     beside_ms: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def note(self, record: StepRecord) -> None:
@@ -155,7 +134,7 @@ class CaptureUsage:
         decode_sms = lane_sms(placement.partition)
         if placement.lane == "decode":
             sizes = self.steps.setdefault(PIECEWISE if work.tokens else decode_sms, {})
-            sizes.setdefault(work.tokens + work.batch_size, StepSums()).add(record)
+            sizes.setdefault(work.tokens + work.batch_size, []).append(record)
         elif decode_sms is not None:
             num_layers = self.model.num_layers
             last = num_layers if placement.last_layer is None else placement.last_layer
@@ -166,7 +145,8 @@ class CaptureUsage:
 
     def lost_percent(self, groups: dict[GroupKey, Group], plan: CapturePlan) -> float:
         """Share of the steps' time that padding and missing sizes cost under a plan."""
-        device_ms = math.fsum(sums.device_ms for sizes in self.steps.values() for sums in sizes.values())
+        records = (each for sizes in self.steps.values() for same in sizes.values() for each in same)
+        device_ms = math.fsum(each.device_ms for each in records)
         sizes_of = {entry.decode_sms: entry.batch_sizes for entry in plan.decode}
         lost_ms = math.fsum(
             demand.lost_ms(plan.piecewise_rows if key == PIECEWISE else sizes_of.get(key, ()))
@@ -197,52 +177,60 @@ class CaptureUsage:
     def _whole_gpu(self, max_num_seqs: int) -> list[Demand]:
         """Decode steps on the whole GPU, which must be served, and sizes that may yet come up."""
         seen = self.steps.get(None, {})
-        demands = [Demand(n, s.num_steps, self._padded_decode(None, n, s), math.inf) for n, s in seen.items()]
-        num_steps = sum(sums.num_steps for sums in seen.values())
-        depth = sum(s.kv_tokens for s in seen.values()) // max(sum(s.batch_size for s in seen.values()), 1)
+        demands = []
+        for size, same in seen.items():
+            kv_tokens = _total(same, "kv_tokens") // len(same)
+            padded_ms = self._padded_decode(None, size, kv_tokens, len(same))
+            demands.append(Demand(size, len(same), padded_ms, math.inf))
+        every = [record for same in seen.values() for record in same]
+        depth = _total(every, "kv_tokens") // max(_total(every, "batch_size"), 1)
         unseen = set(batch_size_buckets(max_num_seqs)) - seen.keys()
+        weight = UNSEEN_SHARE * max(len(every), 1) / max(len(unseen), 1)
         for size in unseen:
-            one = StepSums(num_steps=1, batch_size=size, kv_tokens=size * max(depth, 1))
-            weight = UNSEEN_SHARE * max(num_steps, 1) / len(unseen)
-            demands.append(Demand(size, 0, self._padded_decode(None, size, one, weight), math.inf))
+            padded_ms = self._padded_decode(None, size, size * max(depth, 1), weight)
+            demands.append(Demand(size, 0, padded_ms, math.inf))
         return demands
 
-    def _beside_prefill(self, decode_sms: int, size: int, sums: StepSums) -> Demand:
+    def _beside_prefill(self, decode_sms: int, size: int, same: Sequence[StepRecord]) -> Demand:
         """Decode steps beside prefill; without a graph the two take turns on the whole GPU, and lose that time."""
         beside_ms, whole_ms = self.beside_ms.get(decode_sms, (1.0, 0.0))
-        split_ms = sums.device_ms / sums.num_steps
-        alone_ms = self.model.decode(size, sums.kv_tokens // sums.num_steps).ms
-        turns_ms = alone_ms + split_ms * whole_ms / beside_ms
-        lost_ms = sums.num_steps * max(turns_ms - split_ms, LEAST_SPLIT_GAIN * split_ms)
-        return Demand(size, sums.num_steps, self._padded_decode(decode_sms, size, sums), lost_ms)
+        n = len(same)
+        kv_tokens = _total(same, "kv_tokens") // n
+        split_ms = sum(record.device_ms for record in same) / n
+        turns_ms = self.model.decode(size, kv_tokens).ms + split_ms * whole_ms / beside_ms
+        lost_ms = n * max(turns_ms - split_ms, LEAST_SPLIT_GAIN * split_ms)
+        return Demand(size, n, self._padded_decode(decode_sms, size, kv_tokens, n), lost_ms)
 
-    def _forward(self, size: int, sums: StepSums) -> Demand:
+    def _forward(self, size: int, same: Sequence[StepRecord]) -> Demand:
         """Forwards with prompt tokens: padded to piecewise graphs, or launched kernel by kernel.
 
         The longer host time of the latter is lost in full: meanwhile the host launches nothing else.
         """
-        n = sums.num_steps
+        n, batch_size = len(same), _total(same, "batch_size")
+        tokens, pairs = max(round(_total(same, "tokens") / n), 1), _total(same, "pairs") / n
+        kv_tokens = _total(same, "kv_tokens") // n
 
         def ms(rows: int) -> float:
             # Rows of padding attend to nothing.
-            tokens, pairs = max(round(sums.tokens / n), 1) + rows - size, sums.pairs / n
-            if not sums.batch_size:
-                return self.model.prefill(tokens, pairs).ms
-            return self.model.mixed(tokens, pairs, max(round(sums.batch_size / n), 1), sums.kv_tokens // n).ms
+            padded = tokens + rows - size
+            if not batch_size:
+                return self.model.prefill(padded, pairs).ms
+            return self.model.mixed(padded, pairs, max(round(batch_size / n), 1), kv_tokens).ms
 
         eager_ms = (GENERIC.eager_layer_ms - GENERIC.captured_layer_ms) * self.model.num_layers
         return Demand(size, n, _padded(ms, size, n), n * eager_ms)
 
     def _padded_decode(
-        self, decode_sms: int | None, size: int, sums: StepSums, weight: float = 1.0
+        self, decode_sms: int | None, size: int, kv_tokens: int, num_steps: float
     ) -> Callable[[int], float]:
-        kv_tokens = sums.kv_tokens // sums.num_steps
+        least_share = SINGLE_ROW_LOSS if size == 1 else 0.0
         return _padded(
-            lambda rows: self.model.decode(rows, kv_tokens, decode_sms).ms,
-            size,
-            weight * sums.num_steps,
-            SINGLE_ROW_LOSS if size == 1 else 0.0,
+            lambda rows: self.model.decode(rows, kv_tokens, decode_sms).ms, size, num_steps, least_share
         )
+
+
+def _total(same: Sequence[StepRecord], name: str) -> Any:
+    return sum(getattr(record.work, name) for record in same)
 
 
 def _padded(

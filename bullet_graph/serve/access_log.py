@@ -27,12 +27,8 @@ class Tally:
     @property
     def usage(self) -> dict[str, int]:
         """The tokens, as answers give them."""
-        total = self.prompt_tokens + self.output_tokens
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.output_tokens,
-            "total_tokens": total,
-        }
+        given, made = self.prompt_tokens, self.output_tokens
+        return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 
 
 class AccessLog:

@@ -83,7 +83,7 @@ def test_steps_are_told_apart() -> None:
         decode(3), decode(3), decode(5, SPLIT), forward(60, 4), chunk(512, 8.0, 0, 16), chunk(512, 8.0, 16)
     )
     assert {key: list(sizes) for key, sizes in usage.steps.items()} == {None: [3], 48: [5], PIECEWISE: [64]}
-    assert usage.steps[None][3].num_steps == 2
+    assert len(usage.steps[None][3]) == 2
     beside_ms, whole_ms = usage.beside_ms[48]
     assert beside_ms == 16
     assert whole_ms == pytest.approx(MODEL.prefill(512, 51200.0).ms), "two halves of one chunk"
