@@ -135,6 +135,13 @@ def test_refusals_say_what_to_do(
     assert "hub shows no such model: check the name" in problem("nobody/nothing")
     assert "`hf download nobody/nothing`" in problem("nobody/nothing")
     assert f"{REPO} has no revision 'v9'" in problem(REPO, "--revision", "v9")
+    for command in (
+        ("simulate", "--trace", "synthetic:conv"),
+        ("capture", "explain"),
+        ("capture", "plan", "--trace", "synthetic:conv", "--request-rate", "1"),
+    ):
+        assert "has no revision 'v9'" in refused(run(*command, "--model", REPO, "--revision", "v9"))
+    assert "--revision" in run("profile", "--help").stdout  # which looks for a GPU first
     hub.gated["big/llama"] = "Bearer another"
     hub.repositories["big/llama"] = folder
     message = problem("big/llama")

@@ -198,6 +198,11 @@ def test_bad_options(trace: Path, tmp_path: Path, options: tuple[str, ...], mess
     assert not path.exists()
 
 
+def test_errors_name_flags(trace: Path, tmp_path: Path) -> None:
+    message = refused(run(f"{trace}@ttft:500", tmp_path / "p.json", "--first-rate", "0"))
+    assert "--first-rate must be a finite number above 0" in message
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
