@@ -61,6 +61,7 @@ def default_settings(config: DecoderShape, *, whole_gpu: bool = True) -> DecodeK
     return DecodeKernelSettings(kv_heads=kv_heads, tile=tile, ctas_per_sm=3, max_registers=168)
 
 
+@dataclass(slots=True, eq=False)
 class RepeatedLaunch:
     """Launches of one kernel that differ by the addresses of their tensors alone.
 
@@ -71,38 +72,28 @@ class RepeatedLaunch:
     ``options`` are of the compiler and the launch, such as ``num_warps``.
     """
 
-    __slots__ = ("_aligned", "_compiled", "_constants", "_grid", "_kernel", "_numbers", "_options")
+    kernel: Any
+    grid: tuple[int, ...]
+    numbers: tuple[float, ...]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+    _compiled: Any = field(default=None, init=False)
+    _aligned: list[bool] = field(default_factory=list, init=False)
 
-    def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        *,
-        numbers: tuple[float, ...],
-        constants: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> None:
-        last = list(kernel.arg_names[-len(constants) :])
-        if last != list(constants):
-            raise ValueError(f"the kernel's constants are {last} in this order, got {list(constants)}")
-        self._kernel = kernel
-        self._grid = (*grid, 1, 1)[:3]
-        self._numbers = numbers
-        self._constants = constants
-        self._options = options
-        self._compiled: Any = None
-        self._aligned: list[bool] = []
+    def __post_init__(self) -> None:
+        last = list(self.kernel.arg_names[-len(self.constants) :])
+        if last != list(self.constants):
+            raise ValueError(f"the kernel's constants are {last} in this order, got {list(self.constants)}")
+        self.grid = (*self.grid, 1, 1)[:3]
 
     def __call__(self, *tensors: Tensor) -> None:
         """Enqueue the kernel on the current stream; the tensors' dtypes are those of the first call."""
         aligned = [tensor.data_ptr() % _ALIGNMENT_BYTES == 0 for tensor in tensors]
         if self._compiled is not None and aligned == self._aligned:
-            self._compiled[self._grid](*tensors, *self._numbers, *self._constants.values())
+            self._compiled[self.grid](*tensors, *self.numbers, *self.constants.values())
             return
         # None in Triton's interpreter, which compiles nothing.
-        self._compiled = self._kernel[self._grid](
-            *tensors, *self._numbers, **self._constants, **self._options
-        )
+        self._compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants, **self.options)
         self._aligned = aligned
 
 
