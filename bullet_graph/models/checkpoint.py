@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -161,16 +161,19 @@ def _file_errors(problem: str) -> Iterator[None]:
 def _check_tensors(checkpoint: Checkpoint) -> None:
     expected = weight_shapes(checkpoint.config)
     missing = [name for name in expected if name not in checkpoint.tensors]
-    if missing:
-        why = " (config.json does not tie the embeddings)" if missing == ["lm_head.weight"] else ""
-        _fail(checkpoint.source, missing, f"required by config.json{why} but missing")
+    why = " (config.json does not tie the embeddings)" if missing == ["lm_head.weight"] else ""
     unexpected = [
         name
         for name in checkpoint.tensors
         if name not in expected and not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"
     ]
-    if unexpected:
-        _fail(checkpoint.source, unexpected, "present but not called for by config.json: they do not match")
+    for names, problem in (
+        (missing, f"required by config.json{why} but missing"),
+        (unexpected, "present but not called for by config.json: they do not match"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise CheckpointError(f"{checkpoint.source}: tensors {', '.join(names[:3])}{more} are {problem}")
     for name, shape in expected.items():
         tensor = checkpoint.tensors[name]
         what, types = f"{tensor.path}: tensor {name} must", ", ".join(_ELEMENT_BYTES)
@@ -180,11 +183,6 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
             )
         if tensor.element_type not in _ELEMENT_BYTES:
             raise CheckpointError(f"{what} be one of {types}; found {tensor.element_type}")
-
-
-def _fail(source: Path, names: list[str], problem: str) -> NoReturn:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    raise CheckpointError(f"{source}: tensors {', '.join(names[:3])}{more} are {problem}")
 
 
 class WeightLoading:

@@ -48,12 +48,12 @@ class DeviceReport:
     energy_joules: float | None
 
 
+@dataclass(frozen=True, slots=True)
 class NvmlProbe:
     """One GPU, through the ``pynvml`` module."""
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml = nvml
-        self._handle = handle
+    _nvml: Any
+    _handle: Any
 
     @classmethod
     def open(cls, device_uuid: str) -> "NvmlProbe | None":

@@ -273,19 +273,19 @@ def _prediction_errors(ended: list[Launch]) -> tuple[PredictionError, ...]:
 
 def _misses(request: TracedRequest, occupancy: Occupancy, weights: dict[str, FloatArray]) -> list[Miss]:
     """The targets that a request missed; ``weights`` are the policies' parts of the stretches of time."""
-    found: list[tuple[str, float, float, dict[str, float]]] = []
-    ttft, ttft_limit = request.ttft_ms, request.ttft_limit_ms
-    if ttft is not None and ttft_limit is not None and ttft > ttft_limit:
-        found.append(("ttft", ttft, ttft_limit, _ttft_shares(request, ttft)))
-    tpot, tpot_limit = request.tpot_ms, request.tpot_limit_ms
-    if tpot is not None and tpot_limit is not None and tpot > tpot_limit:
-        shares = _late_gap_shares(request, tpot_limit, occupancy, weights)
-        found.append(("tpot", tpot, tpot_limit, shares))
     misses = []
-    for target, measured_ms, limit_ms, shares in found:
+    for target, measured_ms, limit_ms in (
+        ("ttft", request.ttft_ms, request.ttft_limit_ms),
+        ("tpot", request.tpot_ms, request.tpot_limit_ms),
+    ):
+        if measured_ms is None or limit_ms is None or measured_ms <= limit_ms:
+            continue
+        if target == "ttft":
+            shares = _ttft_shares(request, measured_ms)
+        else:
+            shares = _late_gap_shares(request, limit_ms, occupancy, weights)
         ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
-        cause = next(iter(ordered))
-        misses.append(Miss(request.request_id, target, measured_ms, limit_ms, cause, ordered))
+        misses.append(Miss(request.request_id, target, measured_ms, limit_ms, next(iter(ordered)), ordered))
     return misses
 
 

@@ -1,6 +1,7 @@
 """Searches for a goodput, one run at a time: several searches can take turns, and resume after an interruption."""
 
 import math
+from dataclasses import dataclass, field
 
 from bullet_graph.errors import ConfigError
 
@@ -13,6 +14,7 @@ FASTEST_RATE = 1e4
 _LONGEST_STEP = 2.0
 
 
+@dataclass(kw_only=True, eq=False)
 class GoodputSearch:
     """Finds the highest rate at which enough requests meet their targets.
 
@@ -28,44 +30,41 @@ class GoodputSearch:
     Raises ConfigError for a number out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        first_rate: float,
-        attainment: float = 0.9,
-        tolerance: float = 0.02,
-        max_runs: int = 20,
-        step: float = 2.0,
-    ) -> None:
-        limits = (("first_rate", first_rate, 0), ("tolerance", tolerance, 0), ("step", step, 1))
+    first_rate: float
+    attainment: float = 0.9
+    tolerance: float = 0.02
+    max_runs: int = 20
+    step: float = 2.0
+    _serves_enough: dict[float, bool] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("first_rate", self.first_rate, 0),
+            ("tolerance", self.tolerance, 0),
+            ("step", self.step, 1),
+        )
         for name, value, least in limits:
             if not (math.isfinite(value) and value > least):
                 raise ConfigError(f"{name} must be a finite number above {least}, got {value}")
-        if not 0 < attainment <= 1:
-            raise ConfigError(f"attainment must be a share above 0 and at most 1, got {attainment}")
-        if max_runs < 1:
-            raise ConfigError(f"max_runs must be at least 1, got {max_runs}")
-        self._first_rate = first_rate
-        self._attainment = attainment
-        self._tolerance = tolerance
-        self._max_runs = max_runs
-        self._step = step
-        self._serves_enough: dict[float, bool] = {}
+        if not 0 < self.attainment <= 1:
+            raise ConfigError(f"attainment must be a share above 0 and at most 1, got {self.attainment}")
+        if self.max_runs < 1:
+            raise ConfigError(f"max_runs must be at least 1, got {self.max_runs}")
 
     def record(self, rate: float, attainment: float) -> None:
         """Add a run at any rate, asked for or not; a later run at the same rate replaces it."""
-        self._serves_enough[rate] = attainment >= self._attainment
+        self._serves_enough[rate] = attainment >= self.attainment
 
     def next_rate(self) -> float | None:
         """The next rate to serve at, in requests per second; None: the search is over."""
         if not self._serves_enough:
-            return self._first_rate
-        if len(self._serves_enough) >= self._max_runs:
+            return self.first_rate
+        if len(self._serves_enough) >= self.max_runs:
             return None
         good, bad = self.goodput, self.ceiling
         if good is not None and bad is not None:
             middle = (good + bad) / 2
-            return middle if bad - good > self._tolerance * good and good < middle < bad else None
+            return middle if bad - good > self.tolerance * good and good < middle < bad else None
         # Something was recorded, so one of the two is known.
         rate = good * self._factor() if good is not None else (bad or 0.0) / self._factor()
         return rate if SLOWEST_RATE <= rate <= FASTEST_RATE else None
@@ -83,6 +82,6 @@ class GoodputSearch:
         return min(too_fast, default=None)
 
     def _factor(self) -> float:
-        longest = max(self._step, _LONGEST_STEP)
+        longest = max(self.step, _LONGEST_STEP)
         squarings = len(self._serves_enough) - 1
-        return float(self._step ** min(2**squarings, math.log(longest, self._step)))
+        return float(self.step ** min(2**squarings, math.log(longest, self.step)))

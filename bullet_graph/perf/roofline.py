@@ -129,18 +129,6 @@ def wave_efficiency(tokens: float, sms: int, matrices: tuple[tuple[int, int], ..
     return tokens * useful / (spent * sms * TILE_ROWS * TILE_COLUMNS)
 
 
-def wave_chunk_tokens(max_tokens: int, sms: int, shape: DecoderShape) -> int:
-    """The chunk of at most ``max_tokens`` rows whose products fill their waves best, the largest of equals.
-
-    It is a multiple of ``CHUNK_STEP_TOKENS``, or ``max_tokens`` itself if that is less than one step.
-    """
-    if max_tokens < CHUNK_STEP_TOKENS:
-        return max_tokens
-    matrices = layer_matrices(shape)
-    sizes = range(CHUNK_STEP_TOKENS, max_tokens + 1, CHUNK_STEP_TOKENS)
-    return max(sizes, key=lambda tokens: (wave_efficiency(tokens, sms, matrices), tokens))
-
-
 # ---- times ----
 
 
@@ -187,7 +175,14 @@ class Roofline:
         )
 
     def wave_chunk_tokens(self, max_tokens: int, sms: int | None = None) -> int:
-        return wave_chunk_tokens(max_tokens, sms or self.num_sms, self._shape)
+        """The chunk of at most ``max_tokens`` rows whose products fill their waves best, the largest of equals.
+
+        It is a multiple of ``CHUNK_STEP_TOKENS``, or ``max_tokens`` itself if that is less than one step.
+        """
+        if max_tokens < CHUNK_STEP_TOKENS:
+            return max_tokens
+        sizes, on = range(CHUNK_STEP_TOKENS, max_tokens + 1, CHUNK_STEP_TOKENS), sms or self.num_sms
+        return max(sizes, key=lambda tokens: (wave_efficiency(tokens, on, self._matrices), tokens))
 
     def decode_ms(self, batch_size: float, kv_tokens: float, sms: int) -> float:
         """Weights, keys and values at the bandwidth of the SMs; the number of rows may be a mean."""
