@@ -63,38 +63,24 @@ def serve(
     require_extra("bullet-graph serve", *_EXTRA, extra="serve")
     if access_log:
         _log_requests()
-    run_serve(
-        config,
-        ServeSettings(
-            served_model_name=config.model if served_model_name is None else served_model_name,
-            api_key=_read_key(api_key, api_key_file),
-            **settings,
-        ),
-        warmup=warmup,
-        trace_decisions=trace_decisions,
-    )
-
-
-def run_serve(
-    config: EngineConfig, settings: ServeSettings, *, warmup: bool, trace_decisions: Path | None
-) -> None:
-    """Serve until a signal ends it."""
+    named = config.model if served_model_name is None else served_model_name
+    server = ServeSettings(served_model_name=named, api_key=_read_key(api_key, api_key_file), **settings)
     # The server's libraries are an extra, and --help works without them.
     from bullet_graph.serve.lifecycle import bind, run_server, url_of, warm_up  # noqa: PLC0415
 
     # Each connection takes a file descriptor, and the usual soft limit is 1,024.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with bind(settings) as listener:
+    with bind(server) as listener:
         engine = AsyncEngine(open_engine(config, quiet=False, trace_decisions=trace_decisions))
         if warmup:
             asyncio.run(warm_up(engine))
         url = url_of(listener)
         message = (
-            f"serving {settings.served_model_name} at {url}\n"
+            f"serving {named} at {url}\n"
             f"  API {url}/v1, described at {url}/docs; live page {url}/; metrics {url}/metrics"
         )
-        ended = run_server(engine, settings, listener, on_started=lambda: click.echo(message, err=True))
+        ended = run_server(engine, server, listener, on_started=lambda: click.echo(message, err=True))
     if not ended:
         click.echo("error: the engine's thread is stuck in the device, and is left behind", err=True)
         sys.stderr.flush()

@@ -28,10 +28,13 @@ class TextPart(_Said):
 ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class Function(_Said):
+class NamedFunction(_Said):
+    name: ToolName
+
+
+class Function(NamedFunction):
     """What a model may call; ``parameters`` is a JSON schema of an object."""
 
-    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -39,10 +42,6 @@ class Function(_Said):
 class Tool(_Said):
     type: Literal["function"]
     function: Function
-
-
-class NamedFunction(_Said):
-    name: ToolName
 
 
 class NamedTool(_Said):

@@ -13,6 +13,9 @@ import httpx
 import pytest
 from cli_runner import TINY, refused, run
 
+from bullet_graph.errors import ConfigError
+from bullet_graph.serve.settings import ServeSettings
+
 pytestmark = pytest.mark.timeout(180)
 
 REQUEST = {"prompt": [5, 17, 300, 8], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -132,13 +135,18 @@ def test_bad_options(options: tuple[str, ...], message: str) -> None:
 
 
 def test_a_key_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr("bullet_graph.cli.serve.run_serve", lambda _, settings, **__: seen.append(settings))
+    seen: list[ServeSettings] = []
+
+    def stop(settings: ServeSettings) -> None:
+        seen.append(settings)
+        raise ConfigError("the address is taken")
+
+    monkeypatch.setattr("bullet_graph.serve.lifecycle.bind", stop)
     (tmp_path / "key").write_text("s3cret\n")
     result = run("serve", *TINY, "--api-key-file", str(tmp_path / "key"), "--served-model-name", "mine")
-    assert result.exit_code == 0, result.output
+    assert "the address is taken" in refused(result)
     assert (seen[0].api_key, seen[0].served_model_name) == ("s3cret", "mine")
-    assert run("serve", *TINY).exit_code == 0
+    run("serve", *TINY)
     assert (seen[1].api_key, seen[1].served_model_name) == (None, "tiny")
 
 
