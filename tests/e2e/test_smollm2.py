@@ -18,7 +18,7 @@ from bullet_graph.models.layers import eager_functions
 from bullet_graph.runtime.cpu import reference_attention
 from bullet_graph.runtime.rows import lay_out, make_batches
 
-LONG, SCORED = 1200, 500
+LONG, SCORED = 2000, 500
 """Tokens of the long prompt, and how many of them the perplexity is of."""
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPTS = (
