@@ -11,12 +11,12 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
-from tqdm import tqdm
 
 from bullet_graph.cli.options import json_option, parse_sizes, setting_options
 from bullet_graph.cli.result_file import print_json
 from bullet_graph.config import EngineConfig
-from bullet_graph.partition.calibrate import calibrate
+from bullet_graph.models.progress import progress_bar
+from bullet_graph.partition.calibrate import CANDIDATES, calibrate
 from bullet_graph.partition.offsets import lookup, remember
 from bullet_graph.runtime.diagnose import Diagnosis, diagnose
 from bullet_graph.runtime.machine import look_around
@@ -102,15 +102,9 @@ def _print_page(diagnosis: Diagnosis) -> None:
 
 
 def _calibrate(*, as_json: bool) -> None:
-    with tqdm(
-        desc="calibrating", unit="try", disable=as_json or not sys.stderr.isatty(), dynamic_ncols=True
-    ) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        found = calibrate(progress=show)
+    shows = not as_json and sys.stderr.isatty()
+    with progress_bar(shows, total=len(CANDIDATES), desc="Calibrating", unit="try") as advance:
+        found = calibrate(advance=advance)
     path = remember(found.driver, found.offset)
     if as_json:
         print_json(dataclasses.asdict(found) | {"table_line": found.table_line, "remembered_in": str(path)})

@@ -20,25 +20,16 @@ from bullet_graph.perf.start_report import StartClock
 class EngineGraphs(CaptureProgress):
     """Captures a plan's graphs, in the order of :func:`~bullet_graph.graphs.capture_order.capture_order`.
 
-    ``pieces`` are made for the plan's rows, and not captured yet. With ``is_tuned`` they are known to be worthwhile,
-    and are not timed.
+    ``pieces`` are made for the plan's rows, and not captured yet.
     """
 
     def __init__(
-        self,
-        decode: DecodeGraphs,
-        pieces: PiecewiseGraphs,
-        plan: CapturePlan,
-        *,
-        num_layers: int,
-        is_tuned: bool = False,
+        self, decode: DecodeGraphs, pieces: PiecewiseGraphs, plan: CapturePlan, *, num_layers: int
     ) -> None:
         super().__init__(plan, num_layers)
         self._decode = decode
         self._pieces = pieces
         self._num_hot = len(hot_keys(plan))
-        self._rows = () if is_tuned else plan.piecewise_rows
-        self._times_ms: dict[int, float] = {}
 
     def capture_first(
         self,
@@ -79,12 +70,7 @@ class EngineGraphs(CaptureProgress):
         key = self.next
         if key is not None:
             return key.partition
-        return WHOLE_GPU if len(self._times_ms) < len(self._rows) else None
-
-    @property
-    def next_needs_quiet(self) -> bool:
-        """Whether the next :meth:`prepare_next` measures a time, and so needs the GPU for itself."""
-        return self.next is None
+        return WHOLE_GPU if self._pieces.untimed else None
 
     def prepare_next(self, stream: torch.cuda.Stream) -> None:
         """Capture the next graph on this stream; once all are captured, time the next size of piecewise graphs."""
@@ -92,11 +78,8 @@ class EngineGraphs(CaptureProgress):
         if key is not None:
             self._capture(key, stream)
             return
-        rows = self._rows[len(self._times_ms)]
         with _beside_nothing(stream):
-            self._times_ms[rows] = self._pieces.time_ms(rows)
-        if len(self._times_ms) == len(self._rows):
-            self._pieces.choose_buckets(self._times_ms)
+            self._pieces.time_next()
 
     def _capture(self, key: CaptureKey, stream: torch.cuda.Stream) -> None:
         with _beside_nothing(stream):

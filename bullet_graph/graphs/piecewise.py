@@ -5,7 +5,6 @@ kernel by kernel costs the host about 200 µs, for which the device would wait i
 (:func:`~bullet_graph.graphs.key.row_buckets`).
 """
 
-from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -100,11 +99,15 @@ class PiecewiseGraphs:
     """CUDA graphs of a :class:`PiecewiseForward`, whose buffers the caller fills and reads between replays.
 
     ``buckets`` are the numbers of rows to pad a forward to, rising; once timed, those that are faster than all larger
-    ones.
+    ones. ``untimed`` are those still to be timed: none where the buckets ``are_tuned``, that is known to be worthwhile.
     """
 
-    def __init__(self, decoder: Decoder, ops: TorchOps, *, buckets: tuple[int, ...]) -> None:
+    def __init__(
+        self, decoder: Decoder, ops: TorchOps, *, buckets: tuple[int, ...], are_tuned: bool = False
+    ) -> None:
         self.buckets = buckets
+        self.untimed = [] if are_tuned else list(buckets)
+        self._times_ms: dict[int, float] = {}
         self._num_layers = decoder.config.num_layers
         self.pieces = PiecewiseForward(decoder, ops, self.buckets[-1] if self.buckets else 0)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -118,7 +121,8 @@ class PiecewiseGraphs:
                 for layer in range(self._num_layers):
                     self.capture_piece(rows, layer)
                     advance(1)
-        self.choose_buckets({rows: self.time_ms(rows) for rows in self.buckets})
+        while self.untimed:
+            self.time_next()
 
     def capture_piece(self, rows: int, layer: int) -> None:
         """Capture one piece on the current stream, which must have all SMs; layer 0 of each size comes first."""
@@ -130,12 +134,12 @@ class PiecewiseGraphs:
             self.pieces.run(layer, rows)
         self._graphs[rows, layer] = graph
 
-    def choose_buckets(self, times_ms: Mapping[int, float]) -> None:
-        """From now on, use no size that is slower than a larger one; ``times_ms`` are of one piece, by rows."""
-        self.buckets = worthwhile_buckets(times_ms)
+    def time_next(self) -> None:
+        """Time a piece of the next size on the current stream, with nothing else on the GPU.
 
-    def time_ms(self, rows: int) -> float:
-        """The shortest of several times of one piece on the current stream; the GPU should do nothing else."""
+        After the last, no size is used that is slower than a larger one.
+        """
+        rows = self.untimed.pop(0)
         self.pieces.clear()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_REPLAYS + 1)]
         events[0].record()
@@ -143,8 +147,9 @@ class PiecewiseGraphs:
             self.replay(self._num_layers - 1, rows)
             event.record()
         events[-1].synchronize()
-        times: list[float] = [start.elapsed_time(end) for start, end in pairwise(events)]
-        return min(times)
+        self._times_ms[rows] = min(start.elapsed_time(end) for start, end in pairwise(events))
+        if not self.untimed:
+            self.buckets = worthwhile_buckets(self._times_ms)
 
     def bucket(self, rows: int) -> int | None:
         """The number of rows to pad ``rows`` to; None if it is not captured yet, or ``rows`` exceeds all buckets."""

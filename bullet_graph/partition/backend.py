@@ -102,7 +102,7 @@ def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) 
 
     Raises:
         PartitionError: work ran on an SM outside the partition, or left one of its SMs out; the lanes share a
-            stream, or share SMs that they should not; or the back end cannot make the partition.
+            mask, or SMs that they should not; or the back end cannot make the partition.
     """
     started = time.perf_counter()
     expected = {lane: backend.expected_sms(lane, partition) for lane in LANES}
@@ -116,11 +116,6 @@ def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) 
         for lane, other in zip(LANES, reversed(LANES), strict=True):
             unmasked = backend.stream(other, WHOLE_GPU)
             stream = backend.stream(lane, partition)
-            if stream == unmasked:
-                raise PartitionError(
-                    f"each lane needs a stream of its own, but {backend.name} gives both lanes {stream:#x}: "
-                    "report this with the output of `bullet-graph doctor`"
-                )
             for how, seen in (
                 ("an eager launch", probe.run(stream)),
                 ("a graph launched on the lane's stream", probe.run_captured(stream)),

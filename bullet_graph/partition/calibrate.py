@@ -129,12 +129,12 @@ def calibrate(
     *,
     driver: DriverId | None = None,
     run_child: RunChild = run_child,
-    progress: Callable[[int, int], None] | None = None,
+    advance: Callable[[int], object] = lambda _: None,
 ) -> Calibration:
     """Find the one offset at which a mask acts, and prove it: about a minute on an idle GPU.
 
-    Every candidate is tried: a second offset that acts must not go unseen. ``progress`` is called with (tries done,
-    tries in all). Raises PartitionError without driver or GPU, or where no offset acts, several do, or the proof fails.
+    Every candidate is tried: a second offset that acts must not go unseen. ``advance`` is told of each try
+    that is done. Raises PartitionError without driver or GPU, or where no offset acts, several do, or the proof fails.
     """
     started = time.monotonic()
     driver = driver or identify_driver()
@@ -145,7 +145,7 @@ def calibrate(
             f"a child process must reach all SMs of the GPU before offsets can be tried, but it {look.verdict} "
             f"({look.detail}): see to that first"
         )
-    outcomes = [_settle(outcome, run_child) for outcome in _search(run_child, progress)]
+    outcomes = [_settle(outcome, run_child) for outcome in _search(run_child, advance)]
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     found = [outcome.attempt.offset for outcome in outcomes if outcome.verdict is Verdict.HONOURED]
     if len(found) != 1:
@@ -177,15 +177,14 @@ def prove(offset: int, *, run_child: RunChild = run_child) -> None:
             )
 
 
-def _search(run_child: RunChild, progress: Callable[[int, int], None] | None) -> list[Outcome]:
+def _search(run_child: RunChild, advance: Callable[[int], object]) -> list[Outcome]:
     outcomes: list[Outcome] = []
     pool = ThreadPoolExecutor(JOBS)
     try:
         tries = [pool.submit(run_child, Attempt(offset, SEARCH_SEEDS)) for offset in CANDIDATES]
         for future in as_completed(tries):
             outcomes.append(future.result())
-            if progress is not None:
-                progress(len(outcomes), len(tries))
+            advance(1)
     finally:
         pool.shutdown(cancel_futures=True)
     return outcomes

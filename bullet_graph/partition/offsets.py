@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
 from platformdirs import user_cache_path
+from pydantic import Field, TypeAdapter, ValidationError
 
-from bullet_graph.errors import PartitionError
+from bullet_graph.errors import PartitionError, first_problem
 
 OFFSET_ALIGNMENT = 4
 """The mask's words are 32 bits wide."""
@@ -47,6 +48,13 @@ class DriverId:
     cuda_version: int
     release: str
     machine: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(DriverId):
+    """A driver, and the offset in bytes that was proven for it."""
+
+    offset: Annotated[int, Field(ge=0, multiple_of=OFFSET_ALIGNMENT)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,26 +115,13 @@ def remember(driver: DriverId, offset: int, path: Path | None = None) -> Path:
 
 def _read(path: Path) -> dict[DriverId, int]:
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(entries, list):
-            raise TypeError(f"a list is required, found {type(entries).__name__}")
-        return dict(map(_entry, entries))
+        entries = TypeAdapter(list[_Entry]).validate_json(path.read_bytes(), strict=True)
     except FileNotFoundError:
         return {}
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, ValidationError) as error:
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
         raise PartitionError(
-            f"the SM-mask offsets proven on this machine are kept in {path}, but it cannot be used "
-            f"({type(error).__name__}: {error}): delete it and run `bullet-graph doctor --calibrate`"
+            f"the SM-mask offsets proven on this machine are kept in {path}, but it cannot be used ({problem}): "
+            "delete it and run `bullet-graph doctor --calibrate`"
         ) from error
-
-
-def _entry(entry: object) -> tuple[DriverId, int]:
-    match entry:
-        case {
-            "cuda_version": int(version),
-            "release": str(release),
-            "machine": str(machine),
-            "offset": int(at),
-        } if type(at) is int and at >= 0 and at % OFFSET_ALIGNMENT == 0:
-            return DriverId(version, release, machine), at
-    raise ValueError(f"an entry must name a driver and an offset, found {entry!r}")
+    return {DriverId(entry.cuda_version, entry.release, entry.machine): entry.offset for entry in entries}

@@ -100,8 +100,7 @@ class SmctrlBackend:
     earlier, nor the other lane. ``layout`` None takes TPCs by number, which is safe only for kernels without clusters:
     see :func:`~bullet_graph.partition.masks.require_clusters`. ``cache`` is the file of calibrations.
 
-    Raises PartitionError where the driver's offset is neither known nor proven, its mask is too short for this GPU, or
-    two streams of it share a mask.
+    Raises PartitionError where the driver's offset is neither known nor proven.
     """
 
     name = "smctrl"
@@ -136,7 +135,6 @@ class SmctrlBackend:
                 undo.callback(_smctrl.forget_stream, stream)
                 # The driver reuses the memory of old streams for new ones, and a mask would stay in it.
                 undo.callback(write_words, stream, self.offset, MaskWords(0, 0, 0))
-            self._check_apart()
             self._resources = undo.pop_all()
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
@@ -159,19 +157,3 @@ class SmctrlBackend:
                     require_clusters(mask, self._layout, name)
             self._masks[partition] = masks
         return masks[lane]
-
-    def _check_apart(self) -> None:
-        """Make sure that the driver keeps a mask for each stream, not one for both."""
-        everything = TpcMask((1 << self._num_tpcs) - 1, self._num_tpcs)
-        one_tpc = TpcMask(1, self._num_tpcs)
-        decode, prefill = self._streams.values()
-        for stream in (decode, prefill):
-            bind(stream, self.offset, everything)
-        bind(decode, self.offset, one_tpc)
-        shared = read_words(prefill, self.offset) != MaskWords(0, 0, 0)
-        bind(decode, self.offset, everything)
-        if shared:
-            raise PartitionError(
-                f"each lane needs a mask of its own, but streams {decode:#x} and {prefill:#x} share one: use "
-                "--partition-backend green"
-            )

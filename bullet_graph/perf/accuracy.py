@@ -52,12 +52,10 @@ class ErrorReport:
 def held_back_errors(table: PerfTable, model: PerformanceModel) -> ErrorReport:
     """Compare predictions with the points that a table held back."""
     errors = tuple(_errors(table, model))
-    by_kind: dict[str, list[PointError]] = {}
-    for error in errors:
-        by_kind.setdefault(error.kind, []).append(error)
+    kinds = dict.fromkeys(error.kind for error in errors)
     return ErrorReport(
         points=errors,
-        kinds=tuple(_summarize(kind, group) for kind, group in by_kind.items()),
+        kinds=tuple(_summarize(kind, [error for error in errors if error.kind == kind]) for kind in kinds),
         overall=_summarize("all", errors) if errors else None,
     )
 

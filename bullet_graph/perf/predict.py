@@ -45,7 +45,7 @@ class TableModel:
         key, points = table.key, table.points
         num_sms = key.num_sms
         roofline = Roofline(gpu_spec(key.gpu, num_sms), shape, dtype_bytes=_DTYPE_BYTES[key.dtype])
-        self.num_layers = table.num_layers
+        self.num_layers = key.shape["num_layers"]
         self.num_sms = num_sms
         self._roofline = roofline
         self._decode = LaneTimes(

@@ -132,10 +132,6 @@ class PerfTable:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     complete: bool = True
 
-    @property
-    def num_layers(self) -> int:
-        return self.key.shape["num_layers"]
-
 
 def shape_numbers(shape: DecoderShape) -> dict[str, int]:
     """The numbers of a model that decide its times; flags are 0 or 1. Windows count only where there are any."""
@@ -174,7 +170,9 @@ def _differences(required: Mapping[str, Any], found: Mapping[str, Any]) -> list[
 
 def write_table(table: PerfTable, path: Path) -> None:
     """Write a table as JSON, replacing an existing file atomically; PerfTableError where that fails."""
-    content = {"format": FORMAT, "version": VERSION, "num_layers": table.num_layers, **asdict(table)}
+    content = {"format": FORMAT, "version": VERSION, "num_layers": table.key.shape["num_layers"]} | asdict(
+        table
+    )
     text = json.dumps({**content, "checksum": _checksum(content)}, indent=1, allow_nan=False) + "\n"
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -152,7 +152,10 @@ class CudaExecutor(Executor):
             )  # one for padded rows
             if config.cuda_graphs:
                 self._layer_graphs = PiecewiseGraphs(
-                    decoder, TritonOps(Gpu.of(device)), buckets=plan.piecewise_rows
+                    decoder,
+                    TritonOps(Gpu.of(device)),
+                    buckets=plan.piecewise_rows,
+                    are_tuned=tuned_rows is not None,
                 )
 
         def lane(name: Lane, graphs: PiecewiseGraphs | None) -> _Lane:
@@ -182,11 +185,7 @@ class CudaExecutor(Executor):
                     decoder, self._state, max_batch_size=max_num_seqs, compiler=compiler
                 )
                 self._captures = EngineGraphs(
-                    self._graphs,
-                    self._layer_graphs,
-                    plan,
-                    num_layers=decoder.config.num_layers,
-                    is_tuned=tuned_rows is not None,
+                    self._graphs, self._layer_graphs, plan, num_layers=decoder.config.num_layers
                 )
                 self.capture = self._captures.capture_first(
                     config.ready, partial(self._stream, "decode"), clock, progress=progress
@@ -239,7 +238,8 @@ class CudaExecutor(Executor):
         if captures is None or (partition := captures.next_partition) is None:
             return False
         lasts = [lane.last for lane in self._lanes.values() if lane.last is not None]
-        if captures.next_needs_quiet and not all(last.query() for last in lasts):
+        # A time is measured with nothing else on the GPU.
+        if captures.next is None and not all(last.query() for last in lasts):
             return True
         lane = self._lanes["decode"]
         with torch.cuda.stream(lane.stream):

@@ -284,14 +284,12 @@ def check_partitions(
     checked. Nothing else should run on the GPU meanwhile.
     """
     asked = tuple(dict.fromkeys(decode_sms))
-    sizes = asked or default_decode_sms(num_sms)
+    # "none" has the whole GPU only; it is checked for sizes only where it was asked for.
+    sizes = asked if asked or name == NoneBackend.name else default_decode_sms(num_sms)
     backends = []
     for candidate in openers if name == AUTO else (name,):
-        # "none" has the whole GPU only; it is checked for sizes only where it was asked for.
-        wanted = sizes if candidate != NoneBackend.name else asked if name != AUTO else ()
+        wanted = () if name == AUTO and candidate == NoneBackend.name else sizes
         backends.append(_check_backend(candidate, (None, *wanted), device, openers[candidate], make_probe))
-    if name == NoneBackend.name:
-        sizes = asked
     try:
         partitions = [partition_of(size, num_sms=num_sms) for size in (None, *sizes)]
         chosen, why = open_backend(name, partitions, device=device, openers=openers, make_probe=make_probe)

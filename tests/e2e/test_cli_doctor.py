@@ -166,8 +166,8 @@ def test_a_calibration_is_remembered_and_can_be_contributed(
 
 
 def test_a_calibration_shows_its_progress_and_may_confirm_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    bar = doctor.tqdm
-    monkeypatch.setattr(doctor, "tqdm", lambda **settings: bar(**{**settings, "disable": False}))
+    bar = doctor.progress_bar
+    monkeypatch.setattr(doctor, "progress_bar", lambda _, **settings: bar(True, **settings))
     offsets_act(monkeypatch, 0x51C)
     result = run("doctor", "--calibrate")
     assert "knows it already" in result.stdout

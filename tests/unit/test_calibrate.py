@@ -67,12 +67,12 @@ def test_the_one_offset_is_found_and_proven() -> None:
     children = FakeChildren(
         {OFFSET: Verdict.HONOURED, 0x300: Verdict.CRASHED, 0x304: Verdict.CRASHED, 0x900: Verdict.TIMED_OUT}
     )
-    seen: list[tuple[int, int]] = []
-    found = calibrate(driver=DRIVER, run_child=children, progress=lambda *counts: seen.append(counts))
+    seen: list[int] = []
+    found = calibrate(driver=DRIVER, run_child=children, advance=seen.append)
     assert (found.driver, found.offset) == (DRIVER, OFFSET)
     assert (found.tries, found.crashed, found.timed_out) == (385, 2, 1)
     assert found.seconds > 0
-    assert seen == [(i, 385) for i in range(1, 386)]
+    assert seen == [1] * 385
     assert children.attempts[0] == AROUND
     assert sorted(attempt.offset for attempt in children.attempts[1:386]) == list(CANDIDATES)
     assert children.attempts[386:] == [Attempt(OFFSET, seeds) for seeds in PROOF_SEEDS]

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,7 +32,6 @@ PLAN = CapturePlan(
     decode=(DecodeSizes(None, (1, 8, 12, 64)), DecodeSizes(32, (4, 16))),
     piecewise_rows=(16, 128, 256),
 )
-TIMES_MS = {16: 1.0, 128: 3.0, 256: 2.0}
 
 
 @dataclass
@@ -91,18 +91,15 @@ class FakeDecode:
 class FakePieces:
     gpu: FakeGpu
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self, *_: object, buckets: tuple[int, ...], are_tuned: bool) -> None:
+        self.untimed = [] if are_tuned else list(buckets)
         self.pieces = SimpleNamespace(clear=lambda: self.gpu.log.append(("clear", None)))
 
     def capture_piece(self, rows: int, layer: int) -> None:
         self.gpu.log.append((PieceKey(rows, layer), self.gpu.current.name))
 
-    def time_ms(self, rows: int) -> float:
-        self.gpu.log.append((("time", rows), self.gpu.current.name))
-        return TIMES_MS[rows]
-
-    def choose_buckets(self, times_ms: dict[int, float]) -> None:
-        self.times_ms = times_ms
+    def time_next(self) -> None:
+        self.gpu.log.append((("time", self.untimed.pop(0)), self.gpu.current.name))
 
 
 @pytest.fixture
@@ -178,7 +175,6 @@ def test_all_is_captured_before_the_weights_are_there_and_timed_after(make: Make
     assert executor.capture.num_graphs == len(ORDER)
     assert executor.partitions == (WHOLE_GPU, NARROW)
     assert (executor.max_batch_size(WHOLE_GPU), executor.max_batch_size(NARROW)) == (64, 16)
-    assert executor._layer_graphs.times_ms == TIMES_MS
     assert {phase.name for phase in clock.report().phases} == {"kernels", "decode graphs", "piecewise graphs"}
 
 
@@ -269,6 +265,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def piece_graphs(log: list[str]) -> PiecewiseGraphs:
     graphs = object.__new__(PiecewiseGraphs)
     graphs._graphs, graphs._pool, graphs._num_layers, graphs.buckets = {}, None, LAYERS, (16, 128)  # type: ignore[assignment]
+    graphs.untimed, graphs._times_ms = [16, 128], {}
     graphs.pieces = SimpleNamespace(  # type: ignore[assignment]
         run=lambda layer, rows: log.append(f"{layer} of {rows}"), clear=lambda: log.append("clear")
     )
@@ -284,8 +281,10 @@ def test_kernels_of_pieces_are_loaded_before_the_first_layer_is_captured(log: li
     assert gc.isenabled()
 
 
-def test_a_short_forward_runs_in_pieces_once_its_own_size_is_captured(log: list[str]) -> None:
-    graphs = piece_graphs(log)
+def test_a_short_forward_runs_in_pieces_once_its_own_size_is_captured(
+    monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    graphs, times_ms = piece_graphs(log), [2.0, 1.0]
 
     def buckets() -> list[int | None]:
         return [graphs.bucket(rows) for rows in (1, 16, 17, 128, 129)]
@@ -299,7 +298,11 @@ def test_a_short_forward_runs_in_pieces_once_its_own_size_is_captured(log: list[
     for layer in range(LAYERS):
         graphs.capture_piece(16, layer)
     assert buckets() == [16, 16, 128, 128, None]
-    graphs.choose_buckets({16: 2.0, 128: 1.0})
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mock(elapsed_time=lambda _: times_ms[0]))
+    monkeypatch.setattr(graphs, "replay", lambda *_: None)
+    for _ in range(2):
+        graphs.time_next()
+        del times_ms[0]
     assert buckets() == [128, 128, 128, 128, None]
 
 

@@ -126,10 +126,6 @@ def test_a_back_end_that_cannot_be_right(
     for partition in (SmPartition(0, 66), SmPartition(8, -1), SmPartition(67, None)):
         with pytest.raises(PartitionError, match="from 1 to 66 TPCs"):
             verify(masks, partition, probe)
-    masks.streams["prefill"] = masks.streams["decode"]
-    for partition in (PARTITION, SmPartition(40, 40), WHOLE_GPU):
-        with pytest.raises(PartitionError, match="each lane needs a stream of its own, but fake gives both"):
-            verify(masks, partition, probe)
     monkeypatch.setattr(masks, "expected_sms", lambda *_: frozenset(range(16)))
     with pytest.raises(PartitionError, match="must not share an SM, but fake gives both SMs 0-15"):
         verify(masks, PARTITION, probe)

@@ -1,6 +1,7 @@
 """The stream-mask back end over a fake libcuda."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -133,11 +134,17 @@ def test_a_calibrated_driver_is_trusted(
     assert probe.run(opened().stream("decode", PARTITION)) == frozenset(range(32))
 
 
-def test_streams_that_share_a_mask_are_refused(gpu: FakeDriver, libcuda: FakeLibcuda, opened: Open) -> None:
+def test_streams_that_share_a_mask_are_refused(
+    gpu: FakeDriver, probe: SmidProbe, libcuda: FakeLibcuda, opened: Open
+) -> None:
     gpu.shared = libcuda.stream()
-    with pytest.raises(PartitionError, match=r"mask of its own, but streams .* share one"):
-        opened()
+    with (
+        closing(opened()) as backend,
+        pytest.raises(PartitionError, match=r"the decode lane .* must run on exactly"),
+    ):
+        verify(backend, PARTITION, probe)
     # Left as found, and given back.
+    probe.close()
     assert object_bytes(gpu.shared) == EMPTY
     assert (gpu.live, gpu.retained) == ({}, 0)
 
@@ -152,7 +159,7 @@ def test_a_mask_too_short_for_the_gpu_or_that_does_not_stay_as_written(
         backend.stream("decode", PARTITION)
     gpu.num_sms = 2 * 129
     with pytest.raises(PartitionError, match="mask has 128 bits, but the GPU has 129 TPCs"):
-        opened()
+        opened().stream("decode", WHOLE_GPU)
 
 
 # Which driver
