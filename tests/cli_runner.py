@@ -7,7 +7,6 @@ from typing import Any
 from click.testing import CliRunner, Result
 
 from bullet_graph.cli.main import main
-from bullet_graph.perf.energy import DeviceSample
 
 TINY = ("--model", "tiny", "--device", "cpu", "--kv-cache-bytes", "4MiB", "--max-model-len", "512")
 """Engine options that make any command quick."""
@@ -53,8 +52,8 @@ class EnergyProbe:
 
     energy_mj = 0
 
-    def sample(self) -> DeviceSample:
-        return DeviceSample(1500, 650.0, 55)
+    def sample(self) -> dict[str, float]:
+        return {"sm_clock_mhz": 1500, "power_w": 650.0, "temperature_c": 55}
 
     def total_energy_mj(self) -> int:
         self.energy_mj += 31_000

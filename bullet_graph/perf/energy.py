@@ -14,14 +14,7 @@ if TYPE_CHECKING:
 
 SAMPLING_INTERVAL_S = 0.1
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceSample:
-    """One sample of the device; None for a figure that it does not report."""
-
-    sm_clock_mhz: float | None
-    power_w: float | None
-    temperature_c: float | None
+_SAMPLED = ("sm_clock_mhz", "power_w", "temperature_c")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +62,14 @@ class NvmlProbe:
             nvml.nvmlShutdown()
             return None
 
-    def sample(self) -> DeviceSample:
-        """Read the device now."""
+    def sample(self) -> dict[str, float | None]:
+        """Read clock, power and temperature now, by their names in a report; None for what the GPU does not tell."""
         nvml = self._nvml
         clock_mhz = self._read(lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))
         power_mw = self._read(nvml.nvmlDeviceGetPowerUsage)
         temperature_c = self._read(lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
-        return DeviceSample(clock_mhz, None if power_mw is None else power_mw / 1e3, temperature_c)
+        power_w = None if power_mw is None else power_mw / 1e3
+        return {"sm_clock_mhz": clock_mhz, "power_w": power_w, "temperature_c": temperature_c}
 
     def total_energy_mj(self) -> int | None:
         """Millijoules since the driver was loaded; None for a GPU without the counter."""
@@ -137,7 +131,7 @@ class DeviceMonitor:
     def __init__(self, probe: NvmlProbe | None, *, interval_s: float = SAMPLING_INTERVAL_S) -> None:
         self._probe = probe
         self._interval_s = interval_s
-        self._samples: list[DeviceSample] = []
+        self._samples: list[dict[str, float | None]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="device-monitor", daemon=True)
         self._energy_before_mj: int | None = None
@@ -174,9 +168,7 @@ class DeviceMonitor:
             self._probe.close()
         self._report = DeviceReport(
             num_samples=len(self._samples),
-            sm_clock_mhz=_range(sample.sm_clock_mhz for sample in self._samples),
-            power_w=_range(sample.power_w for sample in self._samples),
-            temperature_c=_range(sample.temperature_c for sample in self._samples),
+            **{name: _range(each[name] for each in self._samples) for name in _SAMPLED},
             energy_joules=energy_joules,
         )
 

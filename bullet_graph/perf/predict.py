@@ -50,7 +50,7 @@ class TableModel:
         self._roofline = roofline
         self._decode = LaneTimes(
             [(p.sms or num_sms, p.batch_size, p.context_tokens, p.ms) for p in points.decode],
-            lambda rows, depth, sms: roofline.decode_ms(rows, rows * depth, sms),
+            lambda rows, depth, sms: roofline.decode(rows, rows * depth, sms).ms,
             num_sms=num_sms,
             end=_MAX_BATCH_SIZE,
         )
@@ -59,7 +59,7 @@ class TableModel:
                 (p.sms or num_sms, p.tokens, attention_pairs(p.tokens, p.cached_tokens) / p.tokens, p.ms)
                 for p in points.prefill
             ],
-            lambda rows, depth, sms: roofline.prefill_ms(rows, rows * depth, sms),
+            lambda rows, depth, sms: roofline.prefill(rows, rows * depth, sms).ms,
             num_sms=num_sms,
             end=_MAX_CHUNK_TOKENS,
         )

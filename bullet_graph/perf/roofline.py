@@ -155,22 +155,35 @@ class Roofline:
         self._pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         self._overhead_ms = shape.num_layers * spec.layer_overhead_ms
 
-    def decode(self, batch_size: int, kv_tokens: int, sms: int | None = None) -> Prediction:
-        return Prediction(self.decode_ms(batch_size, kv_tokens, sms or self.num_sms), measured=False)
+    def decode(self, batch_size: float, kv_tokens: float, sms: int | None = None) -> Prediction:
+        """Weights, keys and values at the bandwidth of the SMs; the number of rows may be a mean."""
+        sms = sms or self.num_sms
+        flops = batch_size * (self._row_flops + self._head_flops)
+        weights_ms = self._weight_bytes / self._bytes_per_ms(sms)
+        products_ms = max(weights_ms, flops / self._flops_per_ms(sms))
+        kv_ms = self._kv_ms(batch_size, kv_tokens, sms)
+        return Prediction(products_ms + kv_ms + self._overhead_ms, measured=False)
 
-    def prefill(self, tokens: int, pairs: float, sms: int | None = None) -> Prediction:
-        return Prediction(self.prefill_ms(tokens, pairs, sms or self.num_sms), measured=False)
+    def prefill(self, tokens: float, pairs: float, sms: int | None = None) -> Prediction:
+        """Products in whole waves, then attention; the number of rows may be a mean."""
+        sms = sms or self.num_sms
+        efficiency = wave_efficiency(tokens, sms, self._matrices)
+        products_ms = tokens * self._row_flops / (self._flops_per_ms(sms) * efficiency)
+        weights_ms = self._weight_bytes / self._bytes_per_ms(sms)
+        flops = self._attended(tokens, pairs) * self._pair_flops
+        attention_ms = flops / (self._spec.attention_tflops * 1e9 * self._compute_share(sms))
+        return Prediction(max(products_ms, weights_ms) + attention_ms + self._overhead_ms, measured=False)
 
     def mixed(self, tokens: int, pairs: float, batch_size: int, kv_tokens: int) -> Prediction:
         kv_ms = self._kv_ms(batch_size, kv_tokens, self.num_sms)
-        return Prediction(self.prefill_ms(tokens + batch_size, pairs, self.num_sms) + kv_ms, measured=False)
+        return Prediction(self.prefill(tokens + batch_size, pairs).ms + kv_ms, measured=False)
 
     def split(
         self, decode_sms: int, batch_size: int, kv_tokens: int, tokens: int, pairs: float
     ) -> SplitPrediction:
         return SplitPrediction(
-            decode_ms=self.sharing_slowdown * self.decode_ms(batch_size, kv_tokens, decode_sms),
-            prefill_ms=self.sharing_slowdown * self.prefill_ms(tokens, pairs, self.num_sms - decode_sms),
+            decode_ms=self.sharing_slowdown * self.decode(batch_size, kv_tokens, decode_sms).ms,
+            prefill_ms=self.sharing_slowdown * self.prefill(tokens, pairs, self.num_sms - decode_sms).ms,
             measured=False,
         )
 
@@ -183,22 +196,6 @@ class Roofline:
             return max_tokens
         sizes, on = range(CHUNK_STEP_TOKENS, max_tokens + 1, CHUNK_STEP_TOKENS), sms or self.num_sms
         return max(sizes, key=lambda tokens: (wave_efficiency(tokens, on, self._matrices), tokens))
-
-    def decode_ms(self, batch_size: float, kv_tokens: float, sms: int) -> float:
-        """Weights, keys and values at the bandwidth of the SMs; the number of rows may be a mean."""
-        flops = batch_size * (self._row_flops + self._head_flops)
-        weights_ms = self._weight_bytes / self._bytes_per_ms(sms)
-        kv_ms = self._kv_ms(batch_size, kv_tokens, sms)
-        return max(weights_ms, flops / self._flops_per_ms(sms)) + kv_ms + self._overhead_ms
-
-    def prefill_ms(self, tokens: float, pairs: float, sms: int) -> float:
-        """Products in whole waves, then attention."""
-        efficiency = wave_efficiency(tokens, sms, self._matrices)
-        products_ms = tokens * self._row_flops / (self._flops_per_ms(sms) * efficiency)
-        weights_ms = self._weight_bytes / self._bytes_per_ms(sms)
-        flops = self._attended(tokens, pairs) * self._pair_flops
-        attention_ms = flops / (self._spec.attention_tflops * 1e9 * self._compute_share(sms))
-        return max(products_ms, weights_ms) + attention_ms + self._overhead_ms
 
     def _kv_ms(self, batch_size: float, kv_tokens: float, sms: int) -> float:
         return self._attended(batch_size, kv_tokens) * self._kv_bytes / self._bytes_per_ms(sms)

@@ -1,7 +1,6 @@
 """Decision traces: their records, one JSON object a line, and their reader. ``engine/trace.py`` writes them."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from bullet_graph.errors import TraceError, first_problem
 
@@ -231,8 +231,8 @@ def _records(path: Path, notes: list[str]) -> Iterator[tuple[str, _Record]]:
             for number, line in enumerate(lines, 1):
                 place = f"{path}, line {number}:"
                 try:
-                    content = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
-                except (ValueError, RecursionError):
+                    content = from_json(line, allow_inf_nan=False)
+                except ValueError:
                     if number > 1 and not line.endswith(b"\n"):
                         notes.append(f"line {number}, the last, was cut short and is left out")
                         return
@@ -265,7 +265,3 @@ def _adapter(place: str, content: object, *, is_first: bool) -> TypeAdapter[_Rec
             f"the bullet-graph that wrote it ({values.get('version')})"
         )
     return _HEADER
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(name)

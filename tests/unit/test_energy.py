@@ -14,7 +14,6 @@ import pytest
 from bullet_graph.perf.energy import (
     DeviceMonitor,
     DeviceReport,
-    DeviceSample,
     NvmlProbe,
     SampleRange,
     nvml_driver_version,
@@ -124,10 +123,10 @@ def test_probe_reads_units_of_the_report_and_leaves_out_what_the_gpu_refuses(
 ) -> None:
     probe = NvmlProbe.open(uuid)
     assert probe is not None
-    assert probe.sample() == DeviceSample(1900, 345.678, 61)
+    assert probe.sample() == {"sm_clock_mhz": 1900, "power_w": 345.678, "temperature_c": 61}
     assert probe.total_energy_mj() == 5_000
     nvml.refused = ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetTotalEnergyConsumption")
-    assert probe.sample() == DeviceSample(1800, None, 61)
+    assert probe.sample() == {"sm_clock_mhz": 1800, "power_w": None, "temperature_c": 61}
     assert probe.total_energy_mj() is None
     probe.close()
 

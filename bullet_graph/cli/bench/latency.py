@@ -14,7 +14,7 @@ from tqdm import tqdm
 from bullet_graph.cli.engine_run import describe_run, open_engine, watch_device
 from bullet_graph.cli.options import COUNT, engine_options, fit_max_num_seqs, result_options
 from bullet_graph.cli.result_file import Output
-from bullet_graph.cli.tables import figure, mean_of, print_line, print_table, table_of
+from bullet_graph.cli.tables import figure, mean_of, print_line, print_table, table_of_texts
 from bullet_graph.config import EngineConfig
 from bullet_graph.engine.engine import Engine
 from bullet_graph.errors import ConfigError
@@ -172,10 +172,6 @@ def _print(fields: dict[str, Any]) -> None:
     for label, field in (("power, mean, W", "power_w"), ("SM clock, mean, MHz", "sm_clock_mhz")):
         if (value := mean_of(fields["device"], field)) is not None:
             rows[label] = figure(value, 0)
-    table = table_of("", "", title=title)
-    table.show_header = False
-    for row in rows.items():
-        table.add_row(*row)
-    print_table(table)
+    print_table(table_of_texts("", "", rows=rows.items(), title=title, show_header=False))
     if fields["num_preemptions"]:
         print_line("The KV cache was too small for the batch: times include recomputation.", style="bold red")
