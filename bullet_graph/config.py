@@ -58,9 +58,7 @@ class Policy:
             if value is not None:
                 _require_count(f"a policy's {name}", value)
                 if self.name not in policies:
-                    raise ConfigError(
-                        f"a policy's {name} goes with {' or '.join(policies)}, not with {self.name}"
-                    )
+                    raise ConfigError(f"a policy's {name} is for {' or '.join(policies)}, not {self.name}")
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
@@ -343,10 +341,8 @@ class EngineConfig:
     def predicts(self) -> bool:
         """Whether the policy predicts from a performance model: ``mixed`` does under a TPOT target, without a size."""
         policy = self.policy
-        sized_by_target = (
-            policy.name == "mixed" and policy.chunk_tokens is None and self.slo.tpot_ms is not None
-        )
-        return policy.uses_prefill_lane or sized_by_target
+        by_target = policy.name == "mixed" and policy.chunk_tokens is None and self.slo.tpot_ms is not None
+        return policy.uses_prefill_lane or by_target
 
     @property
     def chunk_tokens(self) -> int:

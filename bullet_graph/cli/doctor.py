@@ -75,9 +75,7 @@ def _refuse_other_options() -> None:
     context = click.get_current_context()
     for name in ("device", "partition_backend", "decode_sms", "model"):
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise click.UsageError(
-                f"--calibrate takes no --{name.replace('_', '-')}: run the two after each other"
-            )
+            raise click.UsageError(f"--calibrate takes no --{name.replace('_', '-')}: run the two in turn")
 
 
 def _print_page(diagnosis: Diagnosis) -> None:

@@ -100,11 +100,9 @@ class LazyGroup(click.Group):
 
 def _current_name(name: str) -> str:
     """Today's name of an option."""
-    new = RENAMED.get(name)
-    if new is None:
-        return name
-    new = new.replace("_", "-")
-    click.echo(f"warning: --{name} is now called --{new}", err=True)
+    new = RENAMED.get(name, name).replace("_", "-")
+    if name in RENAMED:
+        click.echo(f"warning: --{name} is now called --{new}", err=True)
     return new
 
 

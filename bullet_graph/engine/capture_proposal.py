@@ -47,6 +47,9 @@ PIECEWISE: Literal["piecewise"] = "piecewise"
 GroupKey = int | Literal["piecewise"] | None
 """What is captured: decode steps of the whole GPU (None) or beside a partition's SMs, or piecewise graphs."""
 
+PaddedMs = Callable[[int], float]
+"""Milliseconds by the number of rows to which steps are padded."""
+
 _NEGLIGIBLE = 1e-12
 """Share of a group's time that is rounding."""
 
@@ -77,7 +80,7 @@ class Demand:
 
     size: int
     num_steps: int
-    padded_ms: Callable[[int], float]
+    padded_ms: PaddedMs
     unserved_ms: float
 
     def lost_ms(self, sizes: Sequence[int]) -> float:
@@ -165,9 +168,7 @@ class CaptureUsage:
         grid = [size for size in (1, 2, 4) if size < most] + [*range(BATCH_STEP, most, BATCH_STEP), most]
         found: dict[GroupKey, Group] = {None: Group.of(self._whole_gpu(most), grid)}
         for sms in sorted(key for key in self.steps if isinstance(key, int)):
-            found[sms] = Group.of(
-                [self._beside_prefill(sms, *item) for item in self.steps[sms].items()], grid
-            )
+            found[sms] = Group.of([self._beside(sms, *item) for item in self.steps[sms].items()], grid)
         rows = range(ROW_STEP, max(like.piecewise_rows, default=0) + 1, ROW_STEP)
         forwards = self.steps.get(PIECEWISE, {}).items()
         fitting = [self._forward(*item) for item in forwards if rows and item[0] <= rows[-1]]
@@ -180,18 +181,18 @@ class CaptureUsage:
         demands = []
         for size, same in seen.items():
             kv_tokens = _total(same, "kv_tokens") // len(same)
-            padded_ms = self._padded_decode(None, size, kv_tokens, len(same))
+            padded_ms = self._padded_decode(size, kv_tokens, len(same))
             demands.append(Demand(size, len(same), padded_ms, math.inf))
         every = [record for same in seen.values() for record in same]
         depth = _total(every, "kv_tokens") // max(_total(every, "batch_size"), 1)
         unseen = set(batch_size_buckets(max_num_seqs)) - seen.keys()
         weight = UNSEEN_SHARE * max(len(every), 1) / max(len(unseen), 1)
         for size in unseen:
-            padded_ms = self._padded_decode(None, size, size * max(depth, 1), weight)
+            padded_ms = self._padded_decode(size, size * max(depth, 1), weight)
             demands.append(Demand(size, 0, padded_ms, math.inf))
         return demands
 
-    def _beside_prefill(self, decode_sms: int, size: int, same: Sequence[StepRecord]) -> Demand:
+    def _beside(self, decode_sms: int, size: int, same: Sequence[StepRecord]) -> Demand:
         """Decode steps beside prefill; without a graph the two take turns on the whole GPU, and lose that time."""
         beside_ms, whole_ms = self.beside_ms.get(decode_sms, (1.0, 0.0))
         n = len(same)
@@ -199,7 +200,7 @@ class CaptureUsage:
         split_ms = sum(record.device_ms for record in same) / n
         turns_ms = self.model.decode(size, kv_tokens).ms + split_ms * whole_ms / beside_ms
         lost_ms = n * max(turns_ms - split_ms, LEAST_SPLIT_GAIN * split_ms)
-        return Demand(size, n, self._padded_decode(decode_sms, size, kv_tokens, n), lost_ms)
+        return Demand(size, n, self._padded_decode(size, kv_tokens, n, decode_sms), lost_ms)
 
     def _forward(self, size: int, same: Sequence[StepRecord]) -> Demand:
         """Forwards with prompt tokens: padded to piecewise graphs, or launched kernel by kernel.
@@ -220,24 +221,17 @@ class CaptureUsage:
         eager_ms = (GENERIC.eager_layer_ms - GENERIC.captured_layer_ms) * self.model.num_layers
         return Demand(size, n, _padded(ms, size, n), n * eager_ms)
 
-    def _padded_decode(
-        self, decode_sms: int | None, size: int, kv_tokens: int, num_steps: float
-    ) -> Callable[[int], float]:
-        least_share = SINGLE_ROW_LOSS if size == 1 else 0.0
-        return _padded(
-            lambda rows: self.model.decode(rows, kv_tokens, decode_sms).ms, size, num_steps, least_share
-        )
+    def _padded_decode(self, size: int, kv_tokens: int, n: float, sms: int | None = None) -> PaddedMs:
+        return _padded(lambda rows: self.model.decode(rows, kv_tokens, sms).ms, size, n)
 
 
 def _total(same: Sequence[StepRecord], name: str) -> Any:
     return sum(getattr(record.work, name) for record in same)
 
 
-def _padded(
-    ms: Callable[[int], float], size: int, num_steps: float, least_share: float = 0.0
-) -> Callable[[int], float]:
-    """Time that steps lose when padded to a number of rows, at least a share of the time that they take unpadded."""
-    ms = cache(ms)
+def _padded(ms: PaddedMs, size: int, num_steps: float) -> PaddedMs:
+    """Time that steps lose when padded to a number of rows."""
+    ms, least_share = cache(ms), SINGLE_ROW_LOSS if size == 1 else 0.0
     return lambda rows: num_steps * max(ms(rows) - ms(size), least_share * ms(size) if rows > size else 0.0)
 
 

@@ -133,10 +133,8 @@ def _count(token_id: int, slot: int, position: int, flags: int, state: SamplingS
     marks, table = state.adjustments[slot], state.adjustments[slot, state.vocab_size :]
     marks[token_id] += ONE_OUTPUT
     if flags & USES_BAD_WORDS:
-        recent, words = (
-            table[RECENT_COLUMN:WORDS_COLUMN],
-            table[WORDS_COLUMN:TABLE_COLUMNS].view(MAX_BAD_WORDS, -1),
-        )
+        recent = table[RECENT_COLUMN:WORDS_COLUMN]
+        words = table[WORDS_COLUMN:TABLE_COLUMNS].view(MAX_BAD_WORDS, -1)
         last, before = words[:, 0].long(), words[:, 1:]
         recent[position % RECENT_TOKENS] = token_id
         newest_last = recent.roll(-1 - position % RECENT_TOKENS)

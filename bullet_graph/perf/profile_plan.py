@@ -60,10 +60,8 @@ class ProfilePoint:
 
     def predicted(self, model: PerformanceModel) -> tuple[tuple[float, ...], bool]:
         """Its times in ms by a model, in the order of :data:`Measured`; and whether they rest on measured points."""
-        kv_tokens, pairs = (
-            self.batch_size * self.context_tokens,
-            attention_pairs(self.tokens, self.cached_tokens),
-        )
+        kv_tokens = self.batch_size * self.context_tokens
+        pairs = attention_pairs(self.tokens, self.cached_tokens)
         if self.kind == "split":
             sms = self.sms or model.num_sms
             both = model.split(sms, self.batch_size, kv_tokens, self.tokens, pairs)

@@ -1,6 +1,7 @@
 """Decision traces: their records, one JSON object a line, and their reader. ``engine/trace.py`` writes them."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
-from pydantic_core import from_json
 
 from bullet_graph.errors import TraceError, first_problem
 
@@ -191,10 +191,8 @@ def read_trace(path: Path) -> Trace:
                     pending[record.ticket] = len(launches)
                     launches.append(record)
                 case _Retirement(ticket, time_s, device_ms):
-                    index = pending.pop(ticket)
-                    launches[index] = dataclasses.replace(
-                        launches[index], retired_s=time_s, device_ms=device_ms
-                    )
+                    at = pending.pop(ticket)
+                    launches[at] = dataclasses.replace(launches[at], retired_s=time_s, device_ms=device_ms)
                 case TracedRequest():
                     requests.append(record)
                     if record.token_us:
@@ -206,9 +204,7 @@ def read_trace(path: Path) -> Trace:
             ) from None
         last_s = max(last_s, record.time_s)
     if header is None:
-        raise TraceError(
-            f"{path}: the file is empty; name a file that bullet-graph's --trace-decisions wrote"
-        )
+        raise TraceError(f"{path}: the file is empty; name a file that --trace-decisions wrote")
     if pending:
         notes.append(f"launches that were never seen to end, and are left out: {len(pending)}")
     starts = [d.time_s for d in [*decisions.values()][:1]] + [x.time_s for x in launches[:1]]
@@ -231,8 +227,8 @@ def _records(path: Path, notes: list[str]) -> Iterator[tuple[str, _Record]]:
             for number, line in enumerate(lines, 1):
                 place = f"{path}, line {number}:"
                 try:
-                    content = from_json(line, allow_inf_nan=False)
-                except ValueError:
+                    content = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+                except (ValueError, RecursionError):
                     if number > 1 and not line.endswith(b"\n"):
                         notes.append(f"line {number}, the last, was cut short and is left out")
                         return
@@ -265,3 +261,7 @@ def _adapter(place: str, content: object, *, is_first: bool) -> TypeAdapter[_Rec
             f"the bullet-graph that wrote it ({values.get('version')})"
         )
     return _HEADER
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)

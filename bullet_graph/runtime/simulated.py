@@ -149,7 +149,7 @@ class SimulatedExecutor(Executor):
             for ticket in tickets:
                 if ticket in self._results:
                     return ticket
-            next_s = self._next_completion_s()
+            next_s = min((self._now_s + job.left * ms / 1e3 for job, ms in self._active()), default=None)
             if until_s is not None and (next_s is None or next_s > until_s):
                 self._advance(until_s)
                 return None
@@ -178,9 +178,7 @@ class SimulatedExecutor(Executor):
     def _alone_ms(self, work: StepWork, placement: Placement) -> float:
         lane, partition = placement.lane, placement.partition
         if work.batch_size and lane == "prefill":
-            raise ValueError(
-                "decode rows were launched on the prefill lane: they run on the decode lane alone"
-            )
+            raise ValueError("decode rows were launched on the prefill lane: use the decode lane")
         if work.tokens and lane == "decode" and partition != WHOLE_GPU:
             raise PartitionError(
                 f"prompt rows were placed on {partition} in the decode lane, but the performance model knows them "
@@ -211,9 +209,6 @@ class SimulatedExecutor(Executor):
     def _active(self) -> list[tuple[_Job, float]]:
         """The jobs that run now, each with the time of its whole step at its present speed, in ms."""
         heads = {lane: jobs[0] for lane, jobs in self._lanes.items() if jobs}
-        if len(heads) == 1:
-            (job,) = heads.values()
-            return [(job, job.alone_ms)]
         running = {
             lane: job
             for lane, job in heads.items()
@@ -226,9 +221,6 @@ class SimulatedExecutor(Executor):
             self._pair = (decode.ticket, prefill.ticket)
             self._pair_ms = self._beside_ms(decode, prefill)
         return [(job, self._pair_ms[lane]) for lane, job in running.items()]
-
-    def _next_completion_s(self) -> float | None:
-        return min((self._now_s + job.left * ms / 1e3 for job, ms in self._active()), default=None)
 
     def _advance(self, until_s: float) -> None:
         """Let the lanes run to this time; a time in the past changes nothing."""

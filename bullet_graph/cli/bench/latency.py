@@ -80,9 +80,7 @@ def latency(
         before = engine.stats()
         with watch_device(engine) as monitor:
             # disable=None: no bar where stderr is not a terminal.
-            measured = tqdm(
-                batches[num_iters_warmup:], unit="batch", disable=True if output.as_json else None
-            )
+            measured = tqdm(batches[num_iters_warmup:], unit="batch", disable=output.as_json or None)
             runs = [_run_batch(engine, prompts, output_len) for prompts in measured]
         after = engine.stats()
         record = describe_run(config, runtime, engine)
