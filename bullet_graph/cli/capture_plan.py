@@ -9,14 +9,8 @@ from typing import Any
 
 import click
 
+from bullet_graph.cli import replay_options
 from bullet_graph.cli.options import FILE, json_option, setting_options
-from bullet_graph.cli.replay_options import (
-    burstiness_option,
-    gpu_option,
-    num_prompts_option,
-    request_rate_option,
-    trace_option,
-)
 from bullet_graph.cli.result_file import check_result_file, to_json, write_result_file
 from bullet_graph.cli.simulate import Simulator
 from bullet_graph.cli.tables import print_line
@@ -30,12 +24,12 @@ _GB = 1e9
 
 
 @click.command()
-@trace_option
-@num_prompts_option
-@request_rate_option(required=True)
-@burstiness_option
+@replay_options.trace_option
+@replay_options.num_prompts_option
+@replay_options.request_rate_option(required=True)
+@replay_options.burstiness_option
 @setting_options("slo")
-@gpu_option
+@replay_options.gpu_option
 @setting_options(
     "model",
     "revision",

@@ -10,16 +10,10 @@ from typing import Any
 
 import click
 
+from bullet_graph import errors
 from bullet_graph._version import __version__
 from bullet_graph.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from bullet_graph.config import RENAMED
-from bullet_graph.errors import (
-    BulletGraphError,
-    CaptureCacheWarning,
-    EngineDeadError,
-    ModelError,
-    PerfTableWarning,
-)
 
 _COMMANDS = {
     "doctor": ("doctor:doctor", "Check what works on this machine, and say how to mend the rest."),
@@ -48,7 +42,6 @@ _CAPTURE_COMMANDS = {
     "plan": ("capture_plan:plan", "Propose what to capture for a workload."),
     "prune": ("capture:prune", "Remove entries that are no longer needed."),
 }
-
 
 _COMMAND = f"{__name__}.command"
 """Key of the command that runs, in the context's ``meta``."""
@@ -128,9 +121,9 @@ def with_flags(message: str, command: click.Command) -> str:
     return _SETTING.sub(flag, message)
 
 
-def message_of(error: BulletGraphError, command: click.Command) -> str:
+def message_of(error: errors.BulletGraphError, command: click.Command) -> str:
     """An error's message with the command's flags, unless it is about a file, whose keys may be called as settings."""
-    is_of_file = isinstance(error, ModelError) or error.__cause__ is not None
+    is_of_file = isinstance(error, errors.ModelError) or error.__cause__ is not None
     return str(error) if is_of_file else with_flags(str(error), command)
 
 
@@ -139,7 +132,7 @@ class _ErrorReportingGroup(LazyGroup):
 
     def invoke(self, ctx: click.Context) -> None:
         def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-            if issubclass(category, CaptureCacheWarning | PerfTableWarning):
+            if issubclass(category, errors.CaptureCacheWarning | errors.PerfTableWarning):
                 click.echo(f"warning: {with_flags(str(message), ctx.meta.get(_COMMAND, self))}", err=True)
             else:
                 show_others(message, category, *place, **more)
@@ -147,8 +140,8 @@ class _ErrorReportingGroup(LazyGroup):
         show_others, warnings.showwarning = warnings.showwarning, show
         try:
             super().invoke(ctx)
-        except BulletGraphError as error:
-            if isinstance(error, EngineDeadError) and error.__cause__ is not None:
+        except errors.BulletGraphError as error:
+            if isinstance(error, errors.EngineDeadError) and error.__cause__ is not None:
                 # The line alone would hide where a device, or the engine itself, failed.
                 traceback.print_exception(error.__cause__)
             click.echo(f"error: {message_of(error, ctx.meta.get(_COMMAND, self))}", err=True)

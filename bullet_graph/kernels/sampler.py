@@ -11,17 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bullet_graph.sampling_params import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BIASED_TOKENS,
-    MAX_MASKED_TOKEN_IDS,
-)
+from bullet_graph import sampling_params
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 
 MASKED_IDS_COLUMN = 12
-SETTINGS_COLUMNS = MASKED_IDS_COLUMN + MAX_MASKED_TOKEN_IDS
+SETTINGS_COLUMNS = MASKED_IDS_COLUMN + sampling_params.MAX_MASKED_TOKEN_IDS
 """Width of a packed settings row: 0 temperature, 1 top_k, 2 top_p, 3 min_p, 4–5 seed (low, high word),
 6 masked_until, 7 flags, 8 repetition, 9 frequency and 10 presence penalty, 11 unused, then masked ids padded with -1;
 floats by their bits."""
@@ -34,10 +29,10 @@ MAX_OUTPUT_COUNT = FIRST_BIAS // ONE_OUTPUT - 1
 """A mark says of a token id: bit 0, whether it is in the prompt; bits 1–20, how often in the output; bits 21–30, which
 of the slot's biases it has. A negative mark bans it."""
 
-RECENT_TOKENS = MAX_BAD_WORD_TOKENS - 1
-RECENT_COLUMN = MAX_BIASED_TOKENS + 1
+RECENT_TOKENS = sampling_params.MAX_BAD_WORD_TOKENS - 1
+RECENT_COLUMN = sampling_params.MAX_BIASED_TOKENS + 1
 WORDS_COLUMN = RECENT_COLUMN + RECENT_TOKENS
-TABLE_COLUMNS = WORDS_COLUMN + MAX_BAD_WORDS * (1 + RECENT_TOKENS)
+TABLE_COLUMNS = WORDS_COLUMN + sampling_params.MAX_BAD_WORDS * (1 + RECENT_TOKENS)
 """Width of a slot's table: biases by number, 0 for none, by their bits; the output token at each position modulo
 RECENT_TOKENS, or -1; then bad words, each its last token, or -1, and the tokens before it to the right, after -1."""
 
@@ -134,7 +129,7 @@ def _count(token_id: int, slot: int, position: int, flags: int, state: SamplingS
     marks[token_id] += ONE_OUTPUT
     if flags & USES_BAD_WORDS:
         recent = table[RECENT_COLUMN:WORDS_COLUMN]
-        words = table[WORDS_COLUMN:TABLE_COLUMNS].view(MAX_BAD_WORDS, -1)
+        words = table[WORDS_COLUMN:TABLE_COLUMNS].view(sampling_params.MAX_BAD_WORDS, -1)
         last, before = words[:, 0].long(), words[:, 1:]
         recent[position % RECENT_TOKENS] = token_id
         newest_last = recent.roll(-1 - position % RECENT_TOKENS)

@@ -7,18 +7,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from bullet_graph.kernels import triton_kernels
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.ops import HeadNorms, KeysValues, RowInputs, TorchOps
 from bullet_graph.kernels.sampler import SamplingState
-from bullet_graph.kernels.triton_kernels import (
-    act_and_mul_kernel,
-    add_rms_norm_kernel,
-    gemv_kernel,
-    rms_norm_kernel,
-    rope_and_cache_kernel,
-    sample_kernel,
-    swiglu_matmul_kernel,
-)
 
 _HEADS_BLOCK = 16
 _VOCAB_BLOCK = 4096
@@ -65,7 +57,7 @@ class TritonOps(TorchOps):
         summed = torch.empty_like(x) if summed is None else summed
         if rows:
             block = triton.next_power_of_2(hidden_size)
-            add_rms_norm_kernel[(rows,)](
+            triton_kernels.add_rms_norm_kernel[(rows,)](
                 x,
                 residual,
                 weight,
@@ -84,7 +76,9 @@ class TritonOps(TorchOps):
         if rows:
             block = triton.next_power_of_2(width)
             warps = min(max(block // 512, 1), 16)
-            rms_norm_kernel[(rows,)](x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=warps)
+            triton_kernels.rms_norm_kernel[(rows,)](
+                x, weight, width, x.stride(0), eps, BLOCK=block, num_warps=warps
+            )
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -95,7 +89,7 @@ class TritonOps(TorchOps):
             return TorchOps.linear(x, weight, bias, out)
         if out is None:
             out = x.new_empty(1, out_features)
-        gemv_kernel[(out_features,)](
+        triton_kernels.gemv_kernel[(out_features,)](
             x, weight, bias, out, IN_FEATURES=in_features, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4
         )
         return out
@@ -105,7 +99,7 @@ class TritonOps(TorchOps):
         rows, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, intermediate_size)
         block = min(triton.next_power_of_2(intermediate_size), 2048)
-        act_and_mul_kernel[(rows, triton.cdiv(intermediate_size, block))](
+        triton_kernels.act_and_mul_kernel[(rows, triton.cdiv(intermediate_size, block))](
             gate_up, out, intermediate_size, GELU=gelu, BLOCK=block
         )
         return out
@@ -125,7 +119,7 @@ class TritonOps(TorchOps):
         rows, heads = len(qkv), qkv.shape[1] // head_dim
         num_heads = heads - 2 * num_kv_heads
         q = qkv.new_empty(rows, num_heads, head_dim) if out is None else out
-        rope_and_cache_kernel[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
+        triton_kernels.rope_and_cache_kernel[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
             qkv,
             inputs.positions,
             inputs.kv_slots,
@@ -171,7 +165,7 @@ def swiglu_matmul(
     block_m, block_n, block_k = (tiling[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     num_tiles = triton.cdiv(rows, block_m) * triton.cdiv(intermediate_size, block_n)
     # One program per SM of the device. On a lane with fewer, those that find no room start when others have ended.
-    swiglu_matmul_kernel[(min(num_sms, num_tiles),)](
+    triton_kernels.swiglu_matmul_kernel[(min(num_sms, num_tiles),)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
         TensorDescriptor.from_tensor(
             gate_up_weight.view(2, intermediate_size, hidden_size), [2, block_n, block_k]
@@ -193,7 +187,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
         # A launch for rows with adjusted logits, which exits at once where there are none: it costs the other rows no
         # instruction.
         for adjusted in (True, False):
-            sample_kernel[(rows,)](
+            triton_kernels.sample_kernel[(rows,)](
                 logits,
                 slots,
                 positions,

@@ -13,7 +13,6 @@ DtypeName = Literal["bfloat16", "float16", "float32"]
 
 DTYPE_BYTES: Mapping[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
-
 _GELU = "gelu_pytorch_tanh"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _REFUSED = dict.fromkeys(

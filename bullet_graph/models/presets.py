@@ -8,24 +8,17 @@ from typing import NamedTuple
 
 from bullet_graph.errors import ConfigError, ModelError, UnsupportedModelError
 from bullet_graph.models.config import ModelConfig, read_dense_config
-from bullet_graph.models.families.gemma import read_gemma3
-from bullet_graph.models.families.granite import read_granite
-from bullet_graph.models.families.llama import LLAMA_3_1_8B, LLAMA_3_2_1B, TINY
-from bullet_graph.models.families.mistral import read_mistral
-from bullet_graph.models.families.olmo import read_olmo2
-from bullet_graph.models.families.phi import read_phi3
-from bullet_graph.models.families.qwen import QWEN3_0_6B, QWEN3_8B, read_qwen2, read_qwen3
-from bullet_graph.models.families.smollm import read_smollm3
+from bullet_graph.models.families import gemma, granite, llama, mistral, olmo, phi, qwen, smollm
 from bullet_graph.models.hub import download, is_hub_id
 from bullet_graph.models.json_files import JsonObject, read_json_object
 
 PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        "tiny": TINY,
-        "llama-3.2-1b": LLAMA_3_2_1B,
-        "llama-3.1-8b": LLAMA_3_1_8B,
-        "qwen3-0.6b": QWEN3_0_6B,
-        "qwen3-8b": QWEN3_8B,
+        "tiny": llama.TINY,
+        "llama-3.2-1b": llama.LLAMA_3_2_1B,
+        "llama-3.1-8b": llama.LLAMA_3_1_8B,
+        "qwen3-0.6b": qwen.QWEN3_0_6B,
+        "qwen3-8b": qwen.QWEN3_8B,
     }
 )
 
@@ -33,18 +26,17 @@ PRESETS_OF_BYTES = frozenset({"tiny"})
 """Presets whose text is read and written byte by byte (``byte_tokenizer``); the others take only token ids."""
 
 _READERS: Mapping[str, Callable[[JsonObject], ModelConfig]] = {
-    "Gemma3ForCausalLM": read_gemma3,
-    "GraniteForCausalLM": read_granite,
+    "Gemma3ForCausalLM": gemma.read_gemma3,
+    "GraniteForCausalLM": granite.read_granite,
     "LlamaForCausalLM": read_dense_config,
-    "MistralForCausalLM": read_mistral,
-    "Olmo2ForCausalLM": read_olmo2,
-    "Phi3ForCausalLM": read_phi3,
-    "Qwen2ForCausalLM": read_qwen2,
-    "Qwen3ForCausalLM": read_qwen3,
-    "SmolLM3ForCausalLM": read_smollm3,
+    "MistralForCausalLM": mistral.read_mistral,
+    "Olmo2ForCausalLM": olmo.read_olmo2,
+    "Phi3ForCausalLM": phi.read_phi3,
+    "Qwen2ForCausalLM": qwen.read_qwen2,
+    "Qwen3ForCausalLM": qwen.read_qwen3,
+    "SmolLM3ForCausalLM": smollm.read_smollm3,
 }
 """Reader of ``config.json``, by Hugging Face's name of the architecture."""
-
 
 _TAKE_SAFETENSORS = "give the folder or the hub id of the model's safetensors"
 

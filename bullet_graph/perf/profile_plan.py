@@ -270,7 +270,6 @@ def _near(anchor: ProfilePoint, of_kind: Sequence[ProfilePoint], rng: random.Ran
 Measured = Mapping[ProfilePoint, Sequence[tuple[float, ...]]]
 """Repeats of each point, in ms: the step's time; for a split, the decode step's and the prefill forward's."""
 
-
 _SHAPES: Mapping[PointKind, tuple[str, ...]] = MappingProxyType(
     {
         "decode": ("batch_size", "context_tokens", "sms"),

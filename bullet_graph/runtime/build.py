@@ -26,16 +26,7 @@ from bullet_graph.partition.backend import open_backend
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, lane_sms, partition_of
 from bullet_graph.perf.performance import PerformanceModel
 from bullet_graph.perf.start_report import StartClock
-from bullet_graph.runtime.capture_cache import (
-    CacheUse,
-    CapturedStart,
-    CaptureOpener,
-    cached_perf_table,
-    configured_store,
-    open_capture_entry,
-    start_with_captures,
-    triton_hashed_meanwhile,
-)
+from bullet_graph.runtime import capture_cache
 from bullet_graph.runtime.cpu import CpuExecutor, compiled_for_cpu
 from bullet_graph.runtime.executor import Executor
 from bullet_graph.runtime.memory import DeviceMemory, MemoryLedger, plan_memory, workspace_bytes
@@ -61,7 +52,7 @@ class BuiltRuntime:
     capture: CaptureReport | None = None
     lane_sms: Mapping[tuple[Lane, SmPartition], frozenset[int]] = field(default_factory=dict)
     compiles: CompileCounts = NOTHING_COMPILED
-    cache_use: CacheUse = field(default_factory=CacheUse)
+    cache_use: capture_cache.CacheUse = field(default_factory=capture_cache.CacheUse)
     self_check: SelfCheck | None = None
 
 
@@ -72,7 +63,7 @@ def build_executor(
     progress: bool,
     on_ledger: Callable[[MemoryLedger], None],
     clock: StartClock,
-    open_captures: CaptureOpener = open_capture_entry,
+    open_captures: capture_cache.CaptureOpener = capture_cache.open_capture_entry,
 ) -> BuiltRuntime:
     """Plan the memory, call ``on_ledger``, then load the weights and, meanwhile, build the executor.
 
@@ -81,12 +72,14 @@ def build_executor(
     """
     with clock.phase("device"):
         check_device(config, runtime)
-        cached_table = partial(cached_perf_table, configured_store(config), runtime)
+        cached_table = partial(
+            capture_cache.cached_perf_table, capture_cache.configured_store(config), runtime
+        )
         performance = find_performance(config, runtime, cached_table=cached_table)
         ledger = plan_ledger(config, runtime, performance)
     on_ledger(ledger)
     build = _build_cpu if runtime.device.type == "cpu" else _build_cuda
-    built, compiles, cache_use = start_with_captures(
+    built, compiles, cache_use = capture_cache.start_with_captures(
         config,
         runtime,
         artifact_plan(config, runtime, performance),
@@ -208,7 +201,7 @@ def _build_cpu(
     ledger: MemoryLedger,
     progress: bool,
     clock: StartClock,
-    captured: CapturedStart,
+    captured: capture_cache.CapturedStart,
 ) -> BuiltRuntime:
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
@@ -234,7 +227,7 @@ def _build_cuda(
     ledger: MemoryLedger,
     progress: bool,
     clock: StartClock,
-    captured: CapturedStart,
+    captured: capture_cache.CapturedStart,
 ) -> BuiltRuntime:
     plan = capture_plan_of(config, runtime, performance)
     # Before the weights are loaded: a partition that does not hold should fail early, and the proof needs an idle GPU.
@@ -242,7 +235,7 @@ def _build_cuda(
         backend, why = open_backend(
             config.partition_backend, tuple(plan.batch_sizes), device=runtime.device.index
         )
-    with ExitStack() as undo, triton_hashed_meanwhile():
+    with ExitStack() as undo, capture_cache.triton_hashed_meanwhile():
         undo.callback(backend.close)
         decoder, join_weights = undo.enter_context(
             decoder_while_loading(config, runtime, ledger, clock, progress=progress)

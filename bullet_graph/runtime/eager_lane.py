@@ -12,14 +12,9 @@ from torch import Tensor
 
 from bullet_graph.graphs.key import batch_size_buckets, bucket_for
 from bullet_graph.graphs.piecewise import PiecewiseGraphs
+from bullet_graph.kernels import flashinfer_attention
 from bullet_graph.kernels.attention import MixedAttention
 from bullet_graph.kernels.decode_attention import DecodeBatch, TritonDecodeAttention, window_indptr
-from bullet_graph.kernels.flashinfer_attention import (
-    PagedBatch,
-    PrefillAttention,
-    needed_modules,
-    prefill_backend,
-)
 from bullet_graph.kernels.gpu import Gpu
 from bullet_graph.kernels.memory import Uploader
 from bullet_graph.kernels.sampler import SamplingState
@@ -79,16 +74,16 @@ class EagerLane:
         self._partial_functions = eager_functions(TritonOps())
         self._graphs = graphs
         prompt_lane = partial(
-            PrefillAttention,
+            flashinfer_attention.PrefillAttention,
             config,
             decoder.cache,
-            modules=needed_modules(gpu, decoder.weights.lm_head.dtype, config),
+            modules=flashinfer_attention.needed_modules(gpu, decoder.weights.lm_head.dtype, config),
             # The two run one after the other, so they share their workspace.
             float_workspace=torch.zeros(prefill_workspace_bytes(config), dtype=torch.uint8, device=device),
         )
         self._cached_attention = prompt_lane()
         # Contiguous keys are faster only with TMA, which fa3 uses.
-        self._fresh_attention = prompt_lane() if prefill_backend(gpu) == "fa3" else None
+        self._fresh_attention = prompt_lane() if flashinfer_attention.prefill_backend(gpu) == "fa3" else None
         # For decode rows in each layer, and for all sampled rows in the last: one after the other.
         self._decode_attention = TritonDecodeAttention(config, decoder.cache, max_rows=max_num_seqs, gpu=gpu)
         # The batch sizes of captured decode steps: for any other size, cuBLAS may choose a kernel that the device must
@@ -159,7 +154,7 @@ class EagerLane:
         cached = fresh = decode = None
         if num_cached:
             cached = self._cached_attention.plan(
-                PagedBatch(
+                flashinfer_attention.PagedBatch(
                     q_indptr=gpu.q_indptr[: num_cached + 1],
                     kv_indptr=gpu.kv_indptr[: num_cached + 1],
                     kv_indices=gpu.kv_indices,

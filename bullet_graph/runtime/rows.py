@@ -8,21 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bullet_graph.config import KV_BLOCK_TOKENS
-from bullet_graph.kernels.sampler import (
-    FIRST_BIAS,
-    IN_PROMPT,
-    MASKED_IDS_COLUMN,
-    MAX_OUTPUT_COUNT,
-    ONE_OUTPUT,
-    RECENT_COLUMN,
-    RECENT_TOKENS,
-    SETTINGS_COLUMNS,
-    TABLE_COLUMNS,
-    USES_BAD_WORDS,
-    USES_BITMASK,
-    USES_MARKS,
-    WORDS_COLUMN,
-)
+from bullet_graph.kernels import sampler
 from bullet_graph.runtime.step import Adjustments, DecodeBatch, Int32Array, PrefillBatch, Scored, SlotInit
 
 _NONE: Int32Array = np.empty(0, dtype=np.int32)
@@ -160,38 +146,40 @@ def lay_out(prefill: PrefillBatch | None, decode: DecodeBatch | None, block_toke
 
 def settings_row(init: SlotInit) -> Int32Array:
     """The settings of a sequence that enters a slot, as a row of the sampler's: [SETTINGS_COLUMNS]."""
-    row = np.full(SETTINGS_COLUMNS, -1, dtype=np.int32)
+    row = np.full(sampler.SETTINGS_COLUMNS, -1, dtype=np.int32)
     row[[0, 2, 3]] = np.array([init.temperature, init.top_p, init.min_p], dtype=np.float32).view(np.int32)
     row[[1, 6]] = init.top_k, init.masked_until
     row[4:6] = np.array([init.seed], dtype=np.int64).view(np.int32)
-    row[7] = USES_BITMASK * init.uses_bitmask
+    row[7] = sampler.USES_BITMASK * init.uses_bitmask
     if (adjust := init.adjustments) is not None:
-        row[7] |= USES_MARKS | USES_BAD_WORDS * any(len(word) > 1 for word in adjust.bad_words)
+        has_longer = any(len(word) > 1 for word in adjust.bad_words)
+        row[7] |= sampler.USES_MARKS | sampler.USES_BAD_WORDS * has_longer
         penalties = adjust.params.penalties
         row[8:11] = np.array(penalties, dtype=np.float32).view(np.int32)
-    row[MASKED_IDS_COLUMN : MASKED_IDS_COLUMN + len(init.masked_token_ids)] = init.masked_token_ids
+    first = sampler.MASKED_IDS_COLUMN
+    row[first : first + len(init.masked_token_ids)] = init.masked_token_ids
     return row
 
 
 def adjustments_row(adjust: Adjustments, vocab_size: int) -> Int32Array:
     """What a sequence that enters a slot starts from: the sampler's [vocab_size + TABLE_COLUMNS]."""
     counts = np.bincount(adjust.output_token_ids, minlength=vocab_size)
-    marks = (counts.clip(max=MAX_OUTPUT_COUNT) * ONE_OUTPUT).astype(np.int32)
-    marks[adjust.prompt_token_ids] |= IN_PROMPT
-    table = np.full(TABLE_COLUMNS, -1, dtype=np.int32)
-    table[:RECENT_COLUMN] = 0
+    marks = (counts.clip(max=sampler.MAX_OUTPUT_COUNT) * sampler.ONE_OUTPUT).astype(np.int32)
+    marks[adjust.prompt_token_ids] |= sampler.IN_PROMPT
+    table = np.full(sampler.TABLE_COLUMNS, -1, dtype=np.int32)
+    table[: sampler.RECENT_COLUMN] = 0
     for index, (token_id, bias) in enumerate(adjust.params.biases, start=1):
-        marks[token_id] += index * FIRST_BIAS
+        marks[token_id] += index * sampler.FIRST_BIAS
         table[index] = np.float32(bias).view(np.int32)
-    output = adjust.output_token_ids[-RECENT_TOKENS:]
+    output = adjust.output_token_ids[-sampler.RECENT_TOKENS :]
     end = len(adjust.prompt_token_ids) + len(adjust.output_token_ids)
-    table[RECENT_COLUMN + np.arange(end - len(output), end) % RECENT_TOKENS] = output
-    words = table[WORDS_COLUMN:].reshape(-1, 1 + RECENT_TOKENS)
+    table[sampler.RECENT_COLUMN + np.arange(end - len(output), end) % sampler.RECENT_TOKENS] = output
+    words = table[sampler.WORDS_COLUMN :].reshape(-1, 1 + sampler.RECENT_TOKENS)
     # A token that is banned everywhere stays so whatever precedes it.
     banned = {word[0] for word in adjust.bad_words if len(word) == 1}
     conditional = [word for word in adjust.bad_words if word[-1] not in banned]
     for row, (*before, last) in zip(words, conditional, strict=False):
-        row[0], row[1 + RECENT_TOKENS - len(before) :] = last, before
+        row[0], row[1 + sampler.RECENT_TOKENS - len(before) :] = last, before
         if output[-len(before) :].tolist() == before:
             banned.add(last)
     marks[sorted(banned)] |= np.int32(-(2**31))

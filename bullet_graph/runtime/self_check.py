@@ -32,7 +32,6 @@ STEPS = 3
 _MOST_COMPARED = 4
 """Rows of a batch that the reference computes, first and last among them: it goes through sequences one by one."""
 
-
 StepLogits = Callable[[Int32Array, Rows], Tensor]
 """Logits of a decode step, [n, vocab_size]: of its n token ids, in its rows, before the next step runs."""
 
