@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -14,17 +15,19 @@ import click
 from bullet_graph.captures.archive import export_entry, import_archive
 from bullet_graph.captures.manifest import Difference
 from bullet_graph.captures.store import CaptureStore, Entry, Pruned, default_root
-from bullet_graph.cli.options import FILE, engine_options, json_option, parse_size, setting_options
+from bullet_graph.cli.options import FILE, engine_options, json_option, parse_size, parsed_by, setting_options
 from bullet_graph.cli.result_file import check_result_file, print_json
 from bullet_graph.cli.tables import print_line, print_table, table_of_texts
 from bullet_graph.config import EngineConfig
-from bullet_graph.errors import CacheError
+from bullet_graph.errors import CacheError, ConfigError
 from bullet_graph.graphs.capture_plan import load_plan
 from bullet_graph.graphs.compile_counts import NOTHING_COMPILED
 from bullet_graph.runtime.capture_build import build_entry
 from bullet_graph.runtime.fingerprint import fingerprint_of, on_this_machine
 from bullet_graph.runtime.memory import format_bytes
 from bullet_graph.runtime.resolve import resolve
+
+tell = functools.partial(click.echo, err=True)
 
 _EXIT_MISS = 1
 _AGE_UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
@@ -60,7 +63,7 @@ def build(config: EngineConfig, store: CaptureStore, as_json: bool) -> None:
     # Libraries that greet on stdout would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         progress = not as_json and sys.stderr.isatty()
-        entry, compiles = build_entry(config, store, progress=progress, tell=_tell)
+        entry, compiles = build_entry(config, store, progress=progress, tell=tell)
     checked, seconds = entry.manifest.self_check, entry.manifest.build_seconds
     if as_json:
         print_json(
@@ -104,7 +107,7 @@ def list_(entry: str | None, store: CaptureStore, as_json: bool) -> None:
         _show(store.read(_full_name(store, entry)), as_json=as_json)
         return
     entries, damaged = store.entries()
-    differences = [_differences_here(found) for found in entries]
+    fits = [(found, _differences_here(found)) for found in entries]
     if as_json:
         rows = [
             {
@@ -117,7 +120,7 @@ def list_(entry: str | None, store: CaptureStore, as_json: bool) -> None:
                 "differences": differs,
                 "rejected": found.rejection,
             }
-            for found, differs in zip(entries, differences, strict=True)
+            for found, differs in fits
         ]
         print_json({"cache_dir": str(store.root), "entries": rows, "damaged": damaged})
         return
@@ -125,7 +128,7 @@ def list_(entry: str | None, store: CaptureStore, as_json: bool) -> None:
         print_line(f"There are no capture caches in {store.root}.")
         return
     shown = []
-    for found, differs in zip(entries, differences, strict=True):
+    for found, differs in fits:
         fit = f"differs in {_names(differs)}" if differs else "fits"
         fit = fit if found.rejection is None else f"rejected: {found.rejection}"
         size = format_bytes(found.manifest.num_bytes)
@@ -301,7 +304,7 @@ def import_(file: Path, trusted_keys: tuple[Path, ...], store: CaptureStore, as_
       bullet-graph capture import captures.tgz
       bullet-graph capture import captures.tgz --trusted-key fleet.pub --cache-dir /mnt/captures
     """
-    entry, is_new = import_archive(store, file, trusted_keys=trusted_keys, tell=_tell)
+    entry, is_new = import_archive(store, file, trusted_keys=trusted_keys, tell=tell)
     differences, is_checked = _differences_here(entry), bool(trusted_keys)
     if as_json:
         found = {"entry_id": entry.entry_id, "is_new": is_new}
@@ -319,18 +322,18 @@ def import_(file: Path, trusted_keys: tuple[Path, ...], store: CaptureStore, as_
 # ---- prune ----
 
 
-def _parse_age(_: click.Context, __: click.Parameter, value: str | None) -> timedelta | None:
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d{1,4})([hdw])", value.strip())
+def _parse_age(text: str) -> timedelta:
+    match = re.fullmatch(r"(\d{1,4})([hdw])", text.strip())
     if match is None or int(match[1]) == 0:
-        raise click.BadParameter(f"{value!r} is no age: write 12h, 30d or 8w")
+        raise ConfigError(f"{text!r} is no age: write 12h, 30d or 8w")
     return int(match[1]) * _AGE_UNITS[match[2]]
 
 
 @click.command()
 @click.argument("entries", metavar="[ENTRY]...", nargs=-1)
-@click.option("--unused-for", metavar="AGE", callback=_parse_age, help="Entries not used for 12h, 30d or 8w.")
+@click.option(
+    "--unused-for", metavar="AGE", callback=parsed_by(_parse_age), help="Entries not used for 12h, 30d or 8w."
+)
 @click.option(
     "--max-size",
     metavar="SIZE",
@@ -384,10 +387,6 @@ def prune(
 
 
 # ---- shared ----
-
-
-def _tell(line: str) -> None:
-    click.echo(line, err=True)
 
 
 def _full_name(store: CaptureStore, prefix: str) -> str:

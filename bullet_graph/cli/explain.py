@@ -70,7 +70,14 @@ def explain(
     window = _window(trace, from_s, to_s)
     summary = summarize_trace(trace, window)
     if timeline is not None:
-        write_result_file(timeline, _draw(trace, window, timeline.suffix[1:].lower()))
+        if window.start_s == window.end_s:
+            raise ConfigError(
+                "--timeline needs a trace with events, but this one has none: trace a run with requests"
+            )
+        # matplotlib is an extra.
+        from bullet_graph.cli.timeline import draw_timeline  # noqa: PLC0415
+
+        write_result_file(timeline, draw_timeline(timeline.suffix[1:].lower(), trace, window))
     if chrome_trace is not None:
         text = json.dumps(to_chrome_trace(trace, window), separators=(",", ":"), allow_nan=False)
         chrome_trace.write_text(text, encoding="utf-8")
@@ -93,17 +100,6 @@ def _window(trace: Trace, from_s: float | None, to_s: float | None) -> Window:
             f"and the trace is {length_s:g} s long"
         )
     return Window(trace.start_s + first_s, trace.end_s if last_s >= length_s else trace.start_s + last_s)
-
-
-def _draw(trace: Trace, window: Window, image_format: str) -> bytes:
-    if window.start_s == window.end_s:
-        raise ConfigError(
-            "--timeline needs a trace with events, but this one has none: trace a run with requests"
-        )
-    # matplotlib is an extra.
-    from bullet_graph.cli.timeline import draw_timeline  # noqa: PLC0415
-
-    return draw_timeline(image_format, trace, window)
 
 
 def _print(summary: TraceSummary) -> None:

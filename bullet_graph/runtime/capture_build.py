@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
@@ -187,19 +187,15 @@ def exercise(
         # A whole prompt, then its last token as a chunk that goes on.
         for lane, start in itertools.product(lanes, sorted({0, tokens - 1})):
             executor.wait(executor.launch(_step([(start, tokens - start, True)]), Placement(lane)))
-    for step in _decode_steps(max_rows, max_num_seqs, max_model_len, room):
-        executor.wait(executor.launch(step, Placement("decode")))
-
-
-def _decode_steps(max_rows: int, max_num_seqs: int, max_model_len: int, room: int) -> Iterator[Step]:
     if max_model_len <= max(_POSITION, *MIXED_TOKENS):
         return
-    for rows in (rows for rows in DECODE_ROWS if rows <= max_num_seqs):
-        yield _step((), rows)
-        for prompts, tokens in itertools.product(MIXED_PROMPTS, MIXED_TOKENS):
-            fits = prompts + rows <= max_num_seqs and prompts * tokens + rows <= max_rows
-            if fits and prompts * _num_blocks(tokens) * KV_BLOCK_TOKENS <= room:
-                yield _step([(0, tokens, True)] * prompts, rows)
+    # Decode rows alone, and beside prompts.
+    kinds = [(0, 0), *itertools.product(MIXED_PROMPTS, MIXED_TOKENS)]
+    for rows, (prompts, tokens) in itertools.product(DECODE_ROWS, kinds):
+        fits = prompts + rows <= max_num_seqs and prompts * tokens + rows <= max_rows
+        if fits and prompts * _num_blocks(tokens) * KV_BLOCK_TOKENS <= room:
+            step = _step([(0, tokens, True)] * prompts, rows)
+            executor.wait(executor.launch(step, Placement("decode")))
 
 
 def _step(chunks: Sequence[Chunk], decode_rows: int = 0) -> Step:
