@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -44,17 +44,6 @@ child_main(sys.argv[2])
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """The task of a child: an offset in bytes, and the seed of each random mask to write there.
-
-    Without seeds the child writes nothing and only checks that it reaches all SMs.
-    """
-
-    offset: int
-    seeds: tuple[int, ...]
-
-
 class Verdict(StrEnum):
     """How a try ended; the parent gives the last two to a child that did not report."""
 
@@ -70,7 +59,6 @@ class Verdict(StrEnum):
 class Outcome:
     """How one try ended; ``detail`` is an error's text, or how the process ended, and may be empty."""
 
-    attempt: Attempt
     verdict: Verdict
     detail: str = ""
 
@@ -93,10 +81,15 @@ class Calibration:
         return f'({driver.cuda_version}, "{driver.machine}"): 0x{self.offset:X},  # calibrated on {driver.release}'
 
 
-RunChild = Callable[[Attempt], Outcome]
+Seeds = tuple[int, ...]
+"""The seed of each random mask that a child writes; without any it only checks that it reaches all SMs."""
+
+RunChild = Callable[[int, Seeds], Outcome]
 
 
-def run_child(attempt: Attempt, *, timeout_s: float = TIMEOUT_S, bootstrap: str = BOOTSTRAP) -> Outcome:
+def run_child(
+    offset: int, seeds: Seeds, *, timeout_s: float = TIMEOUT_S, bootstrap: str = BOOTSTRAP
+) -> Outcome:
     """Try one offset in a process of its own, killed after ``timeout_s``; its failure is an outcome, not an error.
 
     ``bootstrap`` is the Python program to run, with the folder of the package and the attempt as arguments.
@@ -104,7 +97,7 @@ def run_child(attempt: Attempt, *, timeout_s: float = TIMEOUT_S, bootstrap: str 
     folder = str(Path(__file__).parents[2])
     try:
         child = subprocess.run(
-            [sys.executable, "-P", "-c", bootstrap, folder, json.dumps([attempt.offset, attempt.seeds])],
+            [sys.executable, "-P", "-c", bootstrap, folder, json.dumps([offset, seeds])],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -112,17 +105,17 @@ def run_child(attempt: Attempt, *, timeout_s: float = TIMEOUT_S, bootstrap: str 
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        return Outcome(attempt, Verdict.TIMED_OUT, f"killed after {timeout_s:g} s")
+        return Outcome(Verdict.TIMED_OUT, f"killed after {timeout_s:g} s")
     if child.returncode < 0:
         name = signal.strsignal(-child.returncode) or f"signal {-child.returncode}"
-        return Outcome(attempt, Verdict.CRASHED, name)
+        return Outcome(Verdict.CRASHED, name)
     try:
         # The last line: the driver may have written to the same stream before.
         verdict, detail = json.loads(child.stdout.splitlines()[-1])
-        return Outcome(attempt, Verdict(verdict), str(detail))
+        return Outcome(Verdict(verdict), str(detail))
     except (IndexError, TypeError, ValueError):
         stderr = child.stderr[-500:].strip()
-        return Outcome(attempt, Verdict.CRASHED, f"exit status {child.returncode}, no verdict: {stderr}")
+        return Outcome(Verdict.CRASHED, f"exit status {child.returncode}, no verdict: {stderr}")
 
 
 def calibrate(
@@ -139,15 +132,15 @@ def calibrate(
     started = time.monotonic()
     driver = driver or identify_driver()
     # Without seeds nothing is written. A child must work at all, else every try would fail for the same reason.
-    look = run_child(Attempt(CANDIDATES[0], seeds=()))
+    look = run_child(CANDIDATES[0], ())
     if look.verdict is not Verdict.HONOURED:
         raise PartitionError(
             f"a child process must reach all SMs of the GPU before offsets can be tried, but it {look.verdict} "
             f"({look.detail}): see to that first"
         )
-    outcomes = [_settle(outcome, run_child) for outcome in _search(run_child, advance)]
-    verdicts = Counter(outcome.verdict for outcome in outcomes)
-    found = [outcome.attempt.offset for outcome in outcomes if outcome.verdict is Verdict.HONOURED]
+    outcomes = _search(run_child, advance)
+    verdicts = Counter(outcome.verdict for outcome in outcomes.values())
+    found = [offset for offset, outcome in outcomes.items() if outcome.verdict is Verdict.HONOURED]
     if len(found) != 1:
         summary = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
         raise PartitionError(
@@ -169,7 +162,7 @@ def calibrate(
 def prove(offset: int, *, run_child: RunChild = run_child) -> None:
     """Prove an offset on this machine, in processes of their own; PartitionError where it does not hold."""
     for seeds in PROOF_SEEDS:
-        proof = run_child(Attempt(offset, seeds))
+        proof = run_child(offset, seeds)
         if proof.verdict is not Verdict.HONOURED:
             raise PartitionError(
                 f"offset 0x{offset:x} must hold for other masks in a fresh process, but that {proof.verdict} "
@@ -177,27 +170,27 @@ def prove(offset: int, *, run_child: RunChild = run_child) -> None:
             )
 
 
-def _search(run_child: RunChild, advance: Callable[[int], object]) -> list[Outcome]:
-    outcomes: list[Outcome] = []
+def _search(run_child: RunChild, advance: Callable[[int], object]) -> dict[int, Outcome]:
+    outcomes: dict[int, Outcome] = {}
     pool = ThreadPoolExecutor(JOBS)
     try:
-        tries = [pool.submit(run_child, Attempt(offset, SEARCH_SEEDS)) for offset in CANDIDATES]
+        tries = {pool.submit(run_child, offset, SEARCH_SEEDS): offset for offset in CANDIDATES}
         for future in as_completed(tries):
-            outcomes.append(future.result())
+            outcomes[tries[future]] = future.result()
             advance(1)
     finally:
         pool.shutdown(cancel_futures=True)
-    return outcomes
+    return {offset: _settle(offset, outcome, run_child) for offset, outcome in outcomes.items()}
 
 
-def _settle(outcome: Outcome, run_child: RunChild) -> Outcome:
+def _settle(offset: int, outcome: Outcome, run_child: RunChild) -> Outcome:
     """Try again, alone, where another child may be to blame: memory was short, or a fault spread."""
     if outcome.verdict in (Verdict.NOT_TRIED, Verdict.CUDA_ERROR):
-        outcome = run_child(outcome.attempt)
+        outcome = run_child(offset, SEARCH_SEEDS)
     if outcome.verdict is Verdict.NOT_TRIED:
         # An offset left out could be the right one, or a second one.
         raise PartitionError(
-            f"every offset has to be tried, but 0x{outcome.attempt.offset:x} was not ({outcome.detail}): let "
+            f"every offset has to be tried, but 0x{offset:x} was not ({outcome.detail}): let "
             "the GPU be idle and its memory free, and try again"
         )
     return outcome
@@ -212,18 +205,18 @@ def trial_mask(seed: int, num_tpcs: int) -> TpcMask:
     return TpcMask(sum(1 << tpc for tpc in tpcs), num_tpcs)
 
 
-def honours(attempt: Attempt, probe: SmidProbe, stream: int) -> bool:
+def honours(offset: int, seeds: Seeds, probe: SmidProbe, stream: int) -> bool:
     """Whether masks written at the offset confine ``stream`` to exactly their SMs; leaves the memory as it was."""
-    words = read_words(stream, attempt.offset)
+    words = read_words(stream, offset)
     try:
-        for seed in attempt.seeds:
+        for seed in seeds:
             mask = trial_mask(seed, probe.num_sms // SMS_PER_TPC)
-            bind(stream, attempt.offset, mask)
+            bind(stream, offset, mask)
             if not uses_exactly(mask.sms, probe, stream):
                 return False
         return True
     finally:
-        write_words(stream, attempt.offset, words)
+        write_words(stream, offset, words)
 
 
 def uses_exactly(expected: frozenset[int], probe: SmidProbe, stream: int) -> bool:
@@ -239,8 +232,8 @@ def uses_exactly(expected: frozenset[int], probe: SmidProbe, stream: int) -> boo
     return seen == expected
 
 
-def judge(attempt: Attempt) -> tuple[Verdict, str]:
-    """The verdict of one try on GPU 0, with the error's text.
+def judge(offset: int, seeds: Seeds) -> Outcome:
+    """The outcome of one try on GPU 0.
 
     Closes nothing: the driver's own clean-up could stumble over memory that a wrong offset has corrupted.
     """
@@ -249,20 +242,20 @@ def judge(attempt: Attempt) -> tuple[Verdict, str]:
         stream = probe.driver.create_stream(urgent=False)
         register(stream)
         if not uses_exactly(frozenset(range(probe.num_sms)), probe, stream):
-            return Verdict.NOT_TRIED, f"a stream without a mask does not reach all of the {probe.num_sms} SMs"
+            detail = f"a stream without a mask does not reach all of the {probe.num_sms} SMs"
+            return Outcome(Verdict.NOT_TRIED, detail)
     except PartitionError as error:
-        return Verdict.NOT_TRIED, str(error)
+        return Outcome(Verdict.NOT_TRIED, str(error))
     try:
-        return (Verdict.HONOURED if honours(attempt, probe, stream) else Verdict.NO_EFFECT), ""
+        return Outcome(Verdict.HONOURED if honours(offset, seeds, probe, stream) else Verdict.NO_EFFECT)
     except PartitionError as error:
-        return Verdict.CUDA_ERROR, str(error)
+        return Outcome(Verdict.CUDA_ERROR, str(error))
 
 
 def child_main(request: str) -> None:
     """Carry out ``request``, [offset, seeds] as JSON, and print the verdict as JSON."""
-    offset, seeds = json.loads(request)
     # Crashes are expected, and a core file takes hundreds of megabytes.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    print(json.dumps(judge(Attempt(offset, tuple(seeds)))), flush=True)
+    print(json.dumps(astuple(judge(*json.loads(request)))), flush=True)
     # Not sys.exit: see judge.
     os._exit(0)

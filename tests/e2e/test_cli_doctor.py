@@ -14,7 +14,7 @@ from fakes.machines import DRIVER, complete_machine
 
 from bullet_graph.cli import doctor
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.calibrate import Attempt, Outcome, Verdict, calibrate
+from bullet_graph.partition.calibrate import Outcome, Verdict, calibrate
 from bullet_graph.partition.offsets import DriverId, remembered
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.runtime.machine import Machine
@@ -132,9 +132,9 @@ def test_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def offsets_act(monkeypatch: pytest.MonkeyPatch, *acting: int, driver: DriverId = DRIVER) -> None:
-    def child(attempt: Attempt) -> Outcome:
-        works = not attempt.seeds or attempt.offset in acting
-        return Outcome(attempt, Verdict.HONOURED if works else Verdict.NO_EFFECT)
+    def child(offset: int, seeds: tuple[int, ...]) -> Outcome:
+        works = not seeds or offset in acting
+        return Outcome(Verdict.HONOURED if works else Verdict.NO_EFFECT)
 
     monkeypatch.setattr(doctor, "calibrate", partial(calibrate, driver=driver, run_child=child))
 

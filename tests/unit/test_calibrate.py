@@ -26,7 +26,6 @@ from bullet_graph.partition.calibrate import (
     CANDIDATES,
     PROOF_SEEDS,
     SEARCH_SEEDS,
-    Attempt,
     Outcome,
     Verdict,
     calibrate,
@@ -43,7 +42,7 @@ from bullet_graph.partition.smctrl import register
 RELEASE = "999.12.34"
 DRIVER = DriverId(13990, RELEASE, "x86_64")
 OFFSET = 0x51C
-AROUND = Attempt(0x300, seeds=())
+AROUND = 0x300, ()
 
 
 class FakeChildren:
@@ -52,15 +51,15 @@ class FakeChildren:
     def __init__(self, verdicts: Mapping[int, Verdict | list[Verdict]]) -> None:
         self._verdicts = verdicts
         self._lock = threading.Lock()
-        self.attempts: list[Attempt] = []
+        self.attempts: list[tuple[int, tuple[int, ...]]] = []
 
-    def __call__(self, attempt: Attempt) -> Outcome:
+    def __call__(self, offset: int, seeds: tuple[int, ...]) -> Outcome:
         with self._lock:
-            self.attempts.append(attempt)
-            if not attempt.seeds:
-                return Outcome(attempt, Verdict.HONOURED)
-            verdict = self._verdicts.get(attempt.offset, Verdict.NO_EFFECT)
-            return Outcome(attempt, verdict.pop(0) if isinstance(verdict, list) else verdict, "what it said")
+            self.attempts.append((offset, seeds))
+            if not seeds:
+                return Outcome(Verdict.HONOURED)
+            verdict = self._verdicts.get(offset, Verdict.NO_EFFECT)
+            return Outcome(verdict.pop(0) if isinstance(verdict, list) else verdict, "what it said")
 
 
 def test_the_one_offset_is_found_and_proven() -> None:
@@ -74,8 +73,8 @@ def test_the_one_offset_is_found_and_proven() -> None:
     assert found.seconds > 0
     assert seen == [1] * 385
     assert children.attempts[0] == AROUND
-    assert sorted(attempt.offset for attempt in children.attempts[1:386]) == list(CANDIDATES)
-    assert children.attempts[386:] == [Attempt(OFFSET, seeds) for seeds in PROOF_SEEDS]
+    assert sorted(offset for offset, _ in children.attempts[1:386]) == list(CANDIDATES)
+    assert children.attempts[386:] == [(OFFSET, seeds) for seeds in PROOF_SEEDS]
 
 
 def test_the_line_to_contribute_is_a_line_of_the_table() -> None:
@@ -125,14 +124,14 @@ def test_what_may_be_another_childs_fault_is_tried_again(verdict: Verdict) -> No
 
 @pytest.mark.parametrize("verdict", NOT_HONOURED)
 def test_nothing_is_tried_where_a_child_cannot_work(verdict: Verdict) -> None:
-    run = Mock(return_value=Outcome(AROUND, verdict, "no GPU"))
+    run = Mock(return_value=Outcome(verdict, "no GPU"))
     with pytest.raises(PartitionError, match=rf"reach all SMs .* {verdict} \(no GPU\)"):
         calibrate(driver=DRIVER, run_child=run)
-    run.assert_called_once_with(AROUND)
+    run.assert_called_once_with(*AROUND)
 
 
 def test_an_error_of_our_own_ends_the_search() -> None:
-    reached = Outcome(AROUND, Verdict.HONOURED)
+    reached = Outcome(Verdict.HONOURED)
     run = Mock(side_effect=chain([reached], repeat(OSError("cannot start a process"))))
     with pytest.raises(OSError, match="cannot start"):
         calibrate(driver=DRIVER, run_child=run)
@@ -161,23 +160,22 @@ PRINTS_ATTEMPT = "import json, sys; print(json.dumps(['crashed', sys.argv[2]]))"
     ],
 )
 def test_how_a_child_ends(program: str, verdict: Verdict, detail: str) -> None:
-    attempt = Attempt(1308, (1, 2))
-    outcome = run_child(attempt, bootstrap=program)
-    assert (outcome.attempt, outcome.verdict) == (attempt, verdict)
+    outcome = run_child(1308, (1, 2), bootstrap=program)
+    assert outcome.verdict == verdict
     assert detail in outcome.detail
 
 
 def test_a_child_that_hangs_is_killed() -> None:
-    outcome = run_child(AROUND, timeout_s=0.2, bootstrap="import time; time.sleep(60)")
-    assert outcome == Outcome(AROUND, Verdict.TIMED_OUT, "killed after 0.2 s")
+    outcome = run_child(*AROUND, timeout_s=0.2, bootstrap="import time; time.sleep(60)")
+    assert outcome == Outcome(Verdict.TIMED_OUT, "killed after 0.2 s")
 
 
 def test_the_real_child_does_without_torch_and_reports() -> None:
     start, _ = BOOTSTRAP.split("child_main(sys.argv[2])")
     program = f"{start}import json; print(json.dumps(['crashed', str('torch' in sys.modules)]))"
-    assert run_child(AROUND, bootstrap=program).detail == "False"
+    assert run_child(*AROUND, bootstrap=program).detail == "False"
     # Without a seed it writes nothing, so this is harmless where there is a GPU.
-    outcome = run_child(AROUND)
+    outcome = run_child(*AROUND)
     assert outcome.verdict in (Verdict.NOT_TRIED, Verdict.HONOURED), outcome
     assert outcome.verdict is Verdict.HONOURED or "cuda" in outcome.detail.lower()
 
@@ -202,7 +200,7 @@ def stream(probe: SmidProbe) -> Iterator[int]:
 def test_of_all_offsets_only_the_right_one_is_honoured(
     probe: SmidProbe, stream: int, seeds: tuple[int, ...]
 ) -> None:
-    assert [offset for offset in CANDIDATES if honours(Attempt(offset, seeds), probe, stream)] == [OFFSET]
+    assert [offset for offset in CANDIDATES if honours(offset, seeds, probe, stream)] == [OFFSET]
 
 
 @given(offset=st.sampled_from(CANDIDATES), fill=st.integers(0, 255))
@@ -210,7 +208,7 @@ def test_the_memory_is_left_as_it_was(probe: SmidProbe, stream: int, offset: int
     ctypes.memset(object_address(stream), fill, OBJECT_BYTES)
     before = object_bytes(stream)
     with suppress(PartitionError):  # a mask may leave the stream no SM
-        honours(Attempt(offset, SEARCH_SEEDS), probe, stream)
+        honours(offset, SEARCH_SEEDS, probe, stream)
     assert object_bytes(stream) == before
 
 
@@ -271,7 +269,7 @@ def test_verdicts(
 ) -> None:
     monkeypatch.setattr(calibrate_module, "SmidProbe", lambda: probe)
     monkeypatch.setattr(probe, "run", Mock(wraps=probe.run, side_effect=runs))
-    assert judge(Attempt(offset, SEARCH_SEEDS)) == (verdict, detail)
+    assert judge(offset, SEARCH_SEEDS) == Outcome(verdict, detail)
     stream = list(probe.driver.api.streams)[-1]
     assert not any(object_bytes(stream))
 
