@@ -229,15 +229,11 @@ def _draw(grid: Sequence[ProfilePoint], limits: ProfileLimits, seed: int) -> tup
         of_kind = [point for point in grid if point.kind == kind]
         # Of all points, those held back included.
         wanted = math.ceil(len(of_kind) * _HELD_BACK_SHARE / (1 - _HELD_BACK_SHARE))
-        found = 0
-        for _ in range(_MAX_DRAWS):
-            if found == wanted:
-                break
-            point = _near(rng.choice(of_kind), of_kind, rng)
-            if point not in known and limits.allows(point):
-                known.add(point)
-                drawn.append(point)
-                found += 1
+        near = (_near(rng.choice(of_kind), of_kind, rng) for _ in range(_MAX_DRAWS))
+        fresh = (point for point in near if point not in known and limits.allows(point))
+        for point in itertools.islice(fresh, wanted):
+            known.add(point)
+            drawn.append(point)
     return tuple(drawn)
 
 

@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -255,10 +255,8 @@ def look_at_cache(name: str, path: Path) -> CacheFolder:
     size = 0
     for folder, _, files in os.walk(path):
         for file in files:
-            try:
+            with suppress(OSError):  # another process cleans up, or the folder is somebody else's
                 size += os.lstat(os.path.join(folder, file)).st_size
-            except OSError:
-                continue  # another process cleans up, or the folder is somebody else's
     there = next(parent for parent in (path, *path.absolute().parents) if os.path.exists(parent))
     return CacheFolder(name, str(path), size, os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK))
 

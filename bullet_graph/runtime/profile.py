@@ -174,10 +174,9 @@ def profile_model(
                 passes.append(dataclasses.asdict(done))
                 tell(str(done))
                 write_table(table(complete=False), partial)
-        except BaseException:
-            # Above all Ctrl-C: the results took minutes.
+        finally:
+            # Above all after Ctrl-C: the results took minutes.
             write_table(table(complete=False), partial)
-            raise
     finished = table(complete=True)
     write_table(finished, file)
     partial.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -28,6 +27,9 @@ Two computations differ by the roundings of both. One rounding to bfloat16 is 2â
 SEED = 0
 STEPS = 3
 """Tokens of each sequence. The last step's logits are compared, and that step attends to what the others cached."""
+
+_FIRST_BLOCK = 1
+"""Each sequence has a block of its own; block 0 is that of padding."""
 
 _MOST_COMPARED = 4
 """Rows of a batch that the reference computes, first and last among them: it goes through sequences one by one."""
@@ -88,7 +90,7 @@ class SelfCheck:
     def _found(self, tokens: Int32Array, compared: Int32Array) -> Tensor:
         """Logits of the compared sequences after their last step, of a batch of all of them."""
         block_tokens = self.decoder.cache.block_tokens
-        blocks = _blocks_of(np.arange(len(tokens)))
+        blocks = np.arange(len(tokens)) + _FIRST_BLOCK
         for position in range(STEPS):
             step = make_batches((), [position] * len(tokens), blocks=blocks, block_tokens=block_tokens)
             logits = self.logits_of(tokens[:, position], lay_out(*step, block_tokens))
@@ -100,7 +102,7 @@ class SelfCheck:
         prompts = make_batches(
             [(0, STEPS, True)] * len(compared),
             (),
-            blocks=_blocks_of(compared),
+            blocks=compared + _FIRST_BLOCK,
             token_ids=tokens[compared].ravel(),
             block_tokens=block_tokens,
         )
@@ -128,11 +130,6 @@ def reference_logits(
 
 def _indices(values: Int32Array, device: torch.device) -> Tensor:
     return torch.from_numpy(values).long().to(device)
-
-
-def _blocks_of(sequences: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Each sequence has a block of its own; block 0 is that of padding."""
-    return sequences + 1
 
 
 def _worst_error(found: Tensor, expected: Tensor) -> float:
