@@ -1,9 +1,7 @@
 """Partition back ends: what they offer, the proof that a partition holds, and the choice of a back end."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
@@ -62,49 +60,34 @@ class NoneBackend:
             self._resources = undo.pop_all()
 
     def stream(self, lane: Lane, partition: SmPartition) -> int:
-        _require_whole_gpu(partition)
+        self.expected_sms(lane, partition)  # refuses a part of the GPU
         return self._streams[lane]
 
     def expected_sms(self, lane: Lane, partition: SmPartition) -> frozenset[int]:  # noqa: ARG002 - protocol
-        _require_whole_gpu(partition)
+        if partition != WHOLE_GPU:
+            raise PartitionError(
+                f"partition back end none has the whole GPU only, but {partition} was asked for: "
+                "use --partition-backend smctrl, green or auto"
+            )
         return frozenset(range(self.num_sms))
 
     def close(self) -> None:
         self._resources.close()
 
 
-def _require_whole_gpu(partition: SmPartition) -> None:
-    if partition != WHOLE_GPU:
-        raise PartitionError(
-            f"partition back end none has the whole GPU only, but {partition} was asked for: "
-            "use --partition-backend smctrl, green or auto"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedPartition:
-    """A partition that holds: the SMs of each lane, as ``%smid`` names them, and the duration of the proof.
-
-    ``together``: the lanes also ran on disjoint SMs at the same time; not checked for lanes that overlap.
-    """
-
-    decode_sms: frozenset[int]
-    prefill_sms: frozenset[int]
-    together: bool
-    seconds: float
-
-
-def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) -> VerifiedPartition:
+def verify(
+    backend: PartitionBackend, partition: SmPartition, probe: SmidProbe
+) -> Mapping[Lane, frozenset[int]]:
     """Prove a partition, for eager launches and CUDA graphs of both lanes, with nothing else on the GPU.
 
     Each lane's graph is launched on the lane's own stream and on an unmasked one: the SMs of the capture must hold on
-    both. Afterwards both lanes have the whole GPU.
+    both. Lanes that do not overlap must also run at the same time. Afterwards both lanes have the whole GPU. Returns
+    the SMs of each lane, as ``%smid`` names them.
 
     Raises:
         PartitionError: work ran on an SM outside the partition, or left one of its SMs out; the lanes share a
             mask, or SMs that they should not; or the back end cannot make the partition.
     """
-    started = time.perf_counter()
     expected = {lane: backend.expected_sms(lane, partition) for lane in LANES}
     disjoint = asks_for_disjoint_lanes(partition, num_tpcs=backend.num_sms // SMS_PER_TPC)
     if disjoint and (shared := expected["decode"] & expected["prefill"]):
@@ -129,8 +112,7 @@ def verify(backend: PartitionBackend, partition: SmPartition, probe: SmidProbe) 
     finally:
         for lane in LANES:
             backend.stream(lane, WHOLE_GPU)
-    seconds = time.perf_counter() - started
-    return VerifiedPartition(expected["decode"], expected["prefill"], disjoint, seconds)
+    return expected
 
 
 def _check(

@@ -4,6 +4,7 @@ import importlib
 import os
 import platform
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -315,8 +316,9 @@ def _check_backend(
 
 
 def _check_size(backend: PartitionBackend, decode_sms: int | None, probe: SmidProbe) -> SizeCheck:
+    start_s = time.perf_counter()
     try:
         verified = verify(backend, partition_of(decode_sms, num_sms=backend.num_sms), probe)
     except PartitionError as error:
         return SizeCheck(decode_sms, problem=str(error))
-    return SizeCheck(decode_sms, sm_ranges(verified.decode_sms), verified.seconds)
+    return SizeCheck(decode_sms, sm_ranges(verified["decode"]), time.perf_counter() - start_s)

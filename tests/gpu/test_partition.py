@@ -117,9 +117,8 @@ def test_lanes_that_overlap_or_leave_sms_out(
 ) -> None:
     partition = SmPartition(*(min(size, smctrl.num_sms) // SMS_PER_TPC for size in sizes))
     verified = verify(smctrl, partition, probe)
-    shared = len(verified.decode_sms & verified.prefill_sms)
-    assert shared == max(0, len(verified.decode_sms) + len(verified.prefill_sms) - smctrl.num_sms)
-    assert verified.together == (shared == 0)
+    shared = len(verified["decode"] & verified["prefill"])
+    assert shared == max(0, len(verified["decode"]) + len(verified["prefill"]) - smctrl.num_sms)
 
 
 def test_masks_that_follow_the_gpcs(probe: SmidProbe) -> None:
@@ -144,7 +143,7 @@ def test_verification_is_quick(backend: PartitionBackend, probe: SmidProbe, reco
     record_property("backend", backend.name)
     record_property("num_partitions", len(verified))
     record_property("verification_seconds", seconds)
-    assert all(one.together for one in verified)
+    assert not any(one["decode"] & one["prefill"] for one in verified)
     assert seconds < MAX_VERIFICATION_S
 
 

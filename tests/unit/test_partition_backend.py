@@ -38,10 +38,8 @@ def green(gpu: FakeDriver) -> GreenBackend:
 @pytest.mark.parametrize("decode_tpcs", [1, 8, 33, 65])
 def test_disjoint_lanes_verify(masks: MaskBackend, probe: SmidProbe, decode_tpcs: int) -> None:
     verified = verify(masks, SmPartition(decode_tpcs, 66 - decode_tpcs), probe)
-    assert verified.decode_sms == frozenset(range(2 * decode_tpcs))
-    assert verified.prefill_sms == ALL - verified.decode_sms
-    assert verified.together
-    assert 0 < verified.seconds < 5
+    assert verified["decode"] == frozenset(range(2 * decode_tpcs))
+    assert verified["prefill"] == ALL - verified["decode"]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +51,7 @@ def test_overlapping_lanes_are_not_run_together(
     # Such lanes can starve each other, so that they never run at the same time.
     gpu.serial = True
     verified = verify(masks, partition, probe)
-    assert not verified.together
-    assert verified.decode_sms & verified.prefill_sms
+    assert verified["decode"] & verified["prefill"]
 
 
 def test_lanes_have_the_whole_gpu_afterwards(gpu: FakeDriver, masks: MaskBackend, probe: SmidProbe) -> None:
@@ -158,9 +155,8 @@ def test_green_lanes(gpu: FakeDriver, green: GreenBackend) -> None:
 def test_green_partitions_verify(green: GreenBackend, probe: SmidProbe, partition: SmPartition) -> None:
     verified = verify(green, partition, probe)
     decode, prefill = 2 * (partition.decode_tpcs or 66), 2 * (partition.prefill_tpcs or 66)
-    assert (len(verified.decode_sms), len(verified.prefill_sms)) == (decode, prefill)
-    assert len(verified.decode_sms & verified.prefill_sms) == max(0, decode + prefill - 132)
-    assert verified.together == (decode + prefill <= 132)
+    assert (len(verified["decode"]), len(verified["prefill"])) == (decode, prefill)
+    assert len(verified["decode"] & verified["prefill"]) == max(0, decode + prefill - 132)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +226,7 @@ def test_a_green_call_that_fails(gpu: FakeDriver, green: GreenBackend, probe: Sm
     with pytest.raises(PartitionError, match=name):
         green.stream("decode", SPLITS[0])
     gpu.fail = {}
-    assert verify(green, SPLITS[0], probe).together
+    assert len(verify(green, SPLITS[0], probe)["decode"]) == 16
 
 
 # No partitions
@@ -239,7 +235,7 @@ def test_a_green_call_that_fails(gpu: FakeDriver, green: GreenBackend, probe: Sm
 def test_none_has_the_whole_gpu_only(gpu: FakeDriver, probe: SmidProbe) -> None:
     backend = NoneBackend(fake_probe(gpu))
     assert (backend.name, backend.num_sms, backend.granularity_sms) == ("none", 132, 132)
-    assert not verify(backend, WHOLE_GPU, probe).together
+    assert verify(backend, WHOLE_GPU, probe) == dict.fromkeys(LANES, ALL)
     for ask in (backend.stream, backend.expected_sms):
         with pytest.raises(PartitionError, match=r"none has the whole GPU only.*smctrl, green or auto"):
             ask("decode", SmPartition(16, 50))

@@ -60,7 +60,7 @@ def test_each_lane_runs_on_its_own_tpcs(gpu: FakeDriver, probe: SmidProbe, opene
     assert probe.run(decode) == backend.expected_sms("decode", PARTITION) == frozenset(range(32))
     assert probe.run(prefill) == backend.expected_sms("prefill", PARTITION) == frozenset(range(32, 132))
     assert [gpu.streams[stream].priority for stream in (decode, prefill)] == [-5, 0], "decode is urgent"
-    assert verify(backend, PARTITION, probe).decode_sms == frozenset(range(32))
+    assert verify(backend, PARTITION, probe)["decode"] == frozenset(range(32))
 
 
 def test_a_lane_keeps_its_stream_and_changes_its_mask(probe: SmidProbe, opened: Open) -> None:
