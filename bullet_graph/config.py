@@ -320,7 +320,10 @@ class EngineConfig:
             if isinstance(value, PurePath):
                 value = str(value)
             if isinstance(value, str) and described.parse is not None:
-                value = described.parse(value)
+                try:
+                    value = described.parse(value)
+                except ConfigError as error:
+                    raise ConfigError(f"{name}: {error}") from None
             parsed[name] = tuple(value) if isinstance(value, list | range) else value
         return cls(model=model, **parsed)
 

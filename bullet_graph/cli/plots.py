@@ -182,13 +182,10 @@ def _draw_throughput(
 
 @picture
 def draw_starts(runs: Mapping[str, "StartRun"], phases: Sequence[PhaseName], *, title: str) -> Figure:
-    """Draw the phases of starts as bars over time: a panel for each kind of start, a row for each phase.
-
-    All panels have one axis, which is linear up to the end of the quickest start, then logarithmic.
-    """
+    """Draw the phases of starts over one linear axis: a panel for each kind of start, a row for each phase."""
     figure = Figure(figsize=(9, 0.8 + (0.5 + 0.28 * len(phases)) * len(runs)), layout="constrained")
     panels = figure.subplots(len(runs), 1, squeeze=False, sharex=True)[:, 0]
-    ends_s = [run.first_token_s for run in runs.values()]
+    end_s = max(run.first_token_s for run in runs.values())
     for axes, (kind, run) in zip(panels, runs.items(), strict=True):
         for row, name in enumerate(phases):
             stretches = [(p.start_s, p.end_s - p.start_s) for p in run.phases if p.name == name]
@@ -202,8 +199,6 @@ def draw_starts(runs: Mapping[str, "StartRun"], phases: Sequence[PhaseName], *, 
         axes.set_title(f"{kind}: ready after {run.startup_s:.2f} s", loc="left", fontsize=9.5)
         axes.grid(axis="x", alpha=0.25)
         axes.set_axisbelow(True)
-    panels[-1].set_xscale("symlog", linthresh=min(ends_s))
-    panels[-1].xaxis.set_major_formatter("{x:g}")
-    panels[-1].set(xlim=(0, 1.25 * max(ends_s)), xlabel="seconds since the process was started")
+    panels[-1].set(xlim=(0, 1.25 * end_s), xlabel="seconds since the process was started")
     figure.suptitle(title)
     return figure

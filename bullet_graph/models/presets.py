@@ -93,9 +93,9 @@ def resolve_model(model: str, revision: str | None = None) -> FoundModel:
     if not is_local and is_hub_id(model):
         folder = download(model, revision)
         return FoundModel(load_model_config(folder), model.partition("/")[2], folder, model)
-    if near := difflib.get_close_matches(model.lower(), PRESETS, n=1):
+    if "/" not in model and (near := difflib.get_close_matches(model.lower(), PRESETS, n=1)):
         raise ModelError(f"unknown model {model!r}: there is no such preset; did you mean {near[0]}?")
     raise ModelError(
-        f"unknown model {model!r}: expected a folder with config.json, a hub id such as Qwen/Qwen3-0.6B, or one of the "
-        f"presets {', '.join(PRESETS)}"
+        f"unknown model {model!r}: expected a folder with config.json, a hub id NAME/MODEL such as Qwen/Qwen3-0.6B, "
+        f"or one of the presets {', '.join(PRESETS)}"
     )

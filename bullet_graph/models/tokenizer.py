@@ -224,7 +224,7 @@ class Tokenizer:
         for name in given:
             if name in own or not name.isidentifier():
                 raise PromptError(
-                    f"chat_template_kwargs must name variables of the chat template besides {', '.join(own)}; "
+                    f"`chat_template_kwargs` must name variables of the chat template besides {', '.join(own)}; "
                     f"found {name!r:.80}"
                 )
         variables = self._special_tokens | dict(given) | own

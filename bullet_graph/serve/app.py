@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from bullet_graph._version import __version__
 from bullet_graph.engine.async_engine import AsyncEngine
+from bullet_graph.errors import BulletGraphError
 from bullet_graph.perf.energy import open_probe
 from bullet_graph.serve.access_log import AccessLog
 from bullet_graph.serve.errors import ApiError
@@ -64,10 +65,6 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     registry = CollectorRegistry()
     registry.register(metrics)
     generation = Generation(engine, settings, gate, metrics)
-    live_html, docs_html = (
-        (resources.files("bullet_graph.serve") / name).read_text(encoding="utf-8")
-        for name in ("page.html", "docs.html")
-    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -95,7 +92,8 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
             )
         return told.response()
 
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+    # The framework closes the connection after those that only Exception stands for.
+    for kind in (ApiError, RequestValidationError, HTTPException, BulletGraphError, Exception):
         app.add_exception_handler(kind, fail)
 
     @app.post("/v1/completions", responses=answers(Completion, streams=True), response_model=None)
@@ -138,6 +136,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
         generation.check_model(model)
         return served
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=answers(dict[Literal["status"], Literal["ok"]]))
     async def health() -> dict[str, str]:
         """200 while the engine lives; 503 when it is dead or the server shuts down."""
@@ -159,14 +158,10 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
         await metrics.read_energy()
         return metrics.live()
 
-    @app.get("/", include_in_schema=False)
-    async def live_page() -> Response:
-        return HTMLResponse(live_html, headers={"Content-Security-Policy": _PAGE_POLICY})
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs_page() -> Response:
-        return HTMLResponse(docs_html, headers={"Content-Security-Policy": _PAGE_POLICY})
-
+    for path, name in (("/", "page.html"), ("/docs", "docs.html")):
+        html = (resources.files("bullet_graph.serve") / name).read_text(encoding="utf-8")
+        page = HTMLResponse(html, headers={"Content-Security-Policy": _PAGE_POLICY})
+        app.router.routes.append(Route(path, page, methods=["GET"]))
     return app
 
 

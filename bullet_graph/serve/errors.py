@@ -5,6 +5,7 @@ import json
 import re
 import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -12,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from bullet_graph.errors import BulletGraphError, EngineDeadError
+from bullet_graph.errors import BulletGraphError, EngineDeadError, SamplingParamsError
 
 _TYPES = {
     401: "authentication_error",
@@ -25,10 +26,11 @@ _TYPES = {
 _UNIONS = {
     "prompt": "a text, token ids (integers from 0 to 2**31 - 1), or a list of up to 128 of either; none of them empty",
     "stop": "a text, or a list of up to 16, each of 1 to 1,000 characters",
-    "messages": "a list of messages, each with role (system, developer, user, assistant or tool) and content (a "
-    'text, or a list of {"type": "text", "text": …})',
+    "messages": "a list of messages, each with role and content",
+    "messages.*.content": 'a text, or a list of {"type": "text", "text": …} (no images, audio or files)',
+    "tool_choice": '"none", "auto", "required", or {"type": "function", "function": {"name": …}}',
 }
-"""Fields of several types; a complaint about each type alone would not help."""
+"""Fields of several types, ``*`` for an index; a complaint about each type alone would not help."""
 
 _OBJECT = "a JSON object is required as the body, with Content-Type: application/json"
 _SHOWN_CHARACTERS = 80
@@ -38,7 +40,7 @@ _MOST_ERRORS, _MOST_REASONS = 20, 3
 
 
 class ApiError(Exception):
-    """An error as the answer to a request; ``code`` is for programs, ``param`` the wrong field."""
+    """An error as the answer to a request; ``param`` is by default the field in backticks that it begins with."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class ApiError(Exception):
             "error": {
                 "message": message,
                 "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
-                "param": param,
+                "param": param or _field(message),
                 "code": code,
             }
         }
@@ -80,6 +82,9 @@ class ApiError(Exception):
             return cls(error.status_code, f"{phrase}: {error.detail}", headers=error.headers)
         if isinstance(error, EngineDeadError):
             return cls(503, str(error), code="engine_dead")
+        if isinstance(error, SamplingParamsError):
+            # Python's users read these without backticks.
+            return cls(400, str(error), param=_field(str(error), "`?"))
         if isinstance(error, BulletGraphError) and isinstance(error, ValueError):
             return cls(400, str(error))
         if isinstance(error, TimeoutError):
@@ -89,41 +94,44 @@ class ApiError(Exception):
 
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first few reasons why a request's body is invalid; their number and length do not grow with the body."""
-    reasons: dict[str, None] = {}
-    param: str | None = None
-    body = error.body
-    for found in error.errors()[:_MOST_ERRORS]:
-        path = [_cut(str(part), _SHOWN_CHARACTERS) for part in found["loc"] if part != "body"]
-        first = path[0] if path and found["type"] != "json_invalid" else ""
-        is_union = first in _UNIONS and found["type"] != "extra_forbidden"
-        if is_union and isinstance(body, dict) and first in body:
-            reason = f"`{first}` must be {_UNIONS[first]}; found {_shown(body[first])}"
-        else:
-            reason = _reason(found, ".".join(path))
-        # A validator's own sentence begins with the field that it is about.
-        named = re.match(r"`(\w+)`", reason)
-        param = param or first or (named[1] if named else None)
-        reasons[_cut(reason, _REASON_CHARACTERS)] = None
+    told = [_reason(found, error.body) for found in error.errors()[:_MOST_ERRORS]]
+    reasons = list(dict.fromkeys(_cut(reason, _REASON_CHARACTERS) for reason in told))
     more = len(reasons) - _MOST_REASONS
-    text = "; ".join(list(reasons)[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
-    return ApiError(400, text, param=param)
+    return ApiError(400, "; ".join(reasons[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else ""))
 
 
-def _reason(found: Mapping[str, Any], where: str) -> str:
-    kind, message = found["type"], found["msg"]
+def _reason(found: Mapping[str, Any], body: Any) -> str:
+    kind, message, path = found["type"], found["msg"], found["loc"][1:]
     if kind == "json_invalid":
         return f"the body is no JSON: {found.get('ctx', {}).get('error', message)}"
+    # What the body does not have is pydantic's own, such as the types of a union; or it is missing.
+    depth = 0
+    with suppress(LookupError, TypeError):
+        for part in path:
+            body, depth = body[part], depth + 1
+    is_missing = kind == "missing" and len(path) <= depth + 1
+    where = ".".join(_cut(str(part), _SHOWN_CHARACTERS) for part in path[: depth + is_missing])
+    if is_missing:
+        return f"`{where}` is required" if where else _OBJECT
     if kind == "extra_forbidden":
         return f"`{where}` is no field of this request: leave it out, or correct its name"
-    if kind == "missing":
-        return f"`{where}` is required" if where else _OBJECT
     if kind == "string_unicode" and not where:
         return f"names of fields must be valid Unicode, found {_shown(found.get('input'))}"
     if kind == "value_error":
-        return str(found["ctx"]["error"])
+        return (f"`{where}`: " if where else "") + str(found["ctx"]["error"])
     if not where:
         return f"{_OBJECT}; found {_shown(found.get('input'))}"
-    return f"`{where}`: {message[:1].lower()}{message[1:]}, found {_shown(found.get('input'))}"
+    types = _UNIONS.get(".".join("*" if isinstance(part, int) else part for part in path[:depth]))
+    if types is not None:
+        return f"`{where}` must be {types}; found {_shown(body)}"
+    message = re.sub(" or (instance|object) .*", "", message[:1].lower() + message[1:])
+    return f"`{where}`: {message}, found {_shown(found.get('input'))}"
+
+
+def _field(message: str, mark: str = "`") -> str | None:
+    """The field that a message begins with."""
+    named = re.match(rf"{mark}([\w-]+)", message)
+    return named and named[1]
 
 
 class _Repr(reprlib.Repr):

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from bullet_graph.engine.async_engine import AsyncEngine
 from bullet_graph.engine.output import OutputKind, RequestOutput
-from bullet_graph.errors import ModelError, RequestError
+from bullet_graph.errors import ModelError, PromptError, RequestError
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.serve.access_log import Tally
 from bullet_graph.serve.answers import Answer
@@ -100,9 +100,8 @@ class Generation:
         if self._tool_format is None:
             raise ApiError(
                 400,
-                f"tools need a chat template in one of these formats of calls: {', '.join(FORMATS)}. This model's is "
-                "in none: leave `tools` out, or start the server with --tool-call-parser",
-                param="tools",
+                f"`tools` need a chat template in one of these formats of calls: {', '.join(FORMATS)}. This model's is "
+                "in none: leave them out, or start the server with --tool-call-parser",
             )
         most_calls = 1 if request.parallel_tool_calls is False else None
         form = self._tool_format if request.required_tools is None else FORCED
@@ -114,9 +113,7 @@ class Generation:
         self._gate.check_open()
         text = await self._rendered(request) if request.prompt is None else request.prompt
         special = request.add_special_tokens
-        if special is None:
-            special = request.prompt is not None
-        ids = await self._tokens(text, special=special)
+        ids = await self._tokens(text, special=request.prompt is not None if special is None else special)
         strs = self._tokenizer.tokens(ids) if self._tokenizer and request.return_token_strs else None
         limit = self._engine.engine.max_model_len
         return to_json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strs})
@@ -125,15 +122,15 @@ class Generation:
         """The text of token ids, special tokens included, as JSON."""
         self.check_model(request.model)
         self._gate.check_open()
-        limit = self._engine.engine.max_model_len
+        limit, vocabulary = self._engine.engine.max_model_len, self._engine.engine.model_config.vocab_size
         if self._tokenizer is None:
-            raise ApiError(
-                400, "the model has no tokenizer, so its tokens have no text: serve a folder with one"
+            raise PromptError(
+                "the model has no tokenizer, so its tokens have no text: serve a folder with one"
             )
         if len(request.tokens) > limit:
-            raise ApiError(
-                400, f"at most {limit} tokens are required here, found {len(request.tokens)}", param="tokens"
-            )
+            raise PromptError(f"`tokens` may be at most {limit} here, found {len(request.tokens)}")
+        if (largest := max(request.tokens, default=0)) >= vocabulary:
+            raise PromptError(f"`tokens` must be of the vocabulary of {vocabulary} tokens, found {largest}")
         decode = partial(self._tokenizer.decode, request.tokens, skip_special_tokens=False)
         return to_json({"prompt": await self._in_thread(decode)})
 
@@ -258,9 +255,7 @@ class Generation:
 
     async def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         if self._tokenizer is None:
-            raise ApiError(
-                400, "a text prompt needs a tokenizer, but the model has none: pass token ids", param="prompt"
-            )
+            raise PromptError("`prompt` as text needs a tokenizer, but the model has none: pass token ids")
         self._check_characters(len(text))
         encode = partial(self._tokenizer.encode, text, special)
         return encode() if len(text) <= _LONG_TEXT else await self._in_thread(encode)

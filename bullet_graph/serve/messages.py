@@ -25,6 +25,11 @@ class TextPart(_Said):
     text: str
 
 
+class RefusalPart(_Said):
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+
+
 ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 
 
@@ -68,7 +73,7 @@ class ToolCall(_Said):
             arguments = None
         if not isinstance(arguments, dict):
             raise PromptError(
-                f"`arguments` of a tool call in `messages` must be the text of a JSON object, found {text!r:.80}"
+                f"`messages`: arguments of a tool call must be the text of a JSON object, found {text!r:.80}"
             )
         function = {"name": self.function.name, "arguments": arguments}
         return ({} if self.id is None else {"id": self.id}) | {"type": "function", "function": function}
@@ -78,7 +83,7 @@ class Message(_Said):
     """One turn of a conversation; only an assistant's ``content`` may be null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[TextPart] | None = None
+    content: str | Many[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=_MOST_TOOLS)] | None = None
     tool_call_id: str | None = Field(default=None, description="The call that a tool's message answers.")
@@ -86,7 +91,7 @@ class Message(_Said):
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
         if self.content is None and self.role != "assistant":
-            raise ValueError("a message's `content` is required")
+            raise ValueError(f"`content` is required of role {self.role}")
         return self
 
     def for_template(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ _MOST_FIELDS = 100
 
 _HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "session_id"}
+    | {"request_id"}
     | {"prompt_cache_retention", "cache_salt", "truncation_side", "return_mm_kwargs", "return_token_offsets"}
 )
 """Fields without effect on the answer: accepted and ignored."""
@@ -33,7 +34,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     name: values
     for names, values in (
         ("audio prediction reasoning_effort verbosity web_search_options", ()),
-        ("allowed_token_ids chat_template logprob_token_ids prompt_embeds request_id", ()),
+        ("allowed_token_ids chat_template logprob_token_ids prompt_embeds", ()),
         ("guided_decoding_backend guided_whitespace_pattern repetition_detection structural_tag", ()),
         ("truncate_prompt_tokens", ()),
         ("include_stop_str_in_output return_tokens_as_token_ids use_beam_search watermarking", (False,)),
@@ -201,8 +202,8 @@ class GenerationRequest(_Request):
             )
         if self.stream and self.wanted_prompt_logprobs is not None:
             raise ValueError(
-                "a stream has no log-probabilities of the prompt: set `stream` to false, or leave out "
-                "`prompt_logprobs`, and `echo` beside `logprobs`"
+                "`stream` has no log-probabilities of the prompt: set it to false, or leave out `prompt_logprobs`, and "
+                "`echo` beside `logprobs`"
             )
         return self
 
@@ -219,7 +220,7 @@ class GenerationRequest(_Request):
         found = [structured for structured in wanted if structured is not None]
         if len(found) > 1:
             raise SamplingParamsError(
-                "an output can have one structure: give only one of response_format, structured_outputs and guided_…"
+                "`structured_outputs`, `response_format` and `guided_…` exclude each other: give only one of them"
             )
         return found[0] if found else None
 
@@ -332,8 +333,7 @@ class ChatCompletionRequest(GenerationRequest):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError("`tools` must have different names")
-        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        if (chosen is not None and chosen not in names) or (self.tool_choice == "required" and not names):
+        if self.required_tools == {}:
             raise ValueError("`tool_choice` asks for a tool that `tools` lacks: add it there")
         return self
 
@@ -354,12 +354,13 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def wanted_structure(self) -> StructuredOutputs | None:
         given = super().wanted_structure
+        if given is not None and self.offered_tools:
+            raise SamplingParamsError(
+                "`tools` may be called, so an answer of another form cannot be asked for: leave out one of them, or "
+                'set `tool_choice` to "none"'
+            )
         if self.required_tools is None:
             return given
-        if given is not None:
-            raise SamplingParamsError(
-                "`tool_choice` asks for a call, so an answer of another form cannot be asked for"
-            )
         parallel = self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
         return StructuredOutputs(json=forced_calls(self.required_tools, parallel=parallel))
 
@@ -392,7 +393,7 @@ class TokenizeRequest(_Request):
     @model_validator(mode="after")
     def _has_one_text(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("either `prompt` or `messages` is required")
+            raise ValueError("`prompt` or `messages` is required, and not both")
         return self
 
 

@@ -77,9 +77,7 @@ def forced_calls(tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> d
             shared = definitions.setdefault(kind, {})
             for key in own if isinstance(own, dict) else ():
                 if shared.setdefault(key, own[key]) != own[key]:
-                    raise SamplingParamsError(
-                        f"two `tools` define different schemas {kind}.{key}: rename one"
-                    )
+                    raise SamplingParamsError(f"`tools` define different schemas {kind}.{key}: rename one")
         properties = {"name": {"const": name}, "parameters": parameters}
         calls.append(
             {

@@ -121,6 +121,7 @@ def test_cold_starts_have_empty_caches_and_warm_ones_those_of_the_last(
     assert png.startswith(b"\x89PNG")
     figure = draw_starts.__wrapped__(first, phase_names(runs), title="t")  # type: ignore[attr-defined]
     assert len({axes.get_xlim() for axes in figure.axes}) == 1 < len(figure.axes), "starts can be compared"
+    assert {axes.get_xscale() for axes in figure.axes} == {"linear"}, "a bar is as long as its time"
 
 
 def test_starts_from_a_capture_cache_come_last_and_have_nothing_else(

@@ -151,6 +151,11 @@ def test_a_chat_is_put_into_the_template(chat: Create, alone: Engine) -> None:
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
     in_parts = [{"role": "developer", "content": parts}, MESSAGES[1]]
     assert chat(temperature=0, messages=in_parts, max_tokens=12).choices[0].message.content == text
+    texts: list[Any] = ["No.", [{"type": "refusal", "refusal": "No."}]]
+    refusals = [[*MESSAGES, {"role": "assistant", "content": text}, MESSAGES[1]] for text in texts]
+    one, other = (chat(messages=said, max_tokens=12, temperature=0).model_dump() for said in refusals)
+    assert one["choices"] == other["choices"]
+    assert one["usage"] == other["usage"]
     # Without max_tokens, a chat goes on to the model's limit.
     assert chat(temperature=0).usage.total_tokens == 256
 
@@ -217,7 +222,7 @@ def test_end_of_sequence_ends_a_chat_unless_ignored(model: Model) -> None:
         ask["chat_template_kwargs"] = {"messages": []}
         refused = served.post("/v1/chat/completions", messages=MESSAGES, **ask)
         assert refused.status_code == 400
-        assert "chat_template_kwargs must name variables" in refused.text
+        assert "`chat_template_kwargs` must name variables" in refused.text
         del ask["chat_template_kwargs"]
         (choice,) = served.complete(prompt="The sea", **ask)["choices"]
         assert choice["prompt_token_ids"].count(BOS_TOKEN_ID) == 1
@@ -243,11 +248,19 @@ def test_models_health_and_version(served: Served, client: openai.OpenAI) -> Non
         client.models.retrieve("gpt-4")
 
     assert served.http.get("/health").json() == {"status": "ok"}
+    assert (served.http.head("/health").status_code, served.http.head("/health").content) == (200, b"")
     assert served.http.get("/version").json()["version"]
 
 
 def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
-    harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "presence_penalty": 0, "logit_bias": {}}
+    harmless = {
+        "user": "me",
+        "request_id": "a",
+        "metadata": {"a": "b"},
+        "store": False,
+        "presence_penalty": 0,
+        "logit_bias": {},
+    }
     neutral = {"echo": False, "best_of": 1, "suffix": None, "temperature": None, "stop": None, "stream": None}
     assert served.complete(prompt=[1], max_tokens=1, **harmless, **neutral)["model"] == MODEL
 

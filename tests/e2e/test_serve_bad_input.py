@@ -36,6 +36,14 @@ def refused(response: httpx.Response, status: int = 400) -> str:
     return str(error["message"])
 
 
+def check(response: httpx.Response, body: dict[str, Any], message: str) -> None:
+    """It is refused with this message, and the field is named for programs."""
+    assert message in refused(response)
+    error = response.json()["error"]
+    if error["code"] is None and body.keys().isdisjoint({"prompt", "half \ud800"}):
+        assert error["param"] in {*body, "structured_outputs"}
+
+
 # Beside a prompt of one token, unless the request gives another; and what the answer says of it.
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "`prompt` must be a text, token ids"),
@@ -74,6 +82,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"slo": {"ttft": 5}}, "`slo.ttft` is no field"),
     ({"slo": "ttft:5"}, "`slo`"),
     ({"max_token": 5}, "`max_token` is no field of this request: leave it out, or correct its name"),
+    ({"max-tokens": 5}, "`max-tokens` is no field of this request"),
     ({"suffix": "x"}, '`suffix` is not supported by this server: leave it out, or give ""'),
     ({"best_of": True}, "`best_of` is not supported"),
     ({"frequency_penalty": 2.5}, "`frequency_penalty`: input should be less than or equal to 2"),
@@ -94,7 +103,7 @@ def shown(value: object) -> str:
 def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, stream: bool) -> None:
     content = json.dumps({"prompt": [1], "stream": stream} | body)
     response = served.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
-    assert message in refused(response)
+    check(response, body, message)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +111,33 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
     [
         ({"messages": None}, "`messages` must be a list of messages"),
         ({"messages": []}, "`messages` must be a list of messages"),
-        ({"messages": [{"role": "user"}]}, "content (a text, or a list of"),
-        ({"messages": [{"role": "user", "content": None, "refusal": None}]}, "content (a text, or a list of"),
+        ({"messages": [*USER, 5]}, "`messages.1`: input should be a valid dictionary, found 5"),
+        ({"messages": [*USER, {"content": "x"}]}, "`messages.1.role` is required"),
+        ({"messages": [*USER, {"role": "user"}]}, "`messages.1`: `content` is required of role user"),
+        (
+            {"messages": [{"role": "tool", "content": None}]},
+            "`messages.0`: `content` is required of role tool",
+        ),
         (
             {"messages": [{"role": "function", "content": "x"}]},
-            "role (system, developer, user, assistant or tool)",
+            "`messages.0.role`: input should be 'system',",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "`messages` must be"),
+        (
+            {"messages": [*USER, {"role": "user", "content": [{"type": "image_url"}]}]},
+            '`messages.1.content` must be a text, or a list of {"type": "text", "text": …} (no images, audio or '
+            "files); found [{'type': 'image_url'}]",
+        ),
+        (
+            {"tool_choice": "any"},
+            '`tool_choice` must be "none", "auto", "required", or {"type": "function", "f',
+        ),
+        ({"stream_options": 5}, "`stream_options`: input should be a valid dictionary, found 5"),
+        (
+            {"structured_outputs": {"json": 5}},
+            "`structured_outputs.json`: input should be a valid string, found 5",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "`chat_template_kwargs` must name variables"),
+        ({"stream": True, "prompt_logprobs": 1}, "`stream` has no log-probabilities of the prompt"),
         (
             {"guided_json": {"not": {}}},
             "structured_outputs.json (response_format, guided_json) is not supported or too",
@@ -136,7 +165,7 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
             {"structured_outputs": {"regex": "a", "choice": ["b"]}},
             "exactly one of json, regex, choice, grammar",
         ),
-        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "give only one of response_format"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "exclude each other"),
         ({"structured_outputs": {"backend": "x"}}, "`structured_outputs.backend` is no field"),
         (
             {"guided_choice": []},
@@ -150,7 +179,7 @@ def test_a_bad_completion(served: Served, body: dict[str, Any], message: str, st
     ids=shown,
 )
 def test_a_bad_chat(served: Served, body: dict[str, Any], message: str) -> None:
-    assert message in refused(served.post(CHATS, **({"messages": USER} | body)))
+    check(served.post(CHATS, **({"messages": USER} | body)), body, message)
 
 
 BODIES = (

@@ -207,20 +207,36 @@ def test_texts_and_conversations_as_tokens(model: Model) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/tokenize", {}, "either `prompt` or `messages` is required"),
-        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "either `prompt`"),
+        ("/tokenize", {}, "`prompt` or `messages` is required, and not both"),
+        (
+            "/tokenize",
+            {"prompt": "x", "messages": [{"role": "user", "content": "x"}]},
+            "`prompt` or `messages`",
+        ),
         ("/tokenize", {"prompt": "x" * 800}, "no text of more than 756 characters fits"),
         ("/tokenize", {"prompt": "x", "chat_template": "y"}, "`chat_template` is not supported"),
         ("/detokenize", {}, "`tokens` is required"),
         ("/detokenize", {"tokens": [-1]}, "`tokens.0`"),
-        ("/detokenize", {"tokens": [1] * 65}, "at most 64 tokens"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tools": 1}},
+            "`chat_template_kwargs` must name",
+        ),
+        ("/detokenize", {"tokens": [1] * 65}, "`tokens` may be at most 64 here, found 65"),
+        ("/detokenize", {"tokens": [5, 10**6]}, "`tokens` must be of the vocabulary of"),
         ("/detokenize", {"tokens": [1], "model": "other"}, "'other' is not served here"),
     ],
 )
-def test_what_the_tokenizer_refuses(served: Served, path: str, body: dict[str, Any], message: str) -> None:
+def test_what_the_tokenizer_refuses(
+    served: Served, path: str, body: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     response = served.post(path, **body)
+    assert served.http.get("/health").is_success, "the connection is still open"
+    assert "Exception" not in caplog.text
     assert response.status_code in (400, 404)
-    assert message in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert message in error["message"]
+    assert error["code"] or error["param"] in (*body, "tokens", "prompt")
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path, no_tokenizer: None) -> None:

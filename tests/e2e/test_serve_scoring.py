@@ -107,8 +107,8 @@ def test_a_stream_echoes_the_text_first(scoring: Served) -> None:
     ("body", "message"),
     [
         ({"max_tokens": 0}, "`max_tokens` of 0 is for prompts alone: give `echo` or `prompt_logprobs`"),
-        ({"prompt_logprobs": 1, "stream": True}, "a stream has no log-probabilities of the prompt"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "a stream has no log-probabilities of the prompt"),
+        ({"prompt_logprobs": 1, "stream": True}, "`stream` has no log-probabilities"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "`stream` has no log-probabilities"),
         ({"prompt_logprobs": 21}, "`prompt_logprobs`"),
         ({"prompt_logprobs": -1}, "`prompt_logprobs`"),
     ],

@@ -141,6 +141,8 @@ def test_an_unknown_setting_names_the_nearest() -> None:
         EngineConfig.of("tiny", max_seqs=3)
     with pytest.raises(ConfigError, match="no setting 'zzz': choose among model, revision, load_format"):
         EngineConfig.of("tiny", zzz=3)
+    with pytest.raises(ConfigError, match="slo: 'ttft:x' is no latency target: write"):
+        EngineConfig.of("tiny", slo="ttft:x")
 
 
 def test_every_setting_is_described() -> None:

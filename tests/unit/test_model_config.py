@@ -328,6 +328,7 @@ def test_resolve_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, problem in {
         "nowhere": f"'nowhere': expected a folder with config.json, a hub id .* or .* {presets}",
         "./no/where": "unknown model './no/where': expected a folder",
+        "Qwen/": "unknown model 'Qwen/': expected .* a hub id NAME/MODEL such as",
         "a-file": "unknown model 'a-file': expected a folder",
         "Llama-3.1-8": r"unknown model 'Llama-3.1-8': there is no such preset; did you mean llama-3\.1-8b\?",
         "models/Qwen3-0.6B-Q8_0.gguf": "is a GGUF file, which is not read: give the folder or the hub id",
