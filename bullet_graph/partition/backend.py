@@ -151,8 +151,6 @@ def open_backend(
     partitions: Sequence[SmPartition],
     *,
     device: int = 0,
-    openers: Mapping[str, BackendOpener] = OPENERS,
-    make_probe: Callable[[int], SmidProbe] = SmidProbe,
 ) -> tuple[PartitionBackend, str]:
     """Open a back end that holds all the partitions, each proven on this GPU, and say why in one line.
 
@@ -161,19 +159,19 @@ def open_backend(
 
     Raises PartitionError where there is no such back end, it cannot be opened here, or a partition does not hold.
     """
-    if name != AUTO and name not in openers:
+    if name != AUTO and name not in OPENERS:
         raise PartitionError(
-            f"the partition back end must be one of {', '.join((AUTO, *openers))}, but found {name!r}: choose one"
+            f"the partition back end must be one of {', '.join((AUTO, *OPENERS))}, but found {name!r}: choose one"
         )
-    candidates = [name] if name != AUTO else list(openers)
+    candidates = [name] if name != AUTO else list(OPENERS)
     if name == AUTO and set(partitions) <= {WHOLE_GPU}:
         candidates = ["none"]
     refused: list[str] = []
-    with closing(make_probe(device)) as probe:
+    with closing(SmidProbe(device)) as probe:
         for candidate in candidates:
             try:
                 with ExitStack() as undo:
-                    backend = openers[candidate](make_probe(device))
+                    backend = OPENERS[candidate](SmidProbe(device))
                     undo.callback(backend.close)
                     for partition in partitions:
                         verify(backend, partition, probe)

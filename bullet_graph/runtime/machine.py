@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,6 @@ from bullet_graph.partition import offsets
 from bullet_graph.partition.backend import (
     AUTO,
     OPENERS,
-    BackendOpener,
     NoneBackend,
     PartitionBackend,
     open_backend,
@@ -134,12 +133,7 @@ class Machine:
     model_problem: str | None
 
 
-def look_around(
-    asked: EngineConfig,
-    *,
-    openers: Mapping[str, BackendOpener] = OPENERS,
-    make_probe: Callable[[int], SmidProbe] = SmidProbe,
-) -> Machine:
+def look_around(asked: EngineConfig) -> Machine:
     """Look for everything that an engine would need; it reports problems, raises nothing and leaves nothing open.
 
     The memory of ``asked.model`` is planned unless that is "". All partition back ends are checked for "auto", and a
@@ -163,12 +157,7 @@ def look_around(
     # Last: a driver that fails under a probe may take the context with it.
     if gpu is not None:
         partitions = check_partitions(
-            asked.partition_backend,
-            asked.decode_sms,
-            num_sms=gpu.num_sms,
-            device=device.index,
-            openers=openers,
-            make_probe=make_probe,
+            asked.partition_backend, asked.decode_sms, num_sms=gpu.num_sms, device=device.index
         )
     return Machine(
         platform=platform.platform(),
@@ -269,13 +258,7 @@ def default_decode_sms(num_sms: int) -> tuple[int, ...]:
 
 
 def check_partitions(
-    name: str,
-    decode_sms: Iterable[int],
-    *,
-    num_sms: int,
-    device: int = 0,
-    openers: Mapping[str, BackendOpener] = OPENERS,
-    make_probe: Callable[[int], SmidProbe] = SmidProbe,
+    name: str, decode_sms: Iterable[int], *, num_sms: int, device: int = 0
 ) -> PartitionChecks:
     """Open each back end, prove the sizes one by one, and close it; their failures are reported, not raised.
 
@@ -286,28 +269,22 @@ def check_partitions(
     # "none" has the whole GPU only; it is checked for sizes only where it was asked for.
     sizes = asked if asked or name == NoneBackend.name else default_decode_sms(num_sms)
     backends = []
-    for candidate in openers if name == AUTO else (name,):
+    for candidate in OPENERS if name == AUTO else (name,):
         wanted = () if name == AUTO and candidate == NoneBackend.name else sizes
-        backends.append(_check_backend(candidate, (None, *wanted), device, openers[candidate], make_probe))
+        backends.append(_check_backend(candidate, (None, *wanted), device))
     try:
         partitions = [partition_of(size, num_sms=num_sms) for size in (None, *sizes)]
-        chosen, why = open_backend(name, partitions, device=device, openers=openers, make_probe=make_probe)
+        chosen, why = open_backend(name, partitions, device=device)
         chosen.close()
     except PartitionError as error:
         return PartitionChecks(sizes, tuple(backends), None, str(error))
     return PartitionChecks(sizes, tuple(backends), chosen.name, why)
 
 
-def _check_backend(
-    name: str,
-    sizes: Iterable[int | None],
-    device: int,
-    opener: BackendOpener,
-    make_probe: Callable[[int], SmidProbe],
-) -> BackendCheck:
+def _check_backend(name: str, sizes: Iterable[int | None], device: int) -> BackendCheck:
     granularity, checks = None, []
     try:
-        with closing(make_probe(device)) as probe, closing(opener(make_probe(device))) as backend:
+        with closing(SmidProbe(device)) as probe, closing(OPENERS[name](SmidProbe(device))) as backend:
             granularity = backend.granularity_sms
             checks = [_check_size(backend, size, probe) for size in sizes]
     except PartitionError as error:

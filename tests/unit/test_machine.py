@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,6 +14,7 @@ from fakes.fake_driver import CUresult, FakeDriver, MaskBackend, fake_probe
 from fakes.machines import DRIVER, GPU, asked_for, complete_machine, finding, not_green
 
 from bullet_graph.errors import PartitionError
+from bullet_graph.partition import backend as backend_module
 from bullet_graph.partition import offsets
 from bullet_graph.partition.backend import BackendOpener, NoneBackend
 from bullet_graph.partition.green import GreenBackend
@@ -34,6 +34,8 @@ from bullet_graph.runtime.machine import (
 )
 
 Check = Callable[..., PartitionChecks]
+Probe = Callable[[int], SmidProbe]
+Take = Callable[[Probe], None]
 AUTO, CPU = asked_for(), asked_for(device="cpu")
 
 
@@ -52,10 +54,22 @@ OPENERS: dict[str, BackendOpener] = {"smctrl": LeakyBackend, "green": GreenBacke
 
 
 @pytest.fixture
-def check(gpu: FakeDriver) -> Check:
-    def check(name: str, decode_sms: tuple[int, ...], **changes: Any) -> PartitionChecks:
-        settings = {"openers": OPENERS, "make_probe": partial(probe_of, gpu)} | changes
-        found = check_partitions(name, decode_sms, num_sms=132, **settings)
+def take(monkeypatch: pytest.MonkeyPatch) -> Take:
+    """Has this probe, and these back ends, in place of the real ones."""
+
+    def take(probe: Probe) -> None:
+        for module in (machine_module, backend_module):
+            monkeypatch.setattr(module, "OPENERS", OPENERS)
+            monkeypatch.setattr(module, "SmidProbe", probe)
+
+    return take
+
+
+@pytest.fixture
+def check(gpu: FakeDriver, take: Take) -> Check:
+    def check(name: str, decode_sms: tuple[int, ...], probe: Probe | None = None) -> PartitionChecks:
+        take(probe or partial(probe_of, gpu))
+        found = check_partitions(name, decode_sms, num_sms=132)
         # Everything is closed, and the page can be printed.
         assert gpu.live == {}
         assert gpu.retained == 0
@@ -117,7 +131,7 @@ def test_sizes_that_cannot_be(check: Check) -> None:
 def test_a_library_that_every_back_end_needs(check: Check) -> None:
     # Outside the choice of a back end, and inside: the error may not get through.
     need = "SM partitions need cuda-python 13"
-    found = check("auto", (), make_probe=Mock(side_effect=PartitionError(need)))
+    found = check("auto", (), Mock(side_effect=PartitionError(need)))
     assert [backend.problems for backend in found.backends] == [(need,)] * 3
     assert (found.choice, found.why) == (None, need)
     levels = not_green(diagnose(AUTO, complete_machine(partitions=found)))
@@ -125,10 +139,11 @@ def test_a_library_that_every_back_end_needs(check: Check) -> None:
     assert levels["back end smctrl"] is Level.YELLOW
 
 
-def test_a_gpu_that_fails_midway_is_told(gpu: FakeDriver) -> None:
+def test_a_gpu_that_fails_midway_is_told(gpu: FakeDriver, take: Take) -> None:
+    take(partial(probe_of, gpu))
     gpu.retained = 1  # by torch
     gpu.fail["cuStreamDestroy"] = CUresult.CUDA_ERROR_INVALID_VALUE
-    found = check_partitions("none", (), num_sms=132, openers=OPENERS, make_probe=partial(probe_of, gpu))
+    found = check_partitions("none", (), num_sms=132)
     assert "cuStreamDestroy" in str(found.backends[0].problem)
     assert found.choice is None
 
@@ -203,9 +218,10 @@ def torch_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("torch_gpu")
-def test_looking_at_a_gpu(gpu: FakeDriver) -> None:
+def test_looking_at_a_gpu(gpu: FakeDriver, take: Take) -> None:
+    take(partial(probe_of, gpu))
     asked = asked_for(decode_sms=(16,), model="tiny")
-    machine = look_around(asked, openers=OPENERS, make_probe=partial(probe_of, gpu))
+    machine = look_around(asked)
     assert machine.uses_gpu
     assert machine.gpu == dataclasses.replace(GPU, name="H200", total_bytes=9, free_bytes=5, num_gpus=2)
     assert machine.gpu_path_problem == "ImportError: that"
@@ -217,14 +233,15 @@ def test_looking_at_a_gpu(gpu: FakeDriver) -> None:
 
 
 @pytest.mark.usefixtures("torch_gpu")
-def test_a_gpu_that_fails_and_one_that_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_fails_and_one_that_is_left_alone(monkeypatch: pytest.MonkeyPatch, take: Take) -> None:
+    take(lambda _: pytest.fail("the GPU was used"))
     problem = "CUDA error: all devices are busy"
     ask = Mock(side_effect=RuntimeError(problem))
     monkeypatch.setattr(torch.cuda, "mem_get_info", ask)
-    machine = look_around(AUTO, openers={}, make_probe=lambda _: pytest.fail("the GPU was used"))
+    machine = look_around(AUTO)
     assert (machine.gpu, machine.gpu_problem) == (None, problem)
     assert not diagnose(AUTO, machine).works
     ask.reset_mock()
-    machine = look_around(CPU, make_probe=lambda _: pytest.fail("the GPU was used"))
+    machine = look_around(CPU)
     assert (machine.uses_gpu, machine.gpu, machine.gpu_path_problem) == (False, None, None)
     ask.assert_not_called()

@@ -1,12 +1,13 @@
 """Verification, green contexts, no partitions, and the choice between back ends, on a fake GPU."""
 
 from collections.abc import Callable
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from fakes.fake_driver import CUresult, FakeDriver, MaskBackend, fake_probe
 
 from bullet_graph.errors import PartitionError
+from bullet_graph.partition import backend as backend_module
 from bullet_graph.partition.backend import OPENERS, NoneBackend, PartitionBackend, open_backend, verify
 from bullet_graph.partition.green import GreenBackend
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, Lane, SmPartition, lane_masks, sm_ranges
@@ -252,7 +253,8 @@ def opened(
 ) -> tuple[PartitionBackend, str]:
     """A choice between the real back ends, but for stream masks this one, on one fake GPU."""
     openers = {"smctrl": smctrl, "green": GreenBackend, "none": NoneBackend}
-    return open_backend(name, partitions, openers=openers, make_probe=lambda _: fake_probe(gpu))
+    with patch.multiple(backend_module, OPENERS=openers, SmidProbe=lambda _: fake_probe(gpu)):
+        return open_backend(name, partitions)
 
 
 def no_offset(probe: SmidProbe) -> PartitionBackend:
