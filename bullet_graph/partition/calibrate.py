@@ -84,8 +84,6 @@ class Calibration:
 Seeds = tuple[int, ...]
 """The seed of each random mask that a child writes; without any it only checks that it reaches all SMs."""
 
-RunChild = Callable[[int, Seeds], Outcome]
-
 
 def run_child(
     offset: int, seeds: Seeds, *, timeout_s: float = TIMEOUT_S, bootstrap: str = BOOTSTRAP
@@ -118,19 +116,14 @@ def run_child(
         return Outcome(Verdict.CRASHED, f"exit status {child.returncode}, no verdict: {stderr}")
 
 
-def calibrate(
-    *,
-    driver: DriverId | None = None,
-    run_child: RunChild = run_child,
-    advance: Callable[[int], object] = lambda _: None,
-) -> Calibration:
+def calibrate(*, advance: Callable[[int], object] = lambda _: None) -> Calibration:
     """Find the one offset at which a mask acts, and prove it: about a minute on an idle GPU.
 
     Every candidate is tried: a second offset that acts must not go unseen. ``advance`` is told of each try
     that is done. Raises PartitionError without driver or GPU, or where no offset acts, several do, or the proof fails.
     """
     started = time.monotonic()
-    driver = driver or identify_driver()
+    driver = identify_driver()
     # Without seeds nothing is written. A child must work at all, else every try would fail for the same reason.
     look = run_child(CANDIDATES[0], ())
     if look.verdict is not Verdict.HONOURED:
@@ -138,7 +131,7 @@ def calibrate(
             f"a child process must reach all SMs of the GPU before offsets can be tried, but it {look.verdict} "
             f"({look.detail}): see to that first"
         )
-    outcomes = _search(run_child, advance)
+    outcomes = _search(advance)
     verdicts = Counter(outcome.verdict for outcome in outcomes.values())
     found = [offset for offset, outcome in outcomes.items() if outcome.verdict is Verdict.HONOURED]
     if len(found) != 1:
@@ -148,7 +141,7 @@ def calibrate(
             f"{', '.join(map(hex, sorted(found))) or 'none'} ({len(outcomes)} tried; {summary}): let the GPU be idle "
             "and try again; if that changes nothing, use --partition-backend green"
         )
-    prove(found[0], run_child=run_child)
+    prove(found[0])
     return Calibration(
         driver=driver,
         offset=found[0],
@@ -159,7 +152,7 @@ def calibrate(
     )
 
 
-def prove(offset: int, *, run_child: RunChild = run_child) -> None:
+def prove(offset: int) -> None:
     """Prove an offset on this machine, in processes of their own; PartitionError where it does not hold."""
     for seeds in PROOF_SEEDS:
         proof = run_child(offset, seeds)
@@ -170,7 +163,7 @@ def prove(offset: int, *, run_child: RunChild = run_child) -> None:
             )
 
 
-def _search(run_child: RunChild, advance: Callable[[int], object]) -> dict[int, Outcome]:
+def _search(advance: Callable[[int], object]) -> dict[int, Outcome]:
     outcomes: dict[int, Outcome] = {}
     pool = ThreadPoolExecutor(JOBS)
     try:
@@ -180,10 +173,10 @@ def _search(run_child: RunChild, advance: Callable[[int], object]) -> dict[int, 
             advance(1)
     finally:
         pool.shutdown(cancel_futures=True)
-    return {offset: _settle(offset, outcome, run_child) for offset, outcome in outcomes.items()}
+    return {offset: _settle(offset, outcome) for offset, outcome in outcomes.items()}
 
 
-def _settle(offset: int, outcome: Outcome, run_child: RunChild) -> Outcome:
+def _settle(offset: int, outcome: Outcome) -> Outcome:
     """Try again, alone, where another child may be to blame: memory was short, or a fault spread."""
     if outcome.verdict in (Verdict.NOT_TRIED, Verdict.CUDA_ERROR):
         outcome = run_child(offset, SEARCH_SEEDS)

@@ -12,12 +12,12 @@ _NUM_WARMUPS = 2
 _NUM_REPEATS = {"cuda": 20, "cpu": 5}
 
 
-def measure_copy_gb_per_s(device: str, *, num_bytes: int | None = None) -> float:
+def measure_copy_gb_per_s(device: str) -> float:
     """Bandwidth of a large copy within the device's memory, in 10⁹ bytes read plus written per second (median).
 
-    The source has ``num_bytes``, by default 4 GiB on a GPU and 256 MiB on the CPU; the target takes as much again.
+    The source has 4 GiB on a GPU and 256 MiB on the CPU; the target takes as much again.
     """
-    size = _NUM_BYTES[device] if num_bytes is None else num_bytes
+    size = _NUM_BYTES[device]
     # Random bytes: constant ones draw less power and may run faster than real data.
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)

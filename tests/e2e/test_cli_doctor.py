@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,8 @@ from fakes.machines import DRIVER, complete_machine
 
 from bullet_graph.cli import doctor
 from bullet_graph.errors import PartitionError
-from bullet_graph.partition.calibrate import Outcome, Verdict, calibrate
+from bullet_graph.partition import calibrate as calibrate_module
+from bullet_graph.partition.calibrate import Outcome, Verdict
 from bullet_graph.partition.offsets import DriverId, remembered
 from bullet_graph.partition.smctrl import identify_driver
 from bullet_graph.runtime.machine import Machine
@@ -136,7 +136,8 @@ def offsets_act(monkeypatch: pytest.MonkeyPatch, *acting: int, driver: DriverId 
         works = not seeds or offset in acting
         return Outcome(Verdict.HONOURED if works else Verdict.NO_EFFECT)
 
-    monkeypatch.setattr(doctor, "calibrate", partial(calibrate, driver=driver, run_child=child))
+    monkeypatch.setattr(calibrate_module, "run_child", child)
+    monkeypatch.setattr(calibrate_module, "identify_driver", lambda: driver)
 
 
 UNKNOWN = dataclasses.replace(DRIVER, cuda_version=13990)

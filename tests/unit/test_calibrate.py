@@ -3,13 +3,13 @@
 import ctypes
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
-from unittest.mock import DEFAULT, Mock
+from unittest.mock import DEFAULT, Mock, patch
 
 import pytest
 from fakes.fake_driver import FakeDriver, fake_probe
@@ -26,6 +26,7 @@ from bullet_graph.partition.calibrate import (
     CANDIDATES,
     PROOF_SEEDS,
     SEARCH_SEEDS,
+    Calibration,
     Outcome,
     Verdict,
     calibrate,
@@ -62,12 +63,20 @@ class FakeChildren:
             return Outcome(verdict.pop(0) if isinstance(verdict, list) else verdict, "what it said")
 
 
+def calibrated_with(
+    run: Callable[..., Outcome], *, driver: DriverId = DRIVER, advance: Callable[[int], object] = id
+) -> Calibration:
+    """A calibration of this driver, with a function in place of the child processes."""
+    with patch.multiple(calibrate_module, run_child=run, identify_driver=lambda: driver):
+        return calibrate(advance=advance)
+
+
 def test_the_one_offset_is_found_and_proven() -> None:
     children = FakeChildren(
         {OFFSET: Verdict.HONOURED, 0x300: Verdict.CRASHED, 0x304: Verdict.CRASHED, 0x900: Verdict.TIMED_OUT}
     )
     seen: list[int] = []
-    found = calibrate(driver=DRIVER, run_child=children, advance=seen.append)
+    found = calibrated_with(children, advance=seen.append)
     assert (found.driver, found.offset) == (DRIVER, OFFSET)
     assert (found.tries, found.crashed, found.timed_out) == (385, 2, 1)
     assert found.seconds > 0
@@ -78,8 +87,8 @@ def test_the_one_offset_is_found_and_proven() -> None:
 
 
 def test_the_line_to_contribute_is_a_line_of_the_table() -> None:
-    found = calibrate(
-        driver=DriverId(13000, RELEASE, "x86_64"), run_child=FakeChildren({OFFSET: Verdict.HONOURED})
+    found = calibrated_with(
+        FakeChildren({OFFSET: Verdict.HONOURED}), driver=DriverId(13000, RELEASE, "x86_64")
     )
     line, comment = found.table_line.split("  # ")
     assert comment == f"calibrated on {RELEASE}"
@@ -113,20 +122,20 @@ NOT_HONOURED = [verdict for verdict in Verdict if verdict is not Verdict.HONOURE
 def test_no_offset_is_proven(verdicts: Mapping[int, Verdict | list[Verdict]], message: str) -> None:
     children = FakeChildren(verdicts)
     with pytest.raises(PartitionError, match=message):
-        calibrate(driver=DRIVER, run_child=children)
+        calibrated_with(children)
 
 
 @pytest.mark.parametrize("verdict", [Verdict.CUDA_ERROR, Verdict.NOT_TRIED])
 def test_what_may_be_another_childs_fault_is_tried_again(verdict: Verdict) -> None:
     children = FakeChildren({OFFSET: [verdict] + [Verdict.HONOURED] * 3})
-    assert calibrate(driver=DRIVER, run_child=children).offset == OFFSET
+    assert calibrated_with(children).offset == OFFSET
 
 
 @pytest.mark.parametrize("verdict", NOT_HONOURED)
 def test_nothing_is_tried_where_a_child_cannot_work(verdict: Verdict) -> None:
     run = Mock(return_value=Outcome(verdict, "no GPU"))
     with pytest.raises(PartitionError, match=rf"reach all SMs .* {verdict} \(no GPU\)"):
-        calibrate(driver=DRIVER, run_child=run)
+        calibrated_with(run)
     run.assert_called_once_with(*AROUND)
 
 
@@ -134,7 +143,7 @@ def test_an_error_of_our_own_ends_the_search() -> None:
     reached = Outcome(Verdict.HONOURED)
     run = Mock(side_effect=chain([reached], repeat(OSError("cannot start a process"))))
     with pytest.raises(OSError, match="cannot start"):
-        calibrate(driver=DRIVER, run_child=run)
+        calibrated_with(run)
 
 
 # Child processes

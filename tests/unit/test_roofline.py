@@ -85,7 +85,8 @@ def test_llama_3_1_8b_matches_its_known_size() -> None:
 
 def test_copy_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bullet_graph.perf.bandwidth._time_on_cpu_s", lambda *_: 1e-3)
-    assert measure_copy_gb_per_s("cpu", num_bytes=1_000_000) == pytest.approx(2.0)
+    monkeypatch.setattr("bullet_graph.perf.bandwidth._NUM_BYTES", {"cpu": 1_000_000})
+    assert measure_copy_gb_per_s("cpu") == pytest.approx(2.0)
 
 
 # ---- waves ----
