@@ -82,7 +82,7 @@ class DrainingServer(uvicorn.Server):
         if self._draining is not None:
             self._engine.fail("the server was told to stop at once")
             return
-        logger.info("shutting down: requests under way have %g s", self._drain_s)
+        logger.warning("shutting down: requests under way have %g s", self._drain_s)
         self.gate.closed = True
         self.should_exit = True
         self._draining = asyncio.get_running_loop().create_task(self._drain())

@@ -113,6 +113,7 @@ def test_told_to_stop_it_aborts_what_does_not_end_and_exits_in_good_order(
     assert server.wait() == 0
     assert time.monotonic() - begin_s < 20
     assert load.endings() == ["data: [DONE]"] * 3
+    assert "shutting down: requests under way have" in "".join(server.stderr)
     assert "Traceback" not in "".join(server.stderr)
 
 
