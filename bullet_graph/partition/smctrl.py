@@ -98,7 +98,7 @@ class SmctrlBackend:
 
     A mask acts on launches and captures that follow, so ask right before them. It does not change graphs captured
     earlier, nor the other lane. ``layout`` None takes TPCs by number, which is safe only for kernels without clusters:
-    see :func:`~bullet_graph.partition.masks.require_clusters`. ``cache`` is the file of calibrations.
+    see :func:`~bullet_graph.partition.masks.require_clusters`.
 
     Raises PartitionError where the driver's offset is neither known nor proven.
     """
@@ -106,19 +106,12 @@ class SmctrlBackend:
     name = "smctrl"
     granularity_sms = SMS_PER_TPC
 
-    def __init__(
-        self,
-        probe: SmidProbe,
-        *,
-        layout: GpcLayout | None = None,
-        libcuda: str | Path = LIBCUDA,
-        cache: Path | None = None,
-    ) -> None:
+    def __init__(self, probe: SmidProbe, *, layout: GpcLayout | None = None) -> None:
         with ExitStack() as undo:
             undo.callback(probe.close)
             self.num_sms = probe.num_sms
-            driver = identify_driver(libcuda)
-            trusted = offsets.find(driver, cache)
+            driver = identify_driver()
+            trusted = offsets.find(driver)
             if trusted is None:
                 raise PartitionError(
                     "stream masks need an offset that is known or proven for the driver, but there is none for driver "

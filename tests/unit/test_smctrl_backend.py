@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from fakes.fake_streams import OBJECT_BYTES, RELEASE, FakeLibcuda, object_bytes
 
 from bullet_graph import _smctrl
 from bullet_graph.errors import PartitionError
+from bullet_graph.partition import offsets, smctrl
 from bullet_graph.partition.backend import verify
 from bullet_graph.partition.masks import LANES, WHOLE_GPU, GpcLayout, SmPartition
 from bullet_graph.partition.offsets import DriverId, remember
@@ -45,9 +47,12 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def opened(gpu: FakeDriver, libcuda: FakeLibcuda, cache: Path) -> Open:
+def opened(gpu: FakeDriver, libcuda: FakeLibcuda, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    monkeypatch.setattr(smctrl, "identify_driver", partial(identify_driver, libcuda.path))
+    monkeypatch.setattr(offsets, "cache_file", lambda: cache)
+
     def open_backend(layout: GpcLayout | None = None) -> SmctrlBackend:
-        return SmctrlBackend(fake_probe(gpu), layout=layout, libcuda=libcuda.path, cache=cache)
+        return SmctrlBackend(fake_probe(gpu), layout=layout)
 
     return open_backend
 
