@@ -69,6 +69,8 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     state = SamplingState(MAX_BATCH + 1, config.vocab_size, DEVICE)
     state.last_token.random_(0, config.vocab_size, generator=generator)
     graphs = DecodeGraphs(decoder, state, max_batch_size=MAX_BATCH)
+    # A capture runs the step once: before its tokens are drawn, they may be in no vocabulary.
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.inference_mode(), torch.cuda.stream(stream):
         for rows in reversed(graphs.batch_sizes):

@@ -48,6 +48,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
             EagerLane(decoder, state, max_num_seqs=MAX_SEQS, max_rows=MAX_ROWS, graphs=of_lane)
             for of_lane in (graphs, None)
         )
+        torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             graphs.capture(progress=False)

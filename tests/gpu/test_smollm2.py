@@ -90,9 +90,8 @@ def test_decode_graphs(
         blocks = OWN_BLOCKS[:rows, : position // BLOCK_TOKENS + 1].ravel()
         laid = lay_out(*make_batches((), [position] * rows, blocks=blocks), BLOCK_TOKENS)
         state.last_token[:rows] = tokens[:rows, position]
-        graphs.run(
-            DecodeInputs(laid.decode_slots, laid.positions, laid.kv_slots, laid.kv_indptr, laid.kv_indices)
-        )
+        blocks_of_rows = laid.kv_slots, laid.kv_indptr, laid.kv_indices
+        graphs.run(DecodeInputs(laid.decode_slots, laid.positions, laid.positions + 1, *blocks_of_rows))
         found.append(graphs.logits(rows).clone())
     check(text, found, list(range(LENGTH - 1)), record_property)
 
@@ -107,6 +106,7 @@ def test_prefill_in_chunks(
     if pieces:
         buckets = row_buckets(rows, decoder.config)
         graphs = PiecewiseGraphs(decoder, TritonOps(Gpu.of(DEVICE)), buckets=buckets)
+        torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             graphs.capture(progress=False)
         torch.cuda.synchronize()
