@@ -91,7 +91,7 @@ def test_decode_graphs(
         laid = lay_out(*make_batches((), [position] * rows, blocks=blocks), BLOCK_TOKENS)
         state.last_token[:rows] = tokens[:rows, position]
         blocks_of_rows = laid.kv_slots, laid.kv_indptr, laid.kv_indices
-        graphs.run(DecodeInputs(laid.decode_slots, laid.positions, laid.positions + 1, *blocks_of_rows))
+        graphs.run(DecodeInputs(laid.decode_slots, laid.positions, laid.kv_lens, *blocks_of_rows))
         found.append(graphs.logits(rows).clone())
     check(text, found, list(range(LENGTH - 1)), record_property)
 
