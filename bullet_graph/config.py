@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import PurePath
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -58,7 +58,9 @@ class Policy:
             if value is not None:
                 _require_count(f"a policy's {name}", value)
                 if self.name not in policies:
-                    raise ConfigError(f"a policy's {name} is for {' or '.join(policies)}, not {self.name}")
+                    raise ConfigError(
+                        f"a policy's {name} goes with {' or '.join(policies)}, not with {self.name}"
+                    )
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
@@ -138,21 +140,18 @@ class Setting:
 
 
 def setting(default: Any, text: str, **details: Any) -> Any:
-    """A field with a default, described by a :class:`Setting`."""
+    """A field, with a default unless that is MISSING, described by a :class:`Setting`."""
     described = Setting(text, **details)
     return field(default=default, metadata={"setting": described}, repr=not described.secret)
 
 
 def settings_of(owner: type) -> Mapping[str, Setting]:
     """The settings of a dataclass, by name."""
-    hints = get_type_hints(owner)
-    described = {each.name: each for each in fields(owner) if "setting" in each.metadata}
-    return MappingProxyType(
-        {
-            name: replace(each.metadata["setting"], name=name, default=each.default, hint=hints[name])
-            for name, each in described.items()
-        }
-    )
+    hints, described = get_type_hints(owner), {}
+    for each in fields(owner):
+        if found := each.metadata.get("setting"):
+            described[each.name] = replace(found, name=each.name, default=each.default, hint=hints[each.name])
+    return MappingProxyType(described)
 
 
 RENAMED: Mapping[str, str] = MappingProxyType({"arm": "policy", "canary": "self_check", "Arm": "Policy"})
@@ -182,12 +181,9 @@ class EngineConfig:
     A wrong one raises ConfigError, at construction.
     """
 
-    model: str = field(
-        metadata={
-            "setting": Setting(
-                "A Hugging Face model folder, a hub id such as Qwen/Qwen3-0.6B, or a preset (random weights)."
-            )
-        }
+    model: str = setting(
+        MISSING,
+        "A Hugging Face model folder, a hub id such as Qwen/Qwen3-0.6B, or a preset (random weights).",
     )
     revision: str | None = setting(
         None,
@@ -344,8 +340,10 @@ class EngineConfig:
     def predicts(self) -> bool:
         """Whether the policy predicts from a performance model: ``mixed`` does under a TPOT target, without a size."""
         policy = self.policy
-        by_target = policy.name == "mixed" and policy.chunk_tokens is None and self.slo.tpot_ms is not None
-        return policy.uses_prefill_lane or by_target
+        sized_by_target = (
+            policy.name == "mixed" and policy.chunk_tokens is None and self.slo.tpot_ms is not None
+        )
+        return policy.uses_prefill_lane or sized_by_target
 
     @property
     def chunk_tokens(self) -> int:
@@ -375,9 +373,6 @@ def _require_count(name: str, value: object, minimum: int = 1) -> None:
 def with_settings(signature: inspect.Signature) -> inspect.Signature:
     """A constructor's signature with its ``**settings`` spelled out."""
     own = [each for name, each in signature.parameters.items() if name not in ("self", "settings")]
-    spelled = [
-        each
-        for each in inspect.signature(EngineConfig).parameters.values()
-        if each.name not in signature.parameters
-    ]
+    known = inspect.signature(EngineConfig).parameters
+    spelled = [known[name] for name in known if name not in signature.parameters]
     return signature.replace(parameters=[own[0], *spelled, *own[1:]])

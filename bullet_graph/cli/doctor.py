@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from bullet_graph.cli.options import json_option, parse_sizes, setting_options
+from bullet_graph.cli.options import decode_sms_option, json_option, setting_options
 from bullet_graph.cli.result_file import print_json
 from bullet_graph.config import EngineConfig
 from bullet_graph.models.progress import progress_bar
@@ -27,12 +27,7 @@ _MARKS = {"green": "✓", "yellow": "!", "red": "✗"}
 
 @click.command()
 @setting_options("device", "partition_backend")
-@click.option(
-    "--decode-sms",
-    metavar="N,N,…",
-    callback=parse_sizes,
-    help="Sizes of the decode lane, in SMs, to verify.  [default: a few that suit the GPU]",
-)
+@decode_sms_option("Sizes of the decode lane, in SMs, to verify.", "a few that suit the GPU")
 @click.option("--model", help="Plan this model's memory, under default settings.")
 @click.option(
     "--calibrate",
@@ -75,7 +70,9 @@ def _refuse_other_options() -> None:
     context = click.get_current_context()
     for name in ("device", "partition_backend", "decode_sms", "model"):
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise click.UsageError(f"--calibrate takes no --{name.replace('_', '-')}: run the two in turn")
+            raise click.UsageError(
+                f"--calibrate takes no --{name.replace('_', '-')}: run the two after each other"
+            )
 
 
 def _print_page(diagnosis: Diagnosis) -> None:

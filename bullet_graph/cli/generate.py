@@ -15,6 +15,7 @@ from bullet_graph.cli import EXIT_ERROR
 from bullet_graph.cli.engine_run import open_engine, tell_random_weights
 from bullet_graph.cli.options import engine_options, fit_max_num_seqs
 from bullet_graph.config import EngineConfig
+from bullet_graph.engine.engine import Engine
 from bullet_graph.engine.output import CompletionOutput, OutputKind, RequestOutput
 from bullet_graph.errors import ModelError, PromptError, RequestError
 from bullet_graph.models.tokenizer import Tokenizer
@@ -64,7 +65,9 @@ def _parse_object(_: click.Context, __: click.Parameter, text: str | None) -> di
 @click.option("--top-p", default=1.0, help="Probability mass to sample from, in (0, 1].")
 @click.option("--top-k", default=-1, help="Sample from the K most probable tokens; -1: from all.")
 @click.option("--min-p", default=0.0, help="Least probability, relative to the top token's.")
-@click.option("--presence-penalty", default=0.0, help="Subtracted from generated tokens' logits, in [-2, 2].")
+@click.option(
+    "--presence-penalty", default=0.0, help="Subtracted from logits of generated tokens, in [-2, 2]."
+)
 @click.option("--frequency-penalty", default=0.0, help="The same, once per occurrence.")
 @click.option("--repetition-penalty", default=1.0, help="Divides logits of prompt and generated tokens.")
 @click.option("--bad-words", multiple=True, help="Text that is not generated; may be given again.")
@@ -115,11 +118,10 @@ def generate(
     inputs: list[Prompt] = list(prompts)
     if chat:
         inputs = [_apply_chat_template(str(text), tokenizer, chat_template_kwargs) for text in prompts]
-    accepted = _run(
-        config, prompts, inputs, params, tokenizer, as_json=as_json, trace_decisions=trace_decisions
-    )
+    with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
+        all_accepted = _run(engine, prompts, inputs, params, as_json)
     tell_random_weights(config)
-    if not accepted:
+    if not all_accepted:
         click.get_current_context().exit(EXIT_ERROR)
 
 
@@ -174,44 +176,36 @@ class OrderedPrinter:
 
 
 def _run(
-    config: EngineConfig,
-    prompts: Sequence[Prompt],
-    inputs: Sequence[Prompt],
-    params: SamplingParams,
-    tokenizer: Tokenizer | None,
-    *,
-    as_json: bool,
-    trace_decisions: Path | None,
+    engine: Engine, prompts: Sequence[Prompt], inputs: Sequence[Prompt], params: SamplingParams, as_json: bool
 ) -> bool:
     """Generate from inputs, print under their prompts, and return whether every one was accepted."""
-    with open_engine(config, quiet=as_json, trace_decisions=trace_decisions) as engine:
-        kind = OutputKind.FINAL_ONLY if as_json else OutputKind.DELTA
-        accepted = []
-        for index, prompt in enumerate(inputs):
-            try:
-                engine.add_request(str(index), prompt, params, output_kind=kind)
-                accepted.append(index)
-            except RequestError as error:
-                if len(prompts) == 1:
-                    raise
-                click.echo(f"error: prompt {index + 1}: {error}", err=True)
-                if as_json:
-                    click.echo(json.dumps({"request_id": str(index), "error": str(error)}))
-        if as_json:
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    click.echo(json.dumps(_to_json(output, prompts[int(output.request_id)]), allow_nan=False))
-        else:
-            streams = [(index, sample) for index in accepted for sample in range(params.n)]
-            numbers = {stream: number for number, stream in enumerate(streams)}
-            printer = OrderedPrinter([_label(prompts[i], i, sample, params.n) for i, sample in streams])
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    for completion in output.outputs:
-                        number = numbers[int(output.request_id), completion.index]
-                        printer.push(number, _text(completion, tokenizer))
-                        if completion.finish_reason is not None:
-                            printer.end(number)
+    kind = OutputKind.FINAL_ONLY if as_json else OutputKind.DELTA
+    accepted = []
+    for index, prompt in enumerate(inputs):
+        try:
+            engine.add_request(str(index), prompt, params, output_kind=kind)
+            accepted.append(index)
+        except RequestError as error:
+            if len(prompts) == 1:
+                raise
+            click.echo(f"error: prompt {index + 1}: {error}", err=True)
+            if as_json:
+                click.echo(json.dumps({"request_id": str(index), "error": str(error)}))
+    if as_json:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                click.echo(json.dumps(_to_json(output, prompts[int(output.request_id)]), allow_nan=False))
+    else:
+        streams = [(index, sample) for index in accepted for sample in range(params.n)]
+        numbers = {stream: number for number, stream in enumerate(streams)}
+        printer = OrderedPrinter([_label(prompts[i], i, sample, params.n) for i, sample in streams])
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                for completion in output.outputs:
+                    number = numbers[int(output.request_id), completion.index]
+                    printer.push(number, _text(completion, engine.tokenizer))
+                    if completion.finish_reason is not None:
+                        printer.end(number)
     return len(accepted) == len(prompts)
 
 
@@ -240,14 +234,11 @@ def _text(completion: CompletionOutput, tokenizer: Tokenizer | None) -> str:
 
 
 def _to_json(output: RequestOutput, prompt: Prompt) -> dict[str, Any]:
+    told = dataclasses.asdict(output)
     return {
         "request_id": output.request_id,
         "prompt": prompt if isinstance(prompt, str) else None,
-        "prompt_token_ids": output.prompt_token_ids,
-        "prompt_logprobs": None
-        if output.prompt_logprobs is None
-        else [entry and dataclasses.asdict(entry) for entry in output.prompt_logprobs],
-        "outputs": [dataclasses.asdict(completion) for completion in output.outputs],
+        **{name: told[name] for name in ("prompt_token_ids", "prompt_logprobs", "outputs")},
         "metrics": {name: getattr(output.metrics, name) for name in _METRICS},
         "error": None,
     }

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from bullet_graph.cli.result_file import Output, check_result_file
-from bullet_graph.config import SETTINGS, EngineConfig, Setting, parse_bytes, parse_counts
+from bullet_graph.config import SETTINGS, EngineConfig, Setting, parse_bytes
 from bullet_graph.errors import ConfigError
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -35,7 +35,6 @@ def parsed_by(parse: Callable[[str], Any], without: Any = None) -> OptionCallbac
 
 
 parse_size = parsed_by(parse_bytes)
-parse_sizes = parsed_by(parse_counts, ())
 
 
 def setting_options(*names: str, **defaults: Any) -> Decorator:
@@ -68,6 +67,11 @@ def setting_option(setting: Setting, default: Any = MISSING, **look: Any) -> Dec
     else:
         look["type"] = types[0] if types else hint
     return click.option(flag, setting.name, **look)
+
+
+def decode_sms_option(help_text: str, without: str) -> Decorator:
+    """The option of the setting ``decode_sms``, with what it means to a command with and ``without`` a value."""
+    return setting_option(dataclasses.replace(SETTINGS["decode_sms"], help=help_text, no_value=without))
 
 
 def engine_options(

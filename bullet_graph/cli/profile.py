@@ -8,7 +8,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from bullet_graph.cli.options import FILE, json_option, parse_sizes, setting_options
+from bullet_graph.cli.options import FILE, decode_sms_option, json_option, setting_options
 from bullet_graph.cli.result_file import check_result_file, print_json
 from bullet_graph.cli.tables import print_line, print_table, table_of
 from bullet_graph.config import EngineConfig
@@ -30,12 +30,7 @@ from bullet_graph.runtime.profile import prepare_profile, profile_model
     "partition_backend",
     max_num_seqs=512,
 )
-@click.option(
-    "--decode-sms",
-    metavar="N,N,…",
-    callback=parse_sizes,
-    help="Sizes of the decode lane.  [default: 16,24,32,48,64,80,96, up to three quarters of the GPU]",
-)
+@decode_sms_option("Sizes of the decode lane.", "16,24,32,48,64,80,96, up to three quarters of the GPU")
 @click.option(
     "--time-budget-s",
     type=click.FloatRange(min=0, min_open=True),

@@ -281,18 +281,15 @@ def _misses(request: TracedRequest, occupancy: Occupancy, weights: dict[str, Flo
         if measured_ms is None or limit_ms is None or measured_ms <= limit_ms:
             continue
         if target == "ttft":
-            shares = _ttft_shares(request, measured_ms)
+            scheduled_s = request.first_scheduled_s
+            waited_s = 0.0 if scheduled_s is None else scheduled_s - request.arrival_s
+            queued = min(max(waited_s * 1e3 / measured_ms, 0.0), 1.0)
+            shares = {"queued": queued, "prefill": 1.0 - queued}
         else:
             shares = _late_gap_shares(request, limit_ms, occupancy, weights)
         ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
         misses.append(Miss(request.request_id, target, measured_ms, limit_ms, next(iter(ordered)), ordered))
     return misses
-
-
-def _ttft_shares(request: TracedRequest, ttft_ms: float) -> dict[str, float]:
-    waited_s = 0.0 if request.first_scheduled_s is None else request.first_scheduled_s - request.arrival_s
-    queued = min(max(waited_s * 1e3 / ttft_ms, 0.0), 1.0)
-    return {"queued": queued, "prefill": 1.0 - queued}
 
 
 def _late_gap_shares(

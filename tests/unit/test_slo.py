@@ -43,7 +43,7 @@ def test_other_texts_are_refused_with_the_forms_allowed(text: str) -> None:
 
 
 def test_a_target_given_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ttft_ms is given again"):
+    with pytest.raises(ConfigError, match="ttft_ms is given twice"):
         Slo.parse(["ttft:500", "ttft:600"])
 
 
