@@ -226,7 +226,9 @@ def _is_real(value: object, least: float, most: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_int(value: object, least: float = -math.inf, most: float = math.inf, or_none: bool = False) -> bool:
+def _is_int(
+    value: object, least: float = -math.inf, most: float = math.inf, *, or_none: bool = False
+) -> bool:
     if value is None:
         return or_none
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

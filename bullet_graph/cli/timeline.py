@@ -45,7 +45,9 @@ def draw_timeline(trace: Trace, window: Window) -> Figure:
 
 def _draw_policies(axes: Any, occupancy: Occupancy, edges_s: FloatArray, origin_s: float) -> None:
     """A strip coloured by the policy, each as high as its share of the time."""
-    policies = {policy: _means(occupancy, part, edges_s) for policy, part in occupancy.by_policy().items()}
+    policies = {
+        policy: _means(occupancy, weights, edges_s) for policy, weights in occupancy.by_policy().items()
+    }
     colours = [POLICY_COLOURS.get(policy, _UNKNOWN_POLICY) for policy in policies]
     if policies:
         _stack(axes, edges_s - origin_s, policies, colours)

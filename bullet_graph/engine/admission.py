@@ -92,7 +92,9 @@ class Admission:
             )
         outside = ids[(ids < 0) | (ids >= self._model.vocab_size)]
         if len(outside):
-            raise PromptError(f"token id {outside[0]} is outside the vocabulary of {self._model.vocab_size}")
+            raise PromptError(
+                f"token id {outside[0]} is outside the vocabulary of {self._model.vocab_size} tokens"
+            )
         if len(ids) >= self._max_model_len:
             raise PromptError(
                 f"the prompt has {len(ids)} tokens; with max_model_len={self._max_model_len} it may have at most "

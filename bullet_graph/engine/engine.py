@@ -180,7 +180,9 @@ class Engine:
         self.shutdown()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an Engine cannot be pickled or copied: it owns a device; make one in each process")
+        raise TypeError(
+            "an Engine cannot be pickled or copied, for it owns a device: make one in each process"
+        )
 
     # ---- requests one by one ----
 

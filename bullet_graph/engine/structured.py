@@ -197,7 +197,9 @@ def _check_cost(schema: str) -> None:
             f"schemas, there may be {_MOST_COMBINED_PATTERNS}"
         )
     if num_names > _MOST_NAME_PATTERNS:
-        raise ValueError(f"patternProperties: {num_names} were found, and {_MOST_NAME_PATTERNS} are allowed")
+        raise ValueError(
+            f"patternProperties: {num_names} were found, and {_MOST_NAME_PATTERNS} are allowed in all"
+        )
 
 
 def _unsupported(structured: StructuredOutputs, reason: str) -> str:

@@ -32,7 +32,9 @@ class DecisionTrace:
         try:
             self._file = path.open("w" if overwrite else "x", buffering=_BUFFER_BYTES, encoding="utf-8")
         except FileExistsError:
-            raise ConfigError(f"the trace file {path} exists: set overwrite, or give another name") from None
+            raise ConfigError(
+                f"the trace file {path} exists: allow overwriting it, or give another name"
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"the trace file {path} cannot be made ({error.strerror}): give a name in a folder that exists and "

@@ -191,8 +191,10 @@ def read_trace(path: Path) -> Trace:
                     pending[record.ticket] = len(launches)
                     launches.append(record)
                 case _Retirement(ticket, time_s, device_ms):
-                    at = pending.pop(ticket)
-                    launches[at] = dataclasses.replace(launches[at], retired_s=time_s, device_ms=device_ms)
+                    index = pending.pop(ticket)
+                    launches[index] = dataclasses.replace(
+                        launches[index], retired_s=time_s, device_ms=device_ms
+                    )
                 case TracedRequest():
                     requests.append(record)
                     if record.token_us:
@@ -204,7 +206,9 @@ def read_trace(path: Path) -> Trace:
             ) from None
         last_s = max(last_s, record.time_s)
     if header is None:
-        raise TraceError(f"{path}: the file is empty; name a file that --trace-decisions wrote")
+        raise TraceError(
+            f"{path}: the file is empty; name a file that bullet-graph's --trace-decisions wrote"
+        )
     if pending:
         notes.append(f"launches that were never seen to end, and are left out: {len(pending)}")
     starts = [d.time_s for d in [*decisions.values()][:1]] + [x.time_s for x in launches[:1]]

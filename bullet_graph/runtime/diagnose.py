@@ -222,7 +222,9 @@ def _sizes(checks: Iterable[SizeCheck]) -> str:
 
 
 def _judge_caches(machine: Machine) -> Iterator[Finding]:
-    advice = "it cannot be written, so its work is done anew in each run or fails: let this user write there"
+    advice = (
+        "it cannot be written, so its work is done anew in each run or fails: give this user write permission"
+    )
     for cache in machine.caches:
         name, found = f"cache of {cache.name}", f"{cache.path}, {format_bytes(cache.num_bytes)}"
         yield _finding("caches", name, found, None if cache.is_writable else advice, Level.YELLOW)

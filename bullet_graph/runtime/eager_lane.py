@@ -92,8 +92,10 @@ class EagerLane:
         self._windows = decoder.cache.distinct_windows
         # Fourteen arrays with an entry per row or sequence, two more for each window, and the block ids, twice for
         # prompts that end. A bucket has at most ``max_rows``, too; scored rows are padded.
-        arrays = 14 + 2 * len(self._windows)
-        self._uploader = Uploader(arrays * (max_rows + SCORED_ROWS) + 2 * decoder.cache.num_blocks, device)
+        num_arrays = 14 + 2 * len(self._windows)
+        self._uploader = Uploader(
+            num_arrays * (max_rows + SCORED_ROWS) + 2 * decoder.cache.num_blocks, device
+        )
 
     def run(self, rows: Rows, *, whole_gpu: bool = True) -> tuple[Tensor, Tensor]:
         """Enqueue a whole forward on the current stream; returns as :meth:`finish`."""

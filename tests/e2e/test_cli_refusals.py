@@ -66,7 +66,7 @@ TARGETS = "--goodput ttft:500 tpot:15"
         ("online", "--request-rate trace --time-scale 0", "scale"),
         ("online", "--goodput 500", "'500' is no latency target: write ttft:500"),
         ("online", "--goodput ttft:500 e2el:100", "'e2el:100' is no latency target"),
-        ("online", "--goodput ttft:500 ttft:600", "given again"),
+        ("online", "--goodput ttft:500 ttft:600", "given twice"),
         ("online", "--num-prompts 7", "7 requests were asked for, the file holds 2"),
         ("online", "--trace-decisions t --policy mixed --policy serial", "give one --policy"),
         ("online", "--model gpt-9", "unknown model 'gpt-9'"),

@@ -143,7 +143,7 @@ def engine() -> Iterator[Engine]:
 BAD_PROMPTS = [
     ([], "the prompt is empty"),
     (np.array([], dtype=np.int32), "the prompt is empty"),
-    ([512], "token id 512 is outside the vocabulary of 512"),
+    ([512], "token id 512 is outside the vocabulary of 512 tokens"),
     ([1, -1], "token id -1 is outside the vocabulary"),
     ([2**31], "outside the vocabulary"),
     ([2**70], "integer"),

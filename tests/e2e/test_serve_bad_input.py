@@ -55,7 +55,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["x"] * 129}, "up to 128"),
     ({"prompt": ["x"] * 65, "n": 2}, "at most 128 outputs, found 65 prompts with `n`=2"),
     ({"prompt": ""}, "the prompt is empty"),
-    ({"prompt": [512]}, "token id 512 is outside the vocabulary of 512"),
+    ({"prompt": [512]}, "token id 512 is outside the vocabulary of 512 tokens"),
     ({"prompt": [1] * 41}, "a prompt may have at most 40 tokens here, found 41"),
     ({"prompt": "x" * 41}, "a prompt may have at most 40 tokens here, found 41"),
     ({"prompt": "x" * 481}, "no text of more than 480 characters fits, found 481 characters"),

@@ -57,8 +57,8 @@ def test_policies_survive_a_round_trip(name: str, chunk_tokens: int | None) -> N
     [
         *((("mixed", chunk), "chunk_tokens") for chunk in (0, -1, 1.5, "8", True)),
         (("solo",), "serial, mixed, split, auto, got 'solo'"),
-        (("split", 8), "chunk_tokens is for serial or mixed, not split"),
-        (("mixed", None, 48), "decode_sms is for split, not mixed"),
+        (("split", 8), "chunk_tokens goes with serial or mixed, not with split"),
+        (("mixed", None, 48), "decode_sms goes with split, not with mixed"),
     ],
 )
 def test_a_policy_is_checked_however_it_is_made(values: tuple[Any, ...], message: str) -> None:

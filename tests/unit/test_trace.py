@@ -169,7 +169,7 @@ def test_nothing_to_decode_no_targets_and_any_request_id(path: Path) -> None:
 
 def test_a_file_is_overwritten_only_when_asked_and_never_in_a_missing_folder(path: Path) -> None:
     path.write_text("precious\n" * 1000, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"decisions\.jsonl exists: set overwrite"):
+    with pytest.raises(ConfigError, match=r"decisions\.jsonl exists: allow overwriting"):
         begin(path)
     assert path.read_text(encoding="utf-8").startswith("precious")
     begin(path, overwrite=True).close()

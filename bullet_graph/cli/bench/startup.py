@@ -214,7 +214,9 @@ def _kind_fields(kind: str, runs: Sequence[StartRun]) -> dict[str, Any]:
         f"avg_{kind}_first_token_time": float(np.mean([run.first_token_s for run in runs])),
         f"num_iters_{kind}": len(runs),
         f"{kind}_startup_times": [run.startup_s for run in runs],
-        f"{kind}_phases": {name: float(np.mean([s.get(name, 0.0) for s in seconds])) for name in seconds[0]},
+        f"{kind}_phases": {
+            name: float(np.mean([run.get(name, 0.0) for run in seconds])) for name in seconds[0]
+        },
         f"{kind}_runs": [dataclasses.asdict(run) for run in runs],
     }
 
