@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 from bullet_graph.cli.main import main
 from bullet_graph.config import EngineConfig
 from bullet_graph.errors import ConfigError, PerfTableError
-from bullet_graph.perf.profile_plan import from_points
-from bullet_graph.perf.table import read_table
+from bullet_graph.perf.profile_plan import ProfilePoint, from_points
+from bullet_graph.perf.table import PerfTable, read_table
 from bullet_graph.runtime.bursts import Workbench
 from bullet_graph.runtime.performance import table_model
 from bullet_graph.runtime.profile import Prepared, prepare_profile, profile_model
@@ -65,6 +65,11 @@ def command(model: str, output: Path, *more: str) -> Result:
     return CliRunner().invoke(main, [*arguments, "--output", str(output), *more])
 
 
+def all_repeats(table: PerfTable) -> dict[ProfilePoint, list[tuple[float, ...]]]:
+    both = {**from_points(table.points), **from_points(table.held_back)}
+    return {point: repeats for point, (_, repeats) in both.items()}
+
+
 def test_a_profile_by_the_command(model: str, tmp_path: Path, record_property: Record) -> None:
     output = tmp_path / "table.json"
     result = command(model, output, "--json")
@@ -73,7 +78,7 @@ def test_a_profile_by_the_command(model: str, tmp_path: Path, record_property: R
     table = read_table(output)
     assert table.complete
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
-    points = {**from_points(table.points), **from_points(table.held_back)}
+    points = all_repeats(table)
     assert {point.kind for point in points} == {"decode", "prefill", "mixed", "split"}
     assert {point.sms for point in points if point.kind == "decode"} == {None, 32, 64}
     assert all(len(repeats) >= 3 for repeats in points.values())
@@ -110,7 +115,7 @@ def test_an_interrupted_profile_goes_on(model: str, tmp_path: Path, monkeypatch:
     before = read_table(partial)
     assert not before.complete
     # The first burst only heats.
-    assert sum(map(len, {**from_points(before.points), **from_points(before.held_back)}.values())) == 19
+    assert sum(map(len, all_repeats(before).values())) == 19
     with pytest.raises(PerfTableError):
         table_model(before, 64, prepared(model).runtime.model)
     with pytest.raises(ConfigError, match="--restart"):
@@ -123,9 +128,9 @@ def test_an_interrupted_profile_goes_on(model: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Workbench, "measure", short)
     table = profile_model(prepared(model), time_budget_s=BUDGET_S, file=output)
     assert (output.exists(), table.complete, partial.exists()) == (True, True, False)
-    measured = {**from_points(table.points), **from_points(table.held_back)}
+    measured = all_repeats(table)
     # Two bursts heated; no point was measured more often than planned.
     assert len(bursts) - 2 == sum(map(len, measured.values()))
     assert len({len(repeats) for repeats in measured.values()}) == 1
-    for point, repeats in {**from_points(before.points), **from_points(before.held_back)}.items():
+    for point, repeats in all_repeats(before).items():
         assert measured[point][: len(repeats)] == repeats
