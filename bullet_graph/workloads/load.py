@@ -13,11 +13,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from bullet_graph.errors import WorkloadError, first_problem
-from bullet_graph.workloads.synthetic import SYNTHETIC_NAMES, synthetic_workload
-from bullet_graph.workloads.workload import Tokenize, Workload, WorkloadRequest
+from bullet_graph.workloads.synthetic import CHAT_THINK_S, SYNTHETIC_NAMES, synthetic_workload
+from bullet_graph.workloads.workload import Tokenize, TurnBefore, Workload, WorkloadRequest
 
 AZURE_EXCERPTS = ("conv", "code")
 """The first 1,000 requests of these traces are shipped with the package."""
@@ -26,6 +27,8 @@ DEFAULT_SYNTHETIC_REQUESTS = 1000
 
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOST_TOKENS = 10**9
+_HASHED_TOKENS = 512
+"""Tokens that each of Mooncake's ``hash_ids`` stands for."""
 
 
 def load_workload(
@@ -37,7 +40,8 @@ def load_workload(
         spec: ``azure:NAME`` (a shipped excerpt), ``synthetic:NAME``, or a file: ``.csv`` (Azure LLM inference trace),
             ``.json`` (ShareGPT) or ``.jsonl`` (Mooncake).
         num_requests: take the first N, and read no further; None takes the whole trace, or
-            ``DEFAULT_SYNTHETIC_REQUESTS`` of a synthetic workload, which ``seed`` (at least 0) decides.
+            ``DEFAULT_SYNTHETIC_REQUESTS`` of a synthetic workload, which ``seed`` (at least 0) decides. It also decides
+            how long the users of a ShareGPT file think.
         tokenize: counts the tokens of a ShareGPT file; the other sources need none.
 
     Raises:
@@ -66,7 +70,7 @@ def load_workload(
                     f"{path}: a ShareGPT file holds text, so a tokenizer is required to count its tokens and none "
                     "was given; use a model folder with a tokenizer.json"
                 )
-            requests = _sharegpt_requests(path, tokenize)
+            requests = _sharegpt_requests(path, tokenize, seed)
         case _:
             names = [f"azure:{n}" for n in AZURE_EXCERPTS] + [f"synthetic:{n}" for n in SYNTHETIC_NAMES]
             raise WorkloadError(
@@ -131,10 +135,14 @@ class _MooncakeRow(BaseModel):
     timestamp: Annotated[float, Field(strict=True, ge=0, le=2**53)]
     input_length: Annotated[int, Field(strict=True, ge=1, le=_MOST_TOKENS)]
     output_length: Annotated[int, Field(strict=True, ge=1, le=_MOST_TOKENS)]
+    hash_ids: tuple[Annotated[int, Field(strict=True, ge=0, lt=2**64)], ...] = ()
 
 
 def _mooncake_requests(path: Path) -> Iterator[WorkloadRequest]:
-    """A JSON object per line with ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens)."""
+    """A JSON object per line with ``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens), ``hash_ids``.
+
+    Prompts that begin with the same ``hash_ids`` begin with the same tokens. A last id may stand for fewer tokens.
+    """
     first_ms: float | None = None
     previous_s = 0.0
     for where, line in _lines(path):
@@ -144,9 +152,15 @@ def _mooncake_requests(path: Path) -> Iterator[WorkloadRequest]:
             row = _MooncakeRow.model_validate_json(line)
         except ValidationError as error:
             raise WorkloadError(f"{where}: {first_problem(error)}") from error
+        if len(row.hash_ids) > -(-row.input_length // _HASHED_TOKENS):
+            most = (
+                f"at most one of hash_ids for each {_HASHED_TOKENS} tokens of input_length={row.input_length}"
+            )
+            raise _wrong(where, f"{most} is required", len(row.hash_ids))
         first_ms = row.timestamp if first_ms is None else first_ms
         previous_s = _in_order((row.timestamp - first_ms) / 1e3, previous_s, "timestamp", where)
-        yield WorkloadRequest(row.input_length, row.output_length, previous_s)
+        pieces = (row.hash_ids, _HASHED_TOKENS) if row.hash_ids else ()
+        yield WorkloadRequest(row.input_length, row.output_length, previous_s, None, *pieces)
 
 
 class _Turn(BaseModel):
@@ -158,10 +172,11 @@ class _Conversation(BaseModel):
     conversations: list[_Turn]
 
 
-def _sharegpt_requests(path: Path, tokenize: Tokenize) -> Iterator[WorkloadRequest]:
-    """The first ``human`` turn and the first ``gpt`` turn after it, of every conversation that has both.
+def _sharegpt_requests(path: Path, tokenize: Tokenize, seed: int) -> Iterator[WorkloadRequest]:
+    """A request for each ``human`` turn and the first ``gpt`` turn after it, until one of their texts is empty.
 
-    The published data set has thousands of conversations without such a pair, or with an empty text in it.
+    The published data set has thousands of conversations without such a pair, or with an empty text in it. It has no
+    times: think times are those of ``synthetic:chat``.
     """
     text = "".join(line for _, line in _lines(path))
     try:
@@ -169,15 +184,22 @@ def _sharegpt_requests(path: Path, tokenize: Tokenize) -> Iterator[WorkloadReque
     except ValidationError as error:
         problem = f"a JSON list of conversations is required, 0 the first; {first_problem(error)}"
         raise WorkloadError(f"{path}: {problem}") from error
+    generator = np.random.Generator(np.random.PCG64(seed))
+    num_requests = 0
     for record in records:
         turns = iter(record.conversations)
-        prompt = next((turn.value for turn in turns if turn.speaker == "human"), "")
-        output = next((turn.value for turn in turns if turn.speaker == "gpt"), "")
-        if not prompt or not output:
-            continue
-        prompt_ids, output_tokens = tuple(tokenize(prompt)), len(tokenize(output))
-        if prompt_ids and output_tokens:
-            yield WorkloadRequest(len(prompt_ids), output_tokens, None, prompt_ids)
+        before: TurnBefore | None = None
+        while True:
+            prompt = next((turn.value for turn in turns if turn.speaker == "human"), "")
+            output = next((turn.value for turn in turns if turn.speaker == "gpt"), "")
+            prompt_ids, output_tokens = tuple(tokenize(prompt)), len(tokenize(output))
+            if not (prompt and output and prompt_ids and output_tokens):
+                break
+            prompt_tokens = len(prompt_ids) + (0 if before is None else before.num_tokens)
+            yield WorkloadRequest(prompt_tokens, output_tokens, None, prompt_ids, follows=before)
+            think_s = CHAT_THINK_S.at(np.array(generator.standard_normal())).item()
+            before = TurnBefore(num_requests, prompt_tokens + output_tokens, think_s)
+            num_requests += 1
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:

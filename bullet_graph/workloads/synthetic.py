@@ -1,9 +1,12 @@
 """Synthetic workloads: ``conv`` and ``code`` follow the lengths of the Azure traces, ``longdoc`` is long documents.
 
-Request i depends on the seed and i alone, so a longer workload begins with the shorter one.
+``chat`` is conversations with shared system prompts. Request i depends on the seed and i alone, so a longer workload
+begins with the shorter one.
 """
 
+import itertools
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
@@ -11,14 +14,42 @@ import numpy as np
 import numpy.typing as npt
 
 from bullet_graph.errors import WorkloadError
-from bullet_graph.workloads.workload import Workload, WorkloadRequest
+from bullet_graph.workloads.workload import TurnBefore, Workload, WorkloadRequest
 
-SYNTHETIC_NAMES = ("conv", "code", "longdoc")
+SYNTHETIC_NAMES = ("conv", "code", "longdoc", "chat")
 
-# A lognormal of median m and mean μ has σ = sqrt(2 ln(μ / m)).
-_LONGDOC_MEDIAN_TOKENS = np.array([5800.0, 150.0])
-_LONGDOC_MEAN_TOKENS = np.array([7000.0, 200.0])
-_LONGDOC_MAX_TOKENS = np.array([32_000, 2_000])
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """A lognormal distribution, cut off at ``most``."""
+
+    median: float
+    mean: float
+    most: float
+
+    def at(self, normals: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Map draws from the standard normal distribution, float64 of any shape, to this one."""
+        # A lognormal of median m and mean μ has σ = sqrt(2 ln(μ / m)).
+        sigma = np.sqrt(2 * np.log(self.mean / self.median))
+        drawn: npt.NDArray[np.float64] = np.minimum(self.median * np.exp(sigma * normals), self.most)
+        return drawn
+
+    def tokens_at(self, normals: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """The same as lengths of at least 1 token, int64."""
+        return np.maximum(_round(self.at(normals)), 1)
+
+
+_LONGDOC_PROMPT = LogNormal(5800, 7000, 32_000)
+_LONGDOC_OUTPUT = LogNormal(150, 200, 2000)
+
+# bench/README.md says where these numbers come from.
+_CHAT_SYSTEM_PROMPTS = 20
+_CHAT_SYSTEM = LogNormal(800, 1000, 4000)
+_CHAT_MEAN_TURNS = 3.5
+_CHAT_MOST_TURNS = 20
+_CHAT_MESSAGE = LogNormal(40, 80, 4000)
+_CHAT_ANSWER = LogNormal(150, 250, 2000)
+CHAT_THINK_S = LogNormal(7, 10, 120)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +85,7 @@ def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
     """Generate a workload of ``SYNTHETIC_NAMES``: its requests have lengths but neither prompts nor arrival times.
 
     ``longdoc`` has lognormal lengths: prompts of mean 7,000 tokens (at most 32,000) and outputs of mean 200 (at most
-    2,000).
+    2,000). Of ``chat``, the last conversation may lack its last turns.
 
     Raises WorkloadError for an unknown name, no request, or a negative seed.
     """
@@ -69,16 +100,40 @@ def synthetic_workload(name: str, num_requests: int, seed: int = 0) -> Workload:
         )
     # PCG64 by name: numpy may change its default generator.
     generator = np.random.Generator(np.random.PCG64(seed))
+    if name == "chat":
+        system_tokens = _CHAT_SYSTEM.tokens_at(generator.standard_normal(_CHAT_SYSTEM_PROMPTS)).tolist()
+        conversations = _conversations(seed, system_tokens)
+        return Workload(f"synthetic:{name}", tuple(itertools.islice(conversations, num_requests)))
     if name == "longdoc":
-        sigma = np.sqrt(2 * np.log(_LONGDOC_MEAN_TOKENS / _LONGDOC_MEDIAN_TOKENS))
-        drawn = _round(_LONGDOC_MEDIAN_TOKENS * np.exp(sigma * generator.standard_normal((num_requests, 2))))
-        lengths = np.clip(drawn, 1, _LONGDOC_MAX_TOKENS)
+        prompts, outputs = generator.standard_normal((num_requests, 2)).T
+        lengths = np.stack([_LONGDOC_PROMPT.tokens_at(prompts), _LONGDOC_OUTPUT.tokens_at(outputs)], axis=1)
     else:
         data = resources.files(__package__) / "data" / "azure_lengths.json"
         tables = LengthTables(**json.loads(data.read_text(encoding="utf-8"))[name])
         lengths = tables.lengths(generator.random((num_requests, 2)))
     requests = tuple(WorkloadRequest(prompt, output, arrival_s=None) for prompt, output in lengths.tolist())
     return Workload(name=f"synthetic:{name}", requests=requests)
+
+
+def _conversations(seed: int, system_tokens: Sequence[int]) -> Iterator[WorkloadRequest]:
+    """All turns of one conversation after the other, without end."""
+    popularity = 1 / np.arange(1, len(system_tokens) + 1)  # Zipf's law
+    index = 0
+    for conversation in itertools.count():
+        seeds = np.random.SeedSequence(seed, spawn_key=(conversation,))
+        generator = np.random.Generator(np.random.PCG64(seeds))
+        system = int(generator.choice(len(system_tokens), p=popularity / popularity.sum()))
+        num_turns = min(generator.geometric(1 / _CHAT_MEAN_TURNS), _CHAT_MOST_TURNS)
+        messages, answers, thoughts = generator.standard_normal((3, num_turns))
+        lengths = np.stack([_CHAT_MESSAGE.tokens_at(messages), _CHAT_ANSWER.tokens_at(answers)], axis=1)
+        pieces: tuple[tuple[int, ...], int] = (system,), system_tokens[system]
+        prompt_tokens, before = system_tokens[system], None
+        for (message, answer), think_s in zip(lengths.tolist(), CHAT_THINK_S.at(thoughts), strict=True):
+            prompt_tokens += message
+            yield WorkloadRequest(prompt_tokens, answer, None, None, *pieces, before)
+            prompt_tokens += answer
+            before, pieces = TurnBefore(index, prompt_tokens, float(think_s)), ((), 0)
+            index += 1
 
 
 def _round(lengths: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

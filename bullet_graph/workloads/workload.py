@@ -1,12 +1,14 @@
-"""A workload: the lengths of its requests, when they arrive, and their prompts."""
+"""A workload: the lengths of its requests, when they arrive, their prompts, and what these have in common."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from bullet_graph.config import KV_BLOCK_TOKENS
 from bullet_graph.errors import ConfigError, WorkloadError
 
 Times = npt.NDArray[np.float64]
@@ -15,28 +17,66 @@ Tokenize = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
+class TurnBefore:
+    """The request that a later turn of a conversation follows.
+
+    Attributes:
+        index: of that request, among those of the workload.
+        num_tokens: of its prompt and its output, with which the later turn's prompt begins.
+        think_s: seconds from its last token until the later turn arrives.
+    """
+
+    index: int
+    num_tokens: int
+    think_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkloadRequest:
     """One request of a workload.
 
     Attributes:
-        prompt_tokens: length of the prompt, at least 1.
+        prompt_tokens: length of the whole prompt, at least 1.
         output_tokens: length of the output, at least 1; a benchmark forces it.
         arrival_s: seconds after the workload's first request, or None where the source has no times.
-        prompt_token_ids: the prompt, where the source has it.
+        prompt_token_ids: the prompt, or what it adds to the turn before, where the source has it.
+        prefix_ids: names of the pieces with which the prompt begins; a piece has the same tokens in every prompt.
+        prefix_tokens: length of each piece; the prompt may end within the last one.
+        follows: the turn before in a conversation; None for a first turn. Later turns have no ``prefix_ids``.
     """
 
     prompt_tokens: int
     output_tokens: int
     arrival_s: float | None
     prompt_token_ids: tuple[int, ...] | None = None
+    prefix_ids: tuple[int, ...] = ()
+    prefix_tokens: int = 0
+    follows: TurnBefore | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """At least one request, in order of arrival; reports call the workload by its ``name``."""
+    """At least one request; reports call the workload by its ``name``.
+
+    First turns are in order of arrival. Each later turn comes after the turn before it, and before the next first turn.
+    """
 
     name: str
     requests: tuple[WorkloadRequest, ...]
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts begin alike by design."""
+        return any(request.prefix_ids or request.follows for request in self.requests)
+
+    @property
+    def shareable_prompt_tokens(self) -> int:
+        """Prompt tokens that a prefix cache of unlimited size would hold, in whole blocks, served in this order.
+
+        The last token of a prompt is always computed. Nothing has computed the last token of an output.
+        """
+        known: set[int] = set()
+        return sum(_shareable_tokens(request, known) for request in self.requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +87,9 @@ class Arrivals:
     benchmark: 1 is a Poisson process, less is burstier, more is steadier, infinite has equal gaps. One factor then
     scales them so that the last request arrives at exactly ``num_requests / request_rate``. Every seed thus has the
     same mean rate, and one seed has the same pattern at every rate.
+
+    Of conversations, these are the times of first turns: they arrive at the rate divided by the mean number of turns.
+    A later turn has the time of its first turn here; a replay lets it arrive once the turn before has ended.
 
     Attributes:
         request_rate: requests per second; infinite lets all arrive at 0, None takes the recorded times.
@@ -93,17 +136,19 @@ class Arrivals:
                 raise ConfigError(f"{name} must be a number above 0, or inf, got {value}")
         if math.isinf(request_rate):
             return np.zeros(num_requests)
+        conversation = np.cumsum([request.follows is None for request in workload.requests]) - 1
+        num_gaps = int(conversation[-1]) + 1
         if math.isinf(self.burstiness):
-            gaps = np.ones(num_requests)
+            gaps = np.ones(num_gaps)
         else:
             # PCG64 by name: numpy may change its default generator.
-            gaps = np.random.Generator(np.random.PCG64(self.seed)).gamma(self.burstiness, size=num_requests)
+            gaps = np.random.Generator(np.random.PCG64(self.seed)).gamma(self.burstiness, size=num_gaps)
         times = np.cumsum(gaps)
         if times[-1] == 0:
             raise ConfigError(
                 f"burstiness={self.burstiness} leaves no gap between {num_requests} requests: raise the burstiness"
             )
-        scaled: Times = times / times[-1] * (num_requests / request_rate)
+        scaled: Times = (times / times[-1] * (num_requests / request_rate))[conversation]
         return scaled
 
 
@@ -112,9 +157,34 @@ def make_prompt_token_ids(
 ) -> npt.NDArray[np.int32]:
     """A request's own token ids, or random ones in [0, vocab_size): int32 [request.prompt_tokens].
 
-    Random ids depend on (seed, index) alone, so no two prompts of a workload share a prefix.
+    Those of a later turn are what it adds to the turn before, which is shorter. Random ids depend on (seed, index)
+    alone, those of a piece on the seed and its name: other than in such pieces, no two prompts share a prefix.
     """
+
+    def draw(key: tuple[int, ...], size: int) -> npt.NDArray[np.int32]:
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
+        return generator.integers(0, vocab_size, size=size, dtype=np.int32)
+
     if request.prompt_token_ids is not None:
         return np.asarray(request.prompt_token_ids, dtype=np.int32)
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(index,))))
-    return generator.integers(0, vocab_size, size=request.prompt_tokens, dtype=np.int32)
+    size = request.prompt_tokens - (0 if request.follows is None else request.follows.num_tokens)
+    pieces = [draw((0, name), request.prefix_tokens) for name in request.prefix_ids]
+    num_own = max(0, size - request.prefix_tokens * len(pieces))
+    return np.concatenate([*pieces, draw((index,), num_own)])[:size]
+
+
+def _shareable_tokens(request: WorkloadRequest, known: set[int]) -> int:
+    """Tokens of the prompt in whole blocks that are ``known`` by their prefix; adds the prompt's."""
+    if request.follows is not None:
+        shared = request.follows.num_tokens - 1
+    else:
+        # Pieces with names, or the blocks of a recorded prompt.
+        ids, size = request.prompt_token_ids, request.prefix_tokens
+        names: Sequence[Hashable] = request.prefix_ids
+        if ids is not None:
+            size = KV_BLOCK_TOKENS
+            names = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
+        chain = tuple(itertools.accumulate(names, lambda prefix, name: hash((prefix, name)), initial=0))[1:]
+        shared = size * sum(key in known for key in chain)
+        known.update(chain)
+    return min(shared, request.prompt_tokens - 1) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS

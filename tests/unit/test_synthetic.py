@@ -80,6 +80,36 @@ def test_longdoc(seed: int) -> None:
     assert abs(np.corrcoef(ranks(prompts), ranks(outputs))[0, 1]) < 0.05
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_chat(seed: int) -> None:
+    requests = synthetic_workload("chat", 20_000, seed).requests
+    first = [request for request in requests if request.follows is None]
+    assert len(requests) / len(first) == pytest.approx(3.5, rel=0.03)
+    thoughts = np.array([request.follows.think_s for request in requests if request.follows is not None])
+    answers = np.array([request.output_tokens for request in requests])
+    messages = np.array(
+        [r.prompt_tokens - (r.follows.num_tokens if r.follows else r.prefix_tokens) for r in requests]
+    )
+    for values, median, mean, most in (
+        (thoughts, 7, 10, 120),
+        (answers, 150, 250, 2000),
+        (messages, 40, 80, 4000),
+    ):
+        assert np.median(values) == pytest.approx(median, rel=0.05)
+        assert values.mean() == pytest.approx(mean, rel=0.1)
+        assert 0 < values.min() < values.max() <= most
+    # Zipf's law: the k-th system prompt is as popular as the first one divided by k.
+    shares = np.bincount([name for request in first for name in request.prefix_ids]) / len(first)
+    assert len(shares) == 20
+    assert shares[:3] * (1, 2, 3) == pytest.approx([shares[0]] * 3, rel=0.15)
+    assert len({(request.prefix_ids, request.prefix_tokens) for request in first}) == 20
+    turns = np.diff([index for index, request in enumerate(requests) if request.follows is None])
+    # Geometric: of the conversations that have k turns, the same share ends there.
+    assert (turns == 1).mean() == pytest.approx(1 / 3.5, rel=0.08)
+    assert (turns == 2).sum() / (turns > 1).sum() == pytest.approx(1 / 3.5, rel=0.08)
+    assert turns.max() == 20
+
+
 @pytest.mark.parametrize("name", SYNTHETIC_NAMES)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**63 - 1), fewer=st.integers(1, 50), more=st.integers(0, 50))
@@ -97,12 +127,15 @@ def test_seeds_and_fields(name: str) -> None:
     assert workload.requests != synthetic_workload(name, 20, seed=4).requests
     assert workload.name == f"synthetic:{name}"
     assert (workload.requests[0].arrival_s, workload.requests[0].prompt_token_ids) == (None, None)
+    assert workload.shares_prefixes == (name == "chat")
     assert len(load_workload(workload.name, num_requests=None).requests) == DEFAULT_SYNTHETIC_REQUESTS
 
 
 def test_errors() -> None:
-    with pytest.raises(WorkloadError, match="'chat': use synthetic:conv, synthetic:code, synthetic:longdoc"):
-        synthetic_workload("chat", 1)
+    with pytest.raises(
+        WorkloadError, match="'chats': use synthetic:conv, synthetic:code, synthetic:longdoc, synth"
+    ):
+        synthetic_workload("chats", 1)
     with pytest.raises(WorkloadError, match="got 0 requests"):
         synthetic_workload("conv", 0)
     with pytest.raises(WorkloadError, match="seed -1"):

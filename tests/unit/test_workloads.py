@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bullet_graph.errors import ConfigError, WorkloadError
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_workload, make_prompt_token_ids
-from bullet_graph.workloads.workload import Times
+from bullet_graph.workloads.workload import Times, TurnBefore
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 ROW = "2023-11-16 18:17:03.9799600,4808,10"
@@ -140,7 +140,7 @@ class TestMooncake:
             {"timestamp": 6052.5, "input_length": 1, "output_length": 1},
         ]
         assert read(tmp_path / "m.jsonl", "\n\n".join(json.dumps(row) for row in rows)) == (
-            WorkloadRequest(6758, 500, 0.0),
+            WorkloadRequest(6758, 500, 0.0, None, (0, 1), 512),
             WorkloadRequest(7322, 490, 0.0),
             WorkloadRequest(1, 1, 3.0525),
         )
@@ -157,6 +157,14 @@ class TestMooncake:
             ({"input_length": 2.0}, "input_length: Input should be"),
             ({"output_length": True}, "output_length: Input should be"),
             ({"output_length": 0}, "output_length: Input should be"),
+            ({"hash_ids": 7}, "hash_ids: Input should be a valid array"),
+            ({"hash_ids": [1.0]}, r"hash_ids.0: Input should be"),
+            ({"hash_ids": [-1]}, r"hash_ids.0: Input should be"),
+            ({"hash_ids": [2**64]}, r"hash_ids.0: Input should be"),
+            (
+                {"input_length": 513, "hash_ids": [1, 2, 3]},
+                ".*for each 512 tokens of input_length=513 is required, found 3",
+            ),
         ],
     )
     def test_a_field_out_of_range(self, tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -182,15 +190,20 @@ class TestMooncake:
 
 
 class TestShareGpt:
-    def test_first_exchange_of_each_conversation(self, tmp_path: Path) -> None:
+    def test_all_turns_of_each_conversation(self, tmp_path: Path) -> None:
         records = [
             conversation(("human", "one two"), ("gpt", "a bc d"), ("human", "three"), ("gpt", "e")),
             conversation(("gpt", "begins here"), ("human", "a question"), ("gpt", "answered")),
+            conversation(("human", "x"), ("gpt", "y"), ("human", "of nothing"), ("gpt", ""), ("human", "z")),
         ]
-        assert read(tmp_path / "s.json", json.dumps(records, indent=1)) == (
-            WorkloadRequest(2, 3, None, (3, 3)),
-            WorkloadRequest(2, 1, None, (1, 8)),
-        )
+        first, second, *others = read(tmp_path / "s.json", json.dumps(records, indent=1))
+        assert first == WorkloadRequest(2, 3, None, (3, 3))
+        assert second.follows is not None
+        think_s = second.follows.think_s
+        assert 0 < think_s <= 120
+        # Its prompt is 2 + 3 tokens of the first turn and the new one.
+        assert second == WorkloadRequest(6, 1, None, (5,), follows=TurnBefore(0, 5, think_s))
+        assert others == [WorkloadRequest(2, 1, None, (1, 8)), WorkloadRequest(1, 1, None, (1,))]
 
     def test_conversations_without_an_exchange_are_passed_over(self, tmp_path: Path) -> None:
         records = [
@@ -243,7 +256,7 @@ class TestLoadWorkload:
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("synthetic:chat", "'chat'.*synthetic:conv, synthetic:code, synthetic:longdoc"),
+            ("synthetic:chats", "'chats'.*synthetic:conv, synthetic:code, synthetic:longdoc, synthetic:chat"),
             ("synthetic", "synthetic:conv, synthetic:code, synthetic:longdoc"),
             ("azure:chat", "azure:conv or azure:code"),
             ("azure:", "azure:conv or azure:code"),
