@@ -30,7 +30,9 @@ class OwnEngine:
     def __init__(
         self, setup: Setup, wanted: Sequence[OwnSetting], slo: Slo, decisions: Path | None = None
     ) -> None:
-        config = EngineConfig(**dataclasses.asdict(setup))
+        settings = dataclasses.asdict(setup)
+        del settings["shares_prefixes"]
+        config = EngineConfig(**settings)
         config = config_for(config, list(dict.fromkeys(one.policy for one in wanted)), slo)
         engine = Engine(
             **config.values(),
@@ -52,7 +54,7 @@ class OwnEngine:
         wanted = OwnSetting.parse(setting)
         await self._engine.set_policy(wanted.policy, slo, wanted.prompt_order)
 
-    async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
+    async def generate(self, request: TimedRequest) -> AsyncGenerator[Sequence[int], None]:
         """Serve a request, with its targets."""
         require_forced_length(
             len(request.prompt_token_ids), request.params, self._engine.engine.max_model_len
@@ -62,7 +64,7 @@ class OwnEngine:
         )
         async with aclosing(outputs) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
-                yield len(delta.outputs[0].token_ids)
+                yield delta.outputs[0].token_ids
 
     def counters(self) -> Mapping[str, Any]:
         """Steps, preemptions, time by policy, and the planner's corrections."""

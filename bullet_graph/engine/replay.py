@@ -5,15 +5,16 @@ streams its outputs, such as an HTTP server.
 """
 
 import asyncio
+import heapq
 import importlib
 import importlib.util
 import itertools
 import math
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Protocol
 
@@ -23,17 +24,24 @@ from bullet_graph.perf.metrics import ReplayResult, RequestMetrics, ServedReques
 from bullet_graph.sampling_params import SamplingParams
 from bullet_graph.slo import NO_TARGETS, Slo
 from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, make_prompt_token_ids
-from bullet_graph.workloads.workload import Times
+from bullet_graph.workloads.workload import Times, TurnBefore
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request that arrives ``arrival_s`` seconds after the start of the replay."""
+    """A request that arrives ``arrival_s`` seconds after the start of the replay.
+
+    A later turn of a conversation arrives no earlier than its user's think time after the turn before has ended. Its
+    ``prompt_token_ids`` come after the prompt and the actual output of that turn. ``is_followed``: another turn needs
+    the output's token ids.
+    """
 
     arrival_s: float
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     slo: Slo = NO_TARGETS
+    follows: TurnBefore | None = None
+    is_followed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +121,15 @@ def timed_requests(
 
     Prompts that the workload does not have are drawn from ``vocab_size`` token ids, by ``seed`` (at least 0).
     """
+    followed = {request.follows.index for request in workload.requests if request.follows is not None}
     return [
         TimedRequest(
             float(arrival_s),
             make_prompt_token_ids(request, index, vocab_size, seed).tolist(),
             recorded_length(request),
             slo,
+            request.follows,
+            index in followed,
         )
         for index, (request, arrival_s) in enumerate(zip(workload.requests, arrivals_s, strict=True))
     ]
@@ -131,6 +142,40 @@ def require_forced_length(prompt_tokens: int, params: SamplingParams, max_model_
             f"prompt and output have {prompt_tokens} + {params.max_tokens} tokens, more than "
             f"max_model_len={max_model_len}"
         )
+
+
+class _Turns:
+    """The requests of a replay whose later turns are complete once the turns before them have ended."""
+
+    def __init__(self, requests: Sequence[TimedRequest], start_s: float) -> None:
+        self.requests = list(requests)
+        self._start_s = start_s
+        self._failed: set[int] = set()
+        self._followers = defaultdict[int, list[int]](list)
+        for index, request in enumerate(requests):
+            if request.follows is not None:
+                self._followers[request.follows.index].append(index)
+
+    def ready(self, index: int) -> TimedRequest:
+        """The request with its whole prompt; RequestError where the turn before has failed."""
+        if index in self._failed:
+            raise RequestError("the turn before it in the conversation failed")
+        return self.requests[index]
+
+    def end(
+        self, index: int, served: ServedRequest, token_ids: Sequence[int], now: float
+    ) -> Iterator[tuple[float, int]]:
+        """Note the outcome of a request; yields when each request that follows it arrives, and its index."""
+        for later in self._followers[index]:
+            request = self.requests[later]
+            assert request.follows is not None
+            if served.error is None:
+                prompt = [*self.requests[index].prompt_token_ids, *token_ids, *request.prompt_token_ids]
+                self.requests[later] = replace(request, prompt_token_ids=prompt)
+                now = served.metrics.token_times_s[-1]
+            else:
+                self._failed.add(later)
+            yield max(self._start_s + request.arrival_s, now + request.follows.think_s), later
 
 
 # ---- an engine that is stepped ----
@@ -182,27 +227,33 @@ def replay(
     _require_replayable(requests, max_concurrency)
     served: dict[int, ServedRequest] = {}
     start_s = let_in_s = engine.now()
-    pending = deque(enumerate(requests))
+    turns = _Turns(requests, start_s)
+    # A heap; it begins in order.
+    pending = [(start_s + r.arrival_s, index) for index, r in enumerate(requests) if r.follows is None]
     num_under_way = 0
 
     def take(output: RequestOutput) -> None:
         index = int(output.request_id.removeprefix(id_prefix))
         served[index] = ServedRequest(
-            len(requests[index].prompt_token_ids),
+            len(turns.requests[index].prompt_token_ids),
             sum(len(sample.token_ids) for sample in output.outputs),
             output.metrics,
             requests[index].slo,
             None if output.error is None else str(output.error),
         )
         on_done(served[index])
+        token_ids = [token_id for sample in output.outputs for token_id in sample.token_ids]
+        for follower in turns.end(index, served[index], token_ids, engine.now()):
+            heapq.heappush(pending, follower)
 
     while pending or engine.has_unfinished_requests():
         has_room = max_concurrency is None or num_under_way < max_concurrency
-        next_s = start_s + pending[0][1].arrival_s if pending and has_room else None
+        next_s = pending[0][0] if pending and has_room else None
         if next_s is not None and next_s <= engine.now():
-            index, request = pending.popleft()
+            _, index = heapq.heappop(pending)
             arrival_s, request_id = max(next_s, let_in_s), f"{id_prefix}{index}"
             try:
+                request = turns.ready(index)
                 require_forced_length(len(request.prompt_token_ids), request.params, engine.max_model_len)
                 engine.add_request(
                     request_id,
@@ -229,8 +280,8 @@ def replay(
 # ---- a system that streams ----
 
 
-StreamedTokens = Callable[[TimedRequest], AsyncGenerator[int, None]]
-"""Serves a request and yields numbers of new tokens. Any error but EngineDeadError is the request's alone."""
+StreamedTokens = Callable[[TimedRequest], AsyncGenerator[Sequence[int], None]]
+"""Serves a request and yields its new tokens. Any error but EngineDeadError is the request's alone."""
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -246,6 +297,8 @@ def _require_replayable(requests: Sequence[TimedRequest], max_concurrency: int |
         raise ConfigError(f"max_concurrency must be at least 1, or None for no limit, got {max_concurrency}")
     if any(later.arrival_s < earlier.arrival_s for earlier, later in itertools.pairwise(requests)):
         raise ConfigError("a replay needs its requests in order of arrival: sort them by arrival_s")
+    if any(r.follows is not None and not 0 <= r.follows.index < index for index, r in enumerate(requests)):
+        raise ConfigError("a replay needs each turn of a conversation after the turn before: sort them")
 
 
 async def replay_async(
@@ -267,53 +320,66 @@ async def replay_async(
     _require_replayable(requests, max_concurrency)
     places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     start_s = clock()
+    turns = _Turns(requests, start_s)
+    served: dict[int, ServedRequest] = {}
 
-    async def serve(request: TimedRequest, arrival_s: float) -> ServedRequest:
+    async def let_in(arrival_s: float) -> float:
+        while (early_s := arrival_s - clock()) > 0:
+            await sleep(early_s)
+        if places is not None:
+            must_wait = places.locked()
+            await places.acquire()
+            if must_wait:
+                return max(arrival_s, clock())
+        return arrival_s
+
+    async def serve(index: int, arrival_s: float) -> None:
         try:
-            served = await _serve(generate, request, arrival_s, clock)
+            served[index], token_ids = await _serve(generate, turns, index, arrival_s, clock)
         finally:
             if places is not None:
                 places.release()
-        on_done(served)
-        return served
+        on_done(served[index])
+        for follower_s, follower in turns.end(index, served[index], token_ids, clock()):
+            group.create_task(serve_later(follower, follower_s))
+
+    async def serve_later(index: int, arrival_s: float) -> None:
+        await serve(index, await let_in(arrival_s))
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = []
-            for request in requests:
-                arrival_s = start_s + request.arrival_s
-                while (early_s := arrival_s - clock()) > 0:
-                    await sleep(early_s)
-                if places is not None:
-                    must_wait = places.locked()
-                    await places.acquire()
-                    if must_wait:
-                        arrival_s = max(arrival_s, clock())
-                tasks.append(group.create_task(serve(request, arrival_s)))
+            for index, request in enumerate(requests):
+                if request.follows is None:
+                    arrival_s = await let_in(start_s + request.arrival_s)
+                    group.create_task(serve(index, arrival_s))
     # Not except*: before Python 3.11.4, what is raised there comes wrapped in a group.
-    except BaseExceptionGroup as group:
-        dead, others = group.split(EngineDeadError)
+    except BaseExceptionGroup as errors:
+        dead, others = errors.split(EngineDeadError)
         if dead is None or others is not None:
             raise
         raise dead.exceptions[0] from None
-    return Replay(tuple(task.result() for task in tasks), start_s)
+    return Replay(tuple(served[index] for index in range(len(requests))), start_s)
 
 
 async def _serve(
-    generate: StreamedTokens, request: TimedRequest, arrival_s: float, clock: Callable[[], float]
-) -> ServedRequest:
+    generate: StreamedTokens, turns: _Turns, index: int, arrival_s: float, clock: Callable[[], float]
+) -> tuple[ServedRequest, list[int]]:
+    """The outcome of a request, and the tokens of its output."""
+    request = turns.requests[index]
     num_input, wanted = len(request.prompt_token_ids), request.params.max_tokens
+    token_ids: list[int] = []
     times: list[float] = []
     try:
-        async with aclosing(generate(request)) as outputs:
-            async for num_tokens in outputs:
-                times += [clock()] * num_tokens
+        async with aclosing(generate(turns.ready(index))) as outputs:
+            async for new in outputs:
+                times += [clock()] * len(new)
+                token_ids += new
         if len(times) != wanted:
             raise RequestError(f"gave {len(times)} of {wanted} tokens")
     except EngineDeadError:
         raise
     except Exception as error:
         reason = str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
-        return ServedRequest(num_input, 0, RequestMetrics(arrival_s, None, ()), request.slo, reason)
+        return ServedRequest(num_input, 0, RequestMetrics(arrival_s, None, ()), request.slo, reason), []
     metrics = RequestMetrics(arrival_s, None, tuple(times))
-    return ServedRequest(num_input, len(times), metrics, request.slo, None)
+    return ServedRequest(num_input, len(times), metrics, request.slo, None), token_ids

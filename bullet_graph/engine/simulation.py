@@ -10,7 +10,7 @@ import numpy as np
 from bullet_graph.config import KV_BLOCK_TOKENS, Policy, PromptOrder
 from bullet_graph.engine.core import EngineCore
 from bullet_graph.engine.output import EngineStats, OutputKind
-from bullet_graph.engine.replay import Replay, TimedRequest, recorded_length, replay
+from bullet_graph.engine.replay import Replay, replay, timed_requests
 from bullet_graph.engine.request import Request, Sample
 from bullet_graph.engine.sequence import Sequence as EngineSequence
 from bullet_graph.engine.trace import DecisionTrace
@@ -28,6 +28,9 @@ from bullet_graph.workloads.workload import Times
 
 HOST_OVERHEAD_MS = 0.2
 """Default host time per launch."""
+
+_VOCAB_SIZE = 256
+"""Of random prompts: blocks of 16 tokens still differ, and Python has such numbers once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +139,8 @@ class SimulatedEngine(EngineCore):
         arrival_s: float,
         slo: Slo,
     ) -> None:
-        """Queue a request; only its prompt's length matters, and every output token is 0."""
-        token_ids = np.zeros(len(prompt), dtype=np.int32)
+        """Queue a request; its prompt matters to the prefix cache alone, and every output token is 0."""
+        token_ids = np.asarray(prompt, dtype=np.int32)
         sequence = EngineSequence(request_id, 0, token_ids, sampling_params, 0, frozenset(), slo, arrival_s)
         self.add(Request([Sample(sequence, None)], output_kind))
 
@@ -166,10 +169,7 @@ def simulate(
     ``arrivals`` are in seconds, one for each request, not decreasing. ``on_step`` is called with every finished launch,
     ``on_done`` with each request's outcome. Settings that do not fit the performance model raise ConfigError.
     """
-    requests = [
-        TimedRequest(float(arrival_s), range(request.prompt_tokens), recorded_length(request), slo)
-        for request, arrival_s in zip(workload.requests, arrivals, strict=True)
-    ]
+    requests = timed_requests(workload, arrivals, vocab_size=_VOCAB_SIZE, slo=slo, seed=settings.seed)
     engine = SimulatedEngine(model, settings, trace=trace, on_step=on_step)
     replayed = replay(engine, requests, max_concurrency=max_concurrency, on_done=on_done)
     return Simulation(replayed, engine.stats())

@@ -5,7 +5,7 @@ Needs aiohttp (extra ``bench``), but none of the server's libraries.
 
 import dataclasses
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -64,10 +64,11 @@ class OpenAiServer:
     async def configure(self, setting: str, slo: Slo) -> None:
         """Do nothing: a server keeps its settings."""
 
-    async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
-        """Serve a request; yield the number of new tokens of each chunk.
+    async def generate(self, request: TimedRequest) -> AsyncGenerator[Sequence[int], None]:
+        """Serve a request; yield the new tokens of each chunk, as zeros unless a later turn needs their ids.
 
-        Raises RequestError where the server refuses, breaks off, or does not report how many tokens a chunk has.
+        Raises RequestError where the server refuses, breaks off, or does not report how many tokens a chunk has, or
+        their ids if they are needed.
         """
         body = {
             "model": self.settings["model"],
@@ -78,6 +79,8 @@ class OpenAiServer:
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
+        if request.is_followed:
+            body["return_token_ids"] = True
         if self.settings.get("owned_by") == OWNER and request.slo != NO_TARGETS:
             targets = dataclasses.asdict(request.slo)
             body["slo"] = {name: value for name, value in targets.items() if value is not None}
@@ -89,9 +92,10 @@ class OpenAiServer:
             async for line in response.content:
                 data = line.strip().removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
-                    num_tokens = counter.new_tokens(json.loads(data))
+                    chunk = json.loads(data)
+                    num_tokens = counter.new_tokens(chunk)
                     if num_tokens:
-                        yield num_tokens
+                        yield _new_token_ids(chunk, num_tokens) if request.is_followed else [0] * num_tokens
 
     async def live(self) -> dict[str, Any]:
         """The figures of a ``bullet-graph serve``'s live page; empty for another server."""
@@ -107,6 +111,16 @@ class OpenAiServer:
     async def close(self) -> None:
         """Close the connections; the server stays up."""
         await self._session.close()
+
+
+def _new_token_ids(chunk: Mapping[str, Any], num_tokens: int) -> Sequence[int]:
+    token_ids: Sequence[int] = chunk["choices"][0].get("token_ids") or ()
+    if len(token_ids) != num_tokens:
+        raise RequestError(
+            f"the next turn needs the ids of {num_tokens} tokens, the server gave {len(token_ids)}: use one that knows "
+            "return_token_ids, or a workload without conversations"
+        )
+    return token_ids
 
 
 class TokenCounter:

@@ -27,6 +27,7 @@ class FakeEngine:
     def __init__(self, service_s: float = 1.0, *, start_s: float = 50.0, busy_s: float = 0.0) -> None:
         self.time_s = start_s
         self.added: list[tuple[str, float, float, Slo]] = []
+        self.prompts: list[list[int]] = []
         self.num_steps = 0
         self.most_under_way = 0
         self._service_s = service_s
@@ -56,6 +57,7 @@ class FakeEngine:
         if prompt[0] < 0:
             raise PromptError("negative token")
         self.added.append((request_id, arrival_s, self.time_s, slo))
+        self.prompts.append(list(prompt))
         self._ends[request_id] = (self.time_s + self._service_s, arrival_s, sampling_params.max_tokens)
         self.most_under_way = max(self.most_under_way, len(self._ends))
 

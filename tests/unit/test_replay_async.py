@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -47,14 +47,16 @@ class Scripted:
     """Gives each request chunks of tokens, each so many seconds after the one before."""
 
     time: VirtualTime
-    chunks: dict[int, Sequence[tuple[float, int] | Exception]]
+    chunks: Mapping[int, Sequence[tuple[float, int] | Exception]]
     sent_s: dict[int, float] = field(default_factory=dict)
+    prompts: list[list[int]] = field(default_factory=list)
     under_way: int = 0
     most_under_way: int = 0
 
-    async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
+    async def generate(self, request: TimedRequest) -> AsyncGenerator[Sequence[int], None]:
         name = request.prompt_token_ids[0]
         self.sent_s[name] = self.time.clock()
+        self.prompts.append(list(request.prompt_token_ids))
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
@@ -62,7 +64,7 @@ class Scripted:
                 if isinstance(chunk, Exception):
                     raise chunk
                 await self.time.sleep(chunk[0])
-                yield chunk[1]
+                yield [0] * chunk[1]
         finally:
             self.under_way -= 1
 
@@ -105,11 +107,11 @@ async def test_a_late_send_counts_against_the_system() -> None:
     time = VirtualTime()
 
     class Busy(Scripted):
-        async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
+        async def generate(self, request: TimedRequest) -> AsyncGenerator[Sequence[int], None]:
             if request.prompt_token_ids[0] == 0:
                 time.now_s += 2.0
-            async for num_tokens in super().generate(request):
-                yield num_tokens
+            async for tokens in super().generate(request):
+                yield tokens
 
     system = Busy(time, {name: [(0.5, 1)] for name in range(3)})
     requests = [request(name, 0.25 * name, 1) for name in range(3)]
