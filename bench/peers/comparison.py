@@ -98,7 +98,8 @@ def make_setup(cells: Sequence[Cell[Candidate]], options: Mapping[str, Any]) -> 
         )
     names = {field.name for field in dataclasses.fields(Setup)}
     given = {name: value for name, value in options.items() if name in names}
-    return Setup(**given | {"max_model_len": most})
+    shares = any(cell.workload.shares_prefixes for cell in cells)
+    return Setup(**given | {"max_model_len": most, "shares_prefixes": shares})
 
 
 # ---- running it ----

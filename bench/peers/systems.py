@@ -1,7 +1,7 @@
 """The systems of a comparison: a candidate is a system and one setting of it."""
 
 import sys
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, get_args
 
@@ -29,8 +29,8 @@ class System(Protocol):
             ConfigError: the setting cannot be had.
         """
 
-    def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
-        """Serve a request, yielding the number of new tokens of each output.
+    def generate(self, request: TimedRequest) -> AsyncGenerator[Sequence[int], None]:
+        """Serve a request, yielding the new tokens of each output.
 
         Raises:
             EngineDeadError: the system has failed as a whole; any other error is the request's alone.
@@ -134,6 +134,7 @@ class Setup:
         load_format: ``auto`` is dummy for a preset.
         kv_cache_bytes: of this project's engine alone.
         perf_table: likewise.
+        shares_prefixes: prompts begin alike by design, so peers run with their prefix cache on.
     """
 
     model: str
@@ -147,6 +148,7 @@ class Setup:
     kv_cache_bytes: int | None = None
     seed: int = 0
     perf_table: str | None = None
+    shares_prefixes: bool = False
 
 
 def peer_versions() -> dict[str, str | None]:

@@ -9,8 +9,8 @@ How it is set up, beside what a tuned server would use:
   others.
 - A candidate ``vllm:512`` limits the tokens of a step while vLLM runs (:mod:`bench.peers.budget`). Its memory is
   planned for ``max_num_batched_tokens``; vLLM's servers use 8,192 on such GPUs.
-- Off: prefix caching (prompts share nothing), statistics, request logs, tokenizer and detokenizer (every system gets
-  and returns token ids).
+- Prefix caching is on where a workload's prompts share prefixes.
+- Off: statistics, request logs, tokenizer and detokenizer (every system gets and returns token ids).
 - FlashInfer's kernels are tuned at the start by default; ``enable_flashinfer_autotune=false`` starts sooner.
 - A preset's weights are vLLM's dummies; the time of a step does not depend on them.
 """
@@ -21,7 +21,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ class VllmSystem:
             )
         self._budget.num_tokens = num_tokens
 
-    async def generate(self, request: TimedRequest) -> AsyncGenerator[int, None]:
+    async def generate(self, request: TimedRequest) -> AsyncGenerator[Sequence[int], None]:
         """Serve a request."""
         params = self._sampling_params(
             temperature=request.params.temperature,
@@ -137,7 +137,7 @@ class VllmSystem:
                 self._engine.generate(prompt, params, f"peer-{next(self._names)}")
             ) as outputs:
                 async for output in outputs:
-                    yield len(output.outputs[0].token_ids)
+                    yield output.outputs[0].token_ids
         except self._dead_error as error:
             raise EngineDeadError(f"vLLM's core has died, its messages say why: {error}") from error
 
@@ -178,7 +178,7 @@ def engine_arguments(setup: Setup, folder: Path) -> dict[str, Any]:
         "max_num_seqs": setup.max_num_seqs,
         "max_num_batched_tokens": setup.max_num_batched_tokens,
         "gpu_memory_utilization": setup.gpu_memory_utilization,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": setup.shares_prefixes,
         "disable_log_stats": True,
         "enable_log_requests": False,
         "use_tqdm_on_load": False,

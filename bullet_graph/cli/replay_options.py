@@ -77,7 +77,7 @@ trace_option = click.option(
     required=True,
     metavar="FILE|NAME",
     help="A trace file (Azure CSV, ShareGPT JSON, Mooncake JSONL), or azure:conv, azure:code, synthetic:conv, "
-    "synthetic:code, synthetic:longdoc.",
+    "synthetic:code, synthetic:longdoc, synthetic:chat.",
 )
 gpu_option = click.option(
     "--gpu",
@@ -94,7 +94,8 @@ burstiness_option = click.option(
 
 def request_rate_option(more: str = "", **look: Any) -> Decorator:
     """Give a command ``request_rate: float | None``: requests per second; None for the trace's own times."""
-    text = "Requests per second; inf: all at once; trace: when they were recorded." + more
+    text = "Requests per second; inf: all at once; trace: when they were recorded. Conversations begin at the rate "
+    text += f"divided by their mean number of turns.{more}"
     return click.option("--request-rate", metavar="RATE|inf|trace", callback=_parse_rate, help=text, **look)
 
 

@@ -198,6 +198,7 @@ class Simulator:
             "gpu": self.gpu,
             "performance": self.times,
             "trace": self.workload.name,
+            "shareable_prompt_tokens": self.workload.shareable_prompt_tokens,
             "slo": str(config.slo),
             "version": __version__,
             "max_model_len": self.max_model_len,

@@ -49,6 +49,20 @@ def order_of_runs(result: Result) -> list[str]:
     return [line.split(": ")[0] for line in result.stderr.splitlines() if " % met" in line]
 
 
+def test_peers_cache_prefixes_where_prompts_share_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = install_fake_vllm(monkeypatch)
+    trace = tmp_path / "mooncake.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [3, 4]}\n' * 2)
+    path = tmp_path / "peers.json"
+    result = run(f"{trace}@{EASY}", path, "--rates", "50", systems=("vllm", "own:mixed:16"))
+    assert result.exit_code == 0, result.stderr
+    assert engines[0].args.enable_prefix_caching
+    runs = [run for cell in Sweep.read(path).cells for run in cell.runs]
+    assert [run["shareable_prompt_tokens"] for run in runs] == [592, 592]
+
+
 def test_given_rates_with_all_systems_in_turn(
     trace: Path, server: CompletionsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +86,7 @@ def test_given_rates_with_all_systems_in_turn(
     assert "hello" in (tmp_path / "log").read_text(encoding="utf-8")
     args = engines[0].args
     assert (args.max_cudagraph_capture_size, args.max_model_len) == (1024, 53)
+    assert not args.enable_prefix_caching
     assert (Path(args.model) / "config.json").is_file()
 
     sweep = Sweep.read(path)

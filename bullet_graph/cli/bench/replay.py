@@ -42,7 +42,7 @@ from bullet_graph.models.tokenizer import Tokenizer
 from bullet_graph.perf.metrics import ReplayResult
 from bullet_graph.runtime.resolve import resolve
 from bullet_graph.slo import Slo
-from bullet_graph.workloads import Arrivals, Workload, load_workload
+from bullet_graph.workloads import Arrivals, Workload, WorkloadRequest, load_workload
 
 _WARMUP_OUTPUT_TOKENS = 64
 _WARMUP_REQUESTS = 4
@@ -172,20 +172,21 @@ def measure(
         )
     _require_some_served(replayed, workload)
     result = replayed.result(arrivals, started=started, backend=client.backend, model_id=client.model_id)
-    return ReplayRun(result, {"slo": str(slo), **own, **_energy_fields(joules, result)})
+    fields = {"slo": str(slo), "shareable_prompt_tokens": workload.shareable_prompt_tokens}
+    return ReplayRun(result, {**fields, **own, **_energy_fields(joules, result)})
 
 
 def warm_up(client: Client, workload: Workload, num_warmups: int, *, slo: Slo, seed: int) -> None:
     """Serve a few short requests, so that the next replay, of this workload and seed, compiles no kernels.
 
-    They have the prompt lengths of its first requests (repeated if it has fewer), but other random prompts.
+    They have the prompt lengths of its first requests (repeated if it has fewer), but other random prompts, which
+    share nothing.
     """
     if not num_warmups:
         return
     first = itertools.islice(itertools.cycle(workload.requests), num_warmups)
-    short = tuple(
-        dataclasses.replace(r, output_tokens=min(r.output_tokens, _WARMUP_OUTPUT_TOKENS)) for r in first
-    )
+    most = _WARMUP_OUTPUT_TOKENS
+    short = tuple(WorkloadRequest(r.prompt_tokens, min(r.output_tokens, most), None) for r in first)
     requests = timed_requests(
         Workload(workload.name, short),
         [_WARMUP_GAP_S * index for index in range(num_warmups)],
