@@ -117,12 +117,12 @@ def host_time(engine: Engine, policy: str, slo: Slo, steps: int, running: int) -
 
     for name in spent:
         setattr(executor, name, timed(name))
-    long_prompt = np.random.default_rng(1).integers(0, 1000, 6000).tolist()
+    rng = np.random.default_rng(1)
     loop: list[float] = []
     launch: list[float] = []
     for step in range(steps):
         if step % 150 == 75:
-            engine.add_request(f"long-{step}", long_prompt, greedy(1))
+            engine.add_request(f"long-{step}", rng.integers(0, 1000, 6000).tolist(), greedy(1))
         spent.update(wait_any=0.0, launch=0.0)
         start_s = time.perf_counter()
         engine.step()

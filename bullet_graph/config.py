@@ -282,6 +282,11 @@ class EngineConfig:
         minimum=1,
         parse=parse_bytes,
     )
+    prefix_caching: bool = setting(
+        True,
+        "Keep the KV blocks of requests that have ended, for those that begin with the same tokens. Not for models "
+        "whose layers all have a sliding window.",
+    )
     cuda_graphs: bool = setting(
         True, "Capture decode steps into CUDA graphs; without, they run eagerly (slower; for debugging)."
     )

@@ -114,6 +114,7 @@ class SamplingParams:
         prompt_logprobs: None, or how many alternatives (0 to 20) to report beside each token of the prompt.
         n: how many outputs to sample for the prompt; output i uses ``seed + i``.
         structured_outputs: what each output has to be; None leaves it free.
+        cache_salt: only requests with the same salt share prefixes in the KV cache; None is one such group.
     """
 
     temperature: float = 1.0
@@ -136,6 +137,7 @@ class SamplingParams:
     bad_words: Sequence[str] = field(default=())
     n: int = 1
     structured_outputs: StructuredOutputs | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
@@ -151,6 +153,7 @@ class SamplingParams:
         are_ids = ids is not None and all(_is_int(i, 0) for i in ids)
         are_biases = biases is not None and len(biases) <= MAX_BIASED_TOKENS and all(map(_is_bias, biases))
         pairs = f"at most {MAX_BIASED_TOKENS} token ids, each with a number in [-100, 100]"
+        salt = self.cache_salt
         is_structure = isinstance(self.structured_outputs, StructuredOutputs | None)
         counts = f"None or between 0 and {MAX_LOGPROBS}"
         for name, holds, allowed in (
@@ -178,6 +181,7 @@ class SamplingParams:
             ("stop", are_stops, "a non-empty string, or a sequence of them"),
             ("stop_token_ids", are_ids, "a sequence of integers ≥ 0"),
             ("structured_outputs", is_structure, "None or StructuredOutputs"),
+            ("cache_salt", salt is None or (isinstance(salt, str) and salt), "None or a non-empty string"),
         ):
             if not holds:
                 raise SamplingParamsError(f"{name} must be {allowed}, got {getattr(self, name)!r}")

@@ -5,6 +5,7 @@ from all the tokens it finds through the step's block lists. So a block that is 
 left out shows as a wrong token or as a failed check.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -54,13 +55,19 @@ def generate_alone(seed: int, prompt: list[int], count: int, window: int | None 
 
 
 def check_blocks(pool: BlockPool, num_slots: int, sequences: Iterable[Sequence]) -> None:
-    """No block is leaked, owned twice, or owned by a slot that nobody has."""
+    """No block is leaked, owned by a slot that nobody has, or owned twice without a key."""
     holders = [s for s in sequences if s.slot >= 0]
     slots = {s.slot for s in holders}
     assert len(slots) == len(holders), "a slot with two sequences"
-    owned = [block for slot in range(num_slots) for block in pool.owned(slot)]
-    assert len(owned) == len(set(owned)) == pool.num_used <= pool.num_usable
-    assert all(1 <= block <= pool.num_usable for block in owned)
+    owned = Counter(block for slot in range(num_slots) for block in pool.owned(slot))
+    assert all(len(pool.owned(slot)) == len(set(pool.owned(slot))) for slot in slots)
+    blocks, keys, cached = range(1, pool.num_usable + 1), pool._keys, pool._cached.keys()
+    assert [pool._num_holders[block] for block in blocks] == [owned[block] for block in blocks]
+    assert all(block in keys for block, count in owned.items() if count > 1), "shared while it is written"
+    assert sorted([*owned, *pool._free, *cached]) == list(blocks), "lost, or in two places"
+    assert len(owned) == pool.num_used
+    assert {key: block for block, key in keys.items()} == pool._by_key
+    assert cached <= keys.keys() <= cached | owned.keys()
     assert not any(pool.owned(slot) for slot in range(num_slots) if slot not in slots)
     assert all(s.status is Status.RUNNING or s.num_pending_steps for s in holders), "a leak"
 
@@ -88,16 +95,19 @@ class PagedDevice:
     slots: dict[int, _Slot] = field(default_factory=dict)
     max_blocks: int = 8192
     results: dict[int, StepResult] = field(default_factory=dict)
-    touched: dict[int, list[list[int]]] = field(default_factory=dict)
-    """For each step in flight, the blocks that it touches."""
+    touched: dict[int, list[tuple[int, list[int], list[int]]]] = field(default_factory=dict)
+    """For each step in flight, by slot the blocks that it touches, and those of them that it writes."""
     ended_prompts: dict[int, list[int]] = field(default_factory=dict)
     num_launched: int = 0
 
     def __post_init__(self) -> None:
         self.memory = np.full((self.max_blocks, self.block_tokens), -1)
-        # How many steps in flight touch each block, and for which slot.
-        self._num_users = np.zeros(self.max_blocks, dtype=np.int32)
-        self._user = np.zeros(self.max_blocks, dtype=np.int32)
+        # How many steps in flight touch and write each block: for each slot, and (None) for all.
+        self._users: dict[int | None, np.ndarray] = defaultdict(self._none)
+        self._writers: dict[int | None, np.ndarray] = defaultdict(self._none)
+
+    def _none(self) -> np.ndarray:
+        return np.zeros(self.max_blocks, dtype=np.int32)
 
     def launch(self, step: Step, lane: Lane = "decode") -> int:
         ticket, self.num_launched = self.num_launched, self.num_launched + 1
@@ -137,8 +147,8 @@ class PagedDevice:
         return ticket
 
     def wait(self, ticket: int) -> StepResult:
-        for blocks in self.touched.pop(ticket):
-            self._num_users[blocks] -= 1
+        for slot, blocks, written in self.touched.pop(ticket):
+            self._count(slot, blocks, written, -1)
         for slot in self.ended_prompts.pop(ticket):
             self.slots[slot].awaits_decode = True
         return self.results.pop(ticket)
@@ -151,6 +161,11 @@ class PagedDevice:
         The blocks' first token has the position ``kv_start``; they hold what the window of each token needs.
         """
         state = self.slots[slot]
+        if not state.length and start:
+            # A prefix that another slot has written; that it is the right one shows in the tokens.
+            assert start % self.block_tokens == 0
+            state.tokens[:] = self.memory[blocks].ravel()[:start].tolist()
+            state.length = start
         assert start == state.length, f"position {start} follows {state.length - 1}"
         state.length += len(tokens)
         seen = 0 if self.window is None else max(start + 1 - self.window, 0)
@@ -158,18 +173,26 @@ class PagedDevice:
         end = state.length - kv_start
         assert len(blocks) == -(-end // self.block_tokens), "blocks do not match the length"
         assert PADDING_BLOCK not in blocks
-        others = (self._num_users[blocks] > 0) & (self._user[blocks] != slot)
-        assert not others.any(), "a block changed hands while a step in flight uses it"
-        self._user[blocks] = slot
-        self._num_users[blocks] += 1
-        self.touched[ticket].append(blocks)
         first = (start - kv_start) // self.block_tokens
+        written = blocks[first:]
+        writers, users = self._writers, self._users
+        is_written = writers[None][blocks] > writers[slot][blocks]
+        assert not is_written.any(), "a block is read while a step in flight writes it for another slot"
+        is_used = users[None][written] > users[slot][written]
+        assert not is_used.any(), "a block changed hands while a step in flight uses it"
+        self.touched[ticket].append((slot, blocks, written))
+        self._count(slot, blocks, written, 1)
         history = self.memory[blocks].ravel()
         history[start - kv_start : end] = tokens
-        self.memory[blocks[first:]] = history[first * self.block_tokens :].reshape(-1, self.block_tokens)
+        self.memory[written] = history[first * self.block_tokens :].reshape(-1, self.block_tokens)
         state.tokens[start:] = tokens
         assert history[seen - kv_start : end].tolist() == state.tokens[seen:], "not what was written there"
         return history[:end] if self.window is None else history[:end][-self.window :]
+
+    def _count(self, slot: int, blocks: list[int], written: list[int], change: int) -> None:
+        for key in (slot, None):
+            self._users[key][blocks] += change
+            self._writers[key][written] += change
 
     def _sample(self, slot: int, history: np.ndarray) -> int:
         state = self.slots[slot]

@@ -1,6 +1,7 @@
 """The engine's loop without an engine, for the scheduler's tests."""
 
-from collections import deque
+from collections import Counter, deque
+from typing import Any
 
 import numpy as np
 from paged_device import PagedDevice, check_blocks, generate_alone
@@ -36,6 +37,7 @@ class Loop:
         max_model_len: int = MAX_MODEL_LEN,
         prompt_order: PromptOrder = "arrival",
         window: int | None = None,
+        prefix_caching: bool = True,
     ) -> None:
         self.policy, self.chunk_tokens, self.depth = policy, chunk_tokens, depth
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
@@ -52,6 +54,7 @@ class Loop:
             block_tokens=BLOCK_TOKENS,
             window=window,
             held_tokens=held_tokens,
+            prefix_caching=prefix_caching and window is None,
         )
         self.pool = self.scheduler.pool
         self.device = PagedDevice(BLOCK_TOKENS, window)
@@ -59,20 +62,38 @@ class Loop:
         self.sequences: list[Sequence] = []
         self.aborted: set[Sequence] = set()
         self.first_admissions: list[Sequence] = []
+        self.num_scored: Counter[Sequence] = Counter()
+        self.num_found = 0
+        """Tokens that sequences found in the prefix cache, after preemptions too."""
         self.ends: dict[Sequence, int] = {}
         """After how many tokens each sequence must have ended."""
 
-    def add(self, prompt_tokens: int, max_tokens: int = 8, end: int | None = None) -> Sequence:
-        """Queue a sequence; ``end`` is after how many tokens an end-of-sequence token strikes."""
+    def add(
+        self,
+        prompt: int | list[int],
+        max_tokens: int = 8,
+        end: int | None = None,
+        *,
+        n: int = 1,
+        **params: Any,
+    ) -> Sequence:
+        """Queue the samples of a prompt, or of one of this length that shares nothing; return the first.
+
+        ``end`` is after how many tokens an end-of-sequence token strikes.
+        """
         index = len(self.sequences)
-        prompt = np.arange(prompt_tokens, dtype=np.int32) + 10 * index
-        params = SamplingParams(max_tokens=max_tokens)
-        sequence = Sequence(f"request-{index}", 0, prompt, params, 100 + index, frozenset())
-        self.sequences.append(sequence)
-        limit = min(max_tokens, self.max_model_len - prompt_tokens)
-        self.ends[sequence] = limit if end is None else min(limit, end)
-        self.scheduler.add(sequence)
-        return sequence
+        if isinstance(prompt, int):
+            prompt = list(range(10 * index, 10 * index + prompt))
+        token_ids, params = np.array(prompt, dtype=np.int32), {"max_tokens": max_tokens} | params
+        samples = [
+            Sequence(f"request-{index}", i, token_ids, SamplingParams(**params), 100 + index + i, frozenset())
+            for i in range(n)
+        ]
+        self.sequences += samples
+        limit = min(max_tokens, self.max_model_len - len(prompt))
+        self.ends |= dict.fromkeys(samples, limit if end is None else min(limit, end))
+        self.scheduler.add(*samples)
+        return samples[0]
 
     def abort(self, sequence: Sequence) -> None:
         self.aborted.add(sequence)
@@ -88,8 +109,20 @@ class Loop:
         for sequence, init in zip(scheduled.admitted, scheduled.step.admitted, strict=True):
             assert (sequence.slot, sequence.seed) == (init.slot, init.seed)
             assert sequence in scheduled.touched, "admitted without a chunk"
+            self.check_found(sequence)
+        for sequence, first, end in scheduled.scored:
+            assert first == self.num_scored[sequence], "rows are scored once each, in order"
+            self.num_scored[sequence] = end
         self.in_flight.append((self.device.launch(scheduled.step, self.lane_of(scheduled)), scheduled))
         return scheduled
+
+    def check_found(self, sequence: Sequence) -> None:
+        """What a sequence shares when it starts are full blocks of its own tokens, the last token excepted."""
+        num_blocks = sequence.num_keyed
+        assert num_blocks * BLOCK_TOKENS < sequence.num_known
+        held = self.device.memory[self.pool.owned(sequence.slot)[:num_blocks]].ravel()
+        assert held.tolist() == sequence.known_token_ids(0, num_blocks * BLOCK_TOKENS).tolist()
+        self.num_found += num_blocks * BLOCK_TOKENS
 
     def lane_of(self, scheduled: ScheduledStep) -> Lane:
         return "prefill" if self.policy == LANES_AT_ONCE and scheduled.step.prefill else "decode"
@@ -151,6 +184,10 @@ class Loop:
         waiting = [s for s in self.sequences if s.status is Status.WAITING]
         assert len(self.scheduler.queue) == len(waiting)
         assert all(s.slot < 0 for s in waiting)
+        assert self.scheduler.queue.num_tokens == sum(s.num_tokens - s.num_cached for s in waiting)
+        # Whoever is passed over waits for a sequence that leaves again.
+        under_way = [key for s in self.sequences if s.slot >= 0 for key in s.block_keys[s.num_keyed :]]
+        assert self.scheduler.queue.pending <= set(under_way)
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -167,13 +204,17 @@ class Loop:
             self.check_blocks()
         assert not self.unfinished
         assert self.pool.num_used == 0
-        assert self.scheduler.num_running == len(self.scheduler.queue) == 0
+        assert self.scheduler.num_running == len(self.scheduler.queue) == self.scheduler.queue.num_tokens == 0
+        assert not self.scheduler.queue.pending
+        assert not self.scheduler.queue._by_awaited
         for sequence in self.sequences:
             prompt, count = sequence.prompt_token_ids.tolist(), self.ends[sequence]
             expected = generate_alone(sequence.seed, prompt, count, self.window)
             if sequence in self.aborted:
                 expected = expected[: len(sequence.output_token_ids)]
             assert sequence.output_token_ids == expected
-        if not self.scheduler.queue.longest_first:
+            if sequence.is_scored and sequence not in self.aborted:
+                assert self.num_scored[sequence] == len(prompt) - 1
+        if not (self.scheduler.queue.longest_first or self.num_found):
             served = [s for s in self.sequences if s in self.first_admissions]
             assert self.first_admissions == served, "first admissions must follow arrivals"

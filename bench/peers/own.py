@@ -72,6 +72,8 @@ class OwnEngine:
         return {
             "num_steps": stats.num_steps,
             "num_preemptions": stats.num_preemptions,
+            "prefix_cache_queries": stats.prefix_cache_queries,
+            "prefix_cache_hits": stats.prefix_cache_hits,
             "kv_blocks_peak": stats.kv_blocks_peak,
             "kv_blocks_total": stats.kv_blocks_total,
             "policy_seconds": dict(stats.policy_seconds),

@@ -41,6 +41,8 @@ def open_engine(config: EngineConfig, *, quiet: bool, trace_decisions: Path | No
         on_ledger=None if quiet else _print_ledger,
         use_tqdm=not quiet and sys.stderr.isatty(),
     )
+    if not quiet and config.prefix_caching and not engine.caches_prefixes:
+        click.echo("prefix caching: off, as every layer of the model has a sliding window", err=True)
     if not quiet and engine.capture is not None:
         capture = engine.capture
         click.echo(

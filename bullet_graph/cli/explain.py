@@ -126,6 +126,10 @@ def _tables(summary: TraceSummary) -> list[Table]:
     run.add_row("prefill lane busy", _percent(lanes["prefill"]))
     run.add_row("both lanes busy", _percent(lanes["both"]))
     run.add_row("device idle", _percent(lanes["idle"]))
+    if summary.cached_tokens:
+        run.add_row(
+            "prompt tokens in the prefix cache", _percent(summary.cached_tokens / summary.prompt_tokens)
+        )
 
     policies = table_of("policy", "launches", "of device time", "of time passed")
     for share in summary.policies:

@@ -153,6 +153,7 @@ class Simulator:
             max_num_batched_tokens=config.max_num_batched_tokens,
             decode_sms=config.decode_sms or None,
             prompt_order=config.prompt_order,
+            prefix_caching=config.prefix_caching,
             capture_plan=capture_plan or self.capture_plan,
             seed=config.seed,
             **self._spread,
@@ -193,7 +194,14 @@ class Simulator:
         """The fields that all runs share, for a JSON file."""
         config, plan = self.config, self.capture_plan
         decode_sms = (config.decode_sms or self.performance.decode_sms) if plan is None else plan.decode_sms
-        own = ("seed", "max_num_seqs", "max_num_batched_tokens", "prompt_order", "capture_plan")
+        own = (
+            "seed",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "prompt_order",
+            "prefix_caching",
+            "capture_plan",
+        )
         return {
             "gpu": self.gpu,
             "performance": self.times,
@@ -227,6 +235,7 @@ def _known_gpu(name: str) -> GpuSpec:
     "decode_sms",
     "capture_plan",
     "prompt_order",
+    "prefix_caching",
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_model_len",

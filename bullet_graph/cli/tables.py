@@ -68,8 +68,8 @@ class ReplayRun:
 
 def counters(stats: EngineStats) -> dict[str, Any]:
     """An engine's counters, as replays report them."""
-    names = ("policy_shares", "num_steps", "num_preemptions", "kv_blocks_peak", "kv_blocks_total")
-    return {name: getattr(stats, name) for name in names}
+    names = ("policy_shares", "num_steps", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
+    return {name: getattr(stats, name) for name in (*names, "kv_blocks_peak", "kv_blocks_total")}
 
 
 def emit_replays(
@@ -113,6 +113,12 @@ def print_replays(title: str, named: Mapping[str, ReplayRun]) -> None:
             add(f"{name}, {label}, ms", of(f"{label}_{field}_ms"), 2)
     add("steps", of("num_steps"))
     add("preemptions", of("num_preemptions"))
+    hits = zip(of("prefix_cache_hits", 100), of("prefix_cache_queries"), strict=True)
+    add(
+        "prompt tokens in the prefix cache, %",
+        [hit / asked if hit and asked else None for hit, asked in hits],
+        1,
+    )
     blocks = zip(of("kv_blocks_peak", 100), of("kv_blocks_total"), strict=True)
     add("KV blocks, peak, %", [None if not total else (peak or 0.0) / total for peak, total in blocks], 1)
     shares = [run.get("policy_shares") or {} for run in runs.values()]

@@ -1,4 +1,9 @@
-"""Blocks of the KV cache: which are free, and which sequence holds which."""
+"""Blocks of the KV cache: which are free, which sequences hold which, and which tokens they hold (the prefix cache)."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+from itertools import takewhile
 
 import numpy as np
 
@@ -8,11 +13,32 @@ PADDING_BLOCK = 0
 """Never given to a sequence: padded rows of a decode graph read and write it."""
 
 
+def root_key(*space: str | None) -> bytes:
+    """The parent of a sequence's first key. Sequences of other spaces, such as another salt, never share a block."""
+    return blake2b(ascii(space).encode(), digest_size=32).digest()
+
+
+def chained_keys(parent: bytes, token_ids: Int32Array, block_tokens: int) -> list[bytes]:
+    """A key for each full block of ``token_ids``, which follow those of ``parent``.
+
+    Equal keys mean equal tokens from the first position on: nobody can find two inputs of one BLAKE2b hash of 32 bytes.
+    """
+    data, size, keys = token_ids.tobytes(), block_tokens * token_ids.itemsize, list[bytes]()
+    for start in range(0, len(data) - size + 1, size):
+        parent = blake2b(parent + data[start : start + size], digest_size=32).digest()
+        keys.append(parent)
+    return keys
+
+
 class BlockPool:
     """The free blocks, and the table of each slot's blocks in order of position, without those given back.
 
-    ``num_blocks`` includes the padding block; each of ``num_slots`` sequences at once owns up to
+    ``num_blocks`` includes the padding block; each of ``num_slots`` sequences at once holds up to
     ``max_blocks_per_seq``.
+
+    It is the prefix cache as well. A block with a key holds the tokens that the key stands for, and is never written
+    again. Several slots may share it. Released by the last one, it counts as free but keeps its tokens until it is
+    taken: after all free blocks without a key, and least recently released first.
     """
 
     def __init__(
@@ -22,6 +48,10 @@ class BlockPool:
         self.block_tokens = block_tokens
         # The lowest ids come first, so that a lightly loaded cache touches little memory.
         self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._num_holders = [0] * num_blocks
+        self._keys: dict[int, bytes] = {}
+        self._by_key: dict[bytes, int] = {}
         self.peak_used = 0
         self._table: Int32Array = np.zeros((num_slots, max_blocks_per_seq), dtype=np.int32)
         self._counts = [0] * num_slots
@@ -30,11 +60,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that no slot holds, cached ones included."""
+        return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        return self.num_usable - len(self._free)
+        return self.num_usable - self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens of one sequence need."""
@@ -47,10 +78,15 @@ class BlockPool:
         if need <= have:
             return True
         count = need - have
-        if count > len(self._free):
+        if count > self.num_free:
             return False
-        self._table[slot, have:need] = self._free[: -count - 1 : -1]
+        while len(self._free) < count:
+            self._evict()
+        blocks = self._free[: -count - 1 : -1]
         del self._free[-count:]
+        for block in blocks:
+            self._num_holders[block] = 1
+        self._table[slot, have:need] = blocks
         self._counts[slot] = need
         self.peak_used = max(self.peak_used, self.num_used)
         return True
@@ -60,22 +96,75 @@ class BlockPool:
         return (int(self._firsts[slot]) + self._counts[slot]) * self.block_tokens
 
     def slide(self, slot: int, position: int, num_tokens: int) -> None:
-        """Give back the slot's blocks before ``position``; those it lacks for ``num_tokens`` become its next ones."""
+        """Give back the slot's blocks before ``position``; those it lacks for ``num_tokens`` become its next ones.
+
+        None of its blocks may have a key.
+        """
         first, count = int(self._firsts[slot]), self._counts[slot]
         passed = min(position // self.block_tokens - first, count)
         if passed <= 0:
             return
         blocks = self.owned(slot)
         kept = min(passed, max(self.blocks_for(num_tokens) - first - count, 0))
-        self._free.extend(reversed(blocks[kept:passed]))
+        self._release(blocks[kept:passed])
         self._firsts[slot] += passed
         self._counts[slot] = count - passed + kept
         self._table[slot, : self._counts[slot]] = blocks[passed:] + blocks[:kept]
 
     def clear(self, slot: int) -> None:
         """Release all blocks of the slot."""
-        self._free.extend(reversed(self.owned(slot)))
+        self._release(self.owned(slot))
         self._counts[slot] = self._firsts[slot] = 0
+
+    def _release(self, blocks: list[int]) -> None:
+        """Give up one hold on each; the last blocks of a prefix are then taken before its first ones."""
+        for block in reversed(blocks):
+            self._num_holders[block] -= 1
+            if not self._num_holders[block]:
+                if block in self._keys:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    # ---- the prefix cache ----
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of these keys, up to the first that the cache lacks."""
+        found = takewhile(lambda block: block is not None, map(self._by_key.get, keys))
+        return list(found)  # type: ignore[arg-type]
+
+    def num_held(self, blocks: Iterable[int]) -> int:
+        """How many of these some slot holds: sharing them needs no free block."""
+        return sum(self._num_holders[block] > 0 for block in blocks)
+
+    def share(self, slot: int, blocks: list[int]) -> None:
+        """Give found blocks to a slot that has none, as its first ones."""
+        for block in blocks:
+            if not self._num_holders[block]:
+                del self._cached[block]
+            self._num_holders[block] += 1
+        self._table[slot, : len(blocks)] = blocks
+        self._counts[slot] = len(blocks)
+        self.peak_used = max(self.peak_used, self.num_used)
+
+    def cache(self, slot: int, first: int, keys: list[bytes]) -> None:
+        """Let others find the slot's blocks from its ``first`` on, which hold what ``keys`` stand for.
+
+        Of two blocks with the same tokens, only the first one gets the key.
+        """
+        for block, key in zip(self._table[slot, first : first + len(keys)].tolist(), keys, strict=True):
+            if self._by_key.setdefault(key, block) == block:
+                self._keys[block] = key
+
+    def forget(self) -> None:
+        """Empty the prefix cache, while no slot holds a block."""
+        while self._cached:
+            self._evict()
+
+    def _evict(self) -> None:
+        block, _ = self._cached.popitem(last=False)
+        del self._by_key[self._keys.pop(block)]
+        self._free.append(block)
 
     def owned(self, slot: int) -> list[int]:
         """The slot's blocks in order of position."""

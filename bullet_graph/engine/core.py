@@ -26,7 +26,7 @@ from bullet_graph.runtime.step import Placement, StepResult
 class EngineCore:
     """Runs requests on an executor as a planner decides.
 
-    ``num_kv_blocks`` includes the padding block; ``window`` and ``held_tokens`` are those of the
+    ``num_kv_blocks`` includes the padding block; ``window``, ``held_tokens`` and ``prefix_caching`` are those of the
     :class:`~bullet_graph.engine.scheduler.Scheduler`. ``first_token_s`` is when the first token reached the host, on
     the executor's clock; None before that.
     """
@@ -43,6 +43,7 @@ class EngineCore:
         prompt_order: PromptOrder = "arrival",
         window: int | None = None,
         held_tokens: int | None = None,
+        prefix_caching: bool = False,
         trace: DecisionTrace | None = None,
     ) -> None:
         self.executor = executor
@@ -56,6 +57,7 @@ class EngineCore:
             prompt_order=prompt_order,
             window=window,
             held_tokens=held_tokens,
+            prefix_caching=prefix_caching,
         )
         self.requests: dict[str, Request] = {}
         self.in_flight = InFlight(executor.num_sms)
@@ -77,8 +79,7 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        for sample in request.samples:
-            self.scheduler.add(sample.sequence)
+        self.scheduler.add(*(sample.sequence for sample in request.samples))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and return its last output; None for an unknown id."""
@@ -133,6 +134,8 @@ class EngineCore:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=scheduler.num_queried_tokens,
+            prefix_cache_hits=scheduler.num_found_tokens,
             kv_blocks_total=scheduler.pool.num_usable,
             kv_blocks_used=scheduler.pool.num_used,
             kv_blocks_peak=scheduler.pool.peak_used,

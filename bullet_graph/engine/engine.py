@@ -170,6 +170,7 @@ class Engine:
             prompt_order=config.prompt_order,
             window=self.model_config.widest_window,
             held_tokens=held_tokens(config, self.model_config, self.max_model_len),
+            prefix_caching=config.prefix_caching and self.model_config.widest_window is None,
             trace=self._trace,
         )
 
@@ -358,6 +359,20 @@ class Engine:
         config = dataclasses.replace(self.config, policy=chosen, slo=slo, prompt_order=order)
         self._core = self._new_core(executor, config)
         self.config = config
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether requests share the KV blocks of equal prefixes: not where every layer has a sliding window."""
+        return self._core.scheduler.prefix_caching
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; the counters stay. Raises RequestError while requests are under way."""
+        self._alive()
+        if self.has_unfinished_requests():
+            raise RequestError(
+                "the prefix cache can be reset between requests only: finish or abort them first"
+            )
+        self._core.scheduler.pool.forget()
 
     def stats(self) -> EngineStats:
         """Counters and state now."""

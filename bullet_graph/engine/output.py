@@ -58,7 +58,7 @@ class RequestOutput:
     """State of one request: its samples by index, and the latency targets that hold for it.
 
     ``prompt_logprobs`` of a finished request that asked for them: None for the prompt's first token, then an entry for
-    each.
+    each. ``num_cached_tokens`` of its prompt came from the prefix cache (those of the first sample).
     ``error`` says why ``generate`` refused a request of a batch, which then has no ``outputs``, or why a structured
     output ended with the reason ``error``.
     """
@@ -71,6 +71,7 @@ class RequestOutput:
     error: RequestError | None = None
     slo: Slo = NO_TARGETS
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
 
     @property
     def missed_targets(self) -> tuple[Literal["ttft", "tpot"], ...]:
@@ -95,6 +96,8 @@ class EngineStats:
     Attributes:
         num_prompt_tokens, num_output_tokens: tokens of prompts that have a first token, and tokens sampled.
         num_preemptions: times that a sequence lost its KV blocks and was recomputed.
+        prefix_cache_queries, prefix_cache_hits: tokens of sequences that started, and those that came from the prefix
+            cache; resumptions after a preemption are not counted.
         num_running, num_waiting: sequences that hold KV blocks, and that wait for them.
         num_decoding: running sequences whose prompts are done.
         policy_seconds, lane_seconds: device time of launches.
@@ -107,6 +110,8 @@ class EngineStats:
     num_prompt_tokens: int
     num_output_tokens: int
     num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
     kv_blocks_total: int
     kv_blocks_used: int
     kv_blocks_peak: int

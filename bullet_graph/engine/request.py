@@ -138,6 +138,7 @@ class Request:
             self._error() if finished else None,
             self._first.slo,
             tuple(logprobs) if logprobs is not None and finished else None,
+            self._first.num_found,
         )
 
     def _error(self) -> RequestError | None:

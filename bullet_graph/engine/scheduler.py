@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 
 from bullet_graph.config import KV_BLOCK_TOKENS, PromptOrder
-from bullet_graph.engine.block_pool import BlockPool
+from bullet_graph.engine.block_pool import BlockPool, chained_keys, root_key
 from bullet_graph.engine.sequence import ScheduledStep, Sequence, Status
 from bullet_graph.partition.masks import Lane
 from bullet_graph.planner.plan import PromptLoad
@@ -17,15 +17,24 @@ from bullet_graph.runtime.step import Bitmasks, DecodeBatch, Int32Array, Prefill
 QUEUE_IN_SIGHT = 64
 """Prompts at the head of the queue that a tick considers: more of usual length than a chunk holds."""
 
+AWAITED_BLOCKS = 4
+"""Blocks that a sequence leaves to another one which is about to write them: fewer are quicker written again."""
+
 _NEVER = float("inf")
 
 
 class PromptQueue:
-    """Sequences without blocks; a sequence may return after a preemption. ``num_tokens`` adds up their prompts."""
+    """Sequences without blocks; a sequence may return after a preemption.
+
+    ``num_tokens`` adds up what the prefix cache lacks of their tokens. ``pending`` are the keys of blocks that prompts
+    under way will write: a sequence that awaits one is passed over.
+    """
 
     def __init__(self, prompt_order: PromptOrder) -> None:
         self._prompt_order = prompt_order
+        self.pending: set[bytes] = set()
         self._waiting: dict[Sequence, PromptLoad] = {}
+        self._by_awaited: dict[bytes, dict[Sequence, None]] = {}
         self._num_with_deadline = 0
         self._num_preempted = 0
         self.num_tokens = 0
@@ -43,8 +52,18 @@ class PromptQueue:
         self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
-        del self._waiting[sequence]
         self._count(sequence, -1)
+        del self._waiting[sequence]
+
+    def expect(self, sequence: Sequence, num_cached: int, awaited_key: bytes | None) -> None:
+        """Note what a waiting sequence is expected to find in the prefix cache; it keeps its place."""
+        self._count(sequence, -1)
+        sequence.num_cached, sequence.awaited_key = num_cached, awaited_key
+        self.add(sequence)
+
+    def awaiting(self, keys: Iterable[bytes]) -> list[Sequence]:
+        """Sequences that await one of these keys."""
+        return [sequence for key in keys for sequence in self._by_awaited.get(key, ())]
 
     def ordered(self, started: list[Sequence], now_s: float, ms_per_token: float) -> Iterable[Sequence]:
         """Prompts under way and the head of the queue, in the order to serve them.
@@ -52,22 +71,35 @@ class PromptQueue:
         With targets :func:`~bullet_graph.planner.slack.order_prompts` decides. Else it is ``prompt_order``,
         with prompts under way and preempted ones first.
         """
+        pending = self.pending
         if self._num_with_deadline or any(s.deadline_s < _NEVER for s in started):
-            unordered = [*started, *self._waiting]
-            queued = [*(prompt_load(s) for s in started), *self._waiting.values()]
+            ready = {s: load for s, load in self._waiting.items() if s.awaited_key not in pending}
+            unordered = [*started, *ready]
+            queued = [*(prompt_load(s) for s in started), *ready.values()]
             order = order_prompts(queued, now_s, ms_per_token)
             return (unordered[i] for i in order)
         # Preemption takes the last to come first, so the reverse order is the order of arrival.
         preempted = [s for s in reversed(self._waiting) if s.preempted] if self._num_preempted else []
-        fresh: Iterable[Sequence] = (s for s in self._waiting if not s.preempted)
+        fresh: Iterable[Sequence] = (
+            s for s in self._waiting if not s.preempted and s.awaited_key not in pending
+        )
         if self.longest_first:
             fresh = nsmallest(QUEUE_IN_SIGHT, fresh, key=lambda s: s.num_tokens - s.max_tokens)
         return [*started, *preempted, *islice(fresh, QUEUE_IN_SIGHT)]
 
     def _count(self, sequence: Sequence, change: int) -> None:
-        self.num_tokens += change * sequence.num_tokens
+        self.num_tokens += change * self._waiting[sequence].tokens_left
         self._num_with_deadline += change * (sequence.deadline_s < _NEVER)
         self._num_preempted += change * sequence.preempted
+        key = sequence.awaited_key
+        if key is None:
+            return
+        if change > 0:
+            self._by_awaited.setdefault(key, {})[sequence] = None
+        else:
+            del self._by_awaited[key][sequence]
+            if not self._by_awaited[key]:
+                del self._by_awaited[key]
 
 
 def prompt_load(sequence: Sequence) -> PromptLoad:
@@ -96,6 +128,9 @@ class Scheduler:
     ``window`` is the widest of all layers, None where a layer has none. Blocks before it are given back once no
     launched step reads them. So a sequence holds at most ``held_tokens`` tokens at once (None: ``max_model_len``),
     which then is what ``num_blocks`` must hold.
+
+    With ``prefix_caching``, sequences share the full blocks that their tokens have in common from the first one on,
+    but for the block of the last token, whose row gives the next. A block is shared once no launch writes it.
     """
 
     def __init__(
@@ -108,8 +143,12 @@ class Scheduler:
         block_tokens: int = KV_BLOCK_TOKENS,
         window: int | None = None,
         held_tokens: int | None = None,
+        prefix_caching: bool = False,
     ) -> None:
+        if prefix_caching and window is not None:
+            raise ValueError("blocks before a window are given back, so they cannot be cached as a prefix")
         self.queue = PromptQueue(prompt_order)
+        self.prefix_caching = prefix_caching
         self._max_model_len = max_model_len
         self._window = window
         self._held_tokens = held_tokens or max_model_len
@@ -124,15 +163,21 @@ class Scheduler:
         self._admitted: list[Sequence] = []
         self._held: Sequence | None = None
         self.num_preemptions = 0
+        self.num_queried_tokens = 0
+        self.num_found_tokens = 0
 
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks and want more tokens."""
         return len(self._running)
 
-    def add(self, sequence: Sequence) -> None:
-        sequence.max_tokens = min(sequence.max_tokens, self._max_model_len)
-        self._enqueue(sequence)
+    def add(self, *samples: Sequence) -> None:
+        """Queue sequences that have one prompt, such as the samples of a request."""
+        for sequence in samples:
+            sequence.max_tokens = min(sequence.max_tokens, self._max_model_len)
+            sequence.block_keys = list(samples[0].block_keys)
+            self._extend_keys(sequence)
+            self._enqueue(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove an ended or aborted sequence; its blocks follow when no step in flight touches them."""
@@ -153,6 +198,9 @@ class Scheduler:
                 # Later steps of the sequence run after this one on the device, from this position on.
                 self.pool.slide(sequence.slot, end + 1 - self._window, sequence.num_tokens)
                 sequence.kv_capacity = self.pool.capacity(sequence.slot)
+        for sequence, end in zip(scheduled.touched[: scheduled.num_chunks], scheduled.ends, strict=False):
+            if sequence.slot >= 0:
+                self._cache(sequence, end)
         for sequence in scheduled.sampled:
             sequence.num_in_flight -= 1
             # Decode rows of a prompt on the prefill lane have waited for this.
@@ -188,14 +236,20 @@ class Scheduler:
         """Started prompts, and waiting ones up to the first without a slot or blocks."""
         slots, blocks, running = len(self._free_slots), self.pool.num_free, len(self._running)
         blocked = False
+        awaited = set[bytes]()
         for sequence in queue:
+            key = sequence.awaited_key
             if sequence.status is Status.RUNNING:
                 yield sequence
-            elif not blocked:
+            elif not blocked and not (key in awaited or key in self.queue.pending):
                 need = self._blocks_to_start(sequence)
+                if need + running > blocks:
+                    need -= self.pool.num_held(self.pool.find(self._keys_to_find(sequence)))
                 # One block per running sequence is kept back, so that the newcomer is not preempted at once.
                 if slots and need + running <= blocks:
                     slots, blocks, running = slots - 1, blocks - need, running + 1
+                    if key is not None:
+                        awaited.add(key)
                     yield sequence
                 else:
                     blocked = True
@@ -243,7 +297,7 @@ class Scheduler:
         inits = tuple(s.slot_init() for s in admitted)
         step = Step(inits, prefill, batch, max(wanted) if wanted else None, _bitmasks(structured))
         ends = tuple([s.num_cached for s in touched])
-        return ScheduledStep(step, admitted, touched, sampled, ends, scored)
+        return ScheduledStep(step, admitted, touched, sampled, ends, scored, len(chunks))
 
     # ---- decode rows ----
 
@@ -308,13 +362,22 @@ class Scheduler:
         return chunks
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Start a waiting sequence if a slot and blocks for all its tokens are free."""
-        need = self._blocks_to_start(sequence)
-        if not self._free_slots or need + len(self._running) > self.pool.num_free:
+        """Start a waiting sequence if a slot and blocks for all its tokens are free and none is about to be written."""
+        found = self._look_up(sequence)
+        need = self._blocks_to_start(sequence) - self.pool.num_held(found)
+        awaits = sequence.awaited_key in self.queue.pending
+        if awaits or not self._free_slots or need + len(self._running) > self.pool.num_free:
             return False
         self.queue.remove(sequence)
         sequence.slot = self._free_slots.pop()
+        self.pool.share(sequence.slot, found)
         self._grow(sequence, min(sequence.num_tokens, self._held_tokens))
+        sequence.num_keyed = len(found)
+        self.queue.pending.update(sequence.block_keys[len(found) :])
+        if not sequence.preempted:
+            sequence.num_found = sequence.num_cached
+            self.num_queried_tokens += sequence.num_tokens if self.prefix_caching else 0
+            self.num_found_tokens += sequence.num_found
         sequence.status = Status.RUNNING
         self._running[sequence] = None
         self._admitted.append(sequence)
@@ -355,26 +418,69 @@ class Scheduler:
         """Blocks that rows at positions from ``starts`` to ``stops`` read, as from :meth:`BlockPool.flatten`."""
         return self.pool.flatten(slots, stops, None if self._window is None else starts + 1 - self._window)
 
+    # ---- the prefix cache ----
+
+    def _keys_to_find(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the blocks that a waiting sequence may share; a prompt that is scored needs all its rows."""
+        num_blocks = 0 if sequence.is_scored else (sequence.num_tokens - 1) // self.pool.block_tokens
+        return sequence.block_keys[:num_blocks]
+
+    def _look_up(self, sequence: Sequence, least: int = AWAITED_BLOCKS) -> list[int]:
+        """Find the blocks that a waiting sequence can share, and the key that it awaits.
+
+        It is worth waiting for ``least`` blocks that it lacks. Who writes the last of them also writes the others.
+        """
+        keys = self._keys_to_find(sequence)
+        found = self.pool.find(keys)
+        last = len(found) + least - 1
+        awaited_key = keys[last] if last < len(keys) else None
+        self.queue.expect(sequence, len(found) * self.pool.block_tokens, awaited_key)
+        return found
+
+    def _cache(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let others find the sequence's blocks that ``num_tokens`` fill: no launch in flight writes them."""
+        first = sequence.num_keyed
+        keys = sequence.block_keys[first : num_tokens // self.pool.block_tokens]
+        self.pool.cache(sequence.slot, first, keys)
+        sequence.num_keyed += len(keys)
+        self.queue.pending.difference_update(keys)
+        for waiting in self.queue.awaiting(keys):
+            # After a long wait, the few blocks that are left cost little more.
+            self._look_up(waiting, least=1)
+
+    def _extend_keys(self, sequence: Sequence) -> None:
+        """Give the sequence keys for all full blocks of the tokens on the host."""
+        keys, block_tokens = sequence.block_keys, self.pool.block_tokens
+        start, stop = len(keys) * block_tokens, sequence.num_known
+        if self.prefix_caching and stop - start >= block_tokens:
+            parent = keys[-1] if keys else root_key(sequence.params.cache_salt)
+            keys += chained_keys(parent, sequence.known_token_ids(start, stop), block_tokens)
+
     # ---- leaving ----
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         del self._running[sequence]
         self._release(sequence)
-        sequence.num_cached = 0
         sequence.prompt_launched = sequence.decoding = False
         sequence.preempted = True
         self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
+        sequence.num_cached, sequence.awaited_key = 0, None
         self.queue.add(sequence)
+        self._look_up(sequence)
 
     def _release_if_idle(self, sequence: Sequence) -> None:
         if sequence.slot >= 0 and sequence.num_pending_steps == 0:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        """Take slot and blocks of a sequence without steps in flight; others may find all that it has written."""
+        self._extend_keys(sequence)
+        self._cache(sequence, min(sequence.num_cached, sequence.num_known))
+        self.queue.pending.difference_update(sequence.block_keys[sequence.num_keyed :])
         self.pool.clear(sequence.slot)
         sequence.kv_capacity = 0
         self._free_slots.append(sequence.slot)

@@ -38,7 +38,12 @@ class Sequence:
         bad_words: token ids of the texts that are not generated.
         matcher: follows a structured output up to ``output_token_ids``; None for free text.
         slot: its row in the device's state while it runs, else -1.
-        num_cached: tokens whose keys and values launched steps write.
+        num_cached: tokens whose keys and values are in the cache or written by launched steps; while it waits, those
+            that it is expected to find in the prefix cache.
+        num_found: those that it found there when it first started.
+        block_keys: keys of its first full blocks; none without a prefix cache.
+        num_keyed: how many of its blocks others may find by their keys.
+        awaited_key: while it waits, a key of the blocks that it lacks: it is passed over if another will write them.
         prompt_launched: launched steps cover its whole prompt.
         decoding: decode rows may be launched: its prompt is done, or precedes them on the same lane. A structured
             output must also have all its tokens on the host, for they say which may come next.
@@ -62,6 +67,10 @@ class Sequence:
     status: Status = Status.WAITING
     slot: int = -1
     num_cached: int = 0
+    num_found: int = 0
+    block_keys: list[bytes] = field(default_factory=list)
+    num_keyed: int = 0
+    awaited_key: bytes | None = None
     prompt_launched: bool = False
     decoding: bool = False
     preempted: bool = False
@@ -80,6 +89,16 @@ class Sequence:
         self.max_tokens = self.num_tokens + self.params.max_tokens
         self.deadline_s = self.arrival_s + self.slo.ttft_limit_ms(self.num_tokens) / 1e3
 
+    @property
+    def num_known(self) -> int:
+        """Tokens that have reached the host."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the rows of its prompt are: of a request's samples, only the first one's."""
+        return self.params.prompt_logprobs is not None and self.index == 0
+
     def known_token_ids(self, start: int, stop: int) -> Int32Array:
         """Tokens at positions [start, stop); all must have reached the host."""
         prompt_len = len(self.prompt_token_ids)
@@ -91,10 +110,9 @@ class Sequence:
         return np.concatenate([self.prompt_token_ids[start:], tail])
 
     def to_score(self, stop: int) -> tuple[int, int] | None:
-        """Positions [first, end) of a chunk up to ``stop`` whose rows are to be scored: only the first sample's are."""
+        """Positions [first, end) of a chunk up to ``stop`` whose rows are to be scored."""
         first, end = max(self.num_cached, self.num_scored), min(stop, len(self.prompt_token_ids) - 1)
-        asked = self.params.prompt_logprobs is not None and self.index == 0
-        return (first, end) if asked and first < end else None
+        return (first, end) if self.is_scored and first < end else None
 
     def slot_init(self) -> SlotInit:
         """Settings in the device's 32-bit numbers; larger values are clamped, which has the same effect."""
@@ -120,9 +138,9 @@ class Sequence:
 class ScheduledStep:
     """A step and its sequences: those that got their slot in it, whose blocks it reads or writes, and that get a token.
 
-    ``sampled`` are in the order of the result's rows. ``ends`` are the tokens of each touched sequence that are cached
-    once the step is over. ``scored`` are sequences with the positions, from first to before the end, whose rows are
-    scored: the first ones of ``prompt_logprobs``.
+    The first ``num_chunks`` of ``touched`` have prompt rows. ``sampled`` are in the order of the result's rows.
+    ``ends`` are the tokens of each touched sequence that are cached once the step is over. ``scored`` are sequences
+    with the positions, from first to before the end, whose rows are scored: the first ones of ``prompt_logprobs``.
     """
 
     step: Step
@@ -131,3 +149,4 @@ class ScheduledStep:
     sampled: tuple[Sequence, ...]
     ends: tuple[int, ...]
     scored: tuple[tuple[Sequence, int, int], ...] = ()
+    num_chunks: int = 0

@@ -49,6 +49,7 @@ class SimulationSettings:
     max_num_batched_tokens: int = 8192
     decode_sms: tuple[int, ...] | None = None
     prompt_order: PromptOrder = "arrival"
+    prefix_caching: bool = True
     capture_plan: CapturePlan | None = None
     host_overhead_ms: float = HOST_OVERHEAD_MS
     time_noise: float = 0.0
@@ -120,6 +121,7 @@ class SimulatedEngine(EngineCore):
             max_model_len=settings.max_model_len,
             num_layers=model.num_layers,
             prompt_order=settings.prompt_order,
+            prefix_caching=settings.prefix_caching,
             trace=trace,
         )
 

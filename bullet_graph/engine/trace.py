@@ -134,6 +134,7 @@ class DecisionTrace:
                 "token_us": [round((time_s - arrival_s) * 1e6) for time_s in token_times_s],
                 "ttft_limit_ms": _finite(slo.ttft_limit_ms(prompt_tokens)),
                 "tpot_limit_ms": slo.tpot_ms,
+                "cached_tokens": output.num_cached_tokens,
             }
         )
 

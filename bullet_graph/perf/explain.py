@@ -165,6 +165,7 @@ class TraceSummary:
         lanes: shares of the time that passed in which each lane, ``both`` or none had a launch on the device.
         requests: those that ended; ``cut_off`` were aborted or failed, and are not judged by their targets. A request
             may have missed both targets.
+        prompt_tokens, cached_tokens: of requests that ended, and how many of them came from the prefix cache.
         causes: misses by ``target: cause``, most frequent first.
         misses: the worst first, as a multiple of the target.
     """
@@ -179,6 +180,8 @@ class TraceSummary:
     lanes: dict[str, float]
     errors: tuple[PredictionError, ...]
     requests: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int
     causes: dict[str, int]
     misses: tuple[Miss, ...]
     notes: tuple[str, ...]
@@ -223,6 +226,8 @@ def summarize_trace(trace: Trace, window: Window | None = None) -> TraceSummary:
             "missed_ttft": targets["ttft"],
             "missed_tpot": targets["tpot"],
         },
+        prompt_tokens=sum(r.prompt_tokens for r in requests),
+        cached_tokens=sum(r.cached_tokens for r in requests),
         causes=dict(Counter(f"{miss.target}: {miss.cause}" for miss in misses).most_common()),
         misses=tuple(misses),
         notes=trace.notes,

@@ -97,8 +97,8 @@ class Launch:
 class TracedRequest:
     """A request that ended because of ``stop``, ``length``, ``abort`` or ``error``; times are on the engine's clock.
 
-    ``first_scheduled_s`` is the launch of its first chunk. ``token_us`` says when each token reached the host, in
-    microseconds after its arrival.
+    ``cached_tokens`` of its prompt came from the prefix cache. ``first_scheduled_s`` is the launch of its first chunk.
+    ``token_us`` says when each token reached the host, in microseconds after its arrival.
     """
 
     request_id: str
@@ -110,6 +110,7 @@ class TracedRequest:
     token_us: tuple[Whole, ...]
     ttft_limit_ms: Number | None
     tpot_limit_ms: Number | None
+    cached_tokens: Whole = 0
 
     @property
     def ttft_ms(self) -> float | None:

@@ -1,5 +1,7 @@
 """The scheduler, driven by a device that checks every step: at random, then case by case."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -23,10 +25,33 @@ class AnySchedule(RuleBasedStateMachine):
         spare_blocks=st.integers(0, 8),
         depth=st.integers(1, 3),
         prompt_order=st.sampled_from(["arrival", "longest-output"]),
-        window=st.none() | st.integers(1, 20),
+        window=st.sampled_from([None, None, None, 1, 5, 20]),
     )
     def build(self, **choices: object) -> None:
         self.loop = Loop(**choices)  # type: ignore[arg-type]
+
+    @rule(
+        start=st.sampled_from([7000, 8000]),
+        length=st.integers(1, MAX_MODEL_LEN - 1),
+        shared=st.integers(0, MAX_MODEL_LEN),
+        own=st.integers(5000, 5002),
+        max_tokens=st.integers(1, 20),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        cache_salt=st.sampled_from([None, None, "a"]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
+    )
+    def add_one_that_shares(self, *, start: int, length: int, shared: int, own: int, **params: Any) -> None:
+        """A prompt that others begin with as well, up to a token of its own."""
+        text = list(range(start, start + MAX_MODEL_LEN))
+        self.loop.add([*text[:shared], own, *text[shared:]][:length], **params)
+
+    @rule(index=st.integers(0, 6), more=st.integers(1, 4))
+    def go_on(self, index: int, more: int) -> None:
+        """The next turn of a conversation: what was said, and some more."""
+        if index < len(self.loop.sequences):
+            said = self.loop.sequences[index]
+            if said.num_known + more < MAX_MODEL_LEN:
+                self.loop.add([*said.known_token_ids(0, said.num_known).tolist(), *[7] * more])
 
     @rule(
         # Short prompts with long outputs outgrow the pool, so that there is preemption.

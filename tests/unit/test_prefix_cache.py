@@ -1,0 +1,264 @@
+"""The prefix cache: keys, what the pool keeps and for how long, and what sequences find."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_loop import BLOCK_TOKENS, LANES_AT_ONCE, Loop
+
+from bullet_graph.engine.block_pool import BlockPool, chained_keys, root_key
+from bullet_graph.engine.scheduler import AWAITED_BLOCKS, prompt_load
+from bullet_graph.engine.sequence import Sequence, Status
+
+TEXT = list(range(500, 540))
+POLICIES = ("serial", "mixed", LANES_AT_ONCE)
+
+
+def keys_of(tokens: list[int], *space: str | None) -> list[bytes]:
+    return chained_keys(root_key(*space), np.array(tokens, dtype=np.int32), BLOCK_TOKENS)
+
+
+# ---- keys ----
+
+
+@given(
+    first=st.lists(st.integers(0, 1), max_size=14),
+    second=st.lists(st.integers(0, 1), max_size=14),
+    spaces=st.tuples(*[st.sampled_from([None, "a", "b"])] * 2),
+)
+def test_keys_are_equal_where_all_tokens_up_to_there_are(
+    first: list[int], second: list[int], spaces: tuple[str | None, str | None]
+) -> None:
+    one, other = keys_of(first, spaces[0]), keys_of(second, spaces[1])
+    assert len(one) == len(first) // BLOCK_TOKENS
+    for count, (a, b) in enumerate(zip(one, other, strict=False), 1):
+        shared = first[: count * BLOCK_TOKENS] == second[: count * BLOCK_TOKENS]
+        assert (a == b) == (shared and spaces[0] == spaces[1])
+
+
+def test_a_key_goes_on_where_another_ended() -> None:
+    head = keys_of(TEXT[:8])
+    assert head + chained_keys(head[-1], np.array(TEXT[8:], dtype=np.int32), BLOCK_TOKENS) == keys_of(TEXT)
+    assert len({root_key(), root_key(None), root_key("None"), root_key("a", "b"), root_key("a, b")}) == 5
+    assert root_key("\ud800") != root_key("\udfff"), "JSON may hold half a character"
+
+
+# ---- the pool ----
+
+
+def test_blocks_without_a_key_are_taken_first_then_the_least_recently_released_prefixes_from_their_ends() -> (
+    None
+):
+    pool = BlockPool(num_blocks=9, num_slots=4, max_blocks_per_seq=8, block_tokens=BLOCK_TOKENS)
+    old, new = keys_of(TEXT[:12]), keys_of(TEXT[12:24])
+    for slot, keys in enumerate((old, new)):
+        assert pool.grow(slot, 12)
+        pool.cache(slot, 0, keys)
+    pool.clear(1)
+    pool.clear(0)
+    assert pool.num_free == 8
+    # Found again, the first one is now the more recent one.
+    pool.share(2, pool.find(new))
+    pool.clear(2)
+    assert pool.grow(3, 2 * BLOCK_TOKENS)
+    assert (len(pool.find(old)), len(pool.find(new))) == (3, 3), "there were two blocks without a key"
+    for taken in range(1, 6):
+        assert pool.grow(3, (2 + taken) * BLOCK_TOKENS)
+        assert (len(pool.find(old)), len(pool.find(new))) == (max(3 - taken, 0), min(6 - taken, 3))
+    pool.clear(3)
+    assert pool.num_held(pool.find(new)) == 0
+    pool.forget()
+    assert pool.find(new) == []
+    assert pool.num_free == 8
+
+
+# ---- what sequences find ----
+
+
+def run(loop: Loop) -> int:
+    """Serve everything; returns the prompt rows that were computed."""
+    rows = 0
+    while loop.unfinished:
+        while len(loop.in_flight) < loop.depth and (scheduled := loop.launch()) is not None:
+            prefill = scheduled.step.prefill
+            rows += 0 if prefill is None else len(prefill.token_ids)
+            loop.check_blocks()
+        loop.retire()
+        loop.check_blocks()
+    loop.drain()
+    return rows
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("prompt_tokens", [17, 20])
+def test_a_prompt_is_computed_once_but_for_its_last_block(policy: str, prompt_tokens: int) -> None:
+    loop = Loop(policy)
+    loop.add(TEXT[:prompt_tokens], max_tokens=1)
+    assert run(loop) == prompt_tokens
+    again = loop.add(TEXT[:prompt_tokens], max_tokens=1)
+    assert prompt_load(again)[:2] == (prompt_tokens - 16, 16)
+    assert run(loop) == prompt_tokens - 16
+    assert again.num_found == 16
+    scheduler = loop.scheduler
+    assert (scheduler.num_queried_tokens, scheduler.num_found_tokens) == (2 * prompt_tokens, 16)
+
+
+def test_the_next_turn_finds_the_generated_tokens() -> None:
+    loop = Loop("mixed")
+    first = loop.add(TEXT[:6], max_tokens=9)
+    run(loop)
+    # The last token of an output has no keys and values: 14 tokens fill three blocks.
+    turn = loop.add([*first.known_token_ids(0, 15).tolist(), 1, 2, 3], max_tokens=3)
+    assert run(loop) == 18 - 12
+    assert turn.num_found == 12
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk_tokens", [5, 16, 1000])
+def test_equal_prefixes_that_come_together_are_computed_once(
+    policy: str, depth: int, chunk_tokens: int
+) -> None:
+    loop = Loop(policy, chunk_tokens=chunk_tokens, depth=depth)
+    loop.add(TEXT[:30], n=2)
+    loop.add([*TEXT[:24], 1, 2, 3])
+    loop.add([*TEXT[:24], 4, 5])
+    assert run(loop) == 30 + 2 + 3 + 2
+    assert loop.scheduler.num_found_tokens == 28 + 24 + 24
+
+
+def test_who_awaits_a_prefix_blocks_nobody() -> None:
+    loop = Loop("serial", chunk_tokens=8, max_num_seqs=4)
+    writer, waiting, other = loop.add(TEXT[:30]), loop.add(TEXT[:31]), loop.add(5)
+    loop.launch()
+    assert [s.status for s in (writer, waiting, other)] == [Status.RUNNING, Status.WAITING, Status.WAITING]
+    prompts = loop.scheduler.prompts(0.0, 0.0)
+    assert prompts == [writer, other]
+    loop.drain()
+
+
+def test_a_short_prefix_is_not_awaited() -> None:
+    loop = Loop("serial", chunk_tokens=1000)
+    short = AWAITED_BLOCKS * BLOCK_TOKENS - 1
+    for own in range(3):
+        loop.add([*TEXT[:short], own, own])
+    scheduled = loop.launch()
+    assert scheduled is not None
+    assert len(scheduled.admitted) == 3
+    loop.drain()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chunk_tokens", [5, 1000])
+def test_if_the_writer_goes_the_next_one_writes(policy: str, chunk_tokens: int) -> None:
+    loop = Loop(policy, chunk_tokens=chunk_tokens)
+    writer = loop.add(TEXT[:30])
+    others = [loop.add(TEXT[: 30 + more]) for more in (1, 2)]
+    loop.launch()
+    loop.abort(writer)
+    written = min(chunk_tokens, 30) // BLOCK_TOKENS * BLOCK_TOKENS
+    # What the writer has written is found.
+    assert run(loop) == 31 - min(written, 28) + (32 - 28)
+    assert [s.status for s in others] == [Status.FINISHED] * 2
+
+
+def test_salts_keep_apart() -> None:
+    loop = Loop("mixed")
+    for salt in ("a", "b", None):
+        loop.add(TEXT[:20], max_tokens=2, cache_salt=salt)
+    assert run(loop) == 60
+    same = loop.add(TEXT[:20], max_tokens=2, cache_salt="b")
+    run(loop)
+    assert same.num_found == 16
+
+
+def test_a_prompt_that_is_scored_is_computed_but_others_find_it() -> None:
+    loop = Loop("mixed")
+    first = loop.add(TEXT[:20], n=2, prompt_logprobs=0)
+    run(loop)
+    again = loop.add(TEXT[:20], prompt_logprobs=0)
+    plain = loop.add(TEXT[:20])
+    run(loop)
+    assert [s.num_found for s in (first, loop.sequences[1], again, plain)] == [0, 16, 0, 16]
+
+
+def test_a_preempted_sequence_gets_back_what_is_still_there() -> None:
+    # Sixteen blocks: both outgrow them, and the second one loses few of its own to the first.
+    loop = Loop("mixed", spare_blocks=6, chunk_tokens=1000)
+    loop.add(TEXT[:20], max_tokens=16)
+    second = loop.add(TEXT[20:40], max_tokens=16)
+    found = 0
+    while loop.unfinished:
+        loop.launch()
+        if second.preempted and second.status is Status.RUNNING and not found:
+            found = second.num_keyed * BLOCK_TOKENS
+        loop.retire()
+    loop.drain()
+    assert loop.scheduler.num_preemptions == 1
+    assert found > 20, "its generated tokens too"
+    assert second.num_found == 0, "that counts what it found when it came"
+
+
+def test_waiting_prompts_count_what_the_cache_lacks() -> None:
+    loop = Loop("serial", chunk_tokens=8, max_num_seqs=1)
+    loop.add(TEXT[:32])
+    waiting = [loop.add(TEXT[:n]) for n in (32, 30, 12)] + [loop.add(9)]
+    queue = loop.scheduler.queue
+    totals = [queue.num_tokens]
+    for _ in range(4):
+        loop.launch()
+        loop.retire()
+        totals.append(queue.num_tokens)
+        assert queue.num_tokens == sum(prompt_load(s).tokens_left for s in waiting)
+    # Awaited keys are at the end of a prefix, so a prompt is looked up again when it can wait for nothing more.
+    assert totals[0] == 32 + 30 + 12 + 9 + 32
+    assert totals[-1] == 4 + 2 + 12 + 9
+    assert all(b <= a for a, b in pairwise(totals))
+    loop.drain()
+    assert waiting[2].num_found == 8
+
+
+def test_shared_blocks_that_others_hold_need_no_room() -> None:
+    # Ten blocks: the first prompt takes seven; three are left, and one is kept back for it.
+    loop = Loop("serial", spare_blocks=0, chunk_tokens=1000)
+    first = loop.add(TEXT[:28], max_tokens=3)
+    loop.launch()
+    loop.retire()
+    second = loop.add([*TEXT[:24], 1, 2, 3, 4, 5], max_tokens=1)
+    loop.launch()
+    assert [s.status for s in (first, second)] == [Status.RUNNING] * 2
+    loop.drain()
+
+
+def test_without_the_cache_nothing_is_shared() -> None:
+    loop = Loop("mixed", prefix_caching=False)
+    for _ in range(2):
+        loop.add(TEXT[:20], max_tokens=2)
+    assert run(loop) == 40
+    assert loop.scheduler.num_queried_tokens == 0
+
+
+def test_a_sequence_keeps_its_place_when_more_of_it_is_found() -> None:
+    loop = Loop("serial", chunk_tokens=1000, max_num_seqs=1)
+    loop.add(TEXT[:30], max_tokens=3)
+    waiting: list[Sequence] = [loop.add(5), loop.add(TEXT[:31]), loop.add(6)]
+    loop.launch()
+    loop.retire()
+    assert list(loop.scheduler.queue.ordered([], 0.0, 0.0)) == waiting
+    loop.drain()
+
+
+def test_of_equal_prompts_that_wait_one_is_offered() -> None:
+    loop = Loop("serial", chunk_tokens=1000)
+    first, _, other = loop.add(TEXT[:30]), loop.add(TEXT[:31]), loop.add(5)
+    assert loop.scheduler.prompts(0.0, 0.0) == [first, other]
+    loop.drain()
+
+
+def test_a_prompt_that_is_scored_is_awaited_too() -> None:
+    loop = Loop("serial", chunk_tokens=1000)
+    loop.add(TEXT[:30], prompt_logprobs=0)
+    loop.add(TEXT[:30])
+    assert run(loop) == 30 + 2
