@@ -177,6 +177,10 @@ def test_prompts_that_share_nothing() -> None:
     # Equal recorded prompts are shared, but for the block of the last token.
     twice = Workload("w", (WorkloadRequest(32, 1, None, tuple(range(32))),) * 2)
     assert (twice.shareable_prompt_tokens, twice.shares_prefixes) == (16, False)
+    # Equal blocks after others are not.
+    other = WorkloadRequest(33, 1, None, (*range(50, 66), *range(16, 33)))
+    same_end = Workload("w", (WorkloadRequest(33, 1, None, tuple(range(33))), other))
+    assert same_end.shareable_prompt_tokens == shareable(same_end) == 0
 
 
 # ---- arrivals ----
@@ -211,12 +215,12 @@ def timed(workload: Workload, arrivals_s: Sequence[float]) -> list[TimedRequest]
 def test_a_later_turn_arrives_when_its_user_has_read_and_thought() -> None:
     engine = FakeEngine(service_s=1.0)
     done: list[ServedRequest] = []
-    requests = timed(CHAT, [0.0, 0.0, 0.25, 4.0, 4.0])
+    requests = timed(CHAT, [0.0, 0.0, 0.25, 4.0, 7.5])  # the last has a time of its own
     result = replay_engine(engine, requests, on_done=done.append)
-    assert [row.metrics.arrival_s - 50 for row in result.served] == [0, 1.5, 0.25, 4, 7]
+    assert [row.metrics.arrival_s - 50 for row in result.served] == [0, 1.5, 0.25, 4, 7.5]
     assert [row.input_tokens for row in result.served] == [3, 20, 3, 3, 20]
     assert [row.output_tokens for row in result.served] == [2, 3, 2, 2, 3]
-    assert result.duration_s == 8
+    assert result.duration_s == 8.5
     assert [result.served.index(row) for row in done] == [0, 2, 1, 3, 4]
     # The prompt before, the output as it came, and what the turn adds.
     assert [added[0] for added in engine.added] == ["0", "2", "1", "3", "4"]
@@ -289,7 +293,7 @@ def test_turns_wait_for_each_other_in_every_replay(
 ) -> None:
     workload, arrivals_s = chat_of(plan)
     requests = timed(workload, arrivals_s)
-    stepped = FakeEngine(service_s=0.75, busy_s=0.25)
+    stepped = FakeEngine(service_s=0.625, busy_s=0.5)
     streaming = Scripted(VirtualTime(), dict.fromkeys(range(100), ((0.5, 1), (0.125, 1))))
     for replayed in (
         replay_engine(stepped, requests, max_concurrency=limit),
