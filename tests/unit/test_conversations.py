@@ -312,6 +312,8 @@ def test_the_simulator_serves_conversations(policy: str) -> None:
     engine = SimulationSettings(
         policy=Policy.parse(policy), kv_cache_tokens=100_000, max_model_len=16_384, max_num_seqs=64
     )
-    replayed = simulate(Roofline(H200, LLAMA_8B), workload, arrivals_s, engine).replay
+    replayed, stats = simulate(Roofline(H200, LLAMA_8B), workload, arrivals_s, engine)
+    # The cache has room for everything.
+    assert stats.prefix_cache_hits == workload.shareable_prompt_tokens
     delays = delays_s(workload, replayed.served, arrivals_s.tolist(), replayed.start_s)
     assert delays == pytest.approx([0.0] * 40)
