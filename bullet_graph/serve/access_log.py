@@ -4,6 +4,7 @@ import logging
 import time
 import uuid
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,17 +19,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Tally:
-    """A request's id, and its tokens so far; a request's ASGI scope holds it as ``tally``."""
+    """A request's id, and its tokens so far; a request's ASGI scope holds it as ``tally``.
+
+    ``cached_tokens`` of each of its prompts, by index, came from the prefix cache.
+    """
 
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """The tokens, as answers give them."""
         given, made = self.prompt_tokens, self.output_tokens
-        return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+        cached = {"cached_tokens": sum(self.cached_tokens.values())}
+        whole = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+        return whole | {"prompt_tokens_details": cached}
 
 
 class AccessLog:

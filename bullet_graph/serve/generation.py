@@ -139,6 +139,7 @@ class Generation:
         async with self._serve(request, OutputKind.FINAL_ONLY, tally) as outputs:
             async for index, output in outputs:
                 finals[index] = output
+                tally.cached_tokens[index] = output.num_cached_tokens
                 tally.output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         return written.body([finals[index] for index in range(len(finals))], tally.usage)
 
@@ -153,6 +154,7 @@ class Generation:
         ended: set[int] = set()
         async with self._serve(request, OutputKind.DELTA, tally) as outputs:
             async for index, output in outputs:
+                tally.cached_tokens[index] = output.num_cached_tokens
                 for delta in output.outputs:
                     choice = index * num_samples + delta.index
                     if choice in ended or not (delta.token_ids or delta.finish_reason):

@@ -87,8 +87,8 @@ class ServerMetrics(Collector):
         self._probe = probe
         self._start_mj = None if probe is None else probe.total_energy_mj()
         self.energy_joules: float | None = None if self._start_mj is None else 0.0
-        # Tokens of the warm-up, which nobody asked for.
-        self._warmup_tokens = engine.stats.num_prompt_tokens, engine.stats.num_output_tokens
+        # Tokens of the warm-up, which nobody asked for, are not counted.
+        self._before = engine.stats
         self.ends: dict[EndReason, int] = dict.fromkeys(get_args(EndReason), 0)
         self._num_with_targets = 0
         self._num_met = 0
@@ -145,7 +145,9 @@ class ServerMetrics(Collector):
             "policy_seconds": dict(stats.policy_seconds),
             "num_steps": stats.num_steps,
             "num_preemptions": stats.num_preemptions,
-            "generation_tokens": stats.num_output_tokens - self._warmup_tokens[1],
+            "prefix_cache_queries": stats.prefix_cache_queries - self._before.prefix_cache_queries,
+            "prefix_cache_hits": stats.prefix_cache_hits - self._before.prefix_cache_hits,
+            "generation_tokens": stats.num_output_tokens - self._before.num_output_tokens,
             "window_s": LIVE_WINDOW_S,
             "requests": len(recent),
             "ttft_ms": summarize_ms(ttft_ms for _, ttft_ms, _ in recent),
@@ -164,9 +166,13 @@ class ServerMetrics(Collector):
         yield one("num_requests_waiting", "Sequences that wait for KV blocks.", waiting)
         yield one("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
         yield total("num_preemptions", "Sequences that lost their KV blocks.", stats.num_preemptions)
-        prompts, outputs = self._warmup_tokens
-        yield total("prompt_tokens", "Tokens of prompts.", stats.num_prompt_tokens - prompts)
-        yield total("generation_tokens", "Tokens generated.", stats.num_output_tokens - outputs)
+        for name, documentation, field in (
+            ("prompt_tokens", "Tokens of prompts.", "num_prompt_tokens"),
+            ("generation_tokens", "Tokens generated.", "num_output_tokens"),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", "prefix_cache_queries"),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_cache_hits"),
+        ):
+            yield total(name, documentation, getattr(stats, field) - getattr(self._before, field))
         yield total("request_success", "Requests that ended.", self.ends, "finished_reason")
         for histogram in self._histograms:
             yield from histogram.collect()

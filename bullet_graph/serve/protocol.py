@@ -26,7 +26,7 @@ _MOST_FIELDS = 100
 _HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "session_id"}
     | {"request_id"}
-    | {"prompt_cache_retention", "cache_salt", "truncation_side", "return_mm_kwargs", "return_token_offsets"}
+    | {"prompt_cache_retention", "truncation_side", "return_mm_kwargs", "return_token_offsets"}
 )
 """Fields without effect on the answer: accepted and ignored."""
 
@@ -191,6 +191,9 @@ class GenerationRequest(_Request):
         default=None, description="Also return the token ids of prompt and output."
     )
     slo: Targets | None = Field(default=None, description="Latency targets of this request.")
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = Field(
+        default=None, description="Only requests with the same salt share cached prefixes."
+    )
 
     @model_validator(mode="after")
     def _fields_fit(self) -> "GenerationRequest":

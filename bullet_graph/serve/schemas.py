@@ -136,6 +136,7 @@ def answers(model: Any, *, streams: bool = False) -> dict[int | str, dict[str, A
     """A path's possible answers for OpenAPI: this model, events if it streams, or an error."""
     success: dict[str, Any] = {"model": model}
     if streams:
-        success["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        # Without a schema: clients differ in whether it would be that of the stream or of an event.
+        success["content"] = {"text/event-stream": {}}
     error = {"model": ErrorAnswer, "description": "An error"}
     return {200: success, "4XX": error, "5XX": error}

@@ -301,6 +301,27 @@ def test_metrics_have_vllms_names_and_count(served: Served) -> None:
     assert grown['lane_seconds_total{lane="decode"}'] > 0
 
 
+def test_cached_prefixes_are_told_and_kept_apart_by_salts(served: Served, complete: Create) -> None:
+    before = served.metrics()
+    prompts = [[*range(40, 80), 1], [*range(40, 80), 2]]
+
+    def cached(salt: str | None, **more: Any) -> int:
+        usage = complete(prompt=prompts, max_tokens=2, extra_body={"cache_salt": salt}, **more).usage
+        return usage.prompt_tokens_details.cached_tokens  # type: ignore[no-any-return]
+
+    # The second prompt awaits no prefix as short as two blocks.
+    assert [cached(None), cached(None), cached("a"), cached("a", n=2)] == [0, 64, 0, 64]
+    usage = {"include_usage": True}
+    *_, last = complete(prompt=prompts, max_tokens=2, stream=True, stream_options=usage)
+    assert last.usage.prompt_tokens_details.cached_tokens == 64
+    served.wait_until_idle()
+    after = served.metrics()
+    grown = [after[name] - before[name] for name in ("prefix_cache_queries_total", "prefix_cache_hits_total")]
+    assert grown == [41 * 12, 32 * 8]
+    live = served.http.get("/live").json()
+    assert live["prefix_cache_hits"] == after["prefix_cache_hits_total"]
+
+
 # ---- errors, as the client raises them ----
 
 

@@ -84,6 +84,7 @@ def test_the_page_shows_what_the_server_does(browser: "sync_api.Browser") -> Non
             assert 0 < p50 <= p90 <= p99
             assert page.text_content("#slo") == "100.0 %"
             assert page.text_content("#queue-most") == "4"
+            wait_for(page, "parseFloat(document.getElementById('prefixes').textContent) > 50")
             assert "solo" in str(page.text_content("#policies"))
         loading.result(30)
         wait_for(page, "document.getElementById('running').textContent === '0'")
