@@ -347,7 +347,8 @@ class Engine:
     ) -> None:
         """Change the policy and the targets; the graphs and partitions stay.
 
-        Counters restart at 0. The planner's corrections stay, and so does the prompt order if ``prompt_order`` is None.
+        Counters restart at 0, and the prefix cache is emptied. The planner's corrections stay, and so does the prompt
+        order if ``prompt_order`` is None.
         Raises RequestError while requests are under way, and ConfigError for a policy that needs a performance table or
         partitions that this engine does not have.
         """

@@ -33,8 +33,9 @@ class DecodeLoad:
 class PromptLoad(NamedTuple):
     """A prompt, or the rest of one, that is in no launched step; times are on the engine's clock.
 
-    The ``tokens_cached`` before them are in the KV cache or in launched steps. Its first token is due at
-    ``deadline_s``, which is infinite without a target. A ``resumed`` prompt is recomputed after a preemption.
+    The ``tokens_cached`` before them are in the KV cache or in launched steps; of a waiting prompt, in the prefix cache.
+    Its first token is due at ``deadline_s``, which is infinite without a target. A ``resumed`` prompt is recomputed
+    after a preemption.
     """
 
     tokens_left: int
@@ -62,6 +63,7 @@ class ChunkLoad:
 class Load:
     """The work at one tick: at most the first 64 waiting prompts, in serving order, but the tokens of them all.
 
+    Tokens that the prefix cache holds are not counted.
     ``steps_left`` decode steps may the longest output still take; known if the longest outputs come first, else None.
     """
 

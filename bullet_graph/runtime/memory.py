@@ -112,7 +112,7 @@ def plan_memory(
     fixed = weights + activations + workspaces_bytes + graphs_bytes
     block = KV_BLOCK_TOKENS * kv_cache_bytes_per_token(model, dtype_bytes=dtype_bytes)
     blocks_per_seq = -(-held_tokens(config, model, max_model_len) // KV_BLOCK_TOKENS)
-    # One block is the padding block. Blocks beyond every sequence at full length could never be used.
+    # One block is the padding block. More than every sequence at full length can fill would only keep old prefixes.
     least, most = (1 + blocks_per_seq) * block, (1 + config.max_num_seqs * blocks_per_seq) * block
     if kv_cache_limit_bytes is not None:
         most = max(least, min(most, kv_cache_limit_bytes))

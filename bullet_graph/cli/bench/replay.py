@@ -81,8 +81,8 @@ class Client:
 def engine_client(engine: Engine, policy: Policy, slo: Slo) -> Client:
     """The client of an engine in this process with nothing under way, under one policy and with the planner's targets.
 
-    The engine's loop is made anew for each replay, so that its counters are the replay's alone. The planner keeps what
-    it has learned of its predictions' errors.
+    The engine's loop is made anew for each replay, so that its counters and its prefix cache are the replay's alone.
+    The planner keeps what it has learned of its predictions' errors.
     """
 
     def serve(requests: Sequence[TimedRequest], *, is_warmup: bool = False, **options: Any) -> Served:
