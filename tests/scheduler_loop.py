@@ -187,7 +187,7 @@ class Loop:
         assert self.scheduler.queue.num_tokens == sum(s.num_tokens - s.num_cached for s in waiting)
         # Whoever is passed over waits for a sequence that leaves again.
         under_way = [key for s in self.sequences if s.slot >= 0 for key in s.block_keys[s.num_keyed :]]
-        assert self.scheduler.queue.pending <= set(under_way)
+        assert self.scheduler.queue.writers.keys() <= set(under_way)
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -205,7 +205,7 @@ class Loop:
         assert not self.unfinished
         assert self.pool.num_used == 0
         assert self.scheduler.num_running == len(self.scheduler.queue) == self.scheduler.queue.num_tokens == 0
-        assert not self.scheduler.queue.pending
+        assert not self.scheduler.queue.writers
         assert not self.scheduler.queue._by_awaited
         for sequence in self.sequences:
             prompt, count = sequence.prompt_token_ids.tolist(), self.ends[sequence]

@@ -26,13 +26,13 @@ _NEVER = float("inf")
 class PromptQueue:
     """Sequences without blocks; a sequence may return after a preemption.
 
-    ``num_tokens`` adds up what the prefix cache lacks of their tokens. ``pending`` are the keys of blocks that prompts
-    under way will write: a sequence that awaits one is passed over.
+    ``num_tokens`` adds up what the prefix cache lacks of their tokens. ``writers`` are the prompts under way that will
+    write the block of a key. A sequence that awaits one is passed over, and lends its deadline if that is earlier.
     """
 
     def __init__(self, prompt_order: PromptOrder) -> None:
         self._prompt_order = prompt_order
-        self.pending: set[bytes] = set()
+        self.writers: dict[bytes | None, Sequence] = {}
         self._waiting: dict[Sequence, PromptLoad] = {}
         self._by_awaited: dict[bytes, dict[Sequence, None]] = {}
         self._num_with_deadline = 0
@@ -61,6 +61,11 @@ class PromptQueue:
         sequence.num_cached, sequence.awaited_key = num_cached, awaited_key
         self.add(sequence)
 
+    def written(self, keys: Iterable[bytes]) -> None:
+        """Note that these blocks are written, or that their writer has gone."""
+        for key in keys:
+            self.writers.pop(key, None)
+
     def awaiting(self, keys: Iterable[bytes]) -> list[Sequence]:
         """Sequences that await one of these keys."""
         return [sequence for key in keys for sequence in self._by_awaited.get(key, ())]
@@ -71,17 +76,22 @@ class PromptQueue:
         With targets :func:`~bullet_graph.planner.slack.order_prompts` decides. Else it is ``prompt_order``,
         with prompts under way and preempted ones first.
         """
-        pending = self.pending
+        writers = self.writers
         if self._num_with_deadline or any(s.deadline_s < _NEVER for s in started):
-            ready = {s: load for s, load in self._waiting.items() if s.awaited_key not in pending}
-            unordered = [*started, *ready]
-            queued = [*(prompt_load(s) for s in started), *ready.values()]
-            order = order_prompts(queued, now_s, ms_per_token)
+            loads = {s: prompt_load(s) for s in started}
+            for sequence, load in self._waiting.items():
+                writer = writers.get(sequence.awaited_key)
+                if writer is None:
+                    loads[sequence] = load
+                elif writer in loads and load.deadline_s < loads[writer].deadline_s:
+                    loads[writer] = loads[writer]._replace(deadline_s=load.deadline_s)
+            unordered = list(loads)
+            order = order_prompts(list(loads.values()), now_s, ms_per_token)
             return (unordered[i] for i in order)
         # Preemption takes the last to come first, so the reverse order is the order of arrival.
         preempted = [s for s in reversed(self._waiting) if s.preempted] if self._num_preempted else []
         fresh: Iterable[Sequence] = (
-            s for s in self._waiting if not s.preempted and s.awaited_key not in pending
+            s for s in self._waiting if not s.preempted and s.awaited_key not in writers
         )
         if self.longest_first:
             fresh = nsmallest(QUEUE_IN_SIGHT, fresh, key=lambda s: s.num_tokens - s.max_tokens)
@@ -241,7 +251,7 @@ class Scheduler:
             key = sequence.awaited_key
             if sequence.status is Status.RUNNING:
                 yield sequence
-            elif not blocked and not (key in awaited or key in self.queue.pending):
+            elif not blocked and not (key in awaited or key in self.queue.writers):
                 need = self._blocks_to_start(sequence)
                 if need + running > blocks:
                     need -= self.pool.num_held(self.pool.find(self._keys_to_find(sequence)))
@@ -365,7 +375,7 @@ class Scheduler:
         """Start a waiting sequence if a slot and blocks for all its tokens are free and none is about to be written."""
         found = self._look_up(sequence)
         need = self._blocks_to_start(sequence) - self.pool.num_held(found)
-        awaits = sequence.awaited_key in self.queue.pending
+        awaits = sequence.awaited_key in self.queue.writers
         if awaits or not self._free_slots or need + len(self._running) > self.pool.num_free:
             return False
         self.queue.remove(sequence)
@@ -373,7 +383,7 @@ class Scheduler:
         self.pool.share(sequence.slot, found)
         self._grow(sequence, min(sequence.num_tokens, self._held_tokens))
         sequence.num_keyed = len(found)
-        self.queue.pending.update(sequence.block_keys[len(found) :])
+        self.queue.writers.update(dict.fromkeys(sequence.block_keys[len(found) :], sequence))
         if not sequence.preempted:
             sequence.num_found = sequence.num_cached
             self.num_queried_tokens += sequence.num_tokens if self.prefix_caching else 0
@@ -443,7 +453,7 @@ class Scheduler:
         keys = sequence.block_keys[first : num_tokens // self.pool.block_tokens]
         self.pool.cache(sequence.slot, first, keys)
         sequence.num_keyed += len(keys)
-        self.queue.pending.difference_update(keys)
+        self.queue.written(keys)
         for waiting in self.queue.awaiting(keys):
             # After a long wait, the few blocks that are left cost little more.
             self._look_up(waiting, least=1)
@@ -480,7 +490,7 @@ class Scheduler:
         """Take slot and blocks of a sequence without steps in flight; others may find all that it has written."""
         self._extend_keys(sequence)
         self._cache(sequence, min(sequence.num_cached, sequence.num_known))
-        self.queue.pending.difference_update(sequence.block_keys[sequence.num_keyed :])
+        self.queue.written(sequence.block_keys[sequence.num_keyed :])
         self.pool.clear(sequence.slot)
         sequence.kv_capacity = 0
         self._free_slots.append(sequence.slot)

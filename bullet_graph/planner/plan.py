@@ -33,9 +33,8 @@ class DecodeLoad:
 class PromptLoad(NamedTuple):
     """A prompt, or the rest of one, that is in no launched step; times are on the engine's clock.
 
-    The ``tokens_cached`` before them are in the KV cache or in launched steps; of a waiting prompt, in the prefix cache.
-    Its first token is due at ``deadline_s``, which is infinite without a target. A ``resumed`` prompt is recomputed
-    after a preemption.
+    The ``tokens_cached`` before them are in the KV cache or in launched steps. Its first token is due at
+    ``deadline_s``, which is infinite without a target. A ``resumed`` prompt is recomputed after a preemption.
     """
 
     tokens_left: int

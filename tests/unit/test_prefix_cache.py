@@ -139,6 +139,20 @@ def test_who_awaits_a_prefix_blocks_nobody() -> None:
     loop.drain()
 
 
+def test_a_writer_is_as_urgent_as_who_awaits_it() -> None:
+    loop = Loop("serial", chunk_tokens=8, max_num_seqs=4)
+    writer, hurried, other = loop.add(TEXT[:30]), loop.add(TEXT[:31]), loop.add(5)
+    loop.launch()
+    queue = loop.scheduler.queue
+    writer.deadline_s = 9.0
+    for sequence, deadline_s, order in ((other, 5.0, [other, writer]), (hurried, 2.0, [writer, other])):
+        queue.remove(sequence)
+        sequence.deadline_s = deadline_s
+        queue.add(sequence)
+        assert list(queue.ordered([writer], 0.0, 0.01)) == order
+    loop.drain()
+
+
 def test_a_short_prefix_is_not_awaited() -> None:
     loop = Loop("serial", chunk_tokens=1000)
     short = AWAITED_BLOCKS * BLOCK_TOKENS - 1
