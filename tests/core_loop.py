@@ -158,7 +158,7 @@ def arrivals(targets: Rows[Slo], *, max_output: int) -> st.SearchStrategy[list[A
 class CoreLoop:
     """Adds requests at their times, aborts some, steps to the end, and checks the books after each step.
 
-    Its planner may be a policy's name.
+    Its planner may be a policy's name. Prompts are the beginnings of ``num_texts`` texts; None: of one each.
     """
 
     def __init__(
@@ -169,7 +169,9 @@ class CoreLoop:
         max_num_seqs: int = 16,
         max_model_len: int = 1024,
         executor: CheckedExecutor | None = None,
+        num_texts: int | None = None,
     ) -> None:
+        self.num_texts = num_texts
         self.executor = CheckedExecutor() if executor is None else executor
         self.core = EngineCore(
             self.executor,
@@ -178,6 +180,7 @@ class CoreLoop:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             num_layers=NUM_LAYERS,
+            prefix_caching=True,
         )
         self.max_num_seqs = max_num_seqs
         self.sequences: dict[str, Sequence] = {}
@@ -189,7 +192,7 @@ class CoreLoop:
     ) -> str:
         index = len(self.sequences)
         name, arrival = f"request-{index}", self.executor.now() if arrival_s is None else arrival_s
-        prompt = np.arange(prompt_tokens, dtype=np.int32) + 10 * index
+        prompt = np.arange(prompt_tokens, dtype=np.int32) + 10 * (index % (self.num_texts or index + 1))
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=output_tokens)
         sequence = Sequence(name, 0, prompt, params, 100 + index, frozenset(), slo=slo, arrival_s=arrival)
         self.sequences[name] = sequence

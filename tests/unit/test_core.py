@@ -80,6 +80,7 @@ class _Wayward(Planner):
     host_overhead_ms=st.sampled_from([0.0, 0.1, 9.0]),
     depth=st.sampled_from([1, 2, 3]),
     row_step=st.sampled_from([1, 16, 100]),
+    num_texts=st.sampled_from([None, 1, 3]),
 )
 def test_every_request_ends_with_its_own_tokens(
     requests: list[Arrival],
@@ -90,6 +91,7 @@ def test_every_request_ends_with_its_own_tokens(
     host_overhead_ms: float,
     depth: int,
     row_step: int,
+    num_texts: int | None,
 ) -> None:
     """No starvation, no block in two hands, no launch that the lanes do not allow (the executor checks each)."""
     loop = CoreLoop(
@@ -97,6 +99,7 @@ def test_every_request_ends_with_its_own_tokens(
         num_kv_blocks=1 + 64 + spare_blocks,
         max_num_seqs=max_num_seqs,
         executor=CheckedExecutor(host_overhead_ms, depth, row_step=row_step),
+        num_texts=num_texts,
     )
     loop.run(arrivals=requests)
     most = max(chunk_tokens, max_num_seqs + TUNING.row_step)
@@ -115,6 +118,7 @@ def test_every_request_ends_with_its_own_tokens(
     spare_blocks=st.sampled_from([0, 3, 40]),
     aborts=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 11)), max_size=12),
     depth=st.sampled_from([1, 2]),
+    num_texts=st.sampled_from([None, 1, 3]),
 )
 def test_neither_planners_nor_aborts_at_any_moment_break_the_books(
     requests: list[Arrival],
@@ -122,10 +126,11 @@ def test_neither_planners_nor_aborts_at_any_moment_break_the_books(
     spare_blocks: int,
     aborts: list[tuple[int, int]],
     depth: int,
+    num_texts: int | None,
 ) -> None:
     executor = CheckedExecutor(max_in_flight=depth)
     planner = choices if isinstance(choices, str) else _Wayward(choices)
-    loop = CoreLoop(planner, num_kv_blocks=1 + 64 + spare_blocks, executor=executor)
+    loop = CoreLoop(planner, num_kv_blocks=1 + 64 + spare_blocks, executor=executor, num_texts=num_texts)
     for _, prompt_tokens, output_tokens, slo in requests:
         loop.add(prompt_tokens, output_tokens, slo=slo)
     for count in range(81):
