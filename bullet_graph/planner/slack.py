@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heappush, heappushpop
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 from bullet_graph.planner.plan import DecodeLoad, Load, PromptLoad
 from bullet_graph.planner.tuning import TUNING
@@ -64,16 +65,36 @@ def decode_load(
     return DecodeLoad(batch_size, kv_tokens, budget, budget if solo is None else slack, target)
 
 
+class Ranking(NamedTuple):
+    """Indices of prompts, each group in the order to serve it.
+
+    The ``late`` go ahead of the ``kept`` for ``late_share`` of the time, otherwise behind them. Resumed prompts go
+    ahead of both.
+    """
+
+    resumed: list[int]
+    kept: list[int]
+    late: list[int]
+    late_share: float
+
+
 def order_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: float) -> list[int]:
-    """Indices of the prompts in the order to serve them.
+    """Indices of the prompts in the order to serve them now; :func:`rank_prompts` tells the rule."""
+    resumed, kept, late, late_share = rank_prompts(prompts, now_s, ms_per_token)
+    if now_s % TUNING.late_period_s < late_share * TUNING.late_period_s:
+        return resumed + late + kept
+    return resumed + kept + late
 
-    Resumed prompts go first. Without deadlines, started prompts follow and then the others, first come, first served.
-    With deadlines the order is:
 
-    1. prompts that have waited beyond their patience, oldest first, so that none starves;
-    2. as many as can meet their deadlines, earliest deadline first (Moore and Hodgson: whenever one would be late,
-       the longest so far is given up);
-    3. the late ones by arrival.
+def rank_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: float) -> Ranking:
+    """Which prompts are kept, which are late, and the share of the time that the late get.
+
+    Without deadlines all are kept: started prompts go first, then the others, first come, first served.
+
+    With deadlines, a prompt that is late for its own has a second one and a last one, the end of its patience. As many
+    prompts as can meet their own or second deadline are kept, earliest deadline first (Moore and Hodgson: whenever one
+    would be late, the longest so far is given up). The others are late: earliest last deadline first, they get the
+    smallest share with which all of them meet it, at most ``late_share``. The kept must do with the rest of the time.
 
     ``ms_per_token`` is prefill time per token, at the rate at which prompts are really served.
     """
@@ -81,35 +102,56 @@ def order_prompts(prompts: Sequence[PromptLoad], now_s: float, ms_per_token: flo
     resumed = sorted((i for i, p in enumerate(prompts) if p.resumed), key=arrival.__getitem__)
     others = [i for i, p in enumerate(prompts) if not p.resumed]
     if all(prompts[i].deadline_s == math.inf for i in others):
-        return resumed + sorted(others, key=lambda i: (not prompts[i].started, arrival[i]))
-    starving: list[int] = []
-    patient: list[int] = []
+        return Ranking(resumed, sorted(others, key=lambda i: (not prompts[i].started, arrival[i])), [], 0.0)
+    seconds = [p.tokens_left * ms_per_token / 1e3 for p in prompts]
+    in_time: list[tuple[float, bool, float, int]] = []
+    late: list[tuple[float, int]] = []
     for i in others:
-        waited_s, allowance_s = now_s - arrival[i], prompts[i].deadline_s - arrival[i]
-        is_starving = waited_s > TUNING.patience_s and (
-            allowance_s == math.inf or waited_s > TUNING.patience_allowances * allowance_s
-        )
-        (starving if is_starving else patient).append(i)
-    urgency = [(p.deadline_s, not p.started, p.arrival_s) for p in prompts]
-    patient.sort(key=urgency.__getitem__)
-    longest_first: list[tuple[int, int]] = []
-    late: set[int] = set()
-    end_s = now_s + sum(prompts[i].tokens_left for i in resumed + starving) * ms_per_token / 1e3
-    for i in patient:
-        tokens = prompts[i].tokens_left
-        end_s += tokens * ms_per_token / 1e3
-        if end_s <= prompts[i].deadline_s:
-            heappush(longest_first, (-tokens, i))
+        due_s, last_s = next_deadlines(prompts[i], now_s + seconds[i])
+        if due_s is None:
+            late.append((last_s, i))
         else:
-            tokens, dropped = heappushpop(longest_first, (-tokens, i))
-            end_s += tokens * ms_per_token / 1e3
-            late.add(dropped)
-    return (
-        resumed
-        + sorted(starving, key=arrival.__getitem__)
-        + [i for i in patient if i not in late]
-        + sorted(sorted(late), key=arrival.__getitem__)
-    )
+            in_time.append((due_s, not prompts[i].started, arrival[i], i))
+    in_time.sort()
+    longest_first: list[tuple[int, int]] = []
+    given_up: set[int] = set()
+    share = _late_share(late, seconds, now_s)
+    rate = 1 - share
+    end_s = now_s + sum(seconds[i] for i in resumed) + share * TUNING.late_period_s
+    for due_s, _, _, i in in_time:
+        end_s += seconds[i] / rate
+        heappush(longest_first, (-prompts[i].tokens_left, i))
+        if end_s > due_s:
+            _, dropped = heappop(longest_first)
+            end_s -= seconds[dropped] / rate
+            given_up.add(dropped)
+            late.append((next_deadlines(prompts[dropped], math.inf)[1], dropped))
+    kept = [i for *_, i in in_time if i not in given_up]
+    return Ranking(resumed, kept, [i for _, i in sorted(late)], _late_share(late, seconds, now_s))
+
+
+def next_deadlines(prompt: PromptLoad, earliest_s: float) -> tuple[float | None, float]:
+    """A prompt's own or second deadline, the first that it can meet (None: neither), and its last one, in seconds."""
+    allowance_s = prompt.deadline_s - prompt.arrival_s
+    if allowance_s == math.inf:
+        second_s = last_s = prompt.arrival_s + TUNING.patience_s
+    else:
+        last_s = prompt.arrival_s + max(TUNING.patience_s, TUNING.patience_allowances * allowance_s)
+        if earliest_s <= prompt.deadline_s:
+            return prompt.deadline_s, last_s
+        second_s = prompt.arrival_s + TUNING.second_allowances * allowance_s
+    return second_s if earliest_s <= second_s else None, last_s
+
+
+def _late_share(late: list[tuple[float, int]], seconds: Sequence[float], now_s: float) -> float:
+    """Share of the time with which prompts, each with its last deadline, would all end by then."""
+    share = work_s = 0.0
+    for last_s, i in sorted(late):
+        work_s += seconds[i]
+        if work_s >= TUNING.late_share * (last_s - now_s):
+            return TUNING.late_share
+        share = max(share, work_s / (last_s - now_s))
+    return share
 
 
 def spare_ms(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bullet_graph.planner.plan import PromptLoad
-from bullet_graph.planner.slack import decode_load, order_prompts
+from bullet_graph.planner.slack import decode_load, next_deadlines, order_prompts, rank_prompts
 from bullet_graph.planner.tuning import TUNING
 
 
@@ -151,40 +151,61 @@ class TestOrderPrompts:
         prompts = [prompt(100, 0.0, 3.0), prompt(100, 0.0, 1.0), prompt(100, 0.0), prompt(100, 0.0, 2.0)]
         assert order_prompts(prompts, 0.0, 1.0) == [1, 3, 0, 2]
 
-    def test_the_longest_is_given_up_and_the_late_go_last_by_arrival(self) -> None:
+    def test_the_longest_is_given_up_and_the_late_go_behind_those_on_time(self) -> None:
         prompts = [
             prompt(600, 0.2, 1.0),
             prompt(100, 0.3, 1.0),
             prompt(200, 0.4, 0.9),
             prompt(50, 0.1, 0.2),
         ]
-        # At 1 ms a token from 0.5 s on: the first would be done at 1.1 s, and the others then not by 1.3 s.
-        # The last one's deadline has passed.
-        assert order_prompts(prompts, 0.5, 1.0) == [1, 2, 3, 0]
+        # At 1 ms a token from 0.55 s on: the first would be done at 1.15 s, and the others then not by 1.3 s. The
+        # deadline of the last one has passed: its second one is far away.
+        assert order_prompts(prompts, 0.55, 1.0) == [1, 2, 3, 0]
 
     def test_resumed_prompts_go_before_deadlines_and_take_their_time(self) -> None:
-        prompts = [prompt(500, 0.0, 0.6), prompt(400, 0.0, resumed=True), prompt(100, 0.0, 0.9)]
-        assert order_prompts(prompts, 0.0, 1.0) == [1, 2, 0]
+        prompts = [prompt(500, 0.05, 0.6), prompt(400, 0.0, resumed=True), prompt(100, 0.05, 0.9)]
+        assert order_prompts(prompts, 0.05, 1.0) == [1, 2, 0]
 
-    @pytest.mark.parametrize("allowance", [0.5, TUNING.patience_s])
-    def test_patience_ends_and_grows_with_what_the_target_allows(self, allowance: float) -> None:
-        now = max(TUNING.patience_s, TUNING.patience_allowances * allowance)
-        late, fresh = prompt(100, 0.0, allowance), prompt(100, now, 0.5)
-        assert order_prompts([fresh, late], now - 0.1, 1.0) == [0, 1]
-        assert order_prompts([fresh, late], now + 0.1, 1.0) == [1, 0]
+    @pytest.mark.parametrize("allowance", [0.5, 2.0])
+    def test_a_late_prompt_has_a_second_and_a_last_deadline(self, allowance: float) -> None:
+        patience = max(TUNING.patience_s, TUNING.patience_allowances * allowance)
+        second = TUNING.second_allowances * allowance
+        assert next_deadlines(prompt(10, 5.0, allowance), 5.0) == (5.0 + allowance, 5.0 + patience)
+        assert next_deadlines(prompt(10, 5.0, allowance), 5.1 + allowance) == (5.0 + second, 5.0 + patience)
+        assert next_deadlines(prompt(10, 5.0, allowance), 5.1 + second) == (None, 5.0 + patience)
 
-    def test_prompts_without_a_target_do_not_starve_among_those_with_one(self) -> None:
-        free, fresh = prompt(100, 0.0), prompt(100, TUNING.patience_s + 1, 0.5)
-        assert order_prompts([fresh, free], TUNING.patience_s + 1, 1.0) == [1, 0]
+    def test_a_prompt_without_a_target_has_the_last_deadline_alone(self) -> None:
+        last = 5.0 + TUNING.patience_s
+        assert next_deadlines(prompt(10, 5.0), 5.0) == (last, last)
+        assert next_deadlines(prompt(10, 5.0), last + 1) == (None, last)
 
-    def test_the_time_of_a_prompt_beyond_patience_counts_for_those_behind_it(self) -> None:
-        """It takes 800 ms first; of the other two, 300 ms each, only one then ends within 1.2 s."""
-        now = TUNING.patience_s + 1
-        starving = prompt(800, 0.0, 0.5)
-        soon, later = prompt(300, now, 1.2), prompt(310, now, 1.3)
-        assert order_prompts([later, soon, starving], now, 1.0) == [2, 1, 0]
-        hopeless = prompt(300, now, 0.7)  # on time only if the starving prompt took no time
-        assert order_prompts([hopeless, later, starving], now, 1.0) == [2, 1, 0]
+    def test_a_second_deadline_counts_as_much_as_a_target(self) -> None:
+        """Either the late prompt or the longer one on time can be met."""
+        now = TUNING.second_allowances * 0.5 - 0.6
+        late, fresh, short = prompt(400, 0.0, 0.5), prompt(500, now, 0.55), prompt(300, now, 0.55)
+        assert rank_prompts([fresh, late], now, 1.0)[1:3] == ([1], [0])
+        assert rank_prompts([short, late], now, 1.0)[1:3] == ([0], [1])
+
+    def test_the_late_get_the_share_that_their_last_deadlines_require(self) -> None:
+        """The first needs 0.2 s within 2 s; both need 0.6 s within 3 s."""
+        now = TUNING.patience_s - 2.0
+        first, then, fresh = prompt(200, 0.0, 0.5), prompt(400, 1.0, 0.5), prompt(300, now, 0.5)
+        ranking = rank_prompts([then, fresh, first], now, 1.0)
+        assert ranking.kept == [1]
+        assert ranking.late == [2, 0]
+        assert ranking.late_share == pytest.approx(0.2)
+        slot = round(now / TUNING.late_period_s) * TUNING.late_period_s
+        orders = [
+            order_prompts([then, fresh, first], slot + x * TUNING.late_period_s, 1.0) for x in (0.1, 0.3)
+        ]
+        assert orders == [[2, 0, 1], [1, 2, 0]]
+        # Before 500 ms, 20 % of the time and of a slot are the others'.
+        assert rank_prompts([then, prompt(381, now, 0.5), first], now, 1.0).kept == []
+
+    def test_the_share_of_the_late_is_limited(self) -> None:
+        late = [prompt(1000, 0.1 * i, 0.5) for i in range(10)]
+        assert rank_prompts(late, TUNING.patience_s - 1.0, 1.0).late_share == TUNING.late_share
+        assert rank_prompts(late, TUNING.patience_s + 9.0, 0.0).late_share == TUNING.late_share
 
     queues = st.lists(
         st.builds(
@@ -208,12 +229,49 @@ class TestOrderPrompts:
     @settings(deadline=None)
     @given(queues, st.floats(0.1, 3.0))
     def test_no_order_meets_more_deadlines(self, prompts: list[PromptLoad], ms_per_token: float) -> None:
+        """Of each prompt's own deadline and its second one, the first that it could meet alone."""
         prompts = [p for p in prompts if not p.resumed][:5]
-        order = order_prompts(prompts, 1.0, ms_per_token)
+        due = [next_deadlines(p, 1.0 + p.tokens_left * ms_per_token / 1e3)[0] for p in prompts]
+        prompts = [p._replace(deadline_s=d) for p, d in zip(prompts, due, strict=True) if d is not None]
+        order = rank_prompts(prompts, 1.0, ms_per_token).kept
         best = max(
             num_on_time(prompts, list(o), 1.0, ms_per_token) for o in permutations(range(len(prompts)))
         )
-        assert num_on_time(prompts, order, 1.0, ms_per_token) == best
+        assert num_on_time(prompts, order, 1.0, ms_per_token) == len(order) == best
+
+    @settings(deadline=None, max_examples=50)
+    @given(
+        late_tokens=st.integers(1, 4000),
+        waited=st.floats(0.0, 40.0),
+        fresh=st.lists(st.tuples(st.integers(1, 300), st.floats(0.2, 3.0)), min_size=1, max_size=8),
+    )
+    def test_a_late_prompt_makes_no_prompt_late_that_is_kept(
+        self, late_tokens: int, waited: float, fresh: list[tuple[int, float]]
+    ) -> None:
+        """Served in forwards of 2 ms, each prompt kept at first meets its deadline, but for rounding."""
+        start, forward = 100.0, 2
+        late = prompt(late_tokens, start - waited, 0.01)
+        queue = {i: prompt(tokens, start, due) for i, (tokens, due) in enumerate(fresh)} | {-1: late}
+        names = list(queue)
+        ranking = rank_prompts(list(queue.values()), start, 1.0)
+        kept = {names[i] for i in ranking.kept} - {-1}
+        due_s = {i: next_deadlines(queue[i], start + queue[i].tokens_left / 1e3)[0] for i in kept}
+        # Those given up as well would change the share later.
+        queue = {name: p for name, p in queue.items() if name in kept or name == -1}
+        now = start
+        while queue.keys() & kept:
+            budget = forward
+            names = list(queue)
+            for i in order_prompts(list(queue.values()), now, 1.0):
+                p = queue[names[i]]
+                rows = min(budget, p.tokens_left)
+                budget -= rows
+                queue[names[i]] = p._replace(tokens_left=p.tokens_left - rows)
+            now += forward / 1e3
+            for name in [name for name, p in queue.items() if not p.tokens_left]:
+                rounding_s = forward / 500 * (2 + (now - start) / TUNING.late_period_s)
+                assert name == -1 or now <= due_s[name] + rounding_s
+                del queue[name]
 
     @settings(deadline=None, max_examples=30)
     @given(
@@ -232,7 +290,10 @@ class TestOrderPrompts:
         gap_s = tokens * ms_per_token / 1e3 / load
         next_s = now
         limit_s = (
-            now + max(TUNING.patience_s, TUNING.patience_allowances * allowance) + sum(victims) / 1e3 + 1.0
+            now
+            + max(TUNING.patience_s, TUNING.patience_allowances * allowance)
+            + 2 * sum(victims) / 1e3
+            + 1.0
         )
         while waiting:
             while next_s <= now:
